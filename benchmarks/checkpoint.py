@@ -38,7 +38,7 @@ from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import AttentionConfig, CheckpointConfig, Config, MeshConfig, ModelConfig, TrainConfig
 from automoe.data.loader import Loader
-from automoe.observe.metrics import describe_environment
+from automoe.observe.environment import describe_environment
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize

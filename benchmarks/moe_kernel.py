@@ -25,7 +25,7 @@ from kernel_peers import MUST_RUN, NOT_A_LAYER, PEERS, Absent, Layer, Shape
 from measuring import PEAK, commit, result_file, seconds
 
 from automoe.moe.router import gate_ids
-from automoe.observe.metrics import describe_environment
+from automoe.observe.environment import describe_environment
 from tests.support.host_syncs import host_syncs
 
 TOLERANCE = 2e-2  # relative to float32, of the output and of every gradient

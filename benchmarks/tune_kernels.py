@@ -32,7 +32,7 @@ from moe_kernel import SHAPES, Inputs, choices, poison
 from automoe.kernels import launches
 from automoe.kernels.tiling import HOPPER, Blocks, candidates, row_tiles, tile_height
 from automoe.moe.dispatch.base import sort_by_expert
-from automoe.observe.metrics import describe_environment
+from automoe.observe.environment import describe_environment
 
 CASES = [name for name in SHAPES if "whole" not in name]
 QUICK = {"small": Shape(24, 64, 48, 4, 2)}

@@ -1,4 +1,6 @@
-"""What rank 0 prints: a banner, one aligned line per logged step with the time left, a closing summary."""
+"""Terminal output of rank 0: a banner, one line per logged step with the time left, and a
+summary.
+"""
 
 from __future__ import annotations
 
@@ -29,34 +31,34 @@ from automoe.observe.summary import (
 )
 
 HEADER_EVERY = 20  # lines between two headers, so that one is always in sight
-COLUMNS = (  # heading, width; the step column grows with the number of steps
+COLUMNS = (  # (heading, width); the step column grows with the number of steps
     ("loss", 9),
     ("grad norm", 10),
     ("lr", 9),
     ("tokens/s", 9),
     ("memory", 9),
-    ("load", 7),  # of the busiest expert, over the mean
+    ("load", 7),  # load of the busiest expert over the mean
     ("time", 8),
     ("left", 9),
 )
-MFU = (
-    "MFU",
-    8,
-)  # in the place of the time, which tokens/s says too, where the peak of the device is known
-# Of a loss over preferences: by how much, and how often, the preferred answer is; in the place of two columns.
+# MFU replaces the time if the device's peak is known, because tokens/s implies the time.
+MFU = ("MFU", 8)
+# With a preference loss, two columns show the margin of the preferred answer and the share of pairs
+# in which it wins.
 REWARDS = {"memory": ("margin", "rewards/margins"), "load": ("right", "rewards/accuracies")}
 
 
 class Console:
-    """The terminal of a run; every method does nothing when ``enabled`` is false (all ranks but 0).
+    """Terminal output of a run; every method does nothing if ``enabled`` is False (all ranks but
+    0).
 
-    Lines of steps have 80 columns up to 9,999 steps; without cursor movement, so that a log file reads like the
-    terminal. Colour appears in a terminal only.
+    Step lines have 80 columns in runs of up to 9,999 steps. Output moves no cursor, so a log file
+    reads like the terminal. Colours appear only in a terminal.
 
     Args:
-        config, mesh: what runs.
+        config, mesh: configuration and mesh of the run.
         enabled: whether this process prints.
-        file: where to; standard output by default.
+        file: output file; default: standard output.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Console:
         self.config, self.mesh, self.enabled = config, mesh, enabled
         self._lines = 0
         self._last: tuple[int, float] | None = None  # step and clock of the previous record
-        self._pace: float | None = None  # seconds from step to step, smoothed
+        self._pace: float | None = None  # smoothed seconds per step
         self._step_width = max(10, 2 * len(str(config.train.steps)) + 2)
         if enabled:
             from rich.console import Console as RichConsole
@@ -73,7 +75,7 @@ class Console:
             self._rich = RichConsole(file=file or sys.stdout, highlight=False, soft_wrap=True)
 
     def start(self, *, resume_step: int = 0) -> None:
-        """The banner: what trains, on which meshes, with which batch."""
+        """Print the banner: model, meshes, batch, data and run directory."""
         if not self.enabled:
             return
         facts = describe_run(self.config, self.mesh)
@@ -88,10 +90,11 @@ class Console:
         self._print()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """One line for a step's record (the keys of ``metrics.jsonl``), and one more if it validated.
+        """Print one line for a step's record (keys of ``metrics.jsonl``), and one more if it
+        validated.
 
-        Steps between two multiples of ``observe.log_every`` print nothing; the first, the last, a
-        validating and a non-finite one always do.
+        Steps that are not multiples of ``observe.log_every`` print nothing, except the first, the
+        last, a validating, and a non-finite step.
         """
         if not self.enabled:
             return
@@ -115,9 +118,8 @@ class Console:
             f"{record['lr']:.2e}",
             short_number(record["tokens_per_second"]),
             bytes_text(record["peak_memory_bytes"]),
-            f"{number(record['expert_max_load'], 2)}x"
-            if record["expert_max_load"]
-            else "-",  # dense models
+            # Dense models have no expert load.
+            f"{number(record['expert_max_load'], 2)}x" if record["expert_max_load"] else "-",
             seconds_text(record.get("step_seconds")) if mfu is None else f"{100 * mfu:.1f}%",
             duration(left) if step < steps else "-",
         ]
@@ -152,19 +154,23 @@ class Console:
                 self._print(f"{'':>{self._step_width}}{numbers}   {name}", "green")
 
     def note(self, text: str) -> None:
-        """A line between the steps: a checkpoint saved, a spike skipped."""
+        """Print a line between step lines, such as a saved checkpoint or a skipped spike."""
         if self.enabled:
             self._print(f"{'':>{self._step_width}}  {from_here(text)}", "cyan")
 
     def row(self, lines: Iterable[tuple[str, bool]]) -> None:
-        """Lines of text, and whether what stands in them is trained."""
+        """Print lines of a training row; trained lines are green.
+
+        Args:
+            lines: (text, trained) per line, as ``describe_row`` returns.
+        """
         for text, trained in lines if self.enabled else ():
             self._print(text, "green" if trained else "dim")
         if self.enabled:
             self._print()
 
     def samples(self, samples: Sequence[Mapping[str, str]], seconds: float) -> None:
-        """What the model answered, ``prompt`` and ``text`` of each, in two lines of the terminal."""
+        """Print each sample's ``prompt`` and the model's ``text``, one terminal line each."""
         for sample in samples if self.enabled else ():
             for text, style in ((f"> {sample['prompt']}", "dim"), (f"  {sample['text']}", "green")):
                 shown = "".join(
@@ -178,7 +184,11 @@ class Console:
             self._print(f"warning: {text}", "yellow")
 
     def finish(self, paths: Mapping[str, str | Path] | None = None) -> None:
-        """The closing summary, from what the run recorded, and where its results are."""
+        """Print the closing summary of the run's records, and where the results are.
+
+        Args:
+            paths: names and paths of results, to print after the summary.
+        """
         if not self.enabled:
             return
         facts = [
@@ -199,11 +209,12 @@ class Console:
         self._print(f"{step:>{self._step_width}}{body}", style)
 
     def _time_left(self, record: Mapping[str, Any]) -> float:
-        """Seconds to the last step at the recent pace of the wall clock, which counts validation too."""
+        """Return the seconds to the last step at the recent wall-clock pace, validation
+        included.
+        """
         step, now = record["step"], time.monotonic()
-        if (
-            self._last is None
-        ):  # warm-up makes the first step slow: a guess for one line, then forgotten
+        # The first step is slow because of warm-up: its pace is used once and then forgotten.
+        if self._last is None:
             pace = float(record.get("step_seconds") or math.nan)
         else:
             pace = (now - self._last[1]) / max(1, step - self._last[0])
@@ -222,7 +233,7 @@ class Console:
         from rich.text import Text
 
         self._rich.print(Text(text, style=style or ""), crop=False)
-        self._rich.file.flush()  # a log file is read while the run goes on
+        self._rich.file.flush()  # A log file is read during the run.
 
 
 def loss_text(loss: Any) -> str:

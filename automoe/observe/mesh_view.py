@@ -1,6 +1,6 @@
-"""Both views of the ranks as a drawing: a rank is a cell at the same place in both, coloured by its group.
+"""Drawing of both mesh views: each rank has the same cell in both, coloured by its group.
 
-Imports matplotlib; ``automoe.observe.summary`` has the views as text.
+Imports matplotlib; ``automoe.observe.summary`` writes the views as text.
 """
 
 from __future__ import annotations
@@ -16,38 +16,32 @@ from automoe.observe.plot_style import CELLS, INK, MUTED, RC, new_figure
 from automoe.observe.summary import MAX_COLUMNS, MAX_GRID_RANKS
 
 FRAME = "#3d4a57"
-STAGE_GAP = 0.3  # between pipeline stages, in cells
+STAGE_GAP = 0.3  # gap between pipeline stages, in cells
 MAX_ROWS = 12
-MAX_STRIP_CELLS = 8  # parts of an axis drawn one by one in the schematic
+MAX_STRIP_CELLS = 8  # largest number of parts that the schematic draws for an axis
 CENTRED = {"ha": "center", "va": "center"}
-SHORT = {
-    "dp_replicate": "rep",
-    "dp_shard": "dp",
-    "ep_replicate": "rep",
-    "ep_shard": "shard",
-}  # axes, within a cell
+# Axis names that fit in a cell.
+SHORT = {"dp_replicate": "rep", "dp_shard": "dp", "ep_replicate": "rep", "ep_shard": "shard"}
 
 
 @rc_context(RC)
 def draw_mesh(mesh: MeshShape) -> Figure:
-    """Both mesh views as one figure; a schematic of nested axes above ``MAX_GRID_RANKS`` ranks."""
+    """Draw both mesh views; above ``MAX_GRID_RANKS`` ranks, draw a schematic of nested axes."""
     per_stage = mesh.world_size // mesh.pp
     columns = largest_divisor(per_stage, MAX_COLUMNS)
-    # short stages side by side would hide that pp is outermost: stages are always stacked
+    # Stages are always stacked: short stages side by side would hide that pp is the outermost axis.
     rows = mesh.pp * (per_stage // columns)
     if mesh.world_size > MAX_GRID_RANKS or rows > MAX_ROWS:
         return _draw_schematic(mesh)
     height_cells = rows + STAGE_GAP * (mesh.pp - 1)
     cell = max(0.42, min(0.85, 5.4 / columns, 5.6 / height_cells))
     width, height = max(4.3, columns * cell + 1.0), height_cells * cell + 1.6
-    if width > 5.6:  # two wide views read better above each other
+    if width > 5.6:  # two wide views are drawn one above the other
         figure, axes = new_figure(width, 2 * height, rows=2)
     else:
         figure, axes = new_figure(2 * width, height, columns=2)
-    readers, expert_group = (
-        mesh.cp * mesh.tp,
-        mesh.ep * mesh.etp,
-    )  # ranks of the same rows; that exchange tokens
+    # Ranks that read the same rows, and ranks that exchange tokens.
+    readers, expert_group = mesh.cp * mesh.tp, mesh.ep * mesh.etp
     read_by = [rank % per_stage // readers for rank in range(mesh.world_size)]
     experts_of = [rank % expert_group // mesh.etp for rank in range(mesh.world_size)]
     default_note, moe_note = _notes(mesh)
@@ -57,7 +51,7 @@ def draw_mesh(mesh: MeshShape) -> Figure:
 
 
 def _notes(mesh: MeshShape) -> tuple[str, str]:
-    """Under the default view and under the moe view: what a colour and what a frame stand for."""
+    """Return the notes under the default and the moe view, which explain colours and frames."""
     if mesh.world_size == 1:
         return "one rank reads every row and holds all weights", "and all experts"
     rows, weights = "all ranks read the same rows", "one whole copy of its stage's weights"
@@ -86,10 +80,16 @@ def _colour(group: int) -> tuple[float, float, float]:
 def _draw_view(
     axis: Axes, mesh: MeshShape, view: str, groups: list[int], frame: int, note: str
 ) -> None:
-    """One view: ``groups`` gives every rank's colour, and ``frame`` consecutive ranks stand in a frame."""
+    """Draw one mesh view.
+
+    Args:
+        groups: colour index of every rank.
+        frame: number of consecutive ranks in each frame.
+        note: text under the view.
+    """
     per_stage = mesh.world_size // mesh.pp
     columns = largest_divisor(per_stage, MAX_COLUMNS)
-    rows = per_stage // columns  # of a stage
+    rows = per_stage // columns  # rows of one stage
 
     def place(rank: int) -> tuple[int, float]:
         stage, within = divmod(rank, per_stage)
@@ -110,9 +110,8 @@ def _draw_view(
         for line, name in enumerate(names[:3]):
             label = f"{SHORT.get(name, name)} {position[name]}"
             axis.text(x + 0.5, y + 0.56 + 0.15 * line, label, fontsize=6.4, color=FRAME, **CENTRED)
-    if (
-        max(frame, columns) % min(frame, columns) == 0
-    ):  # else groups do not end where rows do; colours alone show them
+    # Otherwise groups and rows end at different ranks, and only colours show the groups.
+    if max(frame, columns) % min(frame, columns) == 0:
         size = min(frame, columns) - 0.08, max(1, frame // columns) - 0.08
         lines = {
             "boxstyle": "round,pad=0,rounding_size=0.08",
@@ -153,7 +152,9 @@ def _title(axis: Axes, mesh: MeshShape, view: str) -> None:
 
 
 def _draw_schematic(mesh: MeshShape) -> Figure:
-    """Nested axes: each strip is one axis, and its first part opens into the strip below."""
+    """Draw each view as nested axes: a strip per axis, whose first part opens into the
+    next strip.
+    """
     strips = max(len(mesh.active_axes(view)) for view in VIEWS)
     figure, axes = new_figure(11.5, 1.0 + 1.15 * strips, columns=2)
     for axis, view in zip(axes, VIEWS, strict=True):
@@ -166,7 +167,9 @@ def _draw_schematic(mesh: MeshShape) -> Figure:
 
 
 def _draw_strip(axis: Axes, top: float, name: str, size: int, stride: int) -> None:
-    """The parts of one mesh axis, and the funnel from its first part to the strip below if there is one."""
+    """Draw the parts of one mesh axis, and a funnel from the first part to the strip
+    below, if any.
+    """
     drawn = (
         list(range(size))
         if size <= MAX_STRIP_CELLS

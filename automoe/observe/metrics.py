@@ -1,11 +1,12 @@
-"""The record of a run: one JSON object a step, and a thinned record of every expert's load.
+"""Record of a run: one JSON object per training step, and a thinned record of every expert's load.
 
-``metrics.jsonl`` holds one object a line. Its last key is a seal (``automoe.storage.sealed``): a line that was
-damaged is known as such whatever it still says; it is left out and the others stay.
-Numbers are JSON numbers, except that NaN and infinities, which JSON does not have, are the strings
-"NaN", "Infinity" and "-Infinity" (``float()`` reads all three, so ``float(record["loss"])`` is
-right for every line). ``null`` means not known, e.g. the MFU on hardware whose peak is unknown.
-Nothing here imports torch."""
+``metrics.jsonl`` has one object per line. The last key of each line is a checksum
+(``automoe.storage.sealed``), which reveals a damaged line even if it is valid JSON; readers omit
+damaged lines and keep all others. Numbers are JSON numbers, but NaN and infinities, which JSON
+lacks, are the strings "NaN", "Infinity" and "-Infinity"; ``float(record["loss"])`` reads both
+forms. ``null`` means unknown, e.g. the MFU of hardware whose peak is unknown. This module does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +14,35 @@ import contextlib
 import errno
 import math
 import os
-import platform
 import shutil
-import socket
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from automoe import __version__
 from automoe.errors import ConfigError, retried
+from automoe.observe.environment import describe_environment
 from automoe.storage.sealed import SEAL, replace_json, sealed, unsealed
 
 METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"
-SAMPLES_FILE = "samples.jsonl"  # what the model answered to ``observe.samples``
+SAMPLES_FILE = "samples.jsonl"  # the model's answers to the prompts of ``observe.samples``
 REQUIRED_KEYS = (
     "step",
     "loss",
     "grad_norm",
     "lr",
-    "tokens",  # trained so far in the whole run, labels that count
+    "tokens",  # trained tokens (labels that count) of the whole run so far
     "tokens_per_second",
     "mfu",
     "peak_memory_bytes",
     "expert_max_load",
 )
-# What else a step's record may have of its own, with its seal, and what a validation adds to it.
+# Optional keys of a step's record, and keys that a validation adds.
 OTHER_KEYS = (
     "step_seconds skipped skip_reason skipped_rows skipped_documents num_skipped_documents mfu_full_attention "
     "seq_balance_loss global_balance_loss micro_batch_balance_loss z_loss max_share max_over_mean entropy "
@@ -54,31 +52,21 @@ OTHER_KEYS = (
 VALIDATION_KEYS = ("val_loss", "val_loss_ema", "val_perplexity", "val_bits_per_byte")
 MAX_LOAD_SNAPSHOTS = 200
 ENVIRONMENT_FILE = "environment.json"
-PACKAGES = (
-    "torch",
-    "transformers",
-    "safetensors",
-    "torchtitan",
-    "triton",
-    "numpy",
-    "hydra-core",
-    "wandb",
-)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 
 
 def load_summary(counts: Any) -> dict[str, Any]:
-    """Balance of each MoE layer over one optimizer step; a layer without one token is all zeros.
+    """Return load balance statistics of each MoE layer; all are 0 for a layer without tokens.
 
     Args:
-        counts: [L, E] tokens that each expert of each layer received.
+        counts: [L, E] tokens that each expert of each layer received in one optimizer step.
 
     Returns:
-        ``max_share`` [L], the share of the layer's assignments that its busiest expert takes; ``max_over_mean`` [L],
-        the busiest expert over the mean one ("MaxVio"), which is 1 when balanced and E/K when it gets every token;
-        ``entropy`` [L] of the shares over log E, 1 when balanced and 0 for one expert; and ``expert_max_load``, the
-        worst layer's ``max_over_mean``.
+        ``max_share`` [L], the busiest expert's share of the layer's assignments; ``max_over_mean``
+        [L], tokens of the busiest expert over the mean ("MaxVio"), which is 1 if balanced and E/K
+        if one expert gets every token; ``entropy`` [L] of the shares over log E, 1 if balanced and
+        0 for a single expert; and ``expert_max_load``, the largest ``max_over_mean`` of all layers.
     """
     counts_LE = np.asarray(counts, dtype=np.float64)
     if counts_LE.ndim != 2:
@@ -93,18 +81,20 @@ def load_summary(counts: Any) -> dict[str, Any]:
     return {
         "max_share": max_share_L.tolist(),
         "max_over_mean": max_over_mean_L.tolist(),
-        "entropy": np.abs(entropy_L).tolist(),  # abs: no -0.0
+        "entropy": np.abs(entropy_L).tolist(),  # abs avoids -0.0
         "expert_max_load": float(max_over_mean_L.max(initial=0.0)),
     }
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` with plain numbers, and strings for what JSON cannot say (see the module's docstring)."""
+    """Convert ``value`` to JSON types; non-finite floats become strings (see the module's
+    docstring).
+    """
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [jsonable(item) for item in value]
-    if hasattr(value, "tolist"):  # a numpy array or scalar, or a torch tensor
+    if hasattr(value, "tolist"):  # numpy array, numpy scalar or torch tensor
         return jsonable(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
@@ -112,23 +102,26 @@ def jsonable(value: Any) -> Any:
 
 
 def is_taken(name: str) -> bool:
-    """Whether some step's record has ``name`` for a number of its own, so that no other number may have it."""
+    """Return True if a step's record may use ``name`` as a key, so that no other metric can have
+    it.
+    """
     return name in (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL) or name.startswith(
         "val_loss."
     )
 
 
 class AppendLog:
-    """A JSON-lines file that survives a kill in the middle of a line, a full disk, and lines that were damaged.
+    """A JSON-lines file that survives a kill within a line, a full disk, and damaged lines.
 
-    A line that does not fit on the disk is taken back and kept for the next write, so that a run
-    outlives a full disk without a gap in its record.
+    A line that does not fit on the disk is removed again and kept in memory for the next write, so
+    a full disk neither ends a run nor leaves a gap in its record.
 
     Args:
-        resume_step: the last step that stays in a file that goes on. Where lines before it are damaged, the file as it
-            was is kept as ``metrics.damaged.1.jsonl``. None sets aside a file that is there.
-        every_step: a step without a record is a damage too.
-        warn: takes a line for the user.
+        resume_step: last step to keep in an existing file. If lines before it are damaged, a copy
+            of the file stays as ``metrics.damaged.1.jsonl``. None renames an existing file and
+            starts a new one.
+        every_step: whether a step without a record counts as damage.
+        warn: function that shows a line to the user; None: standard error.
     """
 
     def __init__(
@@ -164,7 +157,7 @@ class AppendLog:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            # Half a line would make the next one unreadable; training is worth more than its log.
+            # Half a line would make the next line unreadable. Training is worth more than its log.
             os.ftruncate(self._fd, end)
             if not self._warned:
                 self._warn(f"{self.path}: {error.strerror}; kept in memory until it fits")
@@ -180,7 +173,9 @@ class AppendLog:
             self._fd = -1
 
     def _truncate_after(self, step: int, every_step: bool) -> None:
-        """Drop what is past ``step``, and the line that a kill cut; leave out what is damaged, and say so."""
+        """Remove records after ``step``, a line cut by a kill, and damaged lines; warn about
+        damage.
+        """
         lines = [line for line, _ in _lines(self.path)]
         good = {line.step: line for line in lines if line.step is not None and line.step <= step}
         kept = [good[number] for number in sorted(good)]
@@ -189,7 +184,8 @@ class AppendLog:
             (line.number for line in lines if line.step is not None and line.step > step),
             len(lines) + 1,
         )
-        if every_step and not missing:  # what is damaged behind the last one is run again
+        # The resumed run repeats the damaged steps after the last good record.
+        if every_step and not missing:
             end = max((line.number for line in kept), default=0)
         damaged = [line.number for line in lines[: end - 1] if line.step is None and line.whole]
         self.num_records = len(kept)
@@ -203,7 +199,9 @@ class AppendLog:
             self._warn(f"{self.path}: {'; '.join(told)}")
 
     def _rewrite(self, kept: list[_Line]) -> str:
-        """Leave ``kept`` in the file; the name under which it is kept as it was."""
+        """Replace the file's content by the lines ``kept``; return the name of the old
+        file's copy.
+        """
         aside = _free_name(self.path, f"{self.path.stem}.damaged")
         shutil.copyfile(self.path, aside)
         scratch = self.path.with_suffix(".tmp")
@@ -218,19 +216,21 @@ class AppendLog:
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
-    """Writes ``metrics.jsonl``, ``expert_load.jsonl``, ``samples.jsonl`` and ``environment.json`` of a run directory.
+    """Writer of the records in a run directory, for one process (rank 0).
+
+    The files are ``metrics.jsonl``, ``expert_load.jsonl``, ``samples.jsonl`` and
+    ``environment.json``.
 
     Args:
         run_dir: an existing directory.
-        resume_step: the last step of the checkpoint that training continues from (0: from the
-            start); records past it are dropped, since their steps will be run again. None is a new
-            run: records of an earlier one are set aside as ``metrics.1.jsonl``, and so on.
-        warn: takes a line for the user: what of an earlier record is damaged, a full disk. None: standard error.
-
-    Use from one process (rank 0).
+        resume_step: last step of the checkpoint that training continues from (0: from the start).
+            Later records are removed, because their steps will run again. None means a new run:
+            records of an earlier run are renamed to ``metrics.1.jsonl`` and so on.
+        warn: function that shows the user a line about damaged records or a full disk; None:
+            standard error.
 
     Raises:
-        ConfigError: a file is there that cannot be read or written.
+        ConfigError: an existing file cannot be read or written.
     """
 
     def __init__(
@@ -243,15 +243,18 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         try:
             replace_json(self.run_dir / ENVIRONMENT_FILE, describe_environment())
             for name in (METRICS_FILE, LOAD_FILE) if resume_step is not None else ():
-                os.close(os.open(self.run_dir / name, _APPEND, 0o644))  # both, before one is cut
+                # Test that both files open before one of them is truncated.
+                os.close(os.open(self.run_dir / name, _APPEND, 0o644))
             self._metrics = AppendLog(
                 self.run_dir / METRICS_FILE, resume_step, every_step=True, warn=warn
             )
             self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step, warn=warn)
-            # Made with the first sample; one that is there is cut back like the others.
+            # The file is created with the first sample; an existing file is truncated like the
+            # others.
             samples = self.run_dir / SAMPLES_FILE
             self._samples = AppendLog(samples, resume_step, warn=warn) if samples.exists() else None
-            # Steps between two snapshots; of a resumed run as it was, where the first may be off the grid.
+            # Steps between two load snapshots. A resumed run keeps its stride; its first snapshot
+            # may be off the grid.
             steps = [record["step"] for record in read_jsonl(self._load.path)]
             sampled = np.diff(steps[1:])
             self._stride = statistics.mode(sampled.tolist()) if len(sampled) else 1
@@ -259,9 +262,8 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
                 (warn or _to_stderr)(
                     f"{self._load.path}: it ends after step {steps[-1]} and went to {due} at least"
                 )
-            self._last_load: dict[str, Any] | None = (
-                None  # newest counts, written at the end if not sampled
-            )
+            # Newest counts between two snapshots; ``close`` writes them.
+            self._last_load: dict[str, Any] | None = None
         except OSError as error:
             path, remedy = (
                 error.filename2 or error.filename,
@@ -272,12 +274,13 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             ) from None
 
     def write(self, record: Mapping[str, Any], counts: Any = None) -> None:
-        """Append one step.
+        """Append the record of one step.
 
         Args:
-            record: every key of ``REQUIRED_KEYS``, and any more (balance losses, ``step_seconds``,
-                ``val_loss`` and ``val_bits_per_byte`` on the steps that validate). None: not known.
-            counts: tokens per expert in this step, [L, E] over the MoE layers in model order.
+            record: every key of ``REQUIRED_KEYS``, and optional keys (balance losses,
+                ``step_seconds``, ``val_loss`` and ``val_bits_per_byte`` of validating steps); None
+                means unknown.
+            counts: [L, E] tokens per expert in this step, for the MoE layers in model order.
         """
         missing = [key for key in REQUIRED_KEYS if key not in record]
         assert not missing, f"metrics of step {record.get('step')} lack {missing}"
@@ -294,7 +297,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._thin()
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
-        """Append what the model answered after ``step``: ``prompt`` and ``text`` of each sample."""
+        """Append the model's answers after ``step``: ``prompt`` and ``text`` of each sample."""
         if self._samples is None:
             self._samples = AppendLog(self.run_dir / SAMPLES_FILE, None)
         self._samples.append({"step": step, "samples": samples})
@@ -312,7 +315,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self.close()
 
     def _thin(self) -> None:
-        """Double the stride, so that a run of any length leaves at most MAX_LOAD_SNAPSHOTS."""
+        """Double the snapshot stride, so that a run of any length keeps at most
+        MAX_LOAD_SNAPSHOTS.
+        """
         path = self._load.path
         stride, kept = self._stride, read_jsonl(path)
         while len(kept) > MAX_LOAD_SNAPSHOTS:
@@ -325,7 +330,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             if error.errno not in FULL:
                 raise
             temporary.unlink(missing_ok=True)
-            return  # a longer record is no harm; the next snapshot tries again
+            return  # A longer record does no harm; the next snapshot tries again.
         self._stride = stride
         self._load.close()
         os.replace(temporary, path)
@@ -333,7 +338,10 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
 
 class _Line(NamedTuple):
-    """Where a line is in its file; ``step`` is None where it is damaged, ``whole`` False where a kill cut it."""
+    """Position of a line in its file.
+
+    ``step`` is None for a damaged line; ``whole`` is False for a line cut by a kill.
+    """
 
     number: int
     start: int
@@ -347,14 +355,12 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _lines(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
-    """Every line of a file, each judged by itself, and its record; {} of one that is damaged."""
+    """Yield every line of a file with its record; the record of a damaged line is {}."""
     start = 0
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             whole, record = raw.endswith(b"\n"), {}
-            with contextlib.suppress(
-                ValueError
-            ):  # a machine that lost power can leave zeros inside the file
+            with contextlib.suppress(ValueError):  # A power loss can leave zeros inside the file.
                 record = unsealed(raw) if whole else {}
             if type(record.get("step")) is not int:
                 record = {}
@@ -363,7 +369,10 @@ def _lines(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
 
 
 def _without_record(lines: list[_Line], kept: list[_Line], step: int) -> list[int]:
-    """Steps up to ``step`` that have no line; a run that started from another's checkpoint has none before its own."""
+    """Return the steps up to ``step`` without a record.
+
+    A run that started from another run's checkpoint has no records before its own first step.
+    """
     first = 1
     if kept:
         first = max(1, kept[0].step - sum(line.step is None for line in lines[: kept[0].number]))
@@ -371,7 +380,7 @@ def _without_record(lines: list[_Line], kept: list[_Line], step: int) -> list[in
 
 
 def _numbers(numbers: list[int]) -> str:
-    """``3, 5-9``, of numbers in order."""
+    """Format ordered numbers as ranges: ``3, 5-9``."""
     there = set(numbers)
     starts, ends = ([n for n in numbers if n + side not in there] for side in (-1, 1))
     ranges = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
@@ -379,9 +388,9 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file in the order of their steps, without damaged lines; [] when there is no file.
+    """Return the undamaged records of a JSON-lines file in the order of their steps.
 
-    Of two lines of one step the last counts.
+    The last of several records of a step counts. A missing file has no records: [].
     """
     if not os.path.exists(path):
         return []
@@ -390,7 +399,9 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def damaged_lines(path: str | os.PathLike[str]) -> str:
-    """Numbers of the lines that ``read_jsonl`` leaves out, the one apart that a kill cut; empty where there is none."""
+    """Return the numbers of damaged lines as text, without a last line cut by a kill; ""
+    if none.
+    """
     if not os.path.exists(path):
         return ""
     return _numbers(
@@ -399,14 +410,15 @@ def damaged_lines(path: str | os.PathLike[str]) -> str:
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The steps of a run, oldest first, as written (non-finite numbers are strings)."""
+    """Return the step records of a run, oldest first; non-finite numbers are strings."""
     return read_jsonl(Path(run_dir) / METRICS_FILE)
 
 
 def last_objective(run_dir: str | os.PathLike[str], step: int) -> float | None:
-    """What a run that ended at ``step`` came to: its validation loss, else the last training loss of a step taken.
+    """Return the final loss of a run that ended at ``step``: validation loss, else training loss.
 
-    None when a step has no record on which that depends.
+    It is read from the last step that validated or was not skipped. None if a later record is
+    missing.
     """
     for back, record in enumerate(reversed(read_metrics(run_dir))):
         if record["step"] != step - back:
@@ -417,7 +429,11 @@ def last_objective(run_dir: str | os.PathLike[str], step: int) -> float | None:
 
 
 def perplexity(loss: Any) -> float:
-    """exp of a loss in nats a token, as a number or as a record writes it; infinite where a float does not reach."""
+    """Return exp(loss) for a loss in nats per token; infinity if a float cannot hold it.
+
+    Args:
+        loss: number, or its string form in a record.
+    """
     try:
         return math.exp(float(loss))
     except OverflowError:
@@ -425,7 +441,10 @@ def perplexity(loss: Any) -> float:
 
 
 def read_expert_load(run_dir: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Sampled expert counts of a run: steps [N] and counts [N, L, E]; N may be 0, and L of a dense model is."""
+    """Return the sampled expert counts of a run: steps [N] and counts [N, L, E].
+
+    N is 0 without snapshots, and L is 0 for a dense model.
+    """
     records = read_jsonl(Path(run_dir) / LOAD_FILE)
     if not records:
         return np.zeros(0, dtype=np.int64), np.zeros((0, 0, 0))
@@ -435,20 +454,23 @@ def read_expert_load(run_dir: str | os.PathLike[str]) -> tuple[np.ndarray, np.nd
 
 
 def rank_balance(counts: np.ndarray, ep: int) -> float | None:
-    """Rows of the busiest of ``ep`` ranks over the mean, of an average layer: the median of counts [N, L, E].
+    """Return the rows of the busiest of ``ep`` ranks over the mean rank.
 
-    None where there is none.
+    The ratio is averaged over layers; the result is its median over steps. None without counts.
+
+    Args:
+        counts: [N, L, E] tokens per expert.
     """
     if not counts.size or not counts.sum():
         return None
-    ranks = counts.reshape(*counts.shape[:2], ep, -1).sum(
-        axis=3
-    )  # a rank's experts lie side by side
+    ranks = counts.reshape(*counts.shape[:2], ep, -1).sum(axis=3)  # A rank's experts are adjacent.
     return float(np.median((ranks.max(axis=2) / ranks.mean(axis=2).clip(1e-9)).mean(axis=1)))
 
 
 def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of the records that have ``key``; NaN and infinities come back as floats."""
+    """Return steps and values of the records that have ``key``; values are floats, also NaN and
+    inf.
+    """
     pairs = [
         (record["step"], float(record[key])) for record in records if record.get(key) is not None
     ]
@@ -457,7 +479,9 @@ def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndar
 
 
 def _free_name(path: Path, stem: str) -> Path:
-    """``stem.1.jsonl`` beside ``path``, or the first of these that is free."""
+    """Return the first unused path among ``stem.1.jsonl``, ``stem.2.jsonl``, ... in ``path``'s
+    folder.
+    """
     number = 1
     while (free := path.with_name(f"{stem}.{number}{path.suffix}")).exists():
         number += 1
@@ -466,23 +490,3 @@ def _free_name(path: Path, stem: str) -> Path:
 
 def _to_stderr(text: str) -> None:
     print(f"automoe: {text}", file=sys.stderr)
-
-
-def describe_environment() -> dict[str, str]:
-    """Versions and hardware as text. Imports no package it names; the GPU is asked only if torch is loaded."""
-    environment = {
-        "host": socket.gethostname(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} usable",
-        "python": platform.python_version(),
-        "automoe": __version__,
-    }
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        environment["gpu"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-    for package in PACKAGES:
-        try:
-            environment[package] = version(package)
-        except PackageNotFoundError:
-            environment[package] = "not installed"
-    return environment

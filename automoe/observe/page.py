@@ -1,4 +1,6 @@
-"""Pages of one file each: a template that is filled in, with every picture inside. They ask for nothing elsewhere."""
+"""HTML pages in one file: a filled-in template with all pictures embedded and no external
+requests.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ MESH_CAPTION = (
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that ``template``, a file beside this one, makes of ``values``, all of which are escaped."""
+    """Fill in ``template``, a file in this folder, with ``values``, which are HTML-escaped."""
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader(Path(__file__).parent, encoding="utf-8")
@@ -23,14 +25,15 @@ def render(template: str, **values: Any) -> str:
 
 
 def write_page(path: Path, page: str) -> Path:
-    """Write ``page`` at once: a browser that reloads never sees half of it."""
+    """Replace the file ``path`` atomically: a browser that reloads never sees a partial page."""
     replace_file(path, page)
     return path
 
 
 def picture(png: bytes, caption: str, wide: bool = False) -> dict[str, Any]:
-    """A PNG as the templates take it."""
-    # One scale for all pictures, so that their text is of one size: the PNG header's width in CSS pixels.
+    """Return a PNG in the form that the templates take."""
+    # All pictures are scaled equally, so that their text has one size: CSS width from the PNG
+    # header.
     width = round(int.from_bytes(png[16:20], "big") / 1.4)
     return {
         "caption": caption,

@@ -1,4 +1,4 @@
-"""One look for every picture: palette, figure factory, PNG writer."""
+"""Common style of all pictures: palette, figure factory, PNG writer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ ORANGE = "#d9722e"
 GREEN = "#2f8f6b"
 RED = "#c23b3b"
 PALE_BLUE = "#a9c6e5"
-# light enough for dark text inside a cell, far enough apart to tell neighbours
+# Cell colours are light enough for dark text, and different enough for neighbouring cells.
 CELLS = ("#bcd5ef", "#f8d3b0", "#c3e3cf", "#e3c9e6", "#f7e6a6", "#f4c2c6", "#c9dbdb", "#d8d0c4")
-SEQUENTIAL = "cividis"  # readable in grey and for colour-blind eyes
+SEQUENTIAL = "cividis"  # readable in grey and for colour-blind readers
 DPI = 150
 
 RC: dict[Any, Any] = {
     "font.family": "sans-serif",
-    "font.sans-serif": [
-        "DejaVu Sans"
-    ],  # ships with matplotlib, so every machine draws the same picture
+    # matplotlib ships this font, so every machine draws the same picture.
+    "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9.5,
     "text.color": INK,
     "axes.labelcolor": MUTED,
@@ -55,10 +54,12 @@ RC: dict[Any, Any] = {
 def new_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, plain: bool = False, **grid: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``width`` x ``height`` inches with its axes in reading order, outside pyplot's global state.
+    """Return a figure and its axes in reading order, independent of pyplot's global state.
 
     Args:
-        plain: it has nothing beside its axes, such as a colour bar: laid out in half the time.
+        width, height: size in inches.
+        plain: the figure has nothing besides its axes, such as a colour bar; the layout then takes
+            half the time.
     """
     layout = (
         TightLayoutEngine(pad=1.0) if plain else ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12)
@@ -69,14 +70,14 @@ def new_figure(
 
 
 def save(figure: Figure, path: Path, *, crop: bool = False) -> Path:
-    """Write a PNG; ``crop`` cuts it to what is drawn, for pictures whose shape follows their content."""
+    """Write ``figure`` as a PNG and return its path; ``crop`` cuts off empty margins."""
     options: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.14} if crop else {}
     figure.savefig(path, dpi=DPI, **options)
     return path
 
 
 def say_empty(axis: Axes, text: str) -> None:
-    """Say in the middle of an empty plot why there is nothing to see."""
+    """Write ``text`` in the middle of an empty plot, to explain why it is empty."""
     axis.text(
         0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=MUTED, fontsize=11
     )

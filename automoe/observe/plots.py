@@ -1,4 +1,7 @@
-"""The pictures of a run, drawn from its record: ``plots/*.png``. Every one copes with no step, one, or NaN."""
+"""Plots of a run, drawn from its record: ``plots/*.png``.
+
+Every plot works with no step, a single step, and NaN.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ from automoe.observe.summary import COMPARED, median, short_number
 
 Records = list[dict[str, Any]]
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values, as ``series`` returns them
-WIDE, NARROW = 9.0, 4.6  # inches
+WIDE, NARROW = 9.0, 4.6  # figure widths in inches
 SWEEP_PLOT = "sweep.png"
-MAX_LINES = 8  # layers drawn as lines of their own with a legend
-# Colours of a load from below to above an equal share, and of no load.
+MAX_LINES = 8  # up to this many layers have lines with legend entries
+# Colours of loads from below to above an equal share; grey for a layer without tokens.
 BALANCE = LinearSegmentedColormap.from_list(
     "balance", ["#5b93c9", "#a9c9e6", "#f6f7f8", "#f3bd94", "#dd7a3c"]
 )
@@ -51,12 +54,16 @@ def draw_plots(
     directory: Path,
     config: Config | None = None,
 ) -> list[tuple[Path, str]]:
-    """Write every plot but the mesh to ``directory``; returns (path, caption) in reading order.
+    """Write all plots of a run, except the mesh, to ``directory``.
 
     Args:
-        records: as ``read_metrics`` returns them.
-        load: as ``read_expert_load`` returns it.
-        config: gives the first layer with experts its number, and the gradient norm a line where it is clipped.
+        records: result of ``read_metrics``.
+        load: result of ``read_expert_load``.
+        config: source of the first MoE layer's number and of the gradient clipping threshold; None:
+            0, and no threshold line.
+
+    Returns:
+        (path, caption) of each plot in reading order.
     """
     grad_clip, first_moe_layer = (
         (config.train.grad_clip, config.model.first_k_dense) if config else (0.0, 0)
@@ -67,7 +74,7 @@ def draw_plots(
         ("grad_norm", "Global gradient norm before clipping", _grad_norm(records, grad_clip)),
         ("learning_rate", "Learning rate of the schedule", _learning_rate(records)),
     ]
-    # Balance losses that were ever on: the others are recorded as 0.
+    # A balance loss that is off is recorded as 0: plot only losses that were ever on.
     if keys := sorted(
         {
             key
@@ -96,7 +103,7 @@ def draw_plots(
 
 
 def _small(title: str, ylabel: str = "") -> tuple[Figure, Axes]:
-    """A figure of half the page's width, over the steps."""
+    """Return a figure over the steps, of half the page's width."""
     figure, (axis,) = new_figure(NARROW, 3.1, plain=True)
     axis.set(title=title, xlabel="step", ylabel=ylabel)
     return figure, axis
@@ -178,7 +185,7 @@ def _balance_losses(records: Records, keys: list[str]) -> Figure:
 
 
 def relative_load(counts: np.ndarray) -> np.ndarray:
-    """Counts [..., L, E] over their layer's mean; NaN for a layer without tokens."""
+    """Divide counts [..., L, E] by the mean of their layer; NaN for a layer without tokens."""
     mean = counts.mean(axis=-1, keepdims=True)
     return np.divide(counts, mean, out=np.full_like(counts, np.nan), where=mean > 0)
 
@@ -194,7 +201,7 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
     load_NLE = relative_load(counts)
     finite_N = np.isfinite(load_NLE)
     mean_LE = np.where(finite_N, load_NLE, 0).sum(axis=0) / np.maximum(finite_N.sum(axis=0), 1)
-    # colours are about balance: 1 in the middle, the same distance up and down in ratio
+    # The colour scale is logarithmic around 1: twice and half the equal share are equally far away.
     limit = 2.0 if np.nanmax(load_NLE[-1], initial=1.0) <= 2.0 else 4.0
     titles = (f"Step {steps[-1]}", f"Mean of {len(steps)} steps from {steps[0]} to {steps[-1]}")
     for axis, load_LE, title in zip(axes, (load_NLE[-1], mean_LE), titles, strict=False):
@@ -266,7 +273,10 @@ def _ticks(size: int, first: int, at_most: int) -> tuple[list[int], list[str]]:
 def _line(
     axis: Axes, curve: Curve, colour: str, label: str, *, smooth: bool = False, width: float = 1.6
 ) -> None:
-    """A line with gaps at NaN, dots when it is short, marks where a value was not finite, its trend when long."""
+    """Draw a curve with gaps at NaN, and with crosses where a value was not finite.
+
+    A short curve has dots; a long smooth curve also shows its trend.
+    """
     steps, values = curve
     if not len(steps):
         say_empty(axis, "no step finished yet")
@@ -311,7 +321,7 @@ def _points(axis: Axes, curve: Curve, colour: str, label: str) -> None:
 
 
 def _trend(values: np.ndarray) -> np.ndarray:
-    """Running mean over a twentieth of the run, of the finite values, centred."""
+    """Return the centred running mean of the finite values over a twentieth of the run."""
     half = max(2, len(values) // 40)
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
@@ -323,7 +333,7 @@ def _trend(values: np.ndarray) -> np.ndarray:
 
 def _whole_steps(axis: Axes) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-    low, high = axis.dataLim.intervalx  # of all that the axis shows, not of the last series alone
+    low, high = axis.dataLim.intervalx  # limits of all curves in the axes, not only of the last one
     if low == high:
         axis.set_xlim(low - 1, high + 1)
     else:
@@ -331,7 +341,7 @@ def _whole_steps(axis: Axes) -> None:
 
 
 def _focus(axis: Axes, values: list[np.ndarray]) -> None:
-    """Cut a spike's top off the view, so that the rest of the curve can be read."""
+    """Limit the y axis below the top of a spike, so that the rest of the curve stays readable."""
     finite = np.concatenate([v[np.isfinite(v)] for v in values])
     if len(finite) < 20:
         return
@@ -342,7 +352,7 @@ def _focus(axis: Axes, values: list[np.ndarray]) -> None:
 
 
 def _label_last(axis: Axes, curve: Curve) -> None:
-    """Write the last value on the side of its point that the curve does not come from."""
+    """Write the last value at its point, on the side away from the curve."""
     steps, values = curve
     known = np.flatnonzero(np.isfinite(values))
     if not len(known):
@@ -361,7 +371,7 @@ def _label_last(axis: Axes, curve: Curve) -> None:
 
 
 def _legend(axis: Axes, *, outside: bool = False) -> None:
-    """A legend where it covers no line, or at the right of the axes."""
+    """Add a legend if there are labels: over the plot, or to the right of it (``outside``)."""
     if axis.get_legend_handles_labels()[1]:
         axis.legend(
             **({"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if outside else {"loc": "best"})
@@ -370,12 +380,14 @@ def _legend(axis: Axes, *, outside: bool = False) -> None:
 
 @rc_context(RC)
 def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
-    """Write ``sweep.png``: training loss of every job over each other, and what was measured beside what was predicted.
+    """Write ``sweep.png``: training loss of all jobs in one plot, and measured beside predicted
+    numbers.
 
-    Meshes of one configuration train alike, so their curves should be one; what differs is the speed.
+    Meshes of one configuration train alike, so their loss curves should coincide; only speeds
+    differ.
 
     Args:
-        directory: of the sweep; a job ran in the folder of its ``name``.
+        directory: the sweep's directory; the folder of a job has the job's ``name``.
         jobs: records of ``automoe.launch.sweep``.
     """
     runs = [(job, records) for job in jobs if (records := read_metrics(directory / job["name"]))]
@@ -404,11 +416,11 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
     place, most = 0.0, dict.fromkeys(panels, 0.0)
     for i, ((job, records), lines) in enumerate(zip(runs, labels, strict=True)):
         colour = colours(i if len(runs) <= 10 else i / (len(runs) - 1))
-        # Thinner from job to job, so that curves which lie on each other can all be seen.
+        # Later jobs have thinner lines, so that coinciding curves are all visible.
         loss.plot(
             *series(records, "loss"), color=colour, linewidth=max(1.0, 4.5 - 0.5 * i), alpha=0.8
         )
-        # The label above its bar has the whole width, and the colour is the curve's.
+        # The label above the bar uses the whole width; bar and curve have the same colour.
         speed.text(0, place, "\n".join(lines), va="top", fontsize=8.5)
         place += 0.62 * len(lines) + 0.28
         measured = {

@@ -1,6 +1,6 @@
-"""A torch profiler window over a few steps: ``run_dir/profile/rank0-steps-10-12.json.gz``.
+"""Torch profiler traces of a few steps: ``run_dir/profile/rank0-steps-10-12.json.gz``.
 
-Open the trace in https://ui.perfetto.dev or chrome://tracing.
+Open a trace in https://ui.perfetto.dev or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ PROFILE_DIR = "profile"
 
 @contextmanager
 def profile_steps(config: Config, run_dir: str | os.PathLike[str], rank: int) -> Iterator[None]:
-    """Profile the steps of ``observe.profile_steps`` that run meanwhile, on this rank.
+    """Profile the steps in ``observe.profile_steps`` that run within this context, on this rank.
 
-    Steps are phases (``automoe.storage.trace``) named ``step``. Their numbers are the run's own, so a resumed run
-    profiles the part of the window that it runs; a run that dies inside the window still writes what it has.
+    Steps are phases (``automoe.storage.trace``) named ``step``. Their numbers are those of the
+    whole run, so a resumed run profiles only the remaining part of the window. A run that dies
+    within the window still writes its trace.
     """
     window = parse_profile_steps(config.observe.profile_steps)
     if window is None:
         yield
         return
-    running: dict[int, profile] = {}  # first step -> the profile; at most one
+    running: dict[int, profile] = {}  # first step -> profile in progress; at most one entry
 
     def listener(name: str, step: int | None, edge: str) -> None:
         if name != "step" or step is None:

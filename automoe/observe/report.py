@@ -1,6 +1,6 @@
-"""``report.html`` and ``plots/*.png`` of a run, from what its directory holds: finished, going on or dead.
+"""``report.html`` and ``plots/*.png`` of a run directory: of a finished, running or dead run.
 
-Needs no torch, so the parent process can write it after every rank is gone.
+Imports no torch, so the launcher's parent process can write the report after all ranks have exited.
 Command line: ``python -m automoe.observe.report RUN_DIR``.
 """
 
@@ -34,15 +34,15 @@ REPORT_FILE = "report.html"
 TEMPLATE_FILE = "report_template.html"
 PLOTS_DIR = "plots"
 STATUS_FILE = "status.json"
-MAX_SAMPLES = 8  # steps of which the page shows what the model said
-WIDE = ("loss", "expert_load", "expert_balance")  # pictures that take the page's whole width
+MAX_SAMPLES = 8  # largest number of steps whose samples the page shows
+WIDE = ("loss", "expert_load", "expert_balance")  # plots that take the whole width of the page
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path | None:
     """Write the report of ``run_dir``; on any failure print one line and return None.
 
-    A picture is never worth a run: training has ended or died by now, and its exit status and first
-    error must not be replaced by an error of the report. Call ``build_report`` to see that error.
+    Training has ended by now, and an error of the report must not replace its exit status and its
+    first error. Call ``build_report`` to see the report's error.
     """
     try:
         return build_report(run_dir)
@@ -52,13 +52,13 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def build_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Draw the plots and write ``report.html``, one file with every picture inside; returns its path.
+    """Draw the plots and write ``report.html``, with all pictures embedded; return its path.
 
-    What a run that died early lacks, the page does without.
+    The page omits what a run that died early did not write.
 
     Raises:
         AutomoeError: ``run_dir`` is not a directory.
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -101,7 +101,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
 def _draw(
     run_dir: Path, records: list[dict[str, Any]], config: Config | None, mesh: MeshShape | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Write the PNGs; the pictures of the training and the one of the meshes, as the template takes them."""
+    """Write the plots as PNGs; return the template's plot pictures and its mesh picture."""
     from automoe.observe.mesh_view import draw_mesh
     from automoe.observe.plot_style import save
     from automoe.observe.plots import draw_plots
@@ -115,7 +115,10 @@ def _draw(
 
 
 def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Each of the newest prompts with what the model said to it: (step, text), the newest first, some of many steps."""
+    """Return the prompts of the newest samples, each with its (step, text) answers, newest first.
+
+    At most ``MAX_SAMPLES`` evenly spaced steps are shown.
+    """
     records = read_jsonl(run_dir / SAMPLES_FILE)[::-1]
     shown = records[:: len(records) // MAX_SAMPLES + 1]
     said = [
@@ -130,7 +133,9 @@ def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _first_error(status: dict[str, Any]) -> dict[str, Any] | None:
-    """The error in ``status.json``, with every key that the page asks for."""
+    """Return the error in ``status.json`` with every key that the template uses; None if
+    no error.
+    """
     error = status.get("error")
     if not error:
         return None
@@ -139,7 +144,11 @@ def _first_error(status: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _read_config(run_dir: Path) -> tuple[Config | None, MeshShape | None, str]:
-    """The run's configuration and mesh, or why there is none: a report of a dead run needs neither."""
+    """Return configuration, mesh and an empty string; or None, None and the reason they are
+    unreadable.
+
+    The report of a dead run needs neither configuration nor mesh.
+    """
     try:
         config = load_config(run_dir)
         return config, frozen_shape(config), ""
@@ -148,7 +157,7 @@ def _read_config(run_dir: Path) -> tuple[Config | None, MeshShape | None, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in ``path``; {} when it is missing or damaged, and then a line says so."""
+    """Return the JSON object in ``path``; {} if it is missing, or (with a warning) damaged."""
     try:
         return read_json(path)
     except FileNotFoundError:

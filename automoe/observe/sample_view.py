@@ -1,4 +1,6 @@
-"""One packed row as text, with what is trained set off: by colour, and by a mark for those who see none."""
+"""A packed training row as text that marks trained tokens: by colour, and by a prefix without
+colours.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from automoe.data.tokenizer import Tokenizer
 from automoe.errors import steers
 from automoe.moe.tokens import IGNORE
 
-_MOST_SAMPLES, _MOST_LINES = 3, 4  # shown of a row; lines of one part
+_MOST_SAMPLES, _MOST_LINES = 3, 4  # largest number of samples per row; of lines per part
 _MARKS = {False: "          | ", True: "trained > | "}
-Line = tuple[str, bool]  # its text, and whether it is trained
+Line = tuple[str, bool]  # (text of the line, whether it is trained)
 
 
 def describe_row(
@@ -22,7 +24,9 @@ def describe_row(
     tokenizer: Tokenizer,
     width: int = 80,
 ) -> list[Line]:
-    """A row's first samples, part after part, in lines of at most ``width`` columns; line ends in the text are ``⏎``.
+    """Return a row's first samples as lines of at most ``width`` columns, split into trained parts.
+
+    Line ends in the text are shown as ``⏎``.
 
     Args:
         tokens, labels, doc_ids: [S], as in ``StepBatch``.
@@ -45,7 +49,7 @@ def describe_row(
 
 
 def _spell(ids: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Text with special tokens by name, or by number where they have none."""
+    """Decode ``ids``; special tokens appear by their name, or by their number if they have none."""
     special = tokenizer.byte_lengths[ids] == 0
     cuts = np.flatnonzero(special[1:] | special[:-1]) + 1
     return "".join(tokenizer.decode(run) or f"<{run[0]}>" for run in np.split(ids, cuts))

@@ -1,4 +1,4 @@
-"""What a run is, how far it came, both views of its ranks, and the jobs of a sweep: as text for people."""
+"""Text for people: description of a run, its final numbers, both mesh views, and a sweep's jobs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from automoe.model.params import count_params
 from automoe.observe.metrics import perplexity, series
 
 Facts = list[tuple[str, str]]
-MAX_GRID_RANKS = 64  # more ranks are described by their groups alone
+MAX_GRID_RANKS = 64  # larger meshes are shown as groups, without a grid of ranks
 MAX_COLUMNS = 16
 SYNTHETIC = "SYNTHETIC random ids (data=benchmark): speed is measured, and nothing is learned"
 
 
 def describe_run(config: Config, mesh: MeshShape) -> Facts:
-    """(name, text) of model, parameters, meshes, batch arithmetic, data and optimizer."""
+    """Describe a run as (name, text): model, parameters, meshes, batch, data and optimizer."""
     model, train, optim = config.model, config.train, config.optim
     params, batch = count_params(model), plan_batch(config, mesh)
     source = (
@@ -63,7 +63,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
 
 
 def final_numbers(records: list[dict[str, Any]]) -> Facts:
-    """(name, text) of where a run stands after its last recorded step; [] before the first."""
+    """Return (name, text) of a run's results after its last recorded step; [] without records."""
     if not records:
         return []
     last, mfu = records[-1], median(records, "mfu")
@@ -100,7 +100,10 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
 
 
 def _slowest_rank(records: list[dict[str, Any]]) -> str | None:
-    """The rank that was slowest in most timings, and by how much; None without timings (``launch.probe_every``)."""
+    """Return the rank that was slowest most often, and by how much; None without probe timings.
+
+    The timings are those of ``launch.probe_every``.
+    """
     timed = [record for record in records if record.get("slowest_rank") is not None]
     if not timed:
         return None
@@ -114,12 +117,15 @@ def _slowest_rank(records: list[dict[str, Any]]) -> str | None:
 
 
 def from_here(text: str) -> str:
-    """``text`` with its paths below the working directory relative to it."""
+    """Return ``text`` with paths under the working directory made relative to it."""
     return text.replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:
-    """Facts in lines of a terminal: the name, or spaces below it, and a part of the text. A path is never cut."""
+    """Wrap facts to terminal lines of (name, part of the text); continuation lines have no name.
+
+    Long words such as paths are never broken.
+    """
     names = max((len(name) for name, _ in facts), default=0) + 4
     lines = []
     for name, text in facts:
@@ -133,7 +139,7 @@ def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:
 
 
 def losses_by_source(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """(name, validation loss) of each of several sources, in a record that validates."""
+    """Return (name, validation loss) of each source in a validating record with several sources."""
     prefix = "val_loss."
     return [
         (key.removeprefix(prefix), value) for key, value in record.items() if key.startswith(prefix)
@@ -141,25 +147,25 @@ def losses_by_source(record: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def median(records: list[dict[str, Any]], key: str) -> float | None:
-    """Of the finite values of ``key``; None where there is none."""
+    """Return the median of the finite values of ``key``; None if there are none."""
     _, values = series(records, key)
     values = values[np.isfinite(values)]
     return float(np.median(values)) if len(values) else None
 
 
 def number(value: Any, digits: int) -> str:
-    """Fixed digits; ``nan``, ``inf``; ``-`` for None."""
+    """Format a number with ``digits`` decimals; ``nan`` and ``inf`` as such, None as ``-``."""
     return "-" if value is None else f"{float(value):.{digits}f}"
 
 
 def perplexity_text(loss: Any) -> str:
-    """The perplexity of a validation loss: 12.34, 1.23e+04, inf."""
+    """Format the perplexity of a validation loss: 12.34, 1.23e+04, inf."""
     value = perplexity(loss)
     return f"{value:.3g}" if value >= 999.995 else f"{value:.2f}"
 
 
 def short_number(value: Any) -> str:
-    """Three significant digits and a decimal suffix: 950, 1.23k, 45.6M, 671B."""
+    """Format a number with three significant digits and a suffix: 950, 1.23k, 45.6M, 671B."""
     if value is None:
         return "-"
     value = float(value)
@@ -172,7 +178,7 @@ def short_number(value: Any) -> str:
 
 
 def bytes_text(value: Any) -> str:
-    """512 MiB, 1.50 GiB; ``-`` for None."""
+    """Format bytes: 512 MiB, 1.50 GiB; ``-`` for None."""
     if value is None:
         return "-"
     value = float(value)
@@ -183,7 +189,7 @@ def bytes_text(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0:07, 12:34, 5:06:07, 3d 04h."""
+    """Format seconds as a duration: 0:07, 12:34, 5:06:07, 3d 04h."""
     if not math.isfinite(seconds):
         return "-"
     whole = int(seconds + 0.5)
@@ -209,18 +215,21 @@ def _count(count: int, word: str, ending: str = "s") -> str:
 
 
 def _shorten_ranks(ranks: list[int], show: int = 8) -> str:
-    """``0 1 2 3`` or ``0 8 16 ... 56``."""
+    """Format ranks as ``0 1 2 3``, or shortened as ``0 8 16 ... 56``."""
     if len(ranks) <= show:
         return " ".join(map(str, ranks))
     return " ".join(map(str, ranks[: show - 2])) + f" ... {ranks[-1]}"
 
 
 def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
-    """Both views as text under 100 columns: a grid of rank numbers, and a table of every axis' groups.
+    """Draw both mesh views as text under 100 columns: a grid of ranks, and a table of each axis's
+    groups.
 
-    A grid has one column of ranks for each position on the inner axes, named above it, and one row
-    for each position on the outer axes, named at its left. Above 64 ranks there is only the table;
-    ``groups=False`` leaves it out below.
+    The grid has a column of ranks for each position on the inner axes, named above it, and a row
+    for each position on the outer axes, named at its left. Above 64 ranks there is only the table.
+
+    Args:
+        groups: False omits the table below a grid.
     """
     if mesh.world_size == 1:
         return "one rank: both meshes are the same single cell\n"
@@ -242,11 +251,11 @@ def _render_view(mesh: MeshShape, view: str, groups: bool) -> str:
 
 
 def _grid(mesh: MeshShape, view: str) -> list[str]:
-    """Rows of rank numbers with the coordinates of the outer axes at the left and of the inner ones above."""
+    """Return a grid of rank numbers, with outer coordinates at the left and inner ones above."""
     axes = mesh.active_axes(view)
     sizes = [size for _, size in axes]
-    # pp stays at the left even when all fits one row: a row is then a stage in both views. Else as many of the inner
-    # axes run along a row as fit, and the innermost always.
+    # pp stays at the left even if all ranks fit in one row, so that a row is a stage in both views.
+    # Otherwise as many inner axes run along a row as fit, at least the innermost.
     splits = range(1 if axes[0][0] == "pp" else 0, len(axes) + 1)
     split = next(n for n in splits if math.prod(sizes[n:]) <= MAX_COLUMNS or n == len(axes) - 1)
     outer, inner = axes[:split], axes[split:]
@@ -269,7 +278,7 @@ def _grid(mesh: MeshShape, view: str) -> list[str]:
     return lines
 
 
-# What is both predicted and measured, in a record of a job: its name, heading, and how a value is written.
+# Numbers of a job that are both predicted and measured: key in the record, heading, formatter.
 COMPARED = {
     "tokens_per_second": ("tokens/s", short_number),
     "mfu": ("MFU", lambda value: "-" if value is None else f"{100 * value:.1f}%"),
@@ -279,7 +288,7 @@ COMPARED = {
 
 
 def _print_predicted(jobs: list[dict[str, Any]], console: Any) -> None:
-    """The plan's numbers beside those measured, of jobs that have both."""
+    """Print the measured and predicted numbers of the jobs that have both."""
     from rich.table import Table
 
     both = [
@@ -308,7 +317,7 @@ def _print_predicted(jobs: list[dict[str, Any]], console: Any) -> None:
 
 
 def print_sweep(jobs: list[dict[str, Any]]) -> None:
-    """A line a job, at the width of the terminal, and why jobs were skipped or failed."""
+    """Print a sweep as a table with one line per job, and why jobs were skipped or failed."""
     from rich.console import Console
     from rich.table import Table
 

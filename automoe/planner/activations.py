@@ -1,34 +1,38 @@
-"""Activation bytes that one micro-batch leaves on a rank until its backward pass.
+"""Bytes of activations that one micro-batch keeps on a rank until its backward pass.
 
-What a layer must keep is what its backward formulas read: the input of every norm and every matmul,
-the attention's q, k, v, output and log-sum-exp, the routed rows and the experts' activations. With b
-bytes a number (2 in bf16) and T tokens on the rank:
+A layer keeps what its backward formulas read: the input of every norm and every matmul, the
+attention's q, k, v, output and log-sum-exp, the routed rows and the experts' activations. The table
+uses b bytes per element (2 in bf16) and these letters: T tokens of the rank, Tk tokens whose keys
+and values the rank reads, S sequence, H hidden, N heads, G key-value heads, D head dim, I FFN
+width, K top-k, R = T K routed rows.
 
-    residual stream and norms    4 b T H
-    gqa                          b [2 T N D + 2 Tk G D] + 4 T N         N heads, G key-value heads
-    gqa with sinks               b [3 T N + 2 Tk G] D + 4 T N           heads wider by 8, and the output's copy
-    mla                          b [(T + Tk) N (Dqk + Dv) + latents] + 4 T N
-    ffn of width I               4 b T I                                gate, silu(gate), up, their product
-    attention by ``math``        w N [T Dqk + Tk (Dqk + Dv) + T S] + b T N Dv   copies of w >= 4 bytes, and the scores
-    gate of shared experts       b T (H + 1)                            their output, the gate
-    routed experts               b R (H + 2 I) + router                 R = T K rows, K experts a token; gate, up
+    residual stream, norms     4 b T H
+    gqa                        b [2 T N D + 2 Tk G D] + 4 T N
+    gqa with sinks             b [3 T N + 2 Tk G] D + 4 T N    D is up to 8 larger; output copied
+    mla                        b [(T + Tk) N (Dqk + Dv) + latents] + 4 T N
+    ffn of width I             4 b T I                         gate, silu(gate), up, product
+    attention=math             w N [T Dqk + Tk (Dqk + Dv) + T S] + b T N Dv
+                                                               copies of w >= 4 bytes, scores
+    gate of shared experts     b T (H + 1)                     the experts' output, the gate
+    routed experts             b R (H + 2 I) + router          gathered rows, gate, up
 
-Tk counts keys and values: whole rows, whatever cp is, when the context is gathered. A mask is kept as numbers, one
-[S, S] per row. The experts' product is made again. Their outputs are not kept: their sum to tokens does not need them
-(the probabilities were applied before), though a plain index_add would hold on to what it adds. A recomputed region
-keeps its inputs:
+With parallel.context=gather, Tk counts the keys and values of whole rows, whatever cp is. An
+attention mask is kept as numbers, one [S, S] matrix per row. The product gate * up of the experts
+is recomputed. The experts' outputs are not kept: routing weights were applied before, so the sum
+over a token's experts does not need the outputs in its backward pass (a plain index_add would keep
+them). A recomputed region keeps its inputs:
 
-    core_attn        q, k, v (its output is the output projection's input)
-    mlp              its input, which the norm before it made and counts
-    shared_experts   likewise
-    moe              likewise, and K expert numbers and weights a token
-    full             b T H, and K expert numbers a token
+    core_attn        q, k, v (the output is kept as the output projection's input)
+    mlp              nothing more: its input is the norm's output, counted with the norms
+    shared_experts   nothing more, for the same reason
+    moe              nothing more but the K expert indices and weights per token
+    full             b T H, and K expert indices per token
 
-Of these the outputs are not kept, since their inputs are:
+Three modules discard their outputs and keep their inputs:
 
-    layernorm        of both norms of a layer: 2 b T H less
-    mla_up_proj      q, k, v: the latents and the rotated keys are kept, b T Drope
-    moe_act          of the experts' activation: nothing to be less, it is not kept anyway
+    layernorm        saves the outputs of both norms of a layer: 2 b T H
+    mla_up_proj      saves q, k, v; keeps the latents and the rotated keys, b T Drope
+    moe_act          saves nothing: the output of the experts' activation is not kept anyway
 """
 
 from __future__ import annotations
@@ -42,14 +46,18 @@ from automoe.config.recompute import FULL
 from automoe.config.rules_kernels import ELEMENT_BYTES
 from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear, window_of
 
-# Of automoe.model.loss and automoe.model.delta_net, which this package must not import.
+# Chunk length of automoe.model.delta_net, repeated here because the planner must not import torch.
 DELTA_CHUNK = 64
 
-UNEVEN = 2.0  # times the even load of experts: where routers start, and at times stay
+# Routers start at this multiple of the even expert load, and sometimes return to it.
+UNEVEN = 2.0
 
 
 def at_load(batch: BatchPlan, factor: float, config: Config, mesh: MeshShape) -> BatchPlan:
-    """``batch`` where the experts of one rank get ``factor`` times their even share of rows, or as many as they can."""
+    """Return ``batch`` with ``factor`` times the even share of rows on the experts of one rank.
+
+    The factor is limited to ``most_load``.
+    """
     return replace(
         batch,
         expert_rows_per_rank=batch.expert_rows_per_rank * min(factor, most_load(config, mesh)),
@@ -57,45 +65,49 @@ def at_load(batch: BatchPlan, factor: float, config: Config, mesh: MeshShape) ->
 
 
 def most_load(config: Config, mesh: MeshShape) -> float:
-    """Times their even share that experts of a rank can get: what all of ``ep`` send, what capacity lets through."""
+    """Return the largest expert load of a rank, as a multiple of the even share.
+
+    It is reached if every rank of the ``ep`` group sends all its rows to one rank.
+    ``moe.capacity_factor`` lowers the limit; with ``moe.pad_to_capacity`` the load is always 1.
+    """
     most = min(
         float(mesh.ep), max(1.0, config.moe.capacity_factor) if config.moe.capacity_factor else inf
     )
-    return 1.0 if config.moe.pad_to_capacity else most  # every rank computes as much as any
+    # Padded ranks all compute the same number of rows.
+    return 1.0 if config.moe.pad_to_capacity else most
 
 
 @dataclass(frozen=True)
 class TokenLoad:
-    """What one micro-batch puts on a rank, and what the rank's operators make of it."""
+    """Sizes of one micro-batch on a rank, and the operators that process it."""
 
     tokens: int
-    kv_tokens: int  # keys and values that its attention reads
-    expert_rows: float  # (token, expert) pairs
-    mask_numbers: int  # of the attention masks, over the micro-batch's rows; 0: plain causality
-    window_numbers: int  # the same of layers with a sliding window, which always have a mask
-    number_bytes: int  # of an activation
-    dispatched: (
-        bool  # expert rows are received in a buffer; else experts read the rank's own tokens
-    )
-    # Attention on a CPU keeps values and outputs at the width of the keys. CUDA's keeps the values as a view into the
-    # projection that also made the keys.
+    kv_tokens: int  # number of tokens whose keys and values attention reads
+    expert_rows: float  # number of (token, expert) pairs that the rank computes
+    mask_numbers: int  # elements of all attention masks of a micro-batch; 0: causal, no mask tensor
+    window_numbers: int  # elements of the masks of sliding-window layers, which always have one
+    number_bytes: int  # bytes of one activation element
+    dispatched: bool  # True if expert rows arrive in a buffer; False if experts read local tokens
+    # Attention on a CPU keeps values and outputs padded to the width of the keys. CUDA keeps values
+    # as a view into the output of the projection that also produced the keys.
     on_cpu: bool
-    # Keys and values of grouped heads are copied to all heads where there is a mask, or float32.
+    # True if attention with a mask, or in float32, copies keys and values of grouped heads to all
+    # heads.
     copies_groups: bool
     tp: int = 1
     etp: int = 1
-    read_rows: float = (
-        0.0  # that the experts' backward gives a gradient: the rank's tokens, or what it received
-    )
-    loop: bool = False  # experts by autograd, one after the other
-    scores: bool = False  # attention keeps every one of them (kernels.attention=math)
+    # Rows that receive a gradient in the experts' backward pass: local tokens or received rows.
+    read_rows: float = 0.0
+    loop: bool = False  # True for moe.experts=loop, which runs experts one by one through autograd
+    scores: bool = False  # True for kernels.attention=math, which keeps every attention score
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
-        """Of the operators that the planned cluster runs."""
+        """Return the load for the operators that the planned cluster (CPU or CUDA) runs."""
         gathered = mesh.cp if config.parallel.context == "gather" else 1
         tokens, on_cpu = batch.tokens_per_micro_batch, config.cluster.gpu == "cpu"
-        # Attention has the positions of all tp ranks.
+        # Attention runs on the sequence gathered over tp, so the mask covers the tokens of all tp
+        # ranks.
         mask_numbers = tokens * mesh.tp * (config.train.seq_len * gathered // mesh.cp)
         dispatched = mesh.ep * mesh.etp > 1 or config.moe.pad_to_capacity
         read_rows: float = tokens
@@ -123,10 +135,13 @@ class TokenLoad:
 def layer_activation_bytes(
     model: ModelConfig, layer: int, load: TokenLoad, recompute: frozenset[str] = frozenset()
 ) -> dict[str, float]:
-    """Bytes by component (``norms attention ffn experts router``) of one layer and micro-batch.
+    """Return the bytes that one layer keeps for one micro-batch, by component.
+
+    The keys are ``norms``, ``attention``, ``ffn``, ``experts`` and ``router``.
 
     Args:
-        recompute: what the layer runs again (``automoe.config.recompute.recomputed_modules``).
+        recompute: modules that the layer recomputes
+            (``automoe.config.recompute.recomputed_modules``).
     """
     size, tokens, hidden = load.number_bytes, load.tokens, model.hidden_size
     wide = max(4, size)
@@ -136,7 +151,8 @@ def layer_activation_bytes(
         choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
         kept = {"norms": float(size * tokens * hidden)}
         return kept | ({"router": 8.0 * choices * tokens * top_k} if routed else {})
-    # What tp ranks multiply by slices of weights is gathered; routers, and MLA's projections down, read their own part.
+    # Inputs of tp-sharded weights are kept gathered over tp. Routers and MLA's down projections
+    # read only the rank's own tokens.
     gathered = load.tp * (load.tp > 1)
     outputs = load.tp if model.attention.kind == "gqa" else 1
     outputs += 1 + gathered * bool(model.shared_width) if routed else load.tp
@@ -149,18 +165,19 @@ def layer_activation_bytes(
     again = ("shared_experts" if routed else "mlp") in recompute
     parts["ffn"] = 0.0 if again else 4.0 * size * tokens * ffn_width
     if routed and model.shared_expert_gate and not again:
-        parts["ffn"] += size * tokens * (hidden + 1)  # what is gated, and the gate
+        # The gate of the shared experts keeps their output and its own value.
+        parts["ffn"] += size * tokens * (hidden + 1)
     if not routed:
         return parts
     width = model.moe_intermediate_size / load.etp
     per_row = hidden + 5 * width if load.loop else 2 * width
     received = hidden * load.read_rows * (load.dispatched and not load.loop)
     parts["experts"] = 0.0 if "moe" in recompute else size * (load.expert_rows * per_row + received)
-    # Scores; then a choice's expert, weight and places, of which a recomputed dispatch keeps none.
+    # Bytes of each choice's expert index, weight and positions; a recomputed dispatch keeps no
+    # positions.
     per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows
-    scored = (
-        1 + model.router.softmax_after_topk
-    )  # the gather of chosen logits keeps them all, and the scores
+    # softmax_after_topk gathers chosen logits, which keeps all logits besides the scores.
+    scored = 1 + model.router.softmax_after_topk
     parts["router"] = float(wide * tokens * scored * model.num_experts + per_choice)
     return parts
 
@@ -168,7 +185,10 @@ def layer_activation_bytes(
 def mask_bytes(
     config: Config, load: TokenLoad, layers: list[int], recompute: dict[int, frozenset[str]]
 ) -> float:
-    """What a micro-batch keeps for all layers of a stage: angles, and masks where a recomputed attention reads them."""
+    """Return the bytes that a micro-batch keeps once for all layers of a stage.
+
+    These are the rotary angles, and the masks that recomputed attention reads again.
+    """
     attention = config.model.attention
     dims = attention.qk_rope_head_dim
     if attention.kind == "gqa":
@@ -184,7 +204,10 @@ def mask_bytes(
 
 
 def _norm_input(width: int, size: int) -> int:
-    """Bytes per token that a norm over ``width`` keeps, its output (which the next matmul keeps) apart."""
+    """Return the bytes per token that a norm over ``width`` keeps for its input.
+
+    The norm's output is excluded: the next matmul keeps and counts it.
+    """
     return size * width + 4
 
 
@@ -202,8 +225,9 @@ def _attention_bytes(
     )
     mask_numbers = load.window_numbers if window_of(attention, layer) else load.mask_numbers
     by_math = load.scores and not again
-    mask_bytes = mask_numbers * size  # one a layer, in the dtype of heads
-    kept = 0.0 if again or by_math else 4.0 * tokens * heads + mask_bytes  # log-sum-exp, mask
+    mask_bytes = mask_numbers * size  # Torch keeps one mask per layer in the dtype of the heads.
+    # Attention keeps its log-sum-exp (4 bytes per token and head) and its mask.
+    kept = 0.0 if again or by_math else 4.0 * tokens * heads + mask_bytes
     if attention.kind == "gqa":
         dim, groups = attention.head_dim, max(attention.num_kv_heads, load.tp)
         if attention.qk_norm:
@@ -211,12 +235,14 @@ def _attention_bytes(
         if load.copies_groups and not again and (mask_numbers or size > 2):
             groups = heads
         if attention.output_gate:
-            # The gate and what it has let through; and the queries' norm keeps the whole projection.
+            # Autograd keeps the gate and the gated output; the query norm keeps the whole
+            # projection.
             kept += 3 * size * tokens * heads * dim
         if by_math:
             return kept + _math_bytes(load, heads, dim, dim, attention.sinks)
         if attention.sinks and not again:
-            # A key more a row; one more dim, to a multiple of 8, holds the sinks; what leaves the kernel is cut.
+            # Sinks add one key per row and pad heads by one dim to a multiple of 8. The sliced
+            # kernel output is a copy.
             kept += size * tokens * heads * dim
             longer = 1 + tokens / load.window_numbers
             return kept + longer * size * (dim + 8 - dim % 8) * (
@@ -232,18 +258,21 @@ def _attention_bytes(
         stored_value, out = qk, qk + value
     query = key = qk
     promised = "mla_up_proj" in recompute
-    if promised:  # but for padded values, which are the attention's own copy
+    # Padded values stay: they are the attention's own copy, not an output of the projection.
+    if promised:
         query, key, stored_value = 0, 0, qk if padded and not again else 0
     if by_math:
         kept += _math_bytes(load, heads, qk, value)
     else:
         kept += size * heads * (tokens * (query + out) + kv_tokens * (key + stored_value))
     latent, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
-    gathered = kv_tokens > tokens  # latents and rotated keys travel side by side
+    # A gather over cp sends latents and rotated keys together in one tensor.
+    gathered = kv_tokens > tokens
     kept += tokens * _norm_input(latent, size) + size * load.tp * kv_tokens * (
         latent + rope * (gathered or promised)
     )
-    kept += size * tokens * rope  # in the storage of the latent, which its norm keeps
+    # The rotated keys share the storage of the latents, which the latents' norm keeps.
+    kept += size * tokens * rope
     if attention.q_lora_rank is not None:
         kept += tokens * (
             _norm_input(attention.q_lora_rank, size) + size * load.tp * attention.q_lora_rank
@@ -252,17 +281,20 @@ def _attention_bytes(
 
 
 def score_numbers(load: TokenLoad, heads: int) -> float:
-    """Of the rank's queries, with every key of their rows."""
+    """Return the number of attention scores: the rank's queries times all keys of their rows."""
     return heads * load.window_numbers / load.tp
 
 
 def _math_bytes(load: TokenLoad, heads: int, qk: int, value: int, sinks: bool = False) -> float:
-    """Scaled queries and keys, values for every head, and scores, all wide; and the output that is projected."""
+    """Return the bytes that kernels.attention=math keeps.
+
+    Scaled queries and keys, the values of every head and the scores are kept in at least float32;
+    the output that is projected is kept in the activation dtype.
+    """
     tokens, kv_tokens, wide = load.tokens, float(load.kv_tokens), max(4, load.number_bytes)
     scores, output = score_numbers(load, heads), heads * tokens * value
-    if (
-        sinks
-    ):  # one key more a row; heads are wider, to a multiple of 8, and what leaves the kernel is cut
+    # Sinks add one key per row and pad heads to a multiple of 8; the sliced output is a copy.
+    if sinks:
         longer = 1 + tokens / load.window_numbers
         qk, kv_tokens, scores = qk + 8 - qk % 8, longer * kv_tokens, longer * scores
         value = qk
@@ -273,19 +305,19 @@ def _math_bytes(load: TokenLoad, heads: int, qk: int, value: int, sinks: bool = 
 
 
 def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -> float:
-    """What autograd keeps of ``automoe.model.delta_net``: inside the rule everything is wide.
+    """Return the bytes that autograd keeps for ``automoe.model.delta_net``.
 
-    Outside it, the convolution's padded input, its output and that through silu; the rule's result as the norm
-    reads it, normed, the gate before and after silu, and their product. Inside, six [C, C] matrices a chunk of C
-    positions, the system's right side and solution, ten times the keys, a state a chunk.
+    Outside the delta rule these are the convolution's padded input, its output and the silu of the
+    output; the rule's result as the norm reads it, its normed value, the gate before and after
+    silu, and their product. Inside the rule everything is at least float32: six [C, C] matrices per
+    chunk of C positions, the right-hand side and the solution of the linear system, ten tensors of
+    the keys' size, and one state per chunk.
     """
     size, wide, tokens = load.number_bytes, max(4, load.number_bytes), load.tokens
     heads, groups = attention.linear_num_value_heads, attention.linear_num_key_heads
     key, value = attention.linear_key_head_dim, attention.linear_value_head_dim
     channels = 2 * groups * key + heads * value
-    convolved = (
-        3 if again or size == wide else 2
-    )  # the rule keeps wider copies of what it was given
+    convolved = 3 if again or size == wide else 2  # the rule keeps wider copies of its inputs
     kept = size * tokens * (convolved * channels + 2 * heads * value) + wide * tokens * heads * (
         3 * value + 5
     )

@@ -1,9 +1,11 @@
-"""``automoe plan calibrate=true``: what this machine reaches, measured, as a cluster file that ``cluster=`` takes.
+"""``automoe plan calibrate=true``: measure this machine's speeds and write them as a cluster file.
 
-Measured on one rank: products over arithmetic intensity, a pass over memory, attention, grouped products, and what a
-layer and a step take where there is next to nothing to compute. Between ranks of this machine: gathers, reductions and
-all-to-alls, small and large. On a GPU seconds are those between two CUDA events; on the CPU those that the rank's
-threads compute, so that other programs of the machine are not in them, and what gloo's threads compute is.
+``cluster=NAME`` reads the file. One rank measures matmuls over a range of arithmetic intensities, a
+pass over memory, attention, grouped matmuls, and the fixed time of a layer and of a step whose
+products are negligible. Several ranks of this machine measure all-gathers, reduce-scatters and
+all-to-alls, small and large. On a GPU, seconds are the time between two CUDA events. On a CPU,
+seconds are the CPU time of the rank's threads: it excludes other programs of the machine and
+includes gloo's threads.
 """
 
 from __future__ import annotations
@@ -42,24 +44,24 @@ from automoe.planner.machine import Constants, Machine
 if TYPE_CHECKING:
     import torch
 
-POINTS = 7  # of the curve, a factor of two apart
-ROUNDS, LEAST_S = 5, 0.03  # a median is of so many, each of at least so long
-SMALL, LARGE = 1 << 12, 1 << 22  # bytes of a collective
-MOST_RANKS = 4  # that collectives are measured between
+POINTS = 7  # points of the matmul curve; each has twice the intensity of the one before
+ROUNDS, LEAST_S = 5, 0.03  # timings per median; minimum seconds of one timing
+SMALL, LARGE = 1 << 12, 1 << 22  # bytes of the small and the large collective that are timed
+MOST_RANKS = 4  # largest number of ranks between which collectives are measured
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A device, and the sizes of what is measured on it: large enough on a GPU that launches do not count."""
+    """Device to measure, with problem sizes that make launch overhead negligible on a GPU."""
 
-    device: str  # cpu, cuda
+    device: str  # "cpu" or "cuda"
     dtype: str
-    threads: int  # of a rank; cpu
-    first: int  # FLOPs for each byte of the curve's first point
-    rows: int  # of the products
-    numbers: int  # that a pass over memory goes over
-    seq: int  # of attention
-    expert: int  # rows and width of an expert
+    threads: int  # CPU threads per rank
+    first: int  # FLOPs per byte at the curve's first point
+    rows: int  # rows of the matmuls
+    numbers: int  # elements of the tensors in the memory pass
+    seq: int  # sequence length of the attention
+    expert: int  # rows and width of one expert
 
     @classmethod
     def of(cls, device: str, threads: int) -> Bench:
@@ -68,7 +70,7 @@ class Bench:
         return cls(device, "float32", threads or num_cores(), 4, 2048, 1 << 18, 256, 128)
 
     def prepare(self) -> tuple[torch.device, torch.dtype]:
-        """This rank's device, and its dtype."""
+        """Select this rank's device and set its thread count; return the device and the dtype."""
         import torch
         import torch.distributed as dist
 
@@ -81,14 +83,21 @@ class Bench:
     def seconds(
         self, work: Callable[[], object], rounds: int = ROUNDS, number: int | None = None
     ) -> float:
-        """Of one call, the median of ``rounds``; ``number``: calls of a round, None: as many as take ``LEAST_S``."""
+        """Return the seconds of one call of ``work``: the median of ``rounds`` timings.
+
+        Args:
+            number: calls per timing; None: as many as take ``LEAST_S`` seconds.
+        """
         work()
         if number is None:
             number = max(1, int(LEAST_S / max(self.once(work), 1e-7)))
         return median(self.once(work, number) for _ in range(rounds)) / number
 
     def once(self, work: Callable[[], object], number: int = 1) -> float:
-        """Seconds of ``number`` calls."""
+        """Return the seconds of ``number`` calls of ``work``.
+
+        Seconds are CUDA event time, or CPU time per thread.
+        """
         import torch
 
         if self.device == "cuda":
@@ -106,10 +115,13 @@ class Bench:
 
 
 def calibrate(folder: Path, args: Arguments) -> int:
-    """Measure, write ``FOLDER/cluster/NAME.yaml``, say what takes it; the exit status.
+    """Measure this machine, write ``FOLDER/cluster/NAME.yaml`` and print the command that reads it.
+
+    Returns:
+        The exit status, 0.
 
     Raises:
-        ConfigError: a file of that name is there, or none can be written.
+        ConfigError: a file of this name exists, or the file cannot be written.
     """
     from automoe.verify.pool import RankPool
 
@@ -140,7 +152,7 @@ def calibrate(folder: Path, args: Arguments) -> int:
 
 
 def _new_file(folder: Path, bench: Bench) -> Path:
-    """Where the cluster file goes."""
+    """Return the path of the cluster file; raise ConfigError if it exists."""
     name = "measured_cpu" if bench.device == "cpu" else "measured_gpu"
     path = folder / "cluster" / f"{name}.yaml"
     if os.path.lexists(path):
@@ -149,11 +161,12 @@ def _new_file(folder: Path, bench: Bench) -> Path:
 
 
 def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, Any]:
-    """On one rank: speeds reached, as ``cluster_values`` takes them.
+    """Measure the speeds that a single rank reaches, in the form that ``cluster_values`` takes.
 
     Args:
-        model: whose layers' operators are counted, made small.
-        peak: FLOP/s of the device where the configuration has them; 0: torchtitan's table, else the fastest product.
+        model: model whose layer kinds are timed, at small sizes.
+        peak: FLOP/s of the device if the configuration has them. With 0 the peak comes from
+            torchtitan's table, or is the speed of the fastest measured matmul.
     """
     import torch
 
@@ -194,7 +207,7 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
 
 
 def _attention(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of attention's products, forward with backward, as ``planner/layer_time.py`` counts them."""
+    """Return attention's FLOP/s, forward and backward, with the FLOP count of ``layer_time``."""
     import torch
     import torch.nn.functional as F
 
@@ -214,7 +227,10 @@ def _attention(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of the grouped products of 8 experts, gate and up and down, forward; rows = width = hidden."""
+    """Return the forward seconds of the grouped matmuls (gate, up, down) of 8 experts.
+
+    Each expert has as many rows as its width and as the hidden size.
+    """
     import torch
 
     from automoe.moe.experts import expert_backend
@@ -231,7 +247,10 @@ def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
-    """``model`` with products that are nothing, so that what is left is what a host does, and so many layers."""
+    """Return a configuration with negligible matmuls and ``layers`` layers of ``model``'s kind.
+
+    Its step time is the overhead of the host.
+    """
     from automoe.verify.proxy import make_proxy
 
     proxy, _ = make_proxy(Config(model=model), resolve_mesh(MeshConfig(), 1), 256)
@@ -240,7 +259,9 @@ def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
 
 
 def usual(bench: Bench, layers: int) -> Config:
-    """A model of products as large as those that were measured alone, with all that comes between them."""
+    """Return a configuration whose layers have matmuls as large as those that ``Bench`` times
+    alone.
+    """
     hidden = 2 * bench.expert
     attention = AttentionConfig(num_heads=hidden // 64, num_kv_heads=hidden // 64, head_dim=64)
     sizes = {
@@ -260,7 +281,12 @@ def _config(bench: Bench, model: ModelConfig, seq_len: int) -> Config:
 
 
 def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[float]:
-    """Seconds of steps of one row, in turns: of each one's forward and backward pass; of the rest of the first."""
+    """Time training steps on one row, with the configurations in turn.
+
+    Returns:
+        Median seconds of the forward and backward pass of each configuration, then median seconds
+        of the rest of the first configuration's step.
+    """
     import torch
 
     from automoe.checkpoint.train_state import TrainState
@@ -304,14 +330,14 @@ def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[fl
 
             first = bench.once(forward)
             rest = bench.once(lambda made=made: optimizer_step(*made))
-            if turn >= 2:  # what is allocated and compiled once is over
+            if turn >= 2:  # The first two turns allocate and compile; they are not timed.
                 seen[place].append(first)
                 seen[-1] += [rest] if place == 0 else []
     return list(map(median, seen))
 
 
 def measure_links(bench: Bench) -> dict[str, dict[int, float]]:
-    """Seconds of each collective on this rank, by the bytes of all ranks together."""
+    """Return the seconds of each collective on this rank, by kind and total bytes. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -345,10 +371,10 @@ def cluster_values(
     name: str,
     gpus: int,
 ) -> dict[str, Any]:
-    """What of ``ClusterConfig`` was measured; shares of the model's constants are those of these speeds.
+    """Return the measured fields of ``ClusterConfig``, with constants relative to these speeds.
 
     Args:
-        links: by world, then by rank: as ``measure_links`` returns them.
+        links: one list per world size (2, 4), with the result of ``measure_links`` of every rank.
     """
     cpu, constants = bench.device == "cpu", Constants.load()
     values: dict[str, Any] = {"name": name, "gpu": alone["gpu"]}
@@ -363,7 +389,8 @@ def cluster_values(
     }
     values |= {"gemm_curve": alone["curve"], "gemm_curve_from": float(bench.first)}
     shares = {"host_layer": alone["host_layer"], "step": alone["step"]}
-    shares |= {"overlap": 0.0} if cpu else {}  # what sends is what computes
+    # On a CPU the cores that communicate also compute, so nothing overlaps.
+    shares |= {"overlap": 0.0} if cpu else {}
     if links:
         delays, speeds = [], []
         for world, ranks in zip((2, 4), links, strict=False):
@@ -377,16 +404,15 @@ def cluster_values(
         values["intra_node_bandwidth"] = median(speeds)
         shares |= {"on_node": 1.0, "latency": median(delays)}
     shares["attention"] = alone["attention"] / (alone["peak"] * alone["curve"][-1])
-    # Grouped products and whole layers, as the model times them at these speeds, to those measured.
+    # The constants are ratios: time that the model predicts at these speeds, over measured time.
     config = replace(usual(bench, 2), cluster=ClusterConfig(**values))
     machine = Machine.of(
         config, replace(constants, gemm=1.0, grouped=1.0, memory=1.0, attention=shares["attention"])
     )
     n = bench.expert
     products = machine.gemm(n, 2 * n, n, 8) + machine.gemm(n, n, n, 8)
-    passes = machine.pass_over(
-        5 * machine.number_bytes * 8 * n * n
-    )  # rows gathered, the activation
+    # Each expert's rows are gathered, then go through the activation.
+    passes = machine.pass_over(5 * machine.number_bytes * 8 * n * n)
     shares["grouped"] = products / max(alone["experts"] - passes, products / 1.5)
     machine = replace(machine, constants=replace(machine.constants, grouped=shares["grouped"]))
     mesh = resolve_mesh(MeshConfig(), 1)
@@ -394,7 +420,7 @@ def cluster_values(
         Place.of(config, mesh, machine, plan_batch(config, mesh), False, 0), 0, frozenset()
     )
     said = sum(half.seconds for half in layer)
-    host = 2 * alone["host_layer"] * cpu  # a GPU computes meanwhile
+    host = 2 * alone["host_layer"] * cpu  # a GPU computes while its host launches
     shares["gemm"] = shares["memory"] = min(said / max(alone["layer"] - host, said / 10), 1.0)
     return {**values, "constants": {key: _digits(share) for key, share in sorted(shares.items())}}
 
@@ -404,7 +430,7 @@ def _digits(value: float) -> float:
 
 
 def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
-    """The cluster file: what it was measured with, and ``values``."""
+    """Return the text of the cluster file: a comment on hardware and versions, then ``values``."""
     threads = f", {bench.threads} thread{'s' * (bench.threads > 1)} a rank" if bench.threads else ""
     with_what = f"automoe {version('automoe')}, torch {version('torch')}, Python {platform.python_version()}"
     lines = [
@@ -422,7 +448,7 @@ def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
 
 
 def _number(value: Any) -> Any:
-    """As YAML reads it back: a float has a point."""
+    """Return a float as text with a decimal point, so that YAML reads it back as a float."""
     if not isinstance(value, float):
         return value
     text = f"{value:.3e}" if value >= 1e5 or 0 < value < 1e-3 else f"{value:.4g}"

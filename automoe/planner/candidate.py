@@ -1,4 +1,4 @@
-"""A configuration on a mesh as the search and the remedies compare them: its time, its memory, what runs again."""
+"""A configuration on a mesh with its predicted time and memory, for search and remedies."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from automoe.planner.memory import RankMemory, plan_memory
 from automoe.planner.reserve import needed
 from automoe.planner.time import StepTime, step_time
 
-# Modules that may run again in the backward pass, from the one that costs least time for the memory it frees.
+# Modules that may be recomputed, in the order of time lost per byte saved, cheapest first.
 LADDER = ("layernorm", "mla_up_proj", "shared_experts", "mlp", "moe", "core_attn")
 RECOMPUTE_KEYS = {"parallel.recompute", "parallel.recompute_layers"}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration with its mesh. What it takes is computed when it is first read."""
+    """A configuration with its mesh; predicted time and memory are computed on first access."""
 
     config: Config
     mesh: MeshShape
 
     @cached_property
     def time(self) -> StepTime:
-        """Predicted time of a step."""
+        """Predicted time of a training step."""
         return step_time(self.config, self.mesh)
 
     @property
@@ -39,12 +39,15 @@ class Candidate:
 
     @cached_property
     def bound(self) -> float:
-        """Tokens per second that ``speed`` cannot exceed: those without the pipeline's bubble, ten times as cheap."""
+        """Upper bound of ``speed``: tokens per second without a pipeline bubble.
+
+        It takes a tenth of the time of ``speed`` to compute.
+        """
         return step_time(self.config, self.mesh, bubble=False).tokens_per_second
 
     @cached_property
     def peak(self) -> float:
-        """Bytes of the rank that needs most, at even load of the experts, without the reserve."""
+        """Peak bytes of the rank that needs most, at even expert load, without the reserve."""
         return max(
             rank.peak
             for rank in plan_memory(self.config, self.mesh, plan_batch(self.config, self.mesh))
@@ -57,31 +60,34 @@ class Candidate:
 
     @property
     def uneven_peak(self) -> float:
-        """``peak`` if experts get ``UNEVEN`` times their even share of tokens."""
+        """Peak bytes of the rank that needs most, at ``UNEVEN`` times the even expert load."""
         return max(rank.peak for rank in self._uneven_ranks)
 
     @cached_property
     def needed(self) -> float:
-        """Bytes of a GPU, ``uneven_peak`` with the reserve."""
+        """GPU memory to provide, in bytes: ``uneven_peak`` and the reserve."""
         return needed(self.config, self.mesh, self._uneven_ranks)
 
     @property
     def fits(self) -> bool:
-        """True if ``needed`` is within the GPU's memory, or that is not known."""
+        """True if ``needed`` is within the GPU's memory, or if this memory is unknown."""
         limit = self.config.cluster.memory_bytes
         return not limit or self.needed <= limit
 
     def with_recompute(self, names: list[str] | str) -> Candidate:
-        """Return the same run with the modules ``names`` run again."""
+        """Return the same candidate with the modules ``names`` recomputed."""
         parallel = replace(self.config.parallel, recompute=names)
         return replace(self, config=replace(self.config, parallel=parallel))
 
 
 def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
-    """Return what may run again, from nothing to everything; each rung frees more memory and takes more time.
+    """Return the choices of recomputed modules, from none to the full layer.
+
+    Each choice frees more memory and takes more time than the one before.
 
     Args:
-        fixed: keys that keep their value; one of ``RECOMPUTE_KEYS`` leaves a single rung.
+        fixed: configuration keys to keep; one of ``RECOMPUTE_KEYS`` leaves only the configured
+            choice.
     """
     if RECOMPUTE_KEYS & set(fixed):
         return [config.parallel.recompute]
@@ -97,7 +103,11 @@ def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
 
 
 def first_that_fits(rungs: Sequence[Candidate]) -> int | None:
-    """Return the index of the first rung that fits, each of which needs less than the one before; None if none does."""
+    """Return the index of the first candidate that fits in memory; None if none fits.
+
+    Args:
+        rungs: candidates in the order of ``ladder``: each needs less memory than the one before.
+    """
     if not rungs[-1].fits:
         return None
     low, high = 0, len(rungs) - 1

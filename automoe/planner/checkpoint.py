@@ -1,8 +1,9 @@
-"""What a checkpoint costs: bytes, files, seconds, and the disk that those of a run need. No torch.
+"""Predicted cost of checkpoints: bytes, files, seconds, and disk space of a run. No torch.
 
-A checkpoint (``automoe.checkpoint``) has every trained number with its moments and average once, whatever the mesh, and
-what is frozen unless ``model.hf_path`` holds it. Each rank writes one file; a tensor that several ranks have is written
-by the one that has written least. Beside the numbers stands what torch's format takes for each shard.
+A checkpoint (``automoe.checkpoint``) stores every trained parameter once, with its moments and its
+weight average, whatever the mesh. It also stores frozen parameters unless ``model.hf_path`` has
+them. Each rank writes one file; the rank that has written least writes a shard that several ranks
+hold. Torch's file format adds bytes per shard.
 """
 
 from __future__ import annotations
@@ -17,54 +18,63 @@ from automoe.model.adapters import as_stored, with_adapters
 from automoe.model.params import Param, stage_params
 from automoe.planner.step_memory import Sizes, local_numel
 
-# Bytes of torch's format (torch 2.13): of a shard beside its numbers, and in the index; of a tensor in the index; of
-# the manifest, the configuration above all, and of each file's line in it.
+# Bytes that torch's format (2.13) adds: per shard in its file, per shard in the index, per tensor
+# in the index. Then the bytes of the manifest, mostly the configuration, and of the manifest's line
+# about each file.
 SHARD_BYTES, SHARD_INDEX_BYTES, TENSOR_INDEX_BYTES = 1575, 177, 147
 MANIFEST_BYTES, FILE_LINE_BYTES = 4980, 145
-# States of torch's, Python's and NumPy's random generators, which each rank has of its own; and of a GPU's.
+# Bytes of the states of torch's, Python's and NumPy's random generators, of which each rank stores
+# its own; and of a GPU's generator.
 GENERATOR_BYTES, GPU_GENERATOR_BYTES = (5056, 5016, 5016), 16
-HISTORY_BYTES = 3 * 16 * 4  # of a matrix's scales under train.fp8=delayed
-# Assumed where the cluster's file says nothing: one node to its storage, a GPU to CPU memory (PCIe 4, half of 16 lanes'
-# 32 GB/s); and what one rank hashes (SHA-256) while it writes.
+HISTORY_BYTES = 3 * 16 * 4  # bytes of a matrix's scale history with train.fp8=delayed
+# Bytes per second, assumed if the cluster file has no value: from one node to its storage; from a
+# GPU to CPU memory (half of the 32 GB/s of 16 PCIe 4 lanes); and hashed (SHA-256) by one rank while
+# it writes.
 STORAGE_BANDWIDTH, HOST_BANDWIDTH, HASH_BANDWIDTH = 2e9, 16e9, 2e9
 
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """Of one checkpoint, and of those of a run. Bytes and seconds."""
+    """Cost of one checkpoint and of all checkpoints of a run, in bytes and seconds."""
 
-    bytes: float  # of all ranks' files
-    rank_bytes: float  # of the largest file, where ranks with the same share out tensors evenly
-    staged_bytes: float  # of CPU memory on each rank, with checkpoint.async_save
-    metadata_bytes: float  # the index and the manifest
+    bytes: float  # bytes of all ranks' files together
+    # Bytes of the largest file, if ranks that hold the same tensors share them evenly.
+    rank_bytes: float
+    staged_bytes: float  # bytes of CPU memory per rank for checkpoint.async_save
+    metadata_bytes: float  # bytes of the index and the manifest
     num_tensors: int
     num_shards: int
     num_files: int
-    write_seconds: float  # from the first byte to the last, at ``node_bandwidth``
-    blocked_seconds: float  # that training stands still: the copy to CPU memory, or the write
+    write_seconds: float  # seconds of the whole write at ``node_bandwidth``
+    # Seconds that training stands still: for the copy to CPU memory, or for the whole write.
+    blocked_seconds: float
     node_bandwidth: float
-    assumed: bool  # that bandwidth: the cluster's file has none
-    interval_seconds: float | None  # between two saves; None: none are made
-    most_kept: int  # at one time; the one that is being written comes on top
+    assumed: bool  # True if ``node_bandwidth`` is a default, not from the cluster file
+    interval_seconds: float | None  # seconds between two saves; None: no saves
+    most_kept: int  # most complete checkpoints on disk at once, without the one being written
     disk_bytes: float
 
     @property
     def blocked_share(self) -> float:
-        """Of a run's time."""
+        """Share of a run's time in which training stands still for checkpoints."""
         return self.blocked_seconds / self.interval_seconds if self.interval_seconds else 0.0
 
 
 @dataclass(frozen=True)
 class _Tensor:
     name: str
-    bytes: float  # whole
-    local: float  # on the first rank that has a part
+    bytes: float  # bytes of the full (unsharded) tensor
+    local: float  # bytes on the first rank that holds a shard
     shards: int
-    copies: int  # ranks that have each shard
+    copies: int  # number of ranks that hold each shard
 
 
 def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> CheckpointCost:
-    """Of a run of ``config`` whose steps take ``step_seconds``."""
+    """Return the predicted cost of the checkpoints of a run of ``config`` on ``mesh``.
+
+    Args:
+        step_seconds: seconds of one training step.
+    """
     cluster, saves = config.cluster, config.checkpoint
     on_cpu = cluster.gpu == "cpu"
     own = (*GENERATOR_BYTES, *([] if on_cpu else [GPU_GENERATOR_BYTES]))
@@ -121,7 +131,13 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
 
 
 def most_kept(config: Config, steps_between: float) -> int:
-    """Checkpoints that are there at once, at most: ``automoe.checkpoint.folder.superfluous``; of none, none."""
+    """Return the largest number of complete checkpoints that exist at the same time.
+
+    The rule is that of ``automoe.checkpoint.folder.superfluous``; 0 if the run saves none.
+
+    Args:
+        steps_between: training steps between two saves.
+    """
     saves, steps = config.checkpoint, config.train.steps
     if not saves.saves:
         return 0
@@ -133,7 +149,7 @@ def most_kept(config: Config, steps_between: float) -> int:
 
 
 def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -> Iterator[_Tensor]:
-    """What a pipeline stage has, one rank's part and all of it."""
+    """Yield every tensor of pipeline stage ``stage`` that a checkpoint stores."""
     model, optim, sizes = config.model, config.optim, Sizes(config, mesh)
     ranks = mesh.world_size // mesh.pp
     left_out = (
@@ -181,7 +197,7 @@ def _sharded(name: str, param: Param, mesh: MeshShape, size: int) -> _Tensor:
     cuts = 1 if param.tp_dim(mesh.tp) is None else mesh.tp
     rows = param.shape[0] // (mesh.tp if param.tp_dim(mesh.tp) == 0 else 1)
     chunk = ceil(rows / mesh.fsdp)
-    # Where rows are fewer than chunks, the empty ones behind the last row are one shard more.
+    # With fewer rows than chunks, the empty chunks after the last row count as one more shard.
     filled = ceil(rows / chunk)
     shards = cuts * (filled + (filled < mesh.fsdp))
     return _Tensor(

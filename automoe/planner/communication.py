@@ -1,7 +1,8 @@
-"""Seconds and bytes of every collective, from where the ranks of its group really are.
+"""Predicted seconds and bytes of every collective, from the placement of its ranks on nodes.
 
-A group is the ranks start + i * stride, i < size. Ranks fill nodes in order, so stride and size say how many of a
-group share a node. A collective over nodes leaves a node through the adapters of all of the group's ranks there.
+A process group consists of the ranks start + i * stride with i < size. Ranks fill nodes in order,
+so stride and size determine how many ranks of a group share a node. A collective across nodes uses
+the network adapters of all its ranks on a node.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from automoe.planner.machine import Machine
 
 @dataclass(frozen=True)
 class Group:
-    """``size`` ranks, of which about ``size / nodes`` share each of ``nodes`` nodes."""
+    """A process group of ``size`` ranks over ``nodes`` nodes, ``size / nodes`` ranks per node."""
 
     size: int
     nodes: int
 
     @classmethod
     def of(cls, size: int, stride: int, gpus_per_node: int) -> Group:
-        """The group of rank 0; those of other ranks lie alike where nodes divide by the mesh's axes."""
+        """Return the placement of the group that contains rank 0.
+
+        All groups of an axis have this placement if the node size is divisible by the mesh axes.
+        """
         if size * stride <= gpus_per_node:
             return cls(size, 1)
         if stride >= gpus_per_node:
@@ -29,18 +33,20 @@ class Group:
 
     @property
     def off_node(self) -> float:
-        """Share of what a rank sends evenly to all that leaves its node."""
+        """Share of a rank's bytes that leaves its node in a collective with even splits."""
         return 1 - 1 / self.nodes
 
     @property
     def on_node(self) -> float:
-        """Share that goes to others in its node."""
+        """Share of a rank's bytes that goes to other ranks of its node, in a collective with even
+        splits.
+        """
         return 1 - 1 / self.size - self.off_node
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a collective on a rank, the bytes that the rank sends, and those of them that leave its node."""
+    """Cost of a collective for one rank: seconds, bytes sent, and bytes sent to other nodes."""
 
     seconds: float = 0.0
     bytes: float = 0.0
@@ -55,7 +61,7 @@ class Cost:
         return Cost(times * self.seconds, times * self.bytes, times * self.off_node)
 
     def seen(self, seconds: float) -> Cost:
-        """The same bytes, of which ``seconds`` show."""
+        """Return a cost with the same bytes and ``seconds`` of exposed time."""
         return Cost(seconds, self.bytes, self.off_node)
 
 
@@ -63,7 +69,10 @@ NOTHING = Cost()
 
 
 def gather(machine: Machine, group: Group, whole: float) -> Cost:
-    """All-gather to ``whole`` bytes on every rank, or reduce-scatter of as many: across nodes, then within them."""
+    """Return the cost of an all-gather to ``whole`` bytes per rank, across nodes, then within them.
+
+    A reduce-scatter of ``whole`` bytes costs the same.
+    """
     if group.size == 1 or not whole:
         return NOTHING
     per_node = group.size / group.nodes
@@ -74,12 +83,15 @@ def gather(machine: Machine, group: Group, whole: float) -> Cost:
 
 
 def reduce_all(machine: Machine, group: Group, whole: float) -> Cost:
-    """All-reduce: a reduce-scatter and an all-gather."""
+    """Return the cost of an all-reduce of ``whole`` bytes: a reduce-scatter and an all-gather."""
     return gather(machine, group, whole) * 2
 
 
 def all_to_all(machine: Machine, group: Group, sent: float) -> Cost:
-    """Every rank sends ``sent`` bytes evenly to all of its group, itself included."""
+    """Return the cost of an all-to-all in which each rank splits ``sent`` bytes evenly.
+
+    The bytes that a rank keeps for itself are part of ``sent`` and cost nothing.
+    """
     if group.size == 1 or not sent:
         return NOTHING
     across, within = sent * group.off_node, sent * group.on_node
@@ -95,13 +107,14 @@ def dispatch_once(
     most_nodes: int = 0,
     together: bool = True,
 ) -> Cost:
-    """The same for rows of tokens that cross to a node once, and there to a rank once.
+    """Return the cost of a token dispatch that sends each token at most once per node and rank.
 
     Args:
         token: bytes of one copy of all tokens.
-        top_k: experts that a token goes to.
-        most_nodes: routing is limited to the experts of so many nodes; 0: it is not.
-        together: both networks work at the same time (DeepEP); else it is two collectives, one after the other.
+        top_k: experts per token.
+        most_nodes: largest number of nodes whose experts a token may choose; 0: no limit.
+        together: True if transfers across and within nodes overlap (DeepEP); False if they are two
+            collectives, one after the other.
     """
     if group.size == 1 or not token:
         return NOTHING
@@ -115,21 +128,26 @@ def dispatch_once(
 
 
 def exchange_sizes(machine: Machine, together: bool = False) -> Cost:
-    """How many rows come from whom: a collective of a few bytes, and the host's wait, after which it launches anew.
+    """Return the cost of exchanging the numbers of rows that ranks will receive.
+
+    It is a collective of a few bytes; the host waits for its result and then launches kernels
+    again.
 
     Args:
-        together: the sizes come with the rows, and the host waits for these.
+        together: True if the sizes arrive with the rows, so that the host waits only once.
     """
     return Cost((1 if together else 2) * machine.constants.latency)
 
 
 def distinct(top_k: int, places: int) -> float:
-    """Places among ``places`` equal ones that ``top_k`` draws hit, on average."""
+    """Return the mean number of distinct places that ``top_k`` uniform draws out of
+    ``places`` hit.
+    """
     return places * (1 - (1 - 1 / places) ** top_k)
 
 
 def send(machine: Machine, group: Group, num_bytes: float) -> Cost:
-    """From one pipeline rank to the next."""
+    """Return the cost of sending ``num_bytes`` from one pipeline rank to the next."""
     if group.size == 1:
         return NOTHING
     link = machine.on_node if group.nodes == 1 else machine.off_node

@@ -1,17 +1,21 @@
-"""Seconds of one layer's forward and backward pass on one rank, and what its collectives add, axis by axis.
+"""Predicted seconds of one layer's forward and backward pass on a rank, with its collectives by
+axis.
 
-Products are timed one by one at the shapes that a rank has, with ``Machine.gemm``; attention by its FLOPs; the rest,
-which does nothing but read and write, by its bytes. A pass over b-byte numbers of T tokens:
+Matmuls are timed one by one at the rank's shapes with ``Machine.gemm``, and attention by its FLOPs.
+All other operators only read and write memory, so they are timed by their bytes. A forward pass
+moves these bytes, with b bytes per element:
 
     norms, residual stream       10 b T H
     rotation, norms of heads     2 b T D N (1 + qk_norm) of queries and keys
     activation of width I        3 b T I
     router                       24 T E
-    permutation                  4 b R H to experts and back, and as much where rows leave; its backward the same
-    widening (lora.base)         as many bytes as its kernels read and write, for each product
+    permutation                  4 b R H to experts and back, and as much again to send rows;
+                                 its backward pass moves the same
+    widening (lora.base)         the bytes that its kernels read and write, for each matmul
 
-The backward pass costs twice the forward, 2.5 times in attention, whose scores are made again.
-Letters: T tokens of a rank, R (token, expert) rows, H hidden, I width, E experts, K top-k, N heads, D head dim.
+The backward pass takes twice the time of the forward pass. In attention it takes 2.5 times, because
+scores are recomputed. Letters: T tokens of a rank, R (token, expert) rows, H hidden, I width, E
+experts, K top-k, N heads, D head dim.
 """
 
 from __future__ import annotations
@@ -39,17 +43,19 @@ from automoe.planner.machine import Machine
 from automoe.planner.step_memory import DTYPE_BYTES
 
 AXES = ("tp", "cp", "ep", "etp", "fsdp", "pp")
-ATTENTION_BACKWARD = 2.5  # five products in place of two
-SLOW_PRODUCTS = 4  # how much slower float32 products of the router are
-# Bytes a number that widening moves besides the codes and what it writes: FP8 by way of two float32 tensors, 4 bits by
-# way of one tensor of two bytes (automoe.quantize.packed).
+ATTENTION_BACKWARD = 2.5  # attention's backward pass has five matmuls, its forward pass two
+SLOW_PRODUCTS = 4  # the router's float32 matmuls take this multiple of the time in bfloat16
+# Bytes per element that widening (dequantization) moves, besides the codes that it reads and the
+# result that it writes: FP8 uses two temporary float32 tensors, 4 bits one temporary two-byte
+# tensor (automoe.quantize.packed).
 WIDENING = {"fp8": 16.0, "nf4": 4.0}
-DELTA_NET = 0.25  # share of attention's speed that a gated delta net reaches: short chunks, one after another
+# A gated delta net reaches this share of attention's speed: its short chunks run one after another.
+DELTA_NET = 0.25
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix that tokens are multiplied by: ``rows`` x ``columns``, ``groups`` of them for routed experts."""
+    """A weight matrix of [``rows``, ``columns``]; routed experts have ``groups`` of them."""
 
     part: str
     name: str
@@ -58,16 +64,17 @@ class Weight:
     groups: int
     tp_dim: int | None
     trained: bool
-    packed: float = 0.0  # bytes a number, where it is widened for each product
+    # bytes per element of a packed weight, which is widened for each matmul; 0: not packed
+    packed: float = 0.0
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What of a layer does not depend on the mesh but for ``tp``."""
+    """Weights of one layer, which depend on the mesh only through ``tp``."""
 
     weights: tuple[Weight, ...]
-    dense_bytes: float  # gathered on a rank, after tp
-    expert_bytes: float  # of all experts
+    dense_bytes: float  # bytes that FSDP gathers on a rank, after the tp shard
+    expert_bytes: float  # bytes of all routed experts
     dense_trained: int
     expert_trained: int
 
@@ -76,7 +83,11 @@ _WEIGHTS: dict[tuple[str, int, int], LayerWeights] = {}
 
 
 def layer_weights(key: str, config: Config, layer: int, tp: int) -> LayerWeights:
-    """Of layer ``layer``; remembered under ``key``, which stands for the model and what of it is trained."""
+    """Return the weights of layer ``layer``, from a cache.
+
+    Args:
+        key: cache key that identifies the model and its trained parameters (``Place.key``).
+    """
     found = _WEIGHTS.get((key, layer, tp))
     if found is None:
         if len(_WEIGHTS) > 10_000:
@@ -88,7 +99,9 @@ def layer_weights(key: str, config: Config, layer: int, tp: int) -> LayerWeights
 
 
 def summarise(params: list[Param], tp: int, config: Config) -> LayerWeights:
-    """The weights among ``params``, the bytes that a rank gathers, and the numbers whose gradients it reduces."""
+    """Summarise ``params``: weight matrices, bytes that FSDP gathers, number of trained
+    elements.
+    """
     weights, gathered, trained = [], {False: 0.0, True: 0.0}, {False: 0, True: 0}
     for param in params:
         dim = param.tp_dim(tp)
@@ -111,14 +124,15 @@ def summarise(params: list[Param], tp: int, config: Config) -> LayerWeights:
 
 @dataclass
 class Pass:
-    """One direction of one layer: seconds of computing, of that the parts that can be run again, and collectives."""
+    """Forward or backward pass of one layer: seconds of computation by module, and collectives by
+    axis.
+    """
 
     compute: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     communication: dict[str, Cost] = field(default_factory=dict)
-    again: dict[str, dict[str, Cost]] = field(
-        default_factory=dict
-    )  # by module: what its recomputation sends
+    # Communication that the recomputation of a module repeats: module -> axis -> cost.
+    again: dict[str, dict[str, Cost]] = field(default_factory=dict)
 
     def add(self, part: str, seconds: float) -> None:
         self.compute += seconds
@@ -134,7 +148,7 @@ class Pass:
 
 
 def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
-    """Rows that the busiest rank's experts are taken to compute, over the mean."""
+    """Return the assumed expert rows of the busiest rank, relative to the mean of all ranks."""
     moe = config.moe
     busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
     if moe.capacity_factor:
@@ -146,16 +160,16 @@ def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer runs: the mesh's groups on the machine, and the tokens of a micro-batch on one rank."""
+    """Setting of a layer's timing: configuration, mesh, machine, tokens of a rank's micro-batch."""
 
     config: Config
     mesh: MeshShape
     machine: Machine
     tokens: int
     rows: float  # (token, expert) pairs that a rank's experts compute
-    key: str  # of the model and what of it is trained
-    fused: bool  # products add to the float32 gradient themselves
-    gradient_bytes: int  # of a number that FSDP reduces
+    key: str  # cache key that identifies the model and its trained parameters
+    fused: bool  # True if matmuls add to the float32 gradients themselves
+    gradient_bytes: int  # bytes per gradient element in FSDP's reduction
 
     @classmethod
     def of(
@@ -177,7 +191,7 @@ class Place:
 
     @property
     def gathers_latents(self) -> bool:
-        """Whether MLA's latents are gathered over cp, and not what they expand to."""
+        """True if cp gathers MLA's latents instead of the keys and values that they expand to."""
         config, attention = self.config, self.config.model.attention
         if self.mesh.cp == 1 or config.parallel.context != "gather" or attention.kind != "mla":
             return False
@@ -186,7 +200,7 @@ class Place:
         return gathers_latents(attention.kv_lora_rank, expanded, device, self.machine.number_bytes)
 
     def group(self, axis: str) -> Group:
-        """That of ``axis``; ``fsdp`` is dp_shard and cp together."""
+        """Return the process group of mesh axis ``axis``; ``fsdp`` combines dp_shard and cp."""
         if axis == "fsdp":
             return Group.of(self.mesh.fsdp, self.mesh.tp, self.machine.gpus_per_node)
         view = "moe" if axis.startswith("e") else "default"
@@ -196,10 +210,10 @@ class Place:
 
 
 def layer_time(place: Place, layer: int, again: frozenset[str]) -> tuple[Pass, Pass]:
-    """Forward and backward of ``layer`` on one micro-batch.
+    """Return the forward and backward pass of ``layer`` for one micro-batch.
 
     Args:
-        again: what the layer runs again in its backward pass (``recomputed_modules``).
+        again: modules that the layer recomputes in its backward pass (``recomputed_modules``).
     """
     model = place.config.model
     routed = layer >= model.first_k_dense
@@ -238,7 +252,7 @@ def _products(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
             cut = weight.tp_dim is not None
             tokens = 1.0 * place.tokens * (mesh.tp if cut else 1)
             if "kv_b_proj" in weight.name and place.gathers_latents:
-                tokens *= mesh.cp  # and expanded for whole rows
+                tokens *= mesh.cp  # Each cp rank expands the gathered latents of whole rows.
             rows, columns = (
                 rows / (mesh.tp if weight.tp_dim == 0 else 1),
                 columns / (mesh.tp if weight.tp_dim else 1),
@@ -259,7 +273,7 @@ def _products(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
             own = max(own, machine.pass_over(8.0 * numbers) * weight.trained)
         backward.add(part, seconds + own + widened + machine.cast(tokens * rows))
     if not place.fused:
-        # Gradients of every micro-batch are read, added to and written in float32.
+        # FSDP reads each micro-batch's gradients, adds them and writes the sum in float32.
         experts = found.expert_trained / (mesh.ep * mesh.etp)
         backward.add("gradients", machine.pass_over(10.0 * (found.dense_trained + experts)))
 
@@ -268,7 +282,7 @@ _PART = {"dense_ffn": "mlp", "shared_experts": "shared_experts", "router": "rout
 
 
 def score_dims(attention: AttentionConfig) -> int:
-    """Query-key dim and value dim of a head together."""
+    """Return the sum of the query-key dim and the value dim of an attention head."""
     if attention.kind == "gqa":
         return 2 * attention.head_dim
     return attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim
@@ -287,8 +301,9 @@ def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
         seconds = machine.attention(6.0 * state / tp * tokens) / DELTA_NET
     else:
         window = window_of(attention, layer)
-        # A mask is read in every layer, and nothing is left out but what chunks of rows that are shared never see;
-        # without one a kernel skips half.
+        # With a mask, every layer reads the mask and computes all scores, except those in chunks of
+        # cp-sharded rows that no query sees. Without a mask, the causal kernel skips half of the
+        # scores.
         gathered = mesh.cp > 1 and config.parallel.context == "gather"
         masked = config.data.document_mask or gathered or window > 0
         sharing = mesh.cp if gathered else 1
@@ -312,14 +327,18 @@ def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
 
 
 def _context_parallel(place: Place, forward: Pass, backward: Pass, attending: float) -> None:
-    """Keys and values of whole rows; their gradients go back by a reduce-scatter, or around a second time."""
+    """Add the cp collectives of keys and values, and of their gradients in the backward pass.
+
+    With ``gather`` the backward pass is a reduce-scatter; a ring goes around a second time.
+    """
     attention, mesh, machine = place.config.model.attention, place.mesh, place.machine
     whole, constants = (
         1.0 * machine.number_bytes * place.tokens * mesh.tp * mesh.cp,
         machine.constants,
     )
     if place.config.parallel.context == "ring":
-        # Values as wide as keys, for all heads, travel while those that are there are used.
+        # A ring sends keys, and values padded to the keys' width, of all heads. Sending overlaps
+        # with attention to the keys that are already here.
         dims = attention.head_dim
         if attention.kind == "mla":
             dims = attention.qk_nope_head_dim + attention.qk_rope_head_dim
@@ -341,7 +360,10 @@ def _context_parallel(place: Place, forward: Pass, backward: Pass, attending: fl
 
 
 def _tensor_parallel(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
-    """Sequence parallelism: a gather before what is cut and a reduce-scatter behind it, and both again backward."""
+    """Add the tp collectives of sequence parallelism.
+
+    Each sharded block needs an all-gather before it and a reduce-scatter after it, in both passes.
+    """
     mesh, model, size = place.mesh, place.config.model, place.machine.number_bytes
     if mesh.tp == 1:
         return
@@ -362,11 +384,12 @@ def _tensor_parallel(place: Place, layer: int, forward: Pass, backward: Pass) ->
 def _routing(place: Place, forward: Pass, backward: Pass) -> None:
     config, mesh, machine = place.config, place.mesh, place.machine
     model, size, tokens = config.model, machine.number_bytes, place.tokens
-    chosen = place.rows / mesh.etp  # rows that this rank receives over ep
+    chosen = place.rows / mesh.etp  # number of rows that this rank receives over ep
     scores = machine.pass_over(24.0 * tokens * model.num_experts)
     forward.add("router", scores)
     backward.add("router", scores)
-    # Sorted by rank where they leave, by expert where they arrive, and back; DeepEP takes them unsorted.
+    # Rows are permuted by rank before they are sent, by expert after they arrive, and back. DeepEP
+    # sends unpermuted rows.
     sorted_here = 0.0 if config.moe.dispatcher == "deepep" or mesh.ep * mesh.etp == 1 else chosen
     moved = machine.pass_over(4.0 * size * (sorted_here + place.rows) * model.hidden_size)
     act = machine.pass_over(3.0 * size * place.rows * model.moe_intermediate_size / mesh.etp)
@@ -396,7 +419,10 @@ def _routing(place: Place, forward: Pass, backward: Pass) -> None:
 
 
 def _dispatch(place: Place, chosen: float) -> tuple[Cost, Cost, Cost]:
-    """Over ep: rows with their routing weights to the experts, results back, and the sizes, asked for once forward."""
+    """Return the ep collectives of one MoE layer: dispatch, combine, and exchange of sizes.
+
+    Dispatch sends rows with their routing weights. Sizes are exchanged only in the forward pass.
+    """
     config, machine, group = place.config, place.machine, place.group("ep")
     model, moe, tokens = config.model, config.moe, place.tokens * place.mesh.ep
     top_k, row = model.num_experts_per_token, 1.0 * machine.number_bytes * model.hidden_size
@@ -408,7 +434,7 @@ def _dispatch(place: Place, chosen: float) -> tuple[Cost, Cost, Cost]:
     if moe.dispatcher in ("deepep", "hierarchical"):
         limit = model.router.topk_groups if model.router.num_groups == group.nodes else 0
         together = moe.dispatcher == "deepep"
-        # A copy brings its token's choices and their weights.
+        # The copy of a token also carries the token's expert indices and routing weights.
         there, back = (
             dispatch_once(machine, group, chosen / top_k * width, top_k, limit, together)
             for width in (row + 8 * top_k, row)
@@ -430,7 +456,10 @@ def _dispatch(place: Place, chosen: float) -> tuple[Cost, Cost, Cost]:
 
 
 def _run_again(forward: Pass, backward: Pass, again: frozenset[str]) -> None:
-    """Add to ``backward`` what recomputation runs a second time; rows are dispatched again, not combined."""
+    """Add to ``backward`` the computation and the collectives that recomputation repeats.
+
+    Recomputation dispatches rows to the experts again, but does not combine their outputs again.
+    """
     if FULL in again:
         backward.add("again", forward.compute)
         for axis, cost in forward.communication.items():
@@ -443,7 +472,10 @@ def _run_again(forward: Pass, backward: Pass, again: frozenset[str]) -> None:
 
 
 def head_time(place: Place, copies: int = 1) -> tuple[float, float]:
-    """Seconds of ``copies`` heads with their cross-entropy, forward and backward; logits are float32."""
+    """Return the forward and backward seconds of ``copies`` output heads with their loss.
+
+    Logits and cross-entropy are in float32.
+    """
     model, mesh, machine = place.config.model, place.mesh, place.machine
     tokens, vocab = place.tokens * mesh.tp, model.vocab_size / mesh.tp
     product = machine.gemm(tokens, vocab, model.hidden_size)

@@ -1,7 +1,8 @@
-"""The machine that a step is timed on: ``conf/cluster``, and the constants that no data sheet has.
+"""Speeds of the machine that the planner assumes: ``conf/cluster`` and ``constants.toml``.
 
-``constants.toml`` holds those, each with what was known before any run was compared, what the comparison made of it,
-and its source. Units: FLOP, bytes, seconds.
+``constants.toml`` has constants that no data sheet states. For each it gives the value known before
+any comparison with runs, the value fitted in the comparison, and the source. Units are FLOP, bytes
+and seconds.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from pathlib import Path
 from automoe.config.rules_kernels import ELEMENT_BYTES
 from automoe.config.schema import Config
 
-# A machine of which nothing is known: one core's products, its memory, a loopback. All of it is called uncalibrated.
+# Speeds of an unknown machine: matmuls and memory of one CPU core, and a loopback link. Plans for
+# such a machine are marked as uncalibrated.
 NOMINAL_FLOPS, NOMINAL_MEMORY, NOMINAL_LINK = 5e10, 1e10, 1e9
-HOPPER_CURVE = (0.17, 0.31, 0.48, 0.61, 0.70, 0.75, 0.78)  # where a cluster has none
+# Share of peak FLOP/s by intensity on Hopper GPUs, for cluster files without a gemm_curve.
+HOPPER_CURVE = (0.17, 0.31, 0.48, 0.61, 0.70, 0.75, 0.78)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Shares and seconds; ``constants.toml`` says what each is."""
+    """Model constants: shares of nominal speeds, and seconds; ``constants.toml`` describes each."""
 
     gemm: float
     grouped: float
@@ -40,25 +43,28 @@ class Constants:
     @classmethod
     @lru_cache(maxsize=2)
     def load(cls, which: str = "value") -> Constants:
-        """Those of ``constants.toml``: ``value`` after the fit, ``prior`` before it."""
+        """Load ``constants.toml``; ``which`` is ``value`` (after the fit) or ``prior``
+        (before it).
+        """
         table = tomllib.loads((Path(__file__).parent / "constants.toml").read_text())
         return cls(**{field.name: table[field.name][which] for field in fields(cls)})
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU and its links as a step meets them. Speeds are those reached, not those of the data sheet."""
+    """Speeds of one GPU and its links, as reached in training steps, not as on the data sheet."""
 
     constants: Constants
     peak: float
     curve: tuple[float, ...]
-    first: float  # log2 of FLOP a byte of the curve's first number
-    fp8: float  # how much faster products in 8 bits are, after what casting costs; 1: they are not
+    first: float  # log2 of the FLOPs per byte at the curve's first point
+    # Speed-up of matmuls in 8 bits, before the time of casts is added; 1: no 8-bit matmuls.
+    fp8: float
     memory: float
     on_node: float
     off_node: float
     gpus_per_node: int
-    number_bytes: int  # of an activation
+    number_bytes: int  # bytes of one activation element
     calibrated: bool
 
     @classmethod
@@ -86,7 +92,10 @@ class Machine:
         )
 
     def gemm(self, m: float, n: float, k: float, groups: float = 1) -> float:
-        """Seconds of ``groups`` products [m, k] x [k, n]. Thin ones move more bytes a FLOP, and are slower."""
+        """Return the seconds of ``groups`` matmuls [m, k] x [k, n].
+
+        Matmuls with a small dim move more bytes per FLOP, so they reach a lower speed on the curve.
+        """
         flops, moved = 2.0 * m * n * k, self.number_bytes * (m * k + k * n + m * n)
         if not flops:
             return 0.0
@@ -100,17 +109,17 @@ class Machine:
             * self.constants.gemm
             * (self.constants.grouped if groups > 1 else 1.0)
         )
-        # Below the curve's first point a product is as fast as it is read.
+        # Below the curve's first point a matmul takes the time of its memory traffic.
         return groups * max(flops / speed, moved / self.memory)
 
     def attention(self, flops: float) -> float:
-        """Seconds of attention's products, never in 8 bits."""
+        """Return the seconds of attention's matmuls, which never run in 8 bits."""
         return flops / (self.peak * self.curve[-1] * self.constants.gemm * self.constants.attention)
 
     def cast(self, numbers: float) -> float:
-        """Seconds to write so many numbers in 8 bits, as rows and as columns; 0: nothing is cast."""
+        """Return the seconds to cast elements to 8 bits, by rows and by columns; 0 without fp8."""
         return self.pass_over((self.number_bytes + 2.0) * numbers) if self.fp8 > 1 else 0.0
 
     def pass_over(self, num_bytes: float) -> float:
-        """Seconds to read or write so many bytes of the GPU's own memory."""
+        """Return the seconds to read or write ``num_bytes`` bytes of GPU memory."""
         return num_bytes / self.memory

@@ -1,8 +1,9 @@
-"""Bytes on every pipeline rank at the moment of a step when they are most, by what they are.
+"""Peak memory of every pipeline rank in a training step, split by kind.
 
-Sharding is FSDP2's: the first dim of a parameter cut into equal chunks over dp_shard x cp, the last
-chunks shorter or empty, after tp has taken its slice; experts first over ep (experts) and etp (their
-width), then over ep_shard (rows). The figures are those of the first shard, which is never smaller than another.
+Sharding is FSDP2's. After tp has taken its slice, the first dim of a parameter is split into equal
+chunks over dp_shard x cp; the last chunks may be shorter or empty. Experts are sharded over ep (by
+expert), then over etp (by width), then over ep_shard (by rows). All figures are those of the first
+shard, which is the largest.
 """
 
 from __future__ import annotations
@@ -27,53 +28,51 @@ from automoe.planner.step_memory import (
     trained,
 )
 
-UNITS_RESIDENT = 2  # FSDP units gathered at once when freed after use: the one at work and the next
-SENDS_KEPT = (
-    2  # of each stage and direction (``automoe.parallel.pipeline``), where stages are interleaved
-)
-INPUT_BYTES = (
-    6 * 8 + 1
-)  # a token: ids, labels, positions, document, index, row; whether it is padding
-BATCH_BYTES = (
-    4 * 8
-)  # and on the CPU, where they are anyway, the first four as they came from the loader
-# An update of stochastically rounded parameters on the CPU: numbers in float32, indices and random bits in int64, a
-# block of this many elements at a time. On CUDA it is one kernel.
+UNITS_RESIDENT = 2  # FSDP units gathered at once with resharding: the current one and the next
+# Sends kept per stage and direction if stages are interleaved (``automoe.parallel.pipeline``).
+SENDS_KEPT = 2
+# Bytes per token: six int64 (ids, labels, positions, document, index, row) and a padding flag.
+INPUT_BYTES = 6 * 8 + 1
+# Additional bytes on a CPU: the first four tensors, as the loader delivered them.
+BATCH_BYTES = 4 * 8
+# A stochastically rounded update on the CPU works on blocks of UPDATE_BLOCK elements. Each element
+# takes UPDATE_BYTES for its float32 values, int64 indices and int64 random bits. On CUDA the update
+# is one kernel and needs no blocks.
 UPDATE_BYTES, UPDATE_BLOCK = 56, 1 << 22
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the first rank of a pipeline stage group, at the moment of a step when they are most.
+    """Bytes by kind on the first rank of a pipeline stage, at the moment of the step's memory peak.
 
-    That is in a backward pass, with or without what the loss takes, or in the optimizer step after the last of them.
-    Of both kinds of gradient each field has what is there at that moment.
+    The peak is in a backward pass, in the loss, in a gradient reduction, or in the optimizer step.
+    The fields for gradients hold the bytes at this moment.
     """
 
     pp_rank: int
     layers: list[int]
     params: int  # parameters of the rank's stages, before sharding, without adapters
-    weights: int  # sharded, as the optimizer updates them
-    moments: int  # AdamW's two, sharded
-    averages: int  # of weights (optim.ema_decay), sharded, in float32
-    gradients: float  # sharded, after reduction
-    gathered_weights: float  # whole weights in compute precision
-    unsharded_gradients: float  # whole gradients waiting for their reduction
-    inputs: int  # rows of the whole step: ids, labels, positions, documents
-    receive_buffers: float  # of the pipeline, beside the inputs that micro-batches in flight keep
-    activations: float  # of all micro-batches in flight
-    head: float  # cross-entropy workspace, last stage only
-    recompute: float  # what one recomputed region holds again during its backward pass
-    widened: int  # the largest packed matrix (lora.base) as it is multiplied
-    temporaries: (
-        float  # of the part of a layer that is in its backward pass; of a reduction; of the update
-    )
-    micro_batches_in_flight: list[int]  # of each of the rank's stages
-    moment: str  # which it is
+    weights: int  # sharded weights, as the optimizer updates them
+    moments: int  # AdamW's two moments, sharded
+    averages: int  # averages of weights (optim.ema_decay), sharded, in float32
+    gradients: float  # sharded gradients, after reduction
+    gathered_weights: float  # unsharded weights in compute precision
+    unsharded_gradients: float  # unsharded gradients that wait for their reduction
+    inputs: int  # all rows of a step: ids, labels, positions, documents
+    # Pipeline buffers, besides the stage inputs that micro-batches in flight keep.
+    receive_buffers: float
+    activations: float  # activations of all micro-batches in flight
+    head: float  # workspace of the cross-entropy, only on the last stage
+    recompute: float  # activations of one recomputed region during its backward pass
+    widened: int  # largest packed matrix (lora.base) after widening
+    # Scratch of the layer part in its backward pass, of a reduction, or of the update.
+    temporaries: float
+    micro_batches_in_flight: list[int]  # for each stage of the rank
+    moment: str  # name of the peak's moment: backward, loss, reduction or update
 
     @property
     def parts(self) -> dict[str, float]:
-        """The bytes by field, of which ``peak`` is the sum."""
+        """Bytes by field of ``PARTS``; ``peak`` is their sum."""
         return {name: getattr(self, name) for name in PARTS}
 
     @property
@@ -88,12 +87,14 @@ PARTS = tuple(
 
 
 def widened_numel(param: Param, mesh: MeshShape) -> int:
-    """Numbers of a packed ``param`` where a rank multiplies by it; blocks count as whole."""
+    """Return the elements of packed ``param`` on a rank after widening, rounded up to
+    whole blocks.
+    """
     return gathered_numel(param, mesh) // param.shape[-1] * param.packed
 
 
 def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankMemory]:
-    """Bytes of every pp rank, in order."""
+    """Return the peak memory of every pp rank, in order."""
     return [_plan_rank(config, mesh, batch, pp_rank) for pp_rank in range(mesh.pp)]
 
 
@@ -142,12 +143,15 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
 def _loop_moments(
     config: Config, mesh: MeshShape, batch: BatchPlan, stage: StagePlan, params: list[Param]
 ) -> Iterator[Moment]:
-    """Micro-batches one after another on a rank with the whole model."""
+    """Yield the memory of each moment for a rank that holds the whole model and runs micro-batches
+    in turn.
+    """
     parallel, sizes = config.parallel, Sizes(config, mesh)
     deferred = parallel.grad_sync == "step" and batch.num_micro_batches > 1
     if stays_unsharded(config, mesh):
-        deferred = False  # each gradient is added to what is there as it comes
-        # Adapters are rounded where they are multiplied, and kept so for the backward pass.
+        deferred = False  # each new gradient is added to the existing one
+        # Adapters are cast to the compute dtype for each matmul; the backward pass keeps the
+        # copies.
         copies = sizes.compute < sizes.wide and config.lora.rank
         rounded = (
             sizes.compute * sum(gathered_numel(param, mesh) for param in trained(params))
@@ -158,7 +162,8 @@ def _loop_moments(
             stage, rest_weights=rounded, rest_gradients=0,
             layers=[replace(layer, weights=0, gradients=0, experts=0) for layer in stage.layers],
         )  # fmt: skip
-    # Whether a micro-batch finds whole gradients there, reduced ones, and is reduced itself.
+    # Each kind says whether a micro-batch finds unsharded gradients, finds reduced gradients, and
+    # is reduced itself.
     kinds = {(False, False, not deferred)}
     if batch.num_micro_batches > 1:
         kinds.add((deferred, not deferred, True))
@@ -178,12 +183,15 @@ def _loop_moments(
 def _pipeline_moments(
     config: Config, mesh: MeshShape, batch: BatchPlan, stages: list[StagePlan], pp_rank: int
 ) -> Iterator[Moment]:
-    """A stage keeps weights from its first backward pass, and gradients until its last, whatever the policy."""
+    """Yield the memory of each moment of a pipeline rank.
+
+    Whatever the FSDP policy, a stage keeps weights unsharded from its first backward pass on, and
+    unsharded gradients until its last backward pass.
+    """
     parallel, num_micro_batches = config.parallel, batch.num_micro_batches
     if parallel.schedule != "GPipe" and num_micro_batches % mesh.pp == 0:
-        num_micro_batches = min(
-            num_micro_batches, 4 * mesh.pp
-        )  # after the warm-up each round is like the one before
+        # After the warm-up, every round repeats the one before.
+        num_micro_batches = min(num_micro_batches, 4 * mesh.pp)
     gathered = sum(stage.weights for stage in stages)
     held, done, seen = [0] * len(stages), [False] * len(stages), set()
     most = {
@@ -198,7 +206,7 @@ def _pipeline_moments(
         held[i] += is_forward
         in_flight = list(held)
         like = is_forward, i, *held, *done
-        if like in seen:  # most rounds are like the one before
+        if like in seen:  # most rounds repeat the one before
             held[i] -= not is_forward
             continue
         seen.add(like)
@@ -215,7 +223,8 @@ def _pipeline_moments(
             kept = others + now.activations
             held[i] -= 1
             done[i] = True
-        # The gradient that came, and those that are still on their way to the stages before.
+        # One buffer holds the received gradient; the others hold gradients still being sent to
+        # earlier stages.
         sent = (
             SENDS_KEPT * sum(not each.first for each in stages)
             if len(stages) > 1
@@ -245,7 +254,10 @@ def _update_moment(config: Config, sizes: Sizes, params: list[Param]) -> Moment:
 
 
 def _resident_units(params: list[Param], mesh: MeshShape, size: int) -> int:
-    """Bytes, at ``size`` a number, of the FSDP units gathered at once: each as large as a layer, or what is outside."""
+    """Return the bytes of the FSDP units that are gathered at once, at ``size`` bytes per element.
+
+    A unit is a layer, or all parameters outside layers.
+    """
     units: dict[int | None, int] = {}
     for param in params:
         units[param.layer] = units.get(param.layer, 0) + gathered_numel(
@@ -257,14 +269,15 @@ def _resident_units(params: list[Param], mesh: MeshShape, size: int) -> int:
 def rank_actions(
     schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, pp_rank: int
 ) -> Iterator[tuple[bool, int]]:
-    """(is_forward, local stage) of one pp rank's whole step, in order.
+    """Yield (is_forward, local stage) for each action of one pp rank's step, in order.
 
-    The orders are those of torch.distributed.pipelining: GPipe runs all forwards first; 1F1B starts
-    ``pp - pp_rank`` forwards, then alternates; Interleaved1F1B takes rounds of up to ``pp``
+    The orders are those of torch.distributed.pipelining. GPipe runs all forwards first. 1F1B starts
+    ``pp - pp_rank`` forwards, then alternates. Interleaved1F1B takes rounds of up to ``pp``
     micro-batches through its stages in turn (arXiv 2104.04473, section 2.2).
 
     Raises:
-        ConfigError: the rounds of Interleaved1F1B would not be equal; torch's schedule refuses that too.
+        ConfigError: the micro-batches of Interleaved1F1B do not divide into equal rounds, which
+            torch's schedule also refuses.
     """
     total, rounds = num_micro_batches * stages_per_rank, max(1, num_micro_batches // pp)
     round_size, left = divmod(num_micro_batches, rounds)

@@ -1,4 +1,4 @@
-"""One run on paper: parameters, bytes, tokens, FLOPs, and what will not work. No torch, no GPU."""
+"""The plan of one run: parameters, bytes, tokens, FLOPs, time and warnings. No torch, no GPU."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from automoe.planner.remedies import Remedy, gib, remedies
 from automoe.planner.reserve import Reserve, needed, not_modelled, reserve
 from automoe.planner.time import StepTime, step_time
 
-SHOWN = 5  # single changes
-ROOM = 2.5  # times the even load of experts; below it is said that there is less room
-SLOW = 0.1  # share of a step, or of a rank's work, from which on it is said
+SHOWN = 5  # number of single changes that a warning lists
+# Multiple of the even expert load up to which memory should last; below it the plan warns.
+ROOM = 2.5
+SLOW = 0.1  # Share of a step, or of a rank's work, above which the plan warns.
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``automoe plan`` prints. Bytes and FLOPs; ``ranks`` has one entry per pp rank.
+    """Result of ``automoe plan``, in bytes, FLOPs and seconds; ``ranks`` has one entry per pp rank.
 
-    ``uneven_ranks`` are the same where experts of a rank get twice their even share of tokens (``at_load``).
+    ``uneven_ranks`` is ``ranks`` with the experts of a rank at twice the even load (``at_load``).
     """
 
     mesh: MeshShape
@@ -39,37 +40,37 @@ class Plan:
     flops: TokenFlops
     ranks: list[RankMemory]
     uneven_ranks: list[RankMemory]
-    reserve: Reserve  # beside the peak of the heaviest rank
-    needed: float  # peak and reserve of the rank with the most of both
-    uneven_needed: float  # the same at twice the even load of experts
-    full_at: (
-        float | None
-    )  # times the even load of experts at which it is all there is; None: more cannot be
+    reserve: Reserve  # memory to leave free on the heaviest rank, besides its peak
+    needed: float  # largest sum of peak and reserve of any rank
+    uneven_needed: float  # ``needed`` at twice the even expert load
+    # Multiple of the even expert load at which memory is full; None: no possible load fills it.
+    full_at: float | None
     not_modelled: list[str]
     time: StepTime
     checkpoint: CheckpointCost
     num_nodes: int
     warnings: list[str]
-    single_changes: list[Remedy] = field(default_factory=list)  # of a run that does not fit
-    combination: Remedy | None = None  # the fastest that fits, where there is one
+    # Changes that help a run that does not fit in memory, one by one.
+    single_changes: list[Remedy] = field(default_factory=list)
+    combination: Remedy | None = None  # fastest combination of changes that fits; None if none does
 
     @property
     def heaviest(self) -> RankMemory:
-        """The rank that needs the most memory; of equal ones the first."""
+        """Rank that needs the most memory; of equal ranks the first."""
         return max(self.ranks, key=lambda rank: rank.peak)
 
     @property
     def bubble(self) -> float:
-        """Share of a step that the busiest pipeline rank waits for others."""
+        """Share of a step that the busiest pipeline rank waits for other ranks."""
         return self.time.bubble / self.time.seconds
 
     @property
     def uneven_peak(self) -> float:
-        """What the rank that then needs the most memory does, where experts get twice their even share."""
+        """Peak bytes of the rank that needs most memory at twice the even expert load."""
         return max(rank.peak for rank in self.uneven_ranks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; every pp rank with its peaks."""
+        """Return the plan as plain data for JSON, with every pp rank and its peak."""
         ranks = [{**asdict(rank), "peak": rank.peak} for rank in self.ranks]
         return {
             "mesh": {
@@ -129,10 +130,11 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
 
 
 def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
-    """Return what a run should reach, under the names by which a sweep measures it.
+    """Predict a run's measurable results, under the names that a sweep uses for measurements.
 
-    tokens_per_second, mfu, memory (bytes of the heaviest rank) and balance (rows of the busiest expert rank over the
-    mean; None without MoE layers).
+    Returns:
+        ``tokens_per_second``; ``mfu``; ``memory``, bytes of the heaviest rank; and ``balance``,
+        rows of the busiest expert rank over the mean, None without MoE layers.
     """
     plan = make_plan(config, shape)
     balance = (
@@ -145,9 +147,10 @@ def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
 
 
 def full_load(config: Config, mesh: MeshShape, batch: BatchPlan) -> float | None:
-    """Times their even share of rows that the experts of a rank get when its memory is full.
+    """Return the multiple of the even expert load at which a rank's memory is full.
 
-    None: it has no limit, is full without them, or holds as many as there can be.
+    None if the cluster's memory is unknown, is full even without uneven load, or suffices for the
+    largest possible load.
     """
 
     def need(load: float) -> float:
@@ -157,7 +160,7 @@ def full_load(config: Config, mesh: MeshShape, batch: BatchPlan) -> float | None
     fits, over = need(low), need(high)
     if not fits <= limit < over:
         return None
-    for _ in range(8):  # nearly a line: two or three do
+    for _ in range(8):  # Bytes grow almost linearly with the load: two or three rounds suffice.
         middle = low + (high - low) * (limit - fits) / (over - fits)
         if abs((now := need(middle)) - limit) < 1e-4 * limit:
             break
@@ -191,7 +194,7 @@ def _memory_warnings(config: Config, plan: Plan) -> list[str]:
             "no combination of changes on these ranks fits; look for another mesh with search=true world=N"
         )
     if plan.single_changes:
-        # Those that fit first, of which, as of the others, the fastest are first already.
+        # List first the changes that fit. The sort is stable, so both groups stay ordered by speed.
         shown = sorted(plan.single_changes, key=lambda one: one.needed > limit)[:SHOWN]
         text.append(f"single changes that need less: {'; '.join(map(str, shown))}")
     text.append("All with experts at twice their even share")
@@ -203,7 +206,10 @@ def _memory_warnings(config: Config, plan: Plan) -> list[str]:
 
 
 def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
-    """Keys of a GPU cluster's speeds that are not known; a CPU's would be taken, and times be far too long."""
+    """Return the cluster keys of a GPU's speeds that are unset.
+
+    Without them the planner assumes a CPU's speeds, and predicted times are far too long.
+    """
     keys = ["peak_flops", "memory_bandwidth", *["intra_node_bandwidth"] * (world_size > 1)]
     return [key for key in keys if cluster.gpu != "cpu" and not getattr(cluster, key)]
 
@@ -250,9 +256,8 @@ def _time_warnings(config: Config, plan: Plan) -> Iterator[str]:
         )
     usual, most = median(time.by_rank), max(time.by_rank)
     a_layer = usual * plan.mesh.pp / config.model.num_layers
-    if most > usual + max(
-        SLOW * usual, a_layer
-    ):  # for less than a layer, none can be moved to gain
+    # A difference below one layer's time cannot be reduced by moving a layer.
+    if most > usual + max(SLOW * usual, a_layer):
         rank = time.by_rank.index(most)
         stages = "has the head" if rank == plan.mesh.pp - 1 else "has more than the others"
         yield (

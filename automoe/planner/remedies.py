@@ -1,7 +1,9 @@
-"""What makes a run fit that does not, and what it costs: single changes, and the fastest combination of them.
+"""Changes that make a run fit in memory, with their cost: single changes and the fastest
+combination.
 
-Changes stay on the same ranks: recomputation by name, a smaller micro-batch, FSDP's policy, twice as much of an axis
-that cuts tensors or layers, other stages. None changes the numbers of a training.
+All changes keep the number of ranks: recomputed modules, a smaller micro-batch, FSDP's reshard
+policy, doubled mesh axes that shard tensors or layers, other pipeline stages. No change affects a
+training's results.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from automoe.config.validate import mesh_rows
 from automoe.planner.candidate import Candidate, first_that_fits, ladder
 from automoe.planner.search import AXES
 
-TOGETHER = 2  # axes that are doubled at once
-STAGES = (1, 2, 4)  # of a rank
+TOGETHER = 2  # largest number of mesh axes that are doubled at once
+STAGES = (1, 2, 4)  # numbers of pipeline stages per rank that are tried
 _TAKEN_FROM = {
     "tp": ("dp_shard",),
     "cp": ("dp_shard",),
@@ -28,12 +30,15 @@ _TAKEN_FROM = {
 
 @dataclass(frozen=True)
 class Remedy:
-    """``changes`` are overrides; ``needed`` is peak and reserve, in bytes, where experts get twice their even share."""
+    """Configuration overrides that save memory, with their cost.
+
+    ``needed`` is peak and reserve in bytes, at twice the even expert load.
+    """
 
     changes: list[str]
     needed: float
     tokens_per_second: float
-    slower: float  # share of the speed that is lost; below 0: it is faster
+    slower: float  # lost share of the speed; below 0: the change is faster
 
     def __str__(self) -> str:
         pace = f"{abs(self.slower):.1%} {'slower' if self.slower > 0 else 'faster'}"
@@ -41,10 +46,14 @@ class Remedy:
 
 
 def remedies(config: Config, mesh: MeshShape, speed: float) -> tuple[list[Remedy], Remedy | None]:
-    """Single changes that need less, the fastest first; the fastest combination that fits, None where none does.
+    """Find changes that reduce the memory of a run.
 
     Args:
-        speed: tokens/s of ``config`` as it is.
+        speed: predicted tokens/s of ``config`` without changes.
+
+    Returns:
+        The single changes that need less memory, fastest first; and the fastest combination that
+        fits, None if none does.
     """
     now = Candidate(config, mesh)
 
@@ -65,13 +74,15 @@ def _legal(one: Candidate) -> bool:
 
 
 def _recomputing(one: Candidate, names: list[str] | str) -> Candidate:
-    """``one`` with the modules ``names`` run again in every layer."""
+    """Return ``one`` with the modules ``names`` recomputed in every layer."""
     parallel = replace(one.config.parallel, recompute_layers=None)
     return replace(one, config=replace(one.config, parallel=parallel)).with_recompute(names)
 
 
 def _fastest(now: Candidate) -> Candidate | None:
-    """Of all combinations that fit, each with the least recomputation, the one with the most tokens/s by the plan."""
+    """Return the combination with the most predicted tokens/s that fits, at its least
+    recomputation.
+    """
     rungs = ladder(now.config)
     made = [now]
     for way in _WAYS:
@@ -95,13 +106,16 @@ def _fastest(now: Candidate) -> Candidate | None:
 
 
 def _without_moe(config: Config) -> list[list[str] | str]:
-    """All names but ``moe``, which costs a dispatch more: where attention's memory alone is too much."""
+    """Return all recomputable modules except ``moe``, whose recomputation adds a dispatch.
+
+    This choice helps if attention's memory alone is too large.
+    """
     *_, names, _ = ladder(config)
     return [[name for name in names if name != "moe"]] if "moe" in names else []
 
 
 def _axes(one: Candidate, together: int = TOGETHER) -> Iterator[Candidate]:
-    """Up to ``together`` axes that cut a rank's tensors or layers, doubled."""
+    """Yield ``one`` with up to ``together`` mesh axes that shard tensors or layers doubled."""
     for count in range(1, together + 1):
         for axes in combinations(_TAKEN_FROM, count):
             sizes = asdict(one.mesh)
@@ -115,7 +129,7 @@ def _axes(one: Candidate, together: int = TOGETHER) -> Iterator[Candidate]:
 
 
 def _rows(one: Candidate) -> Iterator[Candidate]:
-    """Smaller micro-batches: the next divisor, and one row."""
+    """Yield ``one`` with smaller micro-batches: the next lower divisor, and one row."""
     train = one.config.train
     if train.micro_batch_size > 1:
         for rows in {largest_divisor(train.micro_batch_size, train.micro_batch_size - 1), 1}:
@@ -146,7 +160,7 @@ _WAYS: tuple[Callable[[Candidate], Iterator[Candidate]], ...] = (_axes, _rows, _
 
 
 def _overrides(now: Candidate, one: Candidate) -> list[str]:
-    """What to type for ``one`` behind what gave ``now``."""
+    """Return the command-line overrides that change ``now`` to ``one``."""
     changed = [(f"mesh.{axis}", getattr(now.mesh, axis), getattr(one.mesh, axis)) for axis in AXES]
     for section in ("parallel", "train"):
         ours, theirs = (asdict(getattr(each.config, section)) for each in (now, one))
@@ -161,7 +175,7 @@ def _text(value: object) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    """``36.4 GiB``, or MiB below one GiB."""
+    """Format bytes as ``36.4 GiB``, or in MiB below one GiB."""
     return (
         f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
     )

@@ -1,7 +1,8 @@
-"""GPU memory that no tensor of a step explains: context, communicators, fragmentation; and what is not modelled.
+"""GPU memory besides a step's tensors: CUDA context, communicators, fragmentation; gaps of the
+model.
 
-None of it can be computed. The numbers are of people who measured, and stand in the plan as a line of its own. On a CPU
-there is none of it.
+None of this memory can be computed: the numbers are published measurements, and the plan shows them
+on a line of their own. A CPU needs no reserve.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.planner.memory import RankMemory
 
-CONTEXT = 534 * 2**20  # of CUDA, with torch's kernels, on an H100 (torchcomms#777)
-# A communicator, two A100s (nccl#964: 544 MB, and 688 MB of four); 8 H100s had 1.06 GB with the context (nccl#1685).
+CONTEXT = 534 * 2**20  # CUDA context with torch's kernels on an H100 (torchcomms#777)
+# One NCCL communicator of two A100s takes 544 MB, of four 688 MB (nccl#964); 8 H100s took 1.06 GB
+# with the context (nccl#1685).
 COMMUNICATOR = 544e6
-# Its first all-to-all opens channels to every other GPU of the node: 3.28 GB for seven (nccl#1685).
+# A communicator's first all-to-all opens channels to every other GPU of its node: 3.28 GB for seven
+# GPUs (nccl#1685).
 ALL_TO_ALL_PEER = 3.28e9 / 7
-NETWORK = 512 * 2**20  # and one buffer for all GPUs of other nodes (nccl#2363)
-# Of what comes and goes. With expandable segments 1.83 GiB were reserved and free beside 75.3 (compressed-tensors#587,
-# which then left 5%).
+NETWORK = 512 * 2**20  # one buffer per GPU for all GPUs of other nodes (nccl#2363)
+# Share of temporary tensors. With expandable segments, 1.83 GiB were reserved but free while 75.3
+# GiB were in use (compressed-tensors#587, which then left 5% free).
 FRAGMENTATION = 0.05
-_STANDING = ("weights", "moments", "averages", "inputs")  # allocated once
+# fields of RankMemory that are allocated once and never fragment
+_STANDING = ("weights", "moments", "averages", "inputs")
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """Bytes on one rank beside the peak."""
+    """GPU memory that one rank needs besides its peak, in bytes."""
 
     context: float = 0.0
     communicators: float = 0.0
@@ -39,7 +43,7 @@ class Reserve:
 
 
 def reserve(config: Config, mesh: MeshShape, rank: RankMemory) -> Reserve:
-    """What to leave free beside the peak of ``rank``."""
+    """Return the memory to leave free on a GPU, besides the peak of ``rank``."""
     if config.cluster.gpu == "cpu":
         return Reserve()
     moving = rank.peak - sum(rank.parts[name] for name in _STANDING)
@@ -47,12 +51,12 @@ def reserve(config: Config, mesh: MeshShape, rank: RankMemory) -> Reserve:
 
 
 def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
-    """Bytes of a GPU that the rank with the most of peak and reserve together takes."""
+    """Return the largest sum of peak and reserve over all ranks, in bytes."""
     return max(rank.peak + reserve(config, mesh, rank).total for rank in ranks)
 
 
 def process_groups(config: Config, mesh: MeshShape) -> list[tuple[str, int]]:
-    """(name, ranks) of every communicator of a rank, those within and between nodes with them."""
+    """Return (name, size) of each communicator of a rank, with those within and between nodes."""
     named = mesh.process_groups()
     if config.moe.dispatcher == "hierarchical" and mesh.ep > 1:
         per_node = mesh.ep_per_node(config.cluster.gpus_per_node)
@@ -66,7 +70,7 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
         return 0.0
     node = config.cluster.gpus_per_node
     named = process_groups(config, mesh)
-    # The world of one axis alone is that axis's group too, but another communicator.
+    # With a single axis larger than 1, world and axis have the same ranks but two communicators.
     total = COMMUNICATOR * len(named) + NETWORK * (mesh.world_size > node)
     sizes = dict(named)
     if config.moe.dispatcher in ("alltoall", "hierarchical"):
@@ -77,7 +81,9 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
 
 
 def not_modelled(config: Config) -> Iterator[str]:
-    """What the plan has no number for, a line each. A line is about memory unless it says otherwise."""
+    """Yield a line for each setting that the plan ignores; unless it says otherwise, about its
+    memory.
+    """
     if config.moe.dispatcher == "deepep":
         yield "moe.dispatcher=deepep: DeepEP's own buffers for NVLink and RDMA"
     if config.moe.experts in ("te", "quack"):

@@ -1,8 +1,10 @@
-"""Pipeline schedules, simulated action by action: when a step ends whose stages take given times.
+"""Simulation of pipeline schedules, action by action, to find when a step ends.
 
-Orders are those of torch.distributed.pipelining; an action starts when its rank is free and what it needs has come.
-Kinds of actions: F forward, B backward, I and W its two halves (of the input, of the weights). Two in one tuple run at
-the same time, so that the all-to-all of one hides behind the other (DualPipeV, and 1F1B with overlap).
+The orders of actions are those of torch.distributed.pipelining. An action starts when its rank is
+free and its input has arrived. Kinds of actions: F forward, B backward, I and W the two halves of B
+(gradients of the input and of the weights). A tuple of two actions runs both at the same time, so
+that the all-to-all of one overlaps with the computation of the other (DualPipeV, and 1F1B with
+overlap).
 """
 
 from __future__ import annotations
@@ -13,27 +15,27 @@ from functools import lru_cache
 
 from automoe.planner.memory import rank_actions
 
-Action = tuple[str, int, int]  # kind, stage, micro-batch
+Action = tuple[str, int, int]  # (kind, stage, micro-batch)
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-# Share of an all-to-all that another micro-batch's computing hides, less what products lose to the multiprocessors that
-# send meanwhile (Megatron-Core's report on DeepSeek-V3: 93% and 20%).
+# Share of an all-to-all that the computation of another micro-batch hides: 93%, less the 20% that
+# matmuls lose to the multiprocessors that send (both from Megatron-Core's report on DeepSeek-V3).
 HIDDEN = 0.93 - 0.20
 GRAIN = 60
-STEADY_ROUNDS = 2  # rounds of pp micro-batches after which each is like the one before
+STEADY_ROUNDS = 2  # number of rounds of pp micro-batches after which all rounds are alike
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one micro-batch in a stage: both passes with their collectives, and of those the all-to-alls."""
+    """Seconds of one micro-batch in a stage, collectives included, and of its all-to-alls alone."""
 
     forward: float
     backward: float
-    all_to_all: float = 0.0  # of both passes together
+    all_to_all: float = 0.0  # all-to-alls of both passes together
 
 
 @dataclass(frozen=True)
 class Span:
-    """An action as it runs: seconds from the step's first."""
+    """One simulated action, with start and end in seconds from the start of the step."""
 
     rank: int
     kind: str
@@ -44,7 +46,10 @@ class Span:
 
 
 def rank_of(stage: int, schedule: str, pp: int) -> int:
-    """The pipeline rank that has a stage: in turn, or down and up again for V-shaped schedules."""
+    """Return the pipeline rank that holds a stage.
+
+    Stages go round the ranks in turn, or down and up again in V-shaped schedules.
+    """
     turn, place = divmod(stage, pp)
     return pp - 1 - place if schedule in V_SHAPED and turn % 2 else place
 
@@ -53,7 +58,9 @@ def rank_of(stage: int, schedule: str, pp: int) -> int:
 def all_actions(
     schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, overlap: bool
 ) -> tuple[tuple[tuple[Action, ...], ...], ...]:
-    """Of every rank, in order; entries of two actions overlap."""
+    """Return the ordered actions of every rank; an entry of two actions runs both at the
+    same time.
+    """
     make = {"ZBVZeroBubble": _zbv, "DualPipeV": _dual_pipe_v}.get(schedule)
     if make:
         return tuple(tuple(make(pp, rank, num_micro_batches, overlap)) for rank in range(pp))
@@ -69,7 +76,8 @@ def _in_turn(
     forwards: list[Action] = []
     backwards: list[Action] = []
     ahead, seen = 0, dict[tuple[bool, int], int]()
-    # A pair hands on its activations only at its end, so that more of them have to be under way.
+    # Overlapping pairs deliver activations only at their end, so 1F1B needs more forwards in
+    # advance.
     like = "Interleaved1F1B" if overlap else schedule
     for is_forward, local in rank_actions(like, pp, stages_per_rank, num_micro_batches, rank):
         index = seen[is_forward, local] = seen.get((is_forward, local), -1) + 1
@@ -90,15 +98,14 @@ def _in_turn(
 
 
 class _Order:
-    """Actions of one rank as they are added, each kind and stage counting its own micro-batches."""
+    """Growing list of one rank's actions that numbers the micro-batches of each kind and stage."""
 
     def __init__(self, stages: tuple[int, int]) -> None:
         self.stages = stages
         self.made: list[tuple[Action, ...]] = []
         self.counts: dict[tuple[str, int], int] = {}
-        self.waiting: list[
-            tuple[int, int]
-        ] = []  # weight halves that may run whenever there is time
+        # Weight halves (W) that may run at any time: (stage, micro-batch).
+        self.waiting: list[tuple[int, int]] = []
 
     def _next(self, kind: str, chunk: int) -> Action:
         counted = "F" if kind == "F" else "B"
@@ -108,7 +115,11 @@ class _Order:
         return kind, self.stages[chunk], index
 
     def add(self, *what: str) -> None:
-        """One entry a word, such as ``F0``; ``F0+B1`` overlaps, ``W`` is the oldest waiting weight half."""
+        """Append one entry per word: ``F0`` is a forward of the rank's stage 0, ``F0+B1`` is a
+        pair.
+
+        The word ``W`` stands for the oldest weight half that has not run.
+        """
         for word in what:
             if word == "W":
                 if self.waiting:
@@ -120,7 +131,7 @@ class _Order:
 
 
 def _zbv(pp: int, rank: int, num_micro_batches: int, overlap: bool) -> list[tuple[Action, ...]]:
-    """Zero bubble, V-shaped (arXiv 2401.10241, section 6)."""
+    """Return the actions of the V-shaped zero-bubble schedule (arXiv 2401.10241, section 6)."""
     total = max(2 * pp - 1, num_micro_batches)
     order = _Order((rank, 2 * pp - 1 - rank))
     order.add(
@@ -137,7 +148,10 @@ def _zbv(pp: int, rank: int, num_micro_batches: int, overlap: bool) -> list[tupl
 def _dual_pipe_v(
     pp: int, rank: int, num_micro_batches: int, overlap: bool
 ) -> list[tuple[Action, ...]]:
-    """DualPipe cut in half (DeepSeek-V3, section 3.2.1). Without ``overlap`` its pairs run one after the other."""
+    """Return the actions of DualPipe cut in half (DeepSeek-V3, section 3.2.1).
+
+    Without ``overlap`` the actions of a pair run one after the other.
+    """
     order, later = _Order((rank, 2 * pp - 1 - rank)), pp - rank - 1
     both = (lambda f, b: [f"{f}+{b}"]) if overlap else (lambda f, b: [f, b])
     order.add(*["F0"] * 2 * later, *["F0", "F1"] * (rank + 1), *["I1", "W", "F1"] * later)
@@ -163,19 +177,18 @@ def simulate(
     overlap: bool = False,
     spans: list[Span] | None = None,
 ) -> float:
-    """Seconds from the first action to the last.
+    """Return the seconds from the first action's start to the last action's end.
 
     Args:
-        stages: of all ranks, in order of the model.
-        border: seconds that activations or gradients travel between two ranks.
+        stages: times of all stages, in the order of the model.
+        border: seconds to send activations or gradients between two ranks.
         overlap: paired actions hide their all-to-alls behind each other.
-        spans: takes every action, in the order of each rank.
+        spans: list that receives every action; each rank's actions are in order.
     """
     ranks = all_actions(schedule, pp, len(stages) // pp, num_micro_batches, overlap)
     where = [rank_of(stage, schedule, pp) for stage in range(len(stages))]
-    wait = [
-        border * (where[i] != where[i - 1]) for i in range(len(stages))
-    ]  # into stage i from the one before
+    # seconds to send activations to stage i
+    wait = [border * (where[i] != where[i - 1]) for i in range(len(stages))]
     cost = {"F": [s.forward for s in stages], "B": [s.backward for s in stages]}
     cost["I"] = cost["W"] = [s.backward / 2 for s in stages]
     saved = [HIDDEN * s.all_to_all / 2 for s in stages]
@@ -247,11 +260,12 @@ def stretch(
     border: float = 0.0,
     overlap: bool = False,
 ) -> float:
-    """How much longer a step is than the work of its busiest rank: ``simulate``, remembered for times alike.
+    """Return a step's time relative to the work of its busiest rank (``simulate`` with a cache).
 
-    Many micro-batches are taken from the rounds that repeat; rounds of more than ``pp``, which Interleaved1F1B makes
-    where ``pp`` does not divide, are all run. Times are rounded to a ``GRAIN`` of the largest stage's,
-    which moves what ranks wait and not what they work.
+    With many micro-batches, only the first rounds are simulated and the repeating rounds are
+    extrapolated. All rounds are simulated if Interleaved1F1B has rounds of more than ``pp``
+    micro-batches (``pp`` is not a divisor). For the cache, times are rounded to 1/``GRAIN`` of the
+    largest stage's time; this changes the waiting time of ranks, not their work.
     """
     unit = max(stage.forward + stage.backward for stage in stages) / GRAIN
     scaled = tuple(
@@ -271,7 +285,8 @@ def stretch(
         (seconds,) = _rounds(schedule, scaled, pp, (num_micro_batches,), near, overlap)
     else:
         start, end = _rounds(schedule, scaled, pp, (steady, steady + pp), near, overlap)
-        # Of uneven stages the busiest rank has not caught up yet, and a round takes what it takes there.
+        # With uneven stages, the busiest rank has not caught up after the first rounds; from then
+        # on a round takes at least the busiest rank's work.
         a_round = end - start if overlap else max(end - start, pp * max(busy))
         seconds = end + (num_micro_batches - steady - pp) / pp * a_round
     return seconds / (num_micro_batches * max(busy))

@@ -1,8 +1,10 @@
-"""Which mesh is fastest: every legal one is timed on paper, and of those that fit in memory the best are told.
+"""Search for the fastest mesh: time every legal mesh on paper, and keep the best that fit in
+memory.
 
-Recomputing only takes time, so the time without it bounds what a mesh can reach. Candidates are looked at from the
-highest bound down, each with the least recomputation that fits, until no bound beats the last of those to be told, or
-many in a row were slower.
+Recomputation only takes time, so the time without it bounds the speed of a mesh. Candidates are
+examined in order of this bound, highest first, each with the least recomputation that fits. The
+search ends if no remaining bound exceeds the speed of the last result, or if many candidates in a
+row were slower.
 """
 
 from __future__ import annotations
@@ -25,23 +27,25 @@ from automoe.model.params import ParamCount, count_params
 from automoe.planner.candidate import RECOMPUTE_KEYS, Candidate, first_that_fits, ladder
 from automoe.planner.step_memory import DTYPE_BYTES
 
-TOP = 10  # candidates that are told
-ROWS, STAGES = (1, 2, 4, 8), (2, 4, 8)  # of a micro-batch; of a rank
-CHUNK, STRIDE = 128, 64  # meshes that a process takes at once; candidates between looks at the best
-PATIENCE = 512  # candidates in a row that are not among the best, before the rest is left
+TOP = 10  # number of candidates in the result
+ROWS, STAGES = (1, 2, 4, 8), (2, 4, 8)  # tried rows per micro-batch; tried stages per rank
+# Meshes that a process times in one call; candidates fitted between two updates of the result.
+CHUNK, STRIDE = 128, 64
+PATIENCE = 512  # The search ends after this many candidates in a row without a new result.
 
 
 @dataclass
 class Search:
-    """What was found: the best first, how many were tried, and why the others fell out."""
+    """Result of a search: the best candidates, the number timed, and the reasons of the others."""
 
     world_size: int
     found: list[Candidate] = field(default_factory=list)
     num_timed: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # by the key whose rule is broken
+    # number of refused candidates for each key whose rule they break
+    refused: Counter[str] = field(default_factory=Counter)
     too_large: int = 0
-    smallest: Candidate | None = None  # of those that do not fit
-    bound: float = 0.0  # tokens/s that none of those left can exceed
+    smallest: Candidate | None = None  # smallest candidate that does not fit
+    bound: float = 0.0  # upper bound of the tokens/s of unexamined candidates
 
 
 def search(
@@ -52,13 +56,15 @@ def search(
     tell: Callable[[str, int, int], Any] = lambda phase, done, total: None,
     processes: int | None = None,
 ) -> Search:
-    """Rank meshes of ``world_size`` ranks for ``config`` by predicted tokens/s, each run in its fastest way.
+    """Rank the meshes of ``world_size`` ranks by predicted tokens/s, each with its fastest
+    settings.
 
     Args:
-        config: passes all rules but those of its mesh; ``cluster`` and the batch are taken from it.
-        fixed: keys that stay as ``config`` has them, such as ``mesh.tp`` or ``parallel.recompute``.
-        tell: called with a phase's name, what is done of it, and all.
-        processes: that share the work; None: one a core. 1 forks none.
+        config: valid except for its mesh; cluster and batch size are taken from it.
+        fixed: keys that keep the value of ``config``, such as ``mesh.tp`` or
+            ``parallel.recompute``.
+        tell: progress callback with the phase's name, the number of items done, and the total.
+        processes: number of worker processes; None: one per core; 1 runs in this process.
     """
     result = Search(world_size)
     shapes = list(mesh_shapes(config, world_size, fixed))
@@ -66,7 +72,8 @@ def search(
     with ExitStack() as stack:
         each: Callable[..., Iterator[Any]] = map
         if processes > 1:
-            context = multiprocessing.get_context("fork")  # nothing here has threads yet, nor torch
+            # Fork is safe: this process has no threads yet and has not loaded torch.
+            context = multiprocessing.get_context("fork")
             each = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context)).map
         timed: list[Candidate] = []
         work = partial(_timed, config, device, fixed)
@@ -92,7 +99,7 @@ def _look(
     fitting: Callable[[list[Candidate], float], Iterator[Candidate | None]],
     tell: Callable[[str, int, int], Any],
 ) -> None:
-    """Fill in what is found, from the highest bound down."""
+    """Fill ``result`` with the candidates that fit, in order of their bounds, highest first."""
     best, since = dict[MeshShape, Candidate](), 0
     for start in range(0, len(timed), STRIDE):
         some = timed[start : start + STRIDE]
@@ -115,7 +122,10 @@ def _look(
 
 
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
-    """Both views of every mesh of ``world_size`` ranks; tp and etp in a node, replicas only where they are fixed."""
+    """Yield every mesh of ``world_size`` ranks.
+
+    tp and etp stay within a node. dp_replicate and ep_replicate are 1 unless ``fixed`` names them.
+    """
     node, experts, layers = (
         config.cluster.gpus_per_node,
         max(1, config.model.num_experts),
@@ -132,7 +142,7 @@ def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> I
         return [size for size in range(1, min(rest, limit) + 1) if rest % size == 0]
 
     def cuts(ranks: int, last: str, *limits: tuple[str, int]) -> list[dict[str, int]]:
-        """Sizes of the axes in ``limits``, and of ``last`` which takes the rest."""
+        """Return all sizes of the axes in ``limits``; ``last`` takes the remaining ranks."""
         made: list[tuple[int, dict[str, int]]] = [(ranks, {})]
         for axis, limit in limits:
             made = [
@@ -163,7 +173,12 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
 def _timed(
     config: Config, device: str, fixed: Sequence[str], shapes: Sequence[MeshShape]
 ) -> tuple[list[Candidate], Counter[str], int]:
-    """Of every shape that is legal and may fit, each way to run it, timed with the least recomputation."""
+    """Time each legal run on each mesh with the least recomputation.
+
+    Returns:
+        The timed candidates, the number of refused ones by broken key, and the number of meshes
+        that cannot fit in memory.
+    """
     timed, refused, too_large = [], Counter[str](), 0
     lightest, params = ladder(config, fixed)[0], count_params(config.model)
     for shape in shapes:
@@ -179,7 +194,7 @@ def _timed(
                 refused[broken] += 1
                 continue
             candidate = Candidate(one, shape).with_recompute(lightest)
-            assert candidate.bound  # computed here, in a process of the pool
+            assert candidate.bound  # Computes and caches the bound here, in a worker process.
             timed.append(candidate)
     return timed, refused, too_large
 
@@ -190,7 +205,9 @@ def _launch(config: Config, shape: MeshShape) -> Any:
 
 
 def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Config]:
-    """``config`` with each size of micro-batch, schedule, and policy of FSDP that is not fixed."""
+    """Yield ``config`` with each micro-batch size, pipeline schedule and FSDP policy that is not
+    fixed.
+    """
     train, parallel = config.train, config.parallel
     most = max(1, train.global_batch_size // shape.dp)
     micro = (
@@ -224,7 +241,10 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
 
 
 def _cannot_fit(config: Config, shape: MeshShape, params: ParamCount) -> bool:
-    """Whether gradients and weights that a pipeline keeps whole to the step's end are too large on an average rank."""
+    """Return True if unsharded weights and gradients of an average pipeline rank exceed its memory.
+
+    A pipeline keeps both until the end of the step.
+    """
     limit = config.cluster.memory_bytes
     if not limit or shape.pp == 1 or config.lora.rank:
         return False
@@ -237,9 +257,10 @@ def _cannot_fit(config: Config, shape: MeshShape, params: ParamCount) -> bool:
 
 
 def _fitting(candidate: Candidate, fixed: Sequence[str], floor: float) -> Candidate | None:
-    """Return ``candidate`` with the least recomputation that fits, or None if that is slower than ``floor`` tokens/s.
+    """Return ``candidate`` with the least recomputation that fits.
 
-    If not even full recomputation fits, return it with that.
+    If not even full recomputation fits, return the candidate with full recomputation. Return None
+    if the candidate is slower than ``floor`` tokens/s.
     """
     names = ladder(candidate.config, fixed)
     rungs = []
@@ -259,13 +280,12 @@ AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))
 
 
 def overrides_of(candidate: Candidate) -> dict[str, dict[str, Any]]:
-    """What a ``mesh=`` preset of ``candidate`` sets, by section."""
+    """Return the configuration values of ``candidate``'s ``mesh=`` preset, by section."""
     config, mesh = candidate.config, candidate.mesh
     parallel = config.parallel
     return {
-        "mesh": {
-            axis: getattr(mesh, axis) for axis in AXES
-        },  # all: a configuration may set others itself
+        # All axes are written: the configuration may set others itself.
+        "mesh": {axis: getattr(mesh, axis) for axis in AXES},
         "parallel": {
             "schedule": parallel.schedule,
             "stages_per_rank": parallel.stages_per_rank,

@@ -1,4 +1,6 @@
-"""``automoe plan search=...``: the fastest mesh on paper, written as a preset that ``automoe train`` takes."""
+"""``automoe plan search=...``: find the fastest mesh and write it as a preset for ``automoe
+train``.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,20 @@ from automoe.planner.plan import missing_speeds
 from automoe.planner.search import Search, overrides_of, search
 
 KINDS = ("true", "fewest_gpus", "longest_context", "largest_batch")
-GROWN = {
-    "longest_context": "seq_len",
-    "largest_batch": "micro_batch_size",
-}  # of ``train``, by the question
-CALIBRATE = "calibrate"  # another question: what this machine reaches
+# Key of ``train`` that a search of this kind doubles until nothing fits.
+GROWN = {"longest_context": "seq_len", "largest_batch": "micro_batch_size"}
+CALIBRATE = "calibrate"  # key that measures this machine instead of searching
 MAX_GPUS = 16_384
-MAX_TOKENS = 1 << 20  # of a row
+MAX_TOKENS = 1 << 20  # largest sequence length
 
 
 @dataclass(frozen=True)
 class Question:
-    """The best mesh of ``world`` ranks, the fewest ranks, the longest rows, the largest batch; or this machine."""
+    """Question to the planner: a kind of search, or a calibration of this machine.
+
+    A search finds the best mesh of ``world`` ranks, the fewest ranks, the longest rows, or the
+    largest micro-batch. ``folder`` receives the written preset or cluster file.
+    """
 
     kind: str
     world: int | None
@@ -44,10 +48,12 @@ class Question:
 
 
 def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
-    """The words of ``argv`` that ask for a search or a calibration, and the others.
+    """Split ``argv`` into the question of a search or calibration and all other words.
+
+    The question is None if no word requests a search or a calibration.
 
     Raises:
-        ConfigError: a value that is none, or one of these words without ``search=``.
+        ConfigError: a value is invalid, or ``world=`` or ``out=`` is given without ``search=``.
     """
     own = {"search": "", "world": "", "out": "", CALIBRATE: ""}
     rest = []
@@ -84,7 +90,11 @@ def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
 
 
 def answer(question: Question, args: Arguments, as_json: bool) -> int:
-    """Search, print, and write the winner; the exit status: 1 where nothing fits."""
+    """Search or calibrate, print the result and write the best preset.
+
+    Returns:
+        The exit status: 1 if nothing fits.
+    """
     check_writable(str(question.folder), "out")
     if question.kind == CALIBRATE:
         from automoe.planner.calibrate import calibrate
@@ -122,7 +132,7 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     elif best.found:
         print_search(found[-1][0], best, console)
     if not best.found:
-        if as_json:  # stdout is the object's
+        if as_json:  # stdout holds only the JSON object
             console = Console(stderr=True, highlight=False)
         _say_nothing_fits(best, config, console)
         return 1
@@ -135,7 +145,7 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
 def _find(
     question: Question, config: Config, look: Callable[[Config, int], Search]
 ) -> list[tuple[Config, Search]]:
-    """Every search that was made; the last is the answer."""
+    """Run the searches that a question needs and return them in order; the last is the answer."""
     if question.kind == "fewest_gpus":
         made: list[tuple[Config, Search]] = []
         world, least = 1, least_ranks(config)
@@ -157,7 +167,10 @@ def _find(
 
 
 def least_ranks(config: Config) -> float:
-    """Ranks whose memory weights and moments fill alone, cut over all of them: fewer need not be looked at."""
+    """Return the number of ranks whose memory holds weights, moments and averages alone.
+
+    These are fully sharded, so a search with fewer ranks is pointless.
+    """
     if not config.cluster.memory_bytes:
         return 1
     plain = replace(config.parallel, schedule="1F1B", stages_per_rank=1, layers_per_stage=None)
@@ -180,10 +193,11 @@ def _say_nothing_fits(result: Search, config: Config, console: Any) -> None:
 
 
 def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
-    """Write ``OUT/mesh/NAME.yaml`` and return the command that takes it.
+    """Write ``OUT/mesh/NAME.yaml`` and return the ``automoe train`` command that uses it.
 
     Raises:
-        ConfigError: another file is there, or the preset does not compose to what was found.
+        ConfigError: a different file exists at the path, or the preset does not compose to the
+            found configuration.
     """
     import yaml
 
@@ -249,7 +263,9 @@ def _as_dict(one: Candidate) -> dict[str, Any]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], Any]]:
-    """A bar on stderr, where that is a terminal."""
+    """Show a progress bar on stderr if it is a terminal; yield the callback that updates
+    the bar.
+    """
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,9 +1,9 @@
-"""When a training step holds the most: every forward and backward pass of a rank, layer by layer, on paper.
+"""Memory of a rank at each moment of a training step: every forward and backward pass, by layer.
 
-What stands through the whole step (weights, moments) is not counted here. The rest comes and goes: activations of
-micro-batches in flight, weights that FSDP has gathered, gradients before and after their reduction, workspace. The
-gradients of a micro-batch that is the first to have any grow while its activations shrink; those of the last shrink
-with both where FSDP reduces as it goes.
+Weights and moments last for the whole step and are not counted here. The other bytes vary:
+activations of micro-batches in flight, weights gathered by FSDP, gradients before and after their
+reduction, workspace. In the first backward pass gradients grow while activations shrink. If FSDP
+reduces each layer at once, gradients and activations both shrink in the last backward pass.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from automoe.model.params import Param
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, mask_bytes
 from automoe.planner.workspace import Workspace, head_workspace_bytes, layer_workspaces
 
-# Bytes of one number: (stored weights and moments, gathered weights and activations, summed gradients). With
-# optim.master_weights=stochastic weights are stored as gathered, and so are moments with optim.moments=bfloat16.
+# Bytes of one element: (stored weights and moments, gathered weights and activations, summed
+# gradients). With optim.master_weights=stochastic, weights are stored in the size of gathered ones;
+# so are moments with optim.moments=bfloat16.
 DTYPE_BYTES = {"float64": (8, 8, 8), "float32": (4, 4, 4), "bfloat16": (4, 2, 4)}
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rank holds at one moment beside what stands; fields as of ``RankMemory``."""
+    """Bytes of a rank at one moment, without weights and moments; fields as in ``RankMemory``."""
 
     name: str
     in_flight: list[int]
@@ -55,7 +56,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of parameters on one rank of a mesh."""
+    """Bytes of parameters, moments and gradients on one rank of a mesh."""
 
     config: Config
     mesh: MeshShape
@@ -72,7 +73,10 @@ class Sizes:
     def total(
         self, numel: Callable[[Param, MeshShape], int], params: Sequence[Param], size: int
     ) -> int:
-        """At ``size`` a number; those of the router, which multiplies in at least float32, are always wide."""
+        """Return the bytes of ``params`` at ``size`` bytes per element, counted by ``numel``.
+
+        Router parameters are always wide, because routers multiply in at least float32.
+        """
         return sum(
             numel(param, self.mesh)
             * param.bytes_each(self.wide if param.part == "router" else size)
@@ -80,7 +84,10 @@ class Sizes:
         )
 
     def weights_each(self, param: Param) -> int:
-        """Of a number as it is stored; what is frozen is stored as it is multiplied. Routers are always wide."""
+        """Return the bytes of one stored element of ``param``.
+
+        Frozen parameters are stored in the compute dtype, except routers, which are always wide.
+        """
         narrow = not param.trained or self.config.optim.master_weights == "stochastic"
         return self.compute if narrow and param.part != "router" else self.wide
 
@@ -89,7 +96,7 @@ class Sizes:
         return self.compute if narrow else self.wide
 
     def weights(self, params: Sequence[Param]) -> int:
-        """Sharded."""
+        """Return the bytes of the sharded stored weights."""
         return sum(
             local_numel(param, self.mesh) * param.bytes_each(self.weights_each(param))
             for param in params
@@ -104,7 +111,9 @@ class Sizes:
         )
 
     def whole(self, params: Sequence[Param], size: int) -> int:
-        """Gathered over FSDP's ranks."""
+        """Return the bytes of ``params`` while FSDP has them gathered, at ``size`` bytes per
+        element.
+        """
         return self.total(gathered_numel, params, size)
 
     def whole_gradients(self, params: Sequence[Param]) -> int:
@@ -116,7 +125,12 @@ def trained(params: Sequence[Param]) -> list[Param]:
 
 
 def local_numel(param: Param, mesh: MeshShape, fsdp_rank: int = 0) -> int:
-    """Numbers of ``param`` that the rank at ``fsdp_rank`` of (dp_shard, cp), or of ep_shard, stores."""
+    """Return the number of elements of ``param`` that one FSDP rank stores.
+
+    Args:
+        fsdp_rank: index of the rank within (dp_shard, cp); every rank of ep_shard stores equally
+            much.
+    """
     if param.expert:
         return gathered_numel(param, mesh) // mesh.ep_shard
     rows = param.shape[0] // (mesh.tp if param.tp_dim(mesh.tp) == 0 else 1)
@@ -126,7 +140,7 @@ def local_numel(param: Param, mesh: MeshShape, fsdp_rank: int = 0) -> int:
 
 
 def gathered_numel(param: Param, mesh: MeshShape) -> int:
-    """Numbers of ``param`` on a rank while FSDP has it gathered."""
+    """Return the number of elements of ``param`` on a rank while FSDP has it gathered."""
     if param.expert:
         return param.numel // (mesh.ep * (1 if param.whole_over_etp else mesh.etp))
     return param.numel // (1 if param.tp_dim(mesh.tp) is None else mesh.tp)
@@ -134,34 +148,37 @@ def gathered_numel(param: Param, mesh: MeshShape) -> int:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer of a stage. Bytes."""
+    """Bytes of one layer of a stage."""
 
-    kept: float  # activations of a micro-batch
+    kept: float  # activations that a micro-batch keeps
     workspaces: list[Workspace]
-    weights: int  # gathered
-    gradients: int  # whole
+    weights: int  # gathered weights
+    gradients: int  # unsharded gradients
     sharded: int
-    experts: int  # whole gradients of the routed experts: a unit of FSDP's own
+    experts: int  # unsharded gradients of the routed experts, which are an FSDP unit of their own
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage on one rank. Bytes; ``border`` is what one stage gives the next."""
+    """Bytes of one pipeline stage on one rank; ``border`` is the activation sent to the
+    next stage.
+    """
 
     layers: list[LayerPlan]
     first: bool
     last: bool
     border: float
-    shared: float  # a micro-batch keeps for all layers: angles and masks
+    shared: float  # bytes that a micro-batch keeps once for all layers: angles and masks
     head: float
-    head_kept: float  # after the loss until the backward pass: the last norm's input, both gradients of the head
-    rest_weights: int  # outside layers: embedding, last norm, head; gathered
+    # Kept from the loss to the backward pass: the last norm's input, both gradients of the head.
+    head_kept: float
+    rest_weights: int  # gathered weights outside layers: embedding, last norm, head
     rest_gradients: int
     rest_sharded: int
 
     @cached_property
     def kept(self) -> float:
-        """Activations of one micro-batch."""
+        """Bytes of activations that one micro-batch keeps after its forward pass."""
         return (
             self.shared
             + (self.head_kept if self.last else self.border)
@@ -169,7 +186,12 @@ class StagePlan:
         )
 
     def loss(self, adds: bool, others: float = 0.0) -> Moment:
-        """At the end of a micro-batch's forward pass; ``others`` are activations of other micro-batches."""
+        """Return the memory at the end of a micro-batch's forward pass.
+
+        Args:
+            adds: unsharded gradients of earlier micro-batches exist.
+            others: bytes of the activations of other micro-batches.
+        """
         kept = self.kept - self.head_kept * self.last
         whole = self.gradients if adds else 0
         return Moment(
@@ -189,17 +211,18 @@ class StagePlan:
         return self.rest_sharded + sum(layer.sharded for layer in self.layers)
 
     def backward(self, adds: bool, reduces: bool, experts_ranks: int) -> Iterator[Moment]:
-        """Moments of one micro-batch's backward pass; activations without those of other micro-batches.
+        """Yield the memory during one micro-batch's backward pass, without other micro-batches'
+        activations.
 
         Args:
-            adds: to whole gradients that are there from micro-batches before.
-            reduces: gradients as each layer is done, and frees the layer's weights.
-            experts_ranks: over which FSDP shards the experts.
+            adds: gradients are added to existing unsharded gradients of earlier micro-batches.
+            reduces: FSDP reduces the gradients of each layer at once and frees the layer's weights.
+            experts_ranks: number of ranks over which FSDP shards the experts.
         """
         kept, weights = self.shared + self.border * (not self.last), self.weights
         below = kept + sum(layer.kept for layer in self.layers)
         whole = self.gradients if adds else 0
-        rest = self.rest_gradients * self.last  # of the head, that comes first
+        rest = self.rest_gradients * self.last  # gradients of the head, which come first
         sharded = 0
         if not adds:
             whole = rest
@@ -211,7 +234,8 @@ class StagePlan:
                     recompute=work.recompute, temporaries=work.temporaries, **common,
                 )  # fmt: skip
             if reduces and layer.experts:
-                # Copied into one tensor, which a sum over one rank copies once more.
+                # The reduction copies gradients into one tensor; with a single rank it copies once
+                # more.
                 flat = layer.experts * (1 + (experts_ranks == 1))
                 if not adds:
                     flat += layer.experts
@@ -240,7 +264,9 @@ def plan_stage(
     first: bool,
     last: bool,
 ) -> StagePlan:
-    """The stage that holds ``params``, of which ``layers`` are the numbers of its layers."""
+    """Plan the memory of the pipeline stage that holds ``params`` and the layers numbered
+    ``layers``.
+    """
     model, mesh, compute = config.model, sizes.mesh, sizes.compute
     of_layer: dict[int | None, list[Param]] = {}
     for param in params:
@@ -253,7 +279,8 @@ def plan_stage(
     plans: dict[Any, LayerPlan] = {}
     kinds: dict[int, Any] = {}
     for layer in layers:
-        # Layers alike are planned once; where names say what is trained, none is alike.
+        # Equal layers are planned once. If names select the trained parameters, no two layers are
+        # equal.
         named = layer if config.lora.rank or config.train.freeze else None
         kinds[layer] = (
             *(

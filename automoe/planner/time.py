@@ -1,8 +1,9 @@
-"""Seconds of one optimizer step, split into what they are spent on. A pure function of the configuration.
+"""Predicted seconds of one training step, split by cause: a pure function of the configuration.
 
-A stage's layers are timed on one micro-batch (``layer_time``), the pipeline is simulated with those times
-(``schedule``), and what happens once a step is added: FSDP's gathers and reductions that are deferred, the optimizer.
-The parts are those of the busiest pipeline rank; what it waits for others is the bubble.
+A stage's layers are timed for one micro-batch (``layer_time``), and the pipeline is simulated with
+these times (``schedule``). Work done once per step is added: FSDP's deferred gathers and
+reductions, and the optimizer. The parts are those of the busiest pipeline rank; its waiting time is
+the bubble.
 """
 
 from __future__ import annotations
@@ -23,36 +24,40 @@ from automoe.planner.machine import Constants, Machine
 from automoe.planner.schedule import Span, StageTimes, rank_of, simulate, stretch
 from automoe.planner.step_memory import DTYPE_BYTES
 
-OPTIMIZER_BYTES = (
-    28  # a number: weight, gradient and two moments read, all but the gradient written, in float32
-)
-# How far a prediction may be off either way, from runs that the constants were not fitted to (docs/plan_accuracy.md).
-# A GPU whose products were not measured is another matter, and so is a machine that only its own calibration knows.
+# Bytes per parameter: weight, gradient and two moments are read, and all except the gradient are
+# written, in float32.
+OPTIMIZER_BYTES = 28
+# Relative error to expect of a prediction, from runs that the constants were not fitted to
+# (docs/plan_accuracy.md). BAND is for GPUs with a measured matmul curve, UNCALIBRATED_BAND for
+# other GPUs.
 BAND, UNCALIBRATED_BAND = 0.20, 0.40
-MEASURED_BAND = (
-    0.45  # of a machine that only its calibration knows (``benchmarks/plan_correlation.py``)
-)
+# For a machine known only by its own calibration (``benchmarks/plan_correlation.py``).
+MEASURED_BAND = 0.45
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the busiest pipeline rank, which sum to ``seconds``, and what follows from them."""
+    """Predicted time of a step on the busiest pipeline rank, with throughput, MFU and traffic.
+
+    The seconds of compute, communication, bubble and other add up to ``seconds``.
+    """
 
     compute: float
-    communication: dict[str, float]  # exposed, by axis: tp cp ep etp fsdp pp
-    bubble: float  # the pipeline's, and waiting for slower stages
-    other: (
-        float  # the optimizer, kernels that the host is too slow to launch, what a step has besides
-    )
+    communication: dict[str, float]  # exposed seconds by axis: tp cp ep etp fsdp pp
+    bubble: float  # seconds of waiting for the pipeline and for slower stages
+    # Seconds of the optimizer, of launches that the host is too slow for, and of fixed step
+    # overhead.
+    other: float
     traffic: dict[str, float]  # bytes that a rank sends in a step, by axis
-    off_node: dict[str, float]  # of those, what leaves the node
-    tokens_per_second: float  # of all ranks
-    mfu: float | None  # None: the cluster's peak is unknown
+    off_node: dict[str, float]  # bytes of ``traffic`` that leave the node
+    tokens_per_second: float  # of all ranks together
+    mfu: float | None  # None if the cluster's peak FLOP/s is unknown
     mfu_full_attention: float | None
     calibrated: bool
-    spread: float  # how far the prediction may be off either way, as a share
-    busy: float = 0.0  # seconds that all ranks together compute and send, where they share ``cluster.cores``; else 0
-    by_rank: tuple[float, ...] = ()  # seconds that each pipeline rank's micro-batches take it
+    spread: float  # expected relative error of the prediction, up or down
+    # Seconds of work of all ranks together, if they share ``cluster.cores``; else 0.
+    busy: float = 0.0
+    by_rank: tuple[float, ...] = ()  # seconds of work of each pipeline rank
 
     @property
     def seconds(self) -> float:
@@ -66,28 +71,32 @@ class StepTime:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the fields, ``seconds`` and ``band`` as plain data for JSON."""
         return {"seconds": self.seconds, **asdict(self), "tokens_per_second_band": self.band}
 
 
 @dataclass
 class _Stage:
-    """Seconds of one micro-batch in a stage by what they are, and the numbers that FSDP moves for it."""
+    """Seconds of one micro-batch in a pipeline stage by kind, and the bytes that FSDP
+    moves for it.
+    """
 
     forward: Pass
     backward: Pass
-    idle_host: tuple[float, float] = (0.0, 0.0)  # forward, backward: the GPU waits for launches
+    # Seconds that the GPU waits for kernel launches, forward and backward.
+    idle_host: tuple[float, float] = (0.0, 0.0)
     layers: int = 0
     dense: float = 0.0  # bytes gathered over fsdp
-    experts: float = 0.0  # over ep_shard
-    dense_trained: int = 0  # numbers
+    experts: float = 0.0  # bytes gathered over ep_shard
+    dense_trained: int = 0  # number of trained elements outside experts
     experts_trained: float = 0.0
-    once: Cost = NOTHING  # FSDP's, exposed: of a step
-    each: tuple[Cost, Cost] = (NOTHING, NOTHING)  # of a micro-batch, forward and backward
+    once: Cost = NOTHING  # exposed FSDP communication per step
+    # Exposed FSDP communication per micro-batch, forward and backward.
+    each: tuple[Cost, Cost] = (NOTHING, NOTHING)
 
     @cached_property
     def times(self) -> StageTimes:
-        """As the pipeline's simulation takes them."""
+        """Stage times in the form that the pipeline simulation takes."""
         forward, backward = self.seconds
         sent = sum(
             half.communication.get("ep", NOTHING).seconds for half in (self.forward, self.backward)
@@ -111,16 +120,18 @@ def step_time(
     gradient_bytes: int = 0,
     bubble: bool = True,
 ) -> StepTime:
-    """The time of one step of a validated ``config`` on ``mesh``.
+    """Return the predicted time of one step of a validated ``config`` on ``mesh``.
 
     Args:
-        batch: that of ``plan_batch``, if it is there already.
-        constants: others than those that ship.
-        num_mtp: multi-token-prediction modules behind the last layer.
-        overlap: all-to-alls hide behind another micro-batch (schedules with pairs: 1F1B kinds, DualPipeV).
-        fused: products add to float32 gradients themselves (Megatron-Core); here FSDP does so afterwards.
-        gradient_bytes: of a number that FSDP reduces, where that is not automoe's width; 0: it is.
-        bubble: False leaves the pipeline out, whose ranks then never wait: a bound from below, ten times as cheap.
+        batch: result of ``plan_batch``; None computes it.
+        constants: model constants; None loads those that ship.
+        num_mtp: number of multi-token-prediction modules after the last layer.
+        overlap: all-to-alls overlap with another micro-batch (schedules with pairs: 1F1B kinds,
+            DualPipeV).
+        fused: matmuls add to float32 gradients themselves (Megatron-Core); False: FSDP adds
+            afterwards.
+        gradient_bytes: bytes per gradient element in FSDP's reduction; 0: automoe's width.
+        bubble: False assumes that pipeline ranks never wait: a lower bound, ten times as cheap.
     """
     batch = batch or plan_batch(config, mesh)
     machine = Machine.of(config, constants or Constants.load())
@@ -134,7 +145,7 @@ def step_time(
     longest = max(busy)
     mine, border = held[busy.index(longest)], _border(place)
 
-    # The pipeline: what the busiest rank waits for others, and for activations on their way.
+    # Pipeline: the busiest rank waits for other ranks, and for activations in transit.
     without_border = with_border = longest
     if bubble and (pp > 1 or overlap):
         times = [stage.times for stage in stages]
@@ -143,9 +154,8 @@ def step_time(
         with_border = max(without_border, with_border)
     communication, traffic, off_node = _by_axis(mine, count, border)
     by_rank = tuple(busy)
-    if (
-        overlap and without_border < longest
-    ):  # pairs of micro-batches hide a part of the all-to-alls
+    # Pairs of micro-batches hide a part of the all-to-alls.
+    if overlap and without_border < longest:
         communication["ep"] -= longest - without_border
         longest = without_border
     communication["pp"] = with_border - without_border
@@ -158,9 +168,8 @@ def step_time(
     other = idle + _optimizer(place, mine) + machine.constants.step
     seconds = compute + sum(communication.values()) + other + without_border - longest
     work = 0.0
-    if (
-        config.cluster.cores
-    ):  # a rank that waits leaves its core to others, but there are only so many cores
+    # A waiting rank leaves its core to other ranks, but the number of cores is limited.
+    if config.cluster.cores:
         work = _work(place, held, count, border)
         cores = config.cluster.cores * -(-mesh.world_size // config.cluster.gpus_per_node)
         shared = waits + max(0.0, work / cores - seconds)
@@ -193,7 +202,11 @@ def _stages_by_rank(stages: list[_Stage], schedule: str, pp: int) -> list[list[_
 
 
 def _mfu(place: Place, speed: float) -> tuple[float | None, float | None]:
-    """MFU at ``speed`` tokens/s of all ranks, with causal attention and with all of it; None if no peak is known."""
+    """Return the MFU with causal attention and with full attention; None if no peak is known.
+
+    Args:
+        speed: tokens/s of all ranks together.
+    """
     config = place.config
     if not config.cluster.peak_flops:
         return None, None
@@ -202,14 +215,19 @@ def _mfu(place: Place, speed: float) -> tuple[float | None, float | None]:
 
 
 def _spread(config: Config, machine: Machine) -> float:
-    """Return how far a prediction may be off either way, as a share."""
+    """Return the expected relative error of a prediction, up or down."""
     if config.cluster.constants:
         return MEASURED_BAND
     return BAND if machine.calibrated else UNCALIBRATED_BAND
 
 
 def _work(place: Place, held: list[list[_Stage]], count: int, border: Cost) -> float:
-    """Seconds that all ranks together compute and send in a step; ``held``: the stages of each pipeline rank."""
+    """Return the seconds that all ranks together compute and send in a step.
+
+    Args:
+        held: stages of each pipeline rank.
+        count: number of micro-batches.
+    """
     per_rank = 0.0
     for stages in held:
         each = sum(
@@ -222,7 +240,9 @@ def _work(place: Place, held: list[list[_Stage]], count: int, border: Cost) -> f
 
 
 def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]]:
-    """Every action of a step as it is simulated, and the share of recomputation in each stage's backward pass."""
+    """Return all simulated actions of a step, and each stage's share of recomputation in its
+    backward.
+    """
     batch = plan_batch(config, mesh)
     place = Place.of(config, mesh, Machine.of(config, Constants.load()), batch)
     stages, spans, border = _stages(place, 0), list[Span](), _border(place).seconds
@@ -234,7 +254,9 @@ def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]
 
 
 def _border(place: Place) -> Cost:
-    """A micro-batch's activations, or their gradient, on the way to the next pipeline rank."""
+    """Return the cost of sending a micro-batch's activations or gradient to the next
+    pipeline rank.
+    """
     numbers = place.machine.number_bytes * place.tokens * place.config.model.hidden_size
     return send(place.machine, place.group("pp"), numbers)
 
@@ -243,14 +265,16 @@ _FLOPS: dict[tuple[str, int], TokenFlops] = {}
 
 
 def _flops(key: str, seq_len: int, config: Config) -> TokenFlops:
-    """``step_flops_per_token``, remembered."""
+    """Return ``step_flops_per_token`` from a cache."""
     if (key, seq_len) not in _FLOPS:
         _FLOPS[key, seq_len] = step_flops_per_token(config)
     return _FLOPS[key, seq_len]
 
 
 def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, float]]:
-    """Of a whole step by axis: exposed seconds, bytes, and bytes that leave the node."""
+    """Return three totals of a step by axis: exposed seconds, bytes, and bytes that leave
+    the node.
+    """
     total = dict.fromkeys(AXES, NOTHING) | {"pp": border * (2 * count * len(stages))}
     for stage in stages:
         for axis, cost in (
@@ -266,7 +290,7 @@ def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, f
 
 
 def _stages(place: Place, num_mtp: int) -> list[_Stage]:
-    """Every stage; those of the same layers are one object."""
+    """Return every pipeline stage; stages with equal layers are one object."""
     config, mesh = place.config, place.mesh
     model, parallel, attention = config.model, config.parallel, config.model.attention
     split = split_layers(
@@ -286,7 +310,8 @@ def _stages(place: Place, num_mtp: int) -> list[_Stage]:
         )
         for layer in range(model.num_layers)
     ]
-    # The layer of a module for more tokens stands before a head that stands alone.
+    # The multi-token-prediction layers belong to the stage before the head, if the head is a stage
+    # of its own.
     extra = len(split) - 1 - (len(split) > 1 and not split[-1])
     example = {kind: layer for layer, kind in enumerate(kinds)}
     known = {
@@ -312,10 +337,11 @@ def _stages(place: Place, num_mtp: int) -> list[_Stage]:
 
 
 def _add(place: Place, stage: _Stage, layer: int, number: int, times: tuple[Pass, Pass]) -> None:
-    """Add ``number`` layers like ``layer``."""
+    """Add ``number`` layers like ``layer`` to ``stage``."""
     config, mesh, waits = place.config, place.mesh, []
     cpu, floor = config.cluster.gpu == "cpu", place.machine.constants.host_layer
-    # A dense layer has half of the kernels. A CPU launches nothing: what its own operators take besides was measured.
+    # A dense layer launches half as many kernels. A CPU launches none; the fixed time of its
+    # operators was measured as host_layer.
     share = float(not cpu or "host_layer" in config.cluster.constants) * (
         1 if layer >= config.model.first_k_dense else 0.5
     )
@@ -336,14 +362,14 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: tuple[Pass
 
 
 def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, num_mtp: int) -> None:
-    """The embedding and the head with its loss."""
+    """Add the embedding to the first stage, and the head with its loss to the last."""
     model, mesh, machine = place.config.model, place.mesh, place.machine
     numel = model.vocab_size * model.hidden_size // mesh.tp
     trained = place.config.lora.rank == 0
     ends = int(first) + int(last and not (model.tie_embeddings and first))
     stage.dense += ends * numel * DTYPE_BYTES[place.config.train.dtype][1]
     stage.dense_trained += ends * numel * trained
-    if first:  # the gradient of the embedding is as large as the embedding
+    if first:  # The embedding's gradient has the size of the embedding.
         stage.backward.add("ends", machine.pass_over(10.0 * numel * trained))
     if last:
         forward, backward = head_time(place, 1 + num_mtp)
@@ -355,7 +381,9 @@ def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, num_mtp: int
 
 
 def _fsdp(place: Place, stage: _Stage) -> None:
-    """Find the exposed gathers and reductions of a stage: ``once`` a step, and for ``each`` micro-batch."""
+    """Set the exposed gathers and reductions of a stage: ``once`` per step, ``each`` per
+    micro-batch.
+    """
     config, mesh, machine = place.config, place.mesh, place.machine
     parallel = config.parallel
     wide = place.gradient_bytes
@@ -363,7 +391,8 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     gathered = gather(machine, dense, stage.dense) + gather(machine, experts, stage.experts)
     reduced = gather(machine, dense, wide * stage.dense_trained)
     reduced += gather(machine, experts, wide * stage.experts_trained)
-    if not machine.constants.overlap:  # a collective a layer, and nothing hides its delay
+    # Without overlap, the latency of one collective per layer is exposed.
+    if not machine.constants.overlap:
         delay = Cost(
             (stage.layers - 1) * machine.constants.latency * ((dense.size > 1) + (experts.size > 1))
         )
@@ -381,7 +410,7 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     def seen(cost: Cost, behind: float) -> Cost:
         return cost.seen(max(0.0, cost.seconds - behind))
 
-    # Once a step the collectives of a stage hide behind one of its micro-batches.
+    # Collectives of once per step overlap with one micro-batch of their stage.
     once = seen(gathered, forward) if once_weights else NOTHING
     once += seen(reduced + replicas, backward) if once_gradients else replicas
     each = NOTHING if once_weights else seen(gathered, forward)

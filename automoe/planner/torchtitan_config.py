@@ -1,8 +1,10 @@
-"""A planned run as a configuration module of torchtitan 0.3's trainer: ``automoe plan ... export=torchtitan``.
+"""Export of a planned run to torchtitan 0.3's trainer: ``automoe plan ... export=torchtitan``.
 
-torchtitan's meshes are automoe's without etp: dense pp x dp_replicate x dp_shard x cp x tp, experts pp x dp_replicate
-x efsdp x ep, ranks counted alike. With ep=1 it cuts experts over tp, as etp=tp does. What it has no setting for is
-refused where other ranks or another model would come of it, and named at the top of the file otherwise. No torch.
+The result is a Python module with torchtitan's ``Trainer.Config``. torchtitan's meshes are
+automoe's without etp: pp x dp_replicate x dp_shard x cp x tp for dense layers, pp x dp_replicate x
+efsdp x ep for experts, with ranks in the same order. With ep=1 torchtitan shards experts over tp,
+like etp=tp. A setting that torchtitan lacks is refused if it would change the ranks or the model;
+otherwise the top of the file names it. No torch.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from automoe.config.shipped import shipped_folder
 from automoe.errors import ConfigError
 from automoe.planner.time import step_time
 
-# conf/model: torchtitan's module, and its name there
+# name in conf/model: (torchtitan's module, torchtitan's flavour)
 MODELS = {
     "dsv3_671b": ("deepseek_v3", "671B"),
     "qwen3_30b_a3b": ("qwen3", "30B-A3B"),
@@ -40,14 +42,15 @@ MODELS = {
     "llama31_8b": ("llama3", "8B"),
     "llama31_70b": ("llama3", "70B"),
 }
-_NOT_SHAPE = ("hf_path", "upcycle", "initializer_range")  # of a model: where it starts
+# model keys for the start of training, not for the model's shape
+_NOT_SHAPE = ("hf_path", "upcycle", "initializer_range")
 
 
 def titan_model(model: ModelConfig) -> tuple[str, str]:
-    """torchtitan's module and name of the same model.
+    """Return torchtitan's module and flavour of the same model.
 
     Raises:
-        ConfigError: it has none, with a list of those that it has.
+        ConfigError: torchtitan has no such model; the message lists the models that it has.
     """
 
     def shape(one: ModelConfig) -> dict[str, object]:
@@ -56,7 +59,8 @@ def titan_model(model: ModelConfig) -> tuple[str, str]:
     folder = shipped_folder("conf") / "model"
     for name, found in MODELS.items():
         raw = yaml.safe_load((folder / f"{name}.yaml").read_text())
-        # Files that build on others say less; composing takes its time.
+        # Files with defaults omit keys, so missing keys count as equal. Composing is slow and comes
+        # last.
         alike = all(
             raw.get(key, getattr(model, key)) == getattr(model, key)
             for key in ("family", "num_layers")
@@ -74,7 +78,7 @@ def titan_model(model: ModelConfig) -> tuple[str, str]:
 
 # fmt: off
 def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
-    """What has to hold for torchtitan to train the same model on the same mesh, and by the same gradients."""
+    """Yield the rules under which torchtitan trains the same model on the same mesh."""
     model, train, parallel = config.model, config.train, config.parallel
     routed, kv_heads = model.num_moe_layers > 0, model.attention.num_kv_heads
     unit = mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1)
@@ -110,7 +114,9 @@ def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
 
 # fmt: on
 def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
-    """What the written file does not say, a line each: the key, and what torchtitan does instead."""
+    """Yield one line for each setting that the written file omits: key, and torchtitan's
+    behaviour.
+    """
     moe, parallel, train, names = (
         config.moe,
         config.parallel,
@@ -162,10 +168,11 @@ def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
 
 
 def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
-    """The source of a module whose function ``name`` returns torchtitan's ``Trainer.Config``.
+    """Return the source of a module whose function ``name`` returns torchtitan's
+    ``Trainer.Config``.
 
     Raises:
-        ConfigError: what torchtitan cannot train so, and what it could.
+        ConfigError: torchtitan cannot train this configuration; the message says what would work.
     """
     module, flavour = titan_model(config.model)
     check_rows(config, export_rows(config, mesh), mesh)
@@ -209,7 +216,7 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
             stages=_stages(config, mesh),
             saves=saves.saves or start is not None,
             every=saves.every or max(1, minutes),
-            keep=max(2, saves.keep),  # torchtitan keeps two or more, or all (0)
+            keep=max(2, saves.keep),  # torchtitan keeps at least two, or all (0)
             asynchronous="async" if saves.async_save else "disabled",
             start=f"\n            initial_load_path={str(start)!r},\n            initial_load_in_hf=True,"
             if start
@@ -221,20 +228,22 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
 
 
 def _recompute(names: Sequence[str]) -> str:
-    """torchtitan's activation checkpointing for the modules ``names``, as Python."""
+    """Return torchtitan's activation checkpointing for the modules ``names``, as Python source."""
     if not names:
         return "None"
     return "FullAC.Config()" if FULL in names else "SelectiveAC.Config()"
 
 
 def _folder(model: ModelConfig) -> Path | None:
-    """The checkpoint that training starts from, if it lies here."""
+    """Return the local folder of the checkpoint that training starts from; None if it is
+    not local.
+    """
     folder = Path(model.hf_path).expanduser().absolute() if model.hf_path else None
     return folder if folder and folder.is_dir() else None
 
 
 def _stages(config: Config, mesh: MeshShape) -> str:
-    """Names of the modules of every stage, as Python."""
+    """Return the module names of every pipeline stage, as Python source."""
     if mesh.pp == 1:
         return "None"
     parallel, count = config.parallel, mesh.pp * config.parallel.stages_per_rank
@@ -250,13 +259,15 @@ def _stages(config: Config, mesh: MeshShape) -> str:
 def write_titan(
     config: Config, mesh: MeshShape, config_name: str, words: list[str]
 ) -> tuple[Path, str]:
-    """Write the module; its file, and the command that trains with it.
+    """Write the torchtitan module; return its path and the command that trains with it.
 
     Args:
-        words: ``out=`` of a file that ends in .py, or of a folder, may be among them; else ``plans``.
+        words: command-line words; ``out=`` names a file that ends in .py, or a folder. The default
+            is ``plans``.
 
     Raises:
-        ConfigError: as ``titan_module``; another file is there, or it cannot be written.
+        ConfigError: torchtitan cannot train the configuration, another file exists at the path, or
+            the file cannot be written.
     """
     name = re.sub(r"\W", "_", config_name)
     path = Path(dict(word.split("=", 1) for word in words).get("out") or "plans").expanduser()

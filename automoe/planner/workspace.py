@@ -1,20 +1,25 @@
-"""What a layer's backward pass, and the head's, take for their own work beside what was kept for them.
+"""Temporary bytes of the backward pass of a layer and of the head, besides kept activations.
 
-Gradients of a layer's parts are made one part after another, the last part first, so the most is what one of them
-takes, with what of the layer is still kept then. With b bytes a number, T tokens, R rows of (token, expert) pairs on
-the rank, H hidden, I the experts' width, and W numbers of the rank's experts:
+The parts of a layer run their backward pass one after another, last part first. The layer's peak is
+therefore the largest sum of one part's temporaries and the activations still kept then. The table
+gives the temporaries with b bytes per element and these letters: T tokens, R rows of (token,
+expert) pairs on the rank, X rows that the experts read (T local, R received, or P T gathered from P
+ranks), H hidden, I expert width, W parameters of the rank's experts:
 
-    experts          b [R (2 H + 2 I) + X H + W]    gradients of their output, of gate and up, of the gathered rows, of
-                                                    the X rows that they read (T of the rank's own, R received, P T
-                                                    gathered from P ranks), and of
-                                                    the weights, which join those that are there when they are whole
-    or               b [R (H + 4 I) + W / 3]        before: the activation, its gradient, that of gate and up
-    with biases      b [R (3 H + 2 I) + W / 3]      each row's bias, and its gradient
-    loop             b [R H + 2 X H + W]            one expert at a time, each with a gradient of all X rows
-    dense FFN        b [2 T I + T H + its weights]  gradients of gate and up, less their product, which is done with
-    core attention   b [q, k, v and its output]     their gradients; of ``math``, twice the scores, wide
+    experts          b [R (2 H + 2 I) + X H + W]    gradients of: output, gate and up, gathered
+                                                    rows, the X rows, weights (which are added
+                                                    to the existing gradients once complete)
+    or, earlier      b [R (H + 4 I) + W / 3]        activation, its gradient, gradient of gate
+                                                    and up
+    with biases      b [R (3 H + 2 I) + W / 3]      bias of each row, and its gradient
+    loop             b [R H + 2 X H + W]            one expert at a time, each with a gradient
+                                                    of all X rows
+    dense FFN        b [2 T I + T H + weights]      gradients of gate and up, without their
+                                                    product, which is no longer used
+    core attention   b [q, k, v and output]         their gradients; for ``math``, twice the
+                                                    scores in at least float32
 
-The gradient of the residual, b T H, is there in all cases.
+The gradient of the residual stream, b T H, is added in all cases.
 """
 
 from __future__ import annotations
@@ -26,8 +31,9 @@ from automoe.config.rules_kernels import chunk_tokens
 from automoe.config.schema import ModelConfig
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, score_numbers
 
-# Operators of a CPU take the routed experts' backward in blocks of rows, those of CUDA as a whole: of the activation's
-# width, silu(gate); clamped: gate, its sigmoid, up and their product.
+# Rows of the expert width that CUDA's backward keeps for each activation: silu(gate) for swiglu;
+# gate, its sigmoid, up and their product for clamped_swiglu. CPU operators process blocks of rows
+# and keep none of these whole.
 _WHOLE_ROWS = {"swiglu": 1, "clamped_swiglu": 5}
 
 
@@ -36,9 +42,9 @@ class Workspace:
     """Bytes in the backward pass of one part of a layer.
 
     Attributes:
-        done: of what the layer has kept, what is used up and gone by then.
-        recompute: made again, or of results that another part reads.
-        temporaries: gradients on their way, and their operators' own scratch.
+        done: kept activations of the layer that are already freed.
+        recompute: recomputed activations, or results that another part reads.
+        temporaries: gradients in transit and scratch of the operators.
     """
 
     done: float = 0.0
@@ -58,11 +64,11 @@ def layer_workspaces(
     expert_numbers: int,
     ffn_numbers: int,
 ) -> list[Workspace]:
-    """Of each part of a layer, in the order of a backward pass.
+    """Return the backward workspace of each part of a layer, in the order of the backward pass.
 
     Args:
-        expert_numbers: W, weights of the rank's routed experts in this layer.
-        ffn_numbers: the weights of its dense or shared FFN on this rank.
+        expert_numbers: W, number of parameters of the rank's routed experts in this layer.
+        ffn_numbers: number of parameters of the layer's dense or shared FFN on this rank.
     """
 
     def kept(modules: frozenset[str]) -> dict[str, float]:
@@ -86,7 +92,8 @@ def layer_workspaces(
         found.append(Workspace(0.0, read + all_again + again, ffn))
     gone = 0.0
     if routed:
-        # The shared experts' backward is over on one stream; on two it runs beside this.
+        # On a CPU the shared experts' backward is over by now; on CUDA a second stream may run it
+        # at the same time.
         gone = kept_now["ffn"] * load.on_cpu
         experts = _experts_temporaries(model, load, expert_numbers) + residual * (1 + bool(width))
         found.append(_used_up(gone, read + dropped.get("moe", 0.0), all_again, experts))
@@ -102,7 +109,7 @@ def layer_workspaces(
 
 
 def _used_up(gone: float, again: float, all_again: float, temporaries: float) -> Workspace:
-    # Of a layer that is recomputed whole, what is used up is part of what was made again.
+    # In a fully recomputed layer, the freed activations were recomputed ones, not kept ones.
     used = gone if all_again else 0.0
     return Workspace(gone - used, again + all_again - used, temporaries)
 
@@ -128,7 +135,7 @@ def _experts_temporaries(model: ModelConfig, load: TokenLoad, expert_numbers: in
 
 def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
     attention, scores = model.attention, 0.0
-    if load.scores:  # their gradient, before and after the softmax
+    if load.scores:  # gradient of the scores, before and after the softmax
         scores = 2 * max(4, load.number_bytes) * score_numbers(load, attention.num_heads)
     if attention.kind == "gqa":
         numbers = load.tokens * attention.num_heads + load.kv_tokens * max(
@@ -150,20 +157,23 @@ def head_workspace_bytes(
     trained: bool = True,
     on_cpu: bool = False,
 ) -> float:
-    """Peak of the chunked cross-entropy: hidden states, normed and not, their gradient, and the most of three moments.
+    """Return the peak bytes of the chunked cross-entropy of the output head.
 
-    One chunk of logits, wide, beside the one before and a trained head's gradient, which is wide; that gradient and
-    what a chunk adds to it, or its stored copy; in the backward pass both gradients as they are kept, and scaled.
+    The hidden states, their normed values and their gradient are always counted. The largest of
+    three moments is added: a wide (at least float32) chunk of logits with the chunk before it and
+    the wide gradient of a trained head; this gradient with a chunk's contribution or its stored
+    copy; both gradients in the backward pass, as kept and scaled.
 
     Args:
-        tokens: of the micro-batch on this rank; each tp rank takes those of all, and its part of the vocabulary.
+        tokens: tokens of the micro-batch on this rank; each tp rank processes the tokens of all tp
+            ranks with its part of the vocabulary.
     """
     wide = max(4, bytes_per_number)
-    narrower = bytes_per_number * (bytes_per_number < wide)  # else in place
+    narrower = bytes_per_number * (bytes_per_number < wide)  # equal widths are converted in place
     tokens, rows = tokens * tp, -(-model.vocab_size // tp)
     chunk = chunk_tokens(tokens, model.hidden_size)
     before = bytes_per_number * (chunk < tokens)
-    rounding = wide * on_cpu * (narrower > 0)  # a CPU's product is rounded from a copy
+    rounding = wide * on_cpu * (narrower > 0)  # a CPU rounds the product from a wide copy
     gradient = model.hidden_size * rows * trained
     hidden = bytes_per_number * tokens * model.hidden_size
     return float(

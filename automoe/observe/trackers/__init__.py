@@ -1,8 +1,9 @@
-"""Experiment trackers: Weights & Biases, TensorBoard and MLflow, a file each; several at once, or none.
+"""Experiment trackers: Weights & Biases, TensorBoard and MLflow, one module each.
 
-A tracker is a convenience: once training begins, no service that dies and no network costs the run more than a warning.
-What trackers show is in ``metrics.jsonl`` in any case. A package that is missing is an error before ranks start
-(``automoe.launch.hardware``). The ids by which a run goes on are in ``run_dir/trackers.json``.
+A run may have several trackers or none. During training, a failing service or network costs only a
+warning, because ``metrics.jsonl`` always has everything that trackers show. A missing package is an
+error before ranks start (``automoe.launch.hardware``). ``run_dir/trackers.json`` has the ids under
+which a resumed run continues.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from automoe.observe.trackers.base import WITHOUT, About, Outcome, Tracker, one_
 from automoe.storage.sealed import read_json, replace_json
 
 IDS_FILE = "trackers.json"
-SWEEP_FILE = "sweep.json"  # in the folder above that of a sweep's job
+# A sweep's folder has this file; the folder of each job is inside the sweep's folder.
+SWEEP_FILE = "sweep.json"
 
 
 class Trackers:
-    """Every tracker that a run has, as one; in the one process that records it (rank 0)."""
+    """All trackers of a run behind one interface, in the process that records the run (rank 0)."""
 
     def __init__(
         self, opened: dict[str, Tracker], config: Config, warn: Callable[[str], object]
@@ -35,22 +37,22 @@ class Trackers:
         }
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Send the numbers of a step's record (the keys of ``metrics.jsonl``)."""
+        """Send the numbers of a step's record (keys of ``metrics.jsonl``)."""
         numbers = {
             key: float(value) for key, value in record.items() if isinstance(value, (int, float))
         }
         self._each(lambda tracker: tracker.log(record["step"], numbers))
 
     def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
-        """Send a table of texts, such as answers to ``observe.samples``."""
+        """Send a table of texts, such as answers to the prompts of ``observe.samples``."""
         self._each(lambda tracker: tracker.texts(step, name, rows))
 
     def rewind(self, step: int) -> None:
-        """The run goes back to the end of ``step``."""
+        """Tell the trackers that the run returns to the end of ``step``."""
         self._each(lambda tracker: tracker.rewind(step))
 
     def finish(self, outcome: Outcome) -> None:
-        """Close all; whatever is called later does nothing."""
+        """Close all trackers; later calls do nothing."""
         self._each(lambda tracker: tracker.finish(outcome))
         self._open.clear()
 
@@ -58,9 +60,7 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             try:
                 call(tracker)
-            except (
-                Exception
-            ) as error:  # its service died, its disk is full: nothing of training depends on it
+            except Exception as error:  # A dead service or a full disk must not stop training.
                 self._warn(f"{name} stopped working ({one_line(error, self._config)}); {WITHOUT}")
                 del self._open[name]
 
@@ -71,14 +71,16 @@ def make_trackers(
     resume_step: int | None = None,
     warn: Callable[[str], object] | None = None,
 ) -> Trackers:
-    """Open the trackers that ``config.observe`` asks for.
+    """Open the trackers that ``config.observe`` selects.
 
     Args:
-        resume_step: the last step of this run that stays; None is a new run, for which trackers begin anew.
-        warn: told, in one line, what does not work; prints to standard error by default.
+        resume_step: last step of this run's record that is kept; None: a new run, for which
+            trackers start anew.
+        warn: function that shows one line to the user; default: standard error.
 
     Raises:
-        BackendError: a package does not import. Nothing else that a tracker's library raises comes through.
+        BackendError: a package cannot be imported. Other errors of a tracker's library become
+            warnings.
     """
     warn = warn or (lambda text: print(f"automoe: {text}", file=sys.stderr))
     ids = _read_ids(run_dir) if resume_step is not None else {}
@@ -102,12 +104,12 @@ def make_trackers(
             opened[name] = import_module(f"automoe.observe.trackers.{module}").start(config, about)
         except AutomoeError:
             raise
-        except Exception as error:  # a service that is not there, a login, a full disk
+        except Exception as error:  # for example no service, no login, or a full disk
             warn(f"{name} does not work ({one_line(error, config)}); {WITHOUT}")
     ids |= {name: tracker.id for name, tracker in opened.items() if tracker.id}
     if ids:
         replace_json(run_dir / IDS_FILE, ids)
-    else:  # those of an earlier run that was here
+    else:  # Remove the ids of an earlier run in this directory.
         (run_dir / IDS_FILE).unlink(missing_ok=True)
     return Trackers(opened, config, warn)
 
@@ -122,7 +124,10 @@ def _asked(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _read_ids(run_dir: Path) -> dict[str, str]:
-    """Tracker -> id; empty where none is known, or the file is damaged: then each begins a run of its own."""
+    """Return the id of each tracker.
+
+    The result is empty if the file is missing or damaged; trackers then start new runs.
+    """
     try:
         return {name: str(one) for name, one in read_json(run_dir / IDS_FILE).items()}
     except (OSError, ValueError):

@@ -1,4 +1,6 @@
-"""What every tracker is given and does. A tracker is a file beside this one, by its own library."""
+"""Interface of the experiment trackers; each tracker is a file of this package and uses its own
+library.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ WITHOUT = "training goes on without it"
 
 @dataclass(frozen=True)
 class About:
-    """A run as trackers show it.
+    """Description of a run that a tracker receives.
 
     Attributes:
-        config: as plain dictionaries, without what the environment holds.
-        resume_step: the last step that stays of the record that is there; None is a new run.
-        earlier: id by which this tracker knows the run already; empty where it does not.
-        warn: takes a line for the user.
+        config: plain dictionaries, without values from the environment.
+        resume_step: last step of the existing record that is kept; None: a new run.
+        earlier: this tracker's id of the run from an earlier start; "" if there is none.
+        warn: function that shows a line to the user.
     """
 
     name: str
@@ -37,33 +39,37 @@ class About:
 
 
 class Tracker(Protocol):
-    """One open tracker. Whatever a method raises ends its use with a warning, and training goes on.
+    """An open tracker. If a method raises, the tracker is closed with a warning and training goes
+    on.
 
     Attributes:
-        id: by which the next start of the run finds it again; empty where files in ``run_dir`` are all there is.
-        places: what to tell the user, by name: a page, a folder.
+        id: key under which the next start of the run finds it; "" if files in ``run_dir`` suffice.
+        places: name -> page or folder to show to the user.
     """
 
     id: str
     places: dict[str, str]
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Record a step; one that is there already is repeated after a fall back, and the later one counts."""
+        """Record a step. After a fallback to a checkpoint a step may be repeated; the later record
+        counts.
+        """
 
     def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
-        """Record a table of texts; every row has the same columns."""
+        """Record a table of texts; all rows have the same columns."""
 
     def rewind(self, step: int) -> None:
-        """Steps after ``step`` are run again."""
+        """Announce that the steps after ``step`` will run again."""
 
     def finish(self, outcome: Outcome) -> None:
-        """Write what waits, and close."""
+        """Write pending data and close."""
 
 
 def one_line(error: Exception, config: Config) -> str:
-    """An error of a library for a warning, without a login in an address.
+    """Return the one-line text of a library's error for a warning, with logins in addresses masked.
 
-    Its kind alone where an address or name is from the environment: libraries repeat those in pieces.
+    If the configuration has an address or name from the environment, return only the error's type,
+    because libraries repeat parts of such values.
     """
     kind = type(error).__name__
     if any(isinstance(value, FromEnvironment) for value in vars(config.observe).values()):
@@ -72,5 +78,5 @@ def one_line(error: Exception, config: Config) -> str:
 
 
 def hidden(address: str) -> str:
-    """``https://***@host`` in place of ``https://user:password@host``; ``?token=***``."""
+    """Mask logins: ``https://***@host`` for ``https://user:password@host``; and ``?token=***``."""
     return SECRET.sub(r"\1***", LOGIN.sub("://***@", address))

@@ -1,4 +1,4 @@
-"""MLflow: a server, or a folder (``observe.mlflow=URI``)."""
+"""MLflow tracker: a server or a folder (``observe.mlflow=URI``)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from automoe.errors import import_backend
 from automoe.observe.trackers.base import About, Outcome, hidden, one_line
 
 STATUS: dict[Outcome, str] = {"done": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
-# For one request while training waits; MLflow's own are two minutes and seven retries.
+# Limits of one request, during which training waits. MLflow's own are two minutes and seven
+# retries.
 WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
 
 class MlflowTracker:
-    """A run on a server or in a folder. Of a step that is repeated MLflow keeps both points; the later one is last."""
+    """An MLflow run on a server or in a folder. MLflow keeps both points of a repeated step, in
+    order.
+    """
 
     def __init__(self, client: Any, run: Any, place: str) -> None:
         self._client, self.id = client, str(run.info.run_id)
@@ -46,19 +49,22 @@ class MlflowTracker:
         )
 
     def rewind(self, step: int) -> None:
-        """Nothing: points cannot be taken back."""
+        """Do nothing: MLflow cannot remove points."""
 
     def finish(self, outcome: Outcome) -> None:
         self._client.set_terminated(self.id, STATUS[outcome])
 
 
 def start(config: Config, about: About) -> MlflowTracker:
-    """Begin the run, or go on with it; where the server does not know it any more, begin it, with a warning."""
+    """Start an MLflow run, or continue the earlier one.
+
+    If the server no longer has the earlier run, start a new one with a warning.
+    """
     uri = config.observe.mlflow
     shown = uri.written if isinstance(uri, FromEnvironment) else hidden(uri)
     for name, value in (WAITS | {"MLFLOW_DISABLE_TELEMETRY": "true"}).items():
         os.environ.setdefault(name, value)
-    if "://" not in uri:  # MLflow asks to be told that a folder is meant
+    if "://" not in uri:  # MLflow requires this variable before it writes to a folder.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         uri = str(Path(uri).expanduser().absolute())
     mlflow = import_backend("mlflow", f"observe.mlflow={shown}", "pip install mlflow-skinny")
@@ -77,6 +83,6 @@ def start(config: Config, about: About) -> MlflowTracker:
     tags = {tag: "true" for tag in about.tags} | ({"group": about.group} if about.group else {})
     run = client.create_run(number, run_name=about.name, tags=tags)
     values = [mlflow.entities.Param(key, str(value)) for key, value in flat(about.config).items()]
-    for first in range(0, len(values), 100):  # as many as one request may have
+    for first in range(0, len(values), 100):  # a request takes at most 100 parameters
         client.log_batch(run.info.run_id, params=values[first : first + 100])
     return MlflowTracker(client, run, shown)

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in ``run_dir/tensorboard`` (``observe.tensorboard``)."""
+"""TensorBoard tracker: event files in ``run_dir/tensorboard`` (``observe.tensorboard``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardTracker:
-    """An open event file. A file that begins with a purge step makes readers forget later steps of those before it."""
+    """An open event file.
+
+    A file that starts with a purge step makes readers ignore later steps of earlier files.
+    """
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         needed = "pip install tensorboard"
@@ -32,10 +35,10 @@ class TensorBoardTracker:
         for key, value in numbers.items():
             if key != "step":
                 self.events.add_scalar(key, value, step)
-        self.events.flush()  # a run that is killed has its steps
+        self.events.flush()  # A killed run keeps the steps written so far.
 
     def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
-        """As indented blocks: what the text says is not Markdown."""
+        """Record texts as indented blocks, because their content is not Markdown."""
         shown = [
             "\n\n".join(textwrap.indent(text, "    ", lambda line: True) for text in row.values())
             for row in rows
@@ -52,7 +55,9 @@ class TensorBoardTracker:
 
 
 def start(config: Config, about: About) -> TensorBoardTracker:
-    """Begin the run, an earlier one's files set aside as ``tensorboard.1``, or go on with it."""
+    """Start or continue a TensorBoard record; a new run renames an earlier folder to
+    ``tensorboard.1``.
+    """
     folder, number = about.run_dir / FOLDER, 1
     if about.resume_step is None and folder.exists():
         while (aside := folder.with_name(f"{FOLDER}.{number}")).exists():

@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline (``observe.wandb``)."""
+"""Weights & Biases tracker, online or offline (``observe.wandb``)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from automoe.config.schema import Config
 from automoe.errors import import_backend
 from automoe.observe.trackers.base import About, Outcome, one_line
 
-INIT_TIMEOUT_S = (
-    30  # unless WANDB_INIT_TIMEOUT says otherwise; its own default would hold up a run for 90
-)
-FINISH_TIMEOUT_S = 60  # upload of what is left at the end
+# Used unless WANDB_INIT_TIMEOUT is set; W&B's default would delay a run by 90 s.
+INIT_TIMEOUT_S = 30
+FINISH_TIMEOUT_S = 60  # seconds to upload remaining data at the end
 
 
 class WandbTracker:
-    """A started W&B run. Steps are a metric of their own, since W&B drops a step that it has seen before."""
+    """A started W&B run. ``step`` is a metric of its own, because W&B drops records of a repeated
+    step.
+    """
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -38,24 +39,24 @@ class WandbTracker:
         self._run.log({name: table, "step": step})
 
     def rewind(self, step: int) -> None:
-        """Nothing: a repeated step is a second point at its place."""
+        """Do nothing: a repeated step becomes a second point at the same place."""
 
     def finish(self, outcome: Outcome) -> None:
         self._run.finish(exit_code=int(outcome == "failed"))
 
 
 def start(config: Config, about: About) -> WandbTracker:
-    """Begin the run, or go on with it.
+    """Start a W&B run, or continue the earlier one; never prompt.
 
-    Online without a login or a network becomes offline, with a warning: its files can be sent later with ``wandb
-    sync``. Never asks.
+    Without a login or a network, an online run becomes an offline run with a warning; ``wandb
+    sync`` can send its files later.
     """
     wandb = import_backend("wandb", f"observe.wandb={config.observe.wandb}", "pip install wandb")
     if config.observe.wandb == "online":
         try:
             return WandbTracker(_init(wandb, config, about, "online"))
-        # Whatever its service process, the network or a full disk makes it raise: its own errors, and OSErrors,
-        # timeouts and assertions from its client.
+        # W&B raises many types: its own errors, and OSErrors, timeouts and assertions of its
+        # client, caused by its service process, the network or a full disk.
         except Exception as error:
             then = "recording offline, send it later with `wandb sync`"
             about.warn(f"W&B does not work online ({one_line(error, config)}); {then}")
@@ -63,15 +64,13 @@ def start(config: Config, about: About) -> WandbTracker:
 
 
 def _init(wandb: Any, config: Config, about: About, mode: str) -> Any:
-    settings: dict[str, Any] = {
-        "silent": True,
-        "console": "off",
-    }  # its lines would break the aligned ones
+    # W&B's own output would break the aligned step lines.
+    settings: dict[str, Any] = {"silent": True, "console": "off"}
     if "WANDB_INIT_TIMEOUT" not in os.environ:
         settings["init_timeout"] = INIT_TIMEOUT_S
     settings |= {"finish_timeout": FINISH_TIMEOUT_S, "finish_timeout_raises": True}
     wandb.setup(wandb.Settings(silent=True))
-    # Asked before init, which would stop and prompt in a terminal.
+    # The login is checked before init, which would stop and prompt in a terminal.
     if mode == "online" and not wandb.login(prompt=False):
         raise LookupError("no login: set WANDB_API_KEY or run `wandb login`")
     return wandb.init(

@@ -1,4 +1,4 @@
-"""The page of a plan: one HTML file with its numbers and pictures, for whoever decides about the GPUs."""
+"""HTML page of a plan, with numbers and plots, for people who decide about GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ MARK = '<meta name="generator" content="automoe plan">'
 
 
 def check_page(path: Path) -> None:
-    """Raises: ConfigError: the page cannot be written to ``path``, or another file would be lost."""
+    """Check that a page can be written to ``path``.
+
+    Raises:
+        ConfigError: the page cannot be written, or it would overwrite a file that is not a plan's
+            page.
+    """
     if path.is_dir():
         raise ConfigError("html", str(path), "it is a folder", f"Write html={path}/plan.html")
     if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
@@ -40,10 +45,10 @@ def check_page(path: Path) -> None:
 
 
 def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> None:
-    """Write the page to ``path``, in place of an earlier page of a plan.
+    """Write the plan's page to ``path``, replacing an earlier page of a plan.
 
     Raises:
-        ConfigError: ``check_page``, or the system's reason.
+        ConfigError: ``check_page`` refuses the path, or the file cannot be written.
     """
     check_page(path)
     summary, *tables = plan_tables(config, plan)
@@ -72,7 +77,7 @@ def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> 
 
 
 def _verdict(config: Config, plan: Plan) -> tuple[str, str]:
-    """(colour's class, words) on whether a rank's memory suffices."""
+    """Return (CSS class, text) that says whether the memory of a rank suffices."""
     limit = config.cluster.memory_bytes
     if not limit:
         return "", f"{config.cluster.name} has no limit of memory"
@@ -112,7 +117,7 @@ def _numbers(config: Config, plan: Plan) -> list[tuple[str, str]]:
 
 
 def _pictures(config: Config, plan: Plan) -> list[tuple[str, dict[str, Any]]]:
-    """(heading, picture) in reading order."""
+    """Return (heading, picture) of each plot in reading order."""
     from automoe.observe.mesh_view import draw_mesh
     from automoe.observe.plot_style import DPI
     from automoe.planner.views.plan_plots import draw_memory, draw_schedule, draw_time
@@ -137,7 +142,7 @@ def _pictures(config: Config, plan: Plan) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _as_data(table: Table) -> dict[str, Any]:
-    """A table of the terminal as the template takes it."""
+    """Convert a terminal table to the form that the template takes."""
     columns = [(str(column.header), column.justify == "right") for column in table.columns]
     return {"title": table.title, "columns": columns, "rows": _rows(table), "note": table.caption}
 

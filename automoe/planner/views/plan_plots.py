@@ -1,4 +1,4 @@
-"""The pictures of a plan: what a step is spent on and sends, memory of every pipeline rank, the pipeline's schedule."""
+"""Plots of a plan: time and traffic of a step, memory per pipeline rank, pipeline schedule."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from automoe.planner.reserve import reserve
 from automoe.planner.schedule import Span
 from automoe.planner.time import StepTime, step_spans
 
-WIDE = 10.5  # inches
-# What stands together in a bar of memory: (name, fields of RankMemory, colour).
+WIDE = 10.5  # figure width in inches
+# Parts of the memory bars: (name, fields of RankMemory, colour).
 MEMORY = (
     ("weights", ("weights", "averages"), "#7fa8d1"),
     ("moments", ("moments",), CELLS[0]),
@@ -41,15 +41,16 @@ MEMORY = (
     ("cross-entropy", ("head",), CELLS[4]),
     ("temporaries", ("temporaries",), CELLS[3]),
 )
-# A rank's first stage is pale, its last one halfway to the strong colour.
+# A rank's first stage has the pale colour; its last stage is halfway to the full colour.
 FORWARD, BACKWARD, AGAIN, IDLE = (CELLS[0], BLUE), (CELLS[2], GREEN), (CELLS[1], ORANGE), "#eceff2"
-WHOLE = 72  # actions of a rank up to which its whole step is drawn
-LONGEST = 64  # actions of the first and of the last part, else
-MARGIN, DIGIT = 0.06, 0.05  # inches of an action that its micro-batch's number needs
+WHOLE = 72  # With at most this many actions per rank, the whole step is drawn.
+LONGEST = 64  # Otherwise the drawn first and last parts have at most this many actions each.
+# Inches of margin and per digit that an action needs to show its micro-batch number.
+MARGIN, DIGIT = 0.06, 0.05
 
 
 def time_parts(time: StepTime) -> list[tuple[str, float]]:
-    """(name, seconds) of all that a step is spent on."""
+    """Return (name, seconds) of every part of a step."""
     parts = [
         ("computing", time.compute),
         *time.communication.items(),
@@ -61,7 +62,7 @@ def time_parts(time: StepTime) -> list[tuple[str, float]]:
 
 @rc_context(RC)
 def draw_time(plan: Plan) -> Figure:
-    """Seconds of a step by part, and the bytes that a rank sends by axis where it sends any."""
+    """Draw the seconds of a step by part, and the bytes that a rank sends by axis, if any."""
     time = plan.time
     parts, sent = (
         time_parts(time),
@@ -111,7 +112,9 @@ def _bars(
 
 @rc_context(RC)
 def draw_memory(config: Config, plan: Plan) -> Figure:
-    """Two stacked bars a pipeline rank, at even load of experts and at twice, beside the GPU's limit."""
+    """Draw each pipeline rank's memory at even and at twice the even expert load, and the GPU's
+    limit.
+    """
     pairs, limit = (
         list(zip(plan.ranks, plan.uneven_ranks, strict=True)),
         config.cluster.memory_bytes,
@@ -169,7 +172,10 @@ def draw_memory(config: Config, plan: Plan) -> Figure:
 
 @rc_context(RC)
 def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
-    """A row a pipeline rank, its actions over time; and what of the step is drawn."""
+    """Draw the actions of every pipeline rank over time; return the figure and its caption.
+
+    The caption says which part of the step is drawn.
+    """
     spans, again = step_spans(config, plan.mesh)
     pp, end = plan.mesh.pp, max(span.end for span in spans)
     first, last = _ends(spans, pp, end)
@@ -184,7 +190,7 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
     )
     turns = max(span.stage for span in spans) // pp + 1
     for axis, (low, high) in zip(axes, windows, strict=True):
-        inches = (WIDE - 1.2) / sum(ratios)  # of a second
+        inches = (WIDE - 1.2) / sum(ratios)  # inches per second
         axis.axvspan(low, high, color=IDLE, zorder=0)
         for rank in range(pp):
             mine = [
@@ -229,10 +235,15 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
 
 
 def _ends(spans: list[Span], pp: int, end: float) -> tuple[float, float]:
-    """Seconds until which the first part of a long step is drawn, and from which the last; all of it, if they meet."""
+    """Return the end of a long step's first drawn part and the start of its last drawn part, in
+    seconds.
+
+    Returns (``end``, 0) if the whole step is drawn.
+    """
     if len(spans) <= WHOLE * pp:
         return end, 0.0
-    # Until every rank alternates, and from when one no longer does.
+    # The first part ends once every rank has run a backward; the last part starts once a rank has
+    # run its last forward.
     backwards = [
         min(s.end for s in spans if s.rank == rank and s.kind != "F") for rank in range(pp)
     ]
@@ -244,7 +255,9 @@ def _ends(spans: list[Span], pp: int, end: float) -> tuple[float, float]:
 
 
 def _cells(span: Span, again: float, turns: int, pp: int) -> Iterator[tuple[float, float, str]]:
-    """(start, seconds, colour) of an action; a backward pass begins with what it runs again."""
+    """Yield (start, seconds, colour) for each part of an action: recomputation first, then the
+    pass.
+    """
     strong = 0.5 * (span.stage // pp) / max(1, turns - 1)
 
     def colour(pair: tuple[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""A plan as a person reads it: mesh views, parameters, bytes per rank, the step's tokens, warnings."""
+"""Console output of a plan: mesh views, parameters, bytes per rank, batch, time, warnings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from automoe.observe.summary import render_mesh_text, short_number
 from automoe.planner.plan import Plan, gib, make_plan
 from automoe.planner.reserve import process_groups
 
-MAX_ROWS = 8  # pipeline ranks shown one by one
-SEEN = 0.0005  # share of the parameters below which a part is not named
-STAGES_WIDTH = 80  # columns of their table, which numbers cut short would make worthless
+MAX_ROWS = 8  # larger pipelines are not shown rank by rank
+SEEN = 0.0005  # Parts with a smaller share of all parameters are not listed.
+STAGES_WIDTH = 80  # Minimum width of the stages table, because a truncated number is worthless.
 
 _MOMENTS = {
     "backward": "in a layer's backward pass",
@@ -34,10 +34,10 @@ _TEMPORARIES = {
 
 
 def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) -> Plan:
-    """Print the plan of a validated configuration, at the width of the terminal, and return it."""
+    """Print the plan of a validated configuration at the terminal's width, and return the plan."""
     plan = make_plan(config, mesh)
     console = console or Console(highlight=False)
-    # Mesh grids are laid out by columns; wrapping would tear them.
+    # Mesh grids are aligned by columns, which wrapping would destroy.
     console.print(render_mesh_text(mesh), soft_wrap=True, markup=False, highlight=False)
     for table in plan_tables(config, plan):
         narrow = len(table.columns) > 5 and console.width < STAGES_WIDTH
@@ -51,7 +51,10 @@ def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) 
 
 
 def plan_tables(config: Config, plan: Plan) -> list[Table]:
-    """All that is said of a plan but its meshes and warnings, in reading order; the first table has no headings."""
+    """Return all tables of a plan in reading order, without its meshes and warnings.
+
+    The first table has no headings.
+    """
     stages = [_stages_table(plan)] if plan.mesh.pp > 1 else []
     time = _time_table(config, plan)
     return [
@@ -284,7 +287,7 @@ def _checkpoint_table(config: Config, plan: Plan) -> Table:
 
 def _stages_table(plan: Plan) -> Table:
     in_flight, *sizes = map(_number, ("in flight", "state", "gathered", "activations", "peak"))
-    in_flight.no_wrap = False  # of many stages a rank
+    in_flight.no_wrap = False  # The cell wraps, because a rank may have many stages.
     table = _titled(
         "pipeline ranks", _number("pp"), Column("layers"), _number("params"), in_flight, *sizes
     )
@@ -343,7 +346,7 @@ def _join(numbers: list[int]) -> str:
 
 
 def _spans(layers: list[int]) -> str:
-    """``0-3 16-19``: runs of consecutive layers."""
+    """Format layer numbers as runs of consecutive layers: ``0-3 16-19``."""
     starts = [layer for layer in layers if layer - 1 not in layers]
     ends = [layer for layer in layers if layer + 1 not in layers]
     return " ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))

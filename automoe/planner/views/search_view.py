@@ -1,4 +1,6 @@
-"""What a search over meshes found, as a person reads it: the best, what a step is spent on, why the others fell out."""
+"""Console output of a mesh search: best candidates, their time by part, and why others were
+excluded.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from automoe.planner.plan import gib
 from automoe.planner.search import Search
 from automoe.planner.time import StepTime
 
-SEEN = 0.005  # share of a step below which a part is not named
+SEEN = 0.005  # Parts with a smaller share of a step's time are not listed.
 
 
 def print_search(config: Config, search: Search, console: Console) -> None:
-    """The best candidates, three lines each, and the account of the rest."""
+    """Print the best candidates in a few lines each, and why the others were excluded."""
     cluster = config.cluster
     console.print(
         f"[bold]{search.world_size:,} {'rank' if search.world_size == 1 else 'ranks'}[/] of {cluster.name}, "
@@ -58,7 +60,7 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
 
 
 def _parts(time: StepTime) -> list[tuple[str, float]]:
-    """(name, seconds) of what a step is spent on, what matters alone."""
+    """Return (name, seconds) of the parts of a step that exceed the share ``SEEN``."""
     parts = [
         ("compute", time.compute),
         *time.communication.items(),
@@ -69,7 +71,9 @@ def _parts(time: StepTime) -> list[tuple[str, float]]:
 
 
 def why_slower(best: Candidate, other: Candidate) -> str:
-    """``is 3.1% slower: ep +0.81 s, bubble +0.30 s, compute -0.12 s``."""
+    """Describe why ``other`` is slower: ``is 3.1% slower: ep +0.81 s, bubble +0.30 s, compute -0.12
+    s``.
+    """
     if best.speed == other.speed:
         return "is as fast: the plan cannot tell them apart"
     mine, theirs = (

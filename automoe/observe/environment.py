@@ -1,0 +1,45 @@
+"""Versions and hardware of the process that records a run. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from automoe import __version__
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "torchtitan",
+    "triton",
+    "numpy",
+    "hydra-core",
+    "wandb",
+)
+
+
+def describe_environment() -> dict[str, str]:
+    """Return versions and hardware as text.
+
+    Packages are not imported. The GPU's name is included only if torch is already loaded.
+    """
+    environment = {
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} usable",
+        "python": platform.python_version(),
+        "automoe": __version__,
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        environment["gpu"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    for package in PACKAGES:
+        try:
+            environment[package] = version(package)
+        except PackageNotFoundError:
+            environment[package] = "not installed"
+    return environment
