@@ -35,7 +35,10 @@ LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
 SWEEP_FILE = "sweep.json"
 # Frames between the start of a rank and a line of the recipe say nothing.
-_LOADERS = (os.path.join("automoe", "launch", "worker.py"), os.path.join("automoe", "shipped.py"))
+_LOADERS = (
+    os.path.join("automoe", "launch", "worker.py"),
+    os.path.join("automoe", "config", "shipped.py"),
+)
 _IMPORTS = ("<frozen importlib", os.path.dirname(importlib.__file__) + os.sep)
 
 

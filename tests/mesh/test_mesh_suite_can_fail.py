@@ -34,7 +34,7 @@ WINDOWS = Case("gpt-oss", dict(cp=2, etp=2), rows=4)
 
 # fault, the mesh it is put in, and the first thing that differs: step, kind, part of the name
 FAULTS = [
-    (faults.expert_gradients_divided_by_ep_shard, FOLDED, 0, "gradient", "mlp.experts.w_"),
+    (faults.expert_gradients_divided_by_ep_shard, FOLDED, 0, "gradient", "mlp.experts."),
     (faults.gradients_averaged_over_replicas, HYBRID, 0, "gradient", "embed_tokens"),
     (faults.balance_loss_gradient_dropped, TWO, 0, "gradient", ""),
     (faults.norm_of_this_rank, TWO, 0, "gradient norm", ""),
@@ -54,7 +54,7 @@ FAULTS = [
     (faults.gradients_of_the_last_micro_batch_only, ALONE, 0, "loss", ""),
     (faults.pipeline_averages_micro_batches, STAGES, 0, "gradient", "embed_tokens"),
     (faults.experts_left_out_of_the_optimizer, TWO, 1, "loss", ""),
-    (faults.gradients_averaged_over_expert_replicas, EXPERT_COPIES, 0, "gradient", "mlp.experts.w_"),
+    (faults.gradients_averaged_over_expert_replicas, EXPERT_COPIES, 0, "gradient", "mlp.experts."),
     (faults.gradients_of_copies_not_summed_over_tp, TENSOR, 0, "gradient", "norm"),
     (faults.gradients_of_copies_summed_on_one_tp_rank_only, TENSOR, 1, "loss", ""),
     (faults.loss_counted_by_every_tp_rank, TENSOR, 0, "loss", ""),

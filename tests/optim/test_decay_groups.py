@@ -15,9 +15,9 @@ from tests.support.hf_models import SMALL_MODELS, small_hf_model
 
 DECAYS = re.compile(
     r"(embed_tokens|lm_head|(q|k|v|o|gate|up|down|output_gate)(_a|_b)?(_proj)?(_with_mqa)?|kv_[ab]_proj(_with_mqa)?"
-    r"|router|conv1d|in_proj_qkvz|in_proj_ba|out_proj)\.weight$|\.experts\.w_(gate_up|down)$"
+    r"|router|conv1d|in_proj_qkvz|in_proj_ba|out_proj)\.weight$|\.experts\.(gate_up|down)_proj$"
 )
-STAYS = re.compile(r"norm\.weight$|\.bias$|\.experts\.b_(gate_up|down)$|\.sinks$|\.A_log$|\.dt_bias$")
+STAYS = re.compile(r"norm\.weight$|\.bias$|\.experts\.(gate_up|down)_proj_bias$|\.sinks$|\.A_log$|\.dt_bias$")
 
 
 @pytest.mark.parametrize("name", ["dsv3", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "llama_odd", "mixtral"])
@@ -35,4 +35,4 @@ def test_every_parameter_by_name(name: str, tmp_path: Path) -> None:
         assert bool(matrix) != bool(other), f"{parameter} is in both lists or in none"
         assert value == (0.25 if matrix else 0.0), parameter
     if name == "gpt_oss":
-        assert sum(".b_" in parameter for parameter in decay) == 2 * model.config.num_layers
+        assert sum("_proj_bias" in parameter for parameter in decay) == 2 * model.config.num_layers

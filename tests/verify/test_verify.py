@@ -118,7 +118,7 @@ def test_a_wrong_gradient_is_named(ranks: RankPool, small: list[str], number: in
     assert first.kind == "gradient" and first.name == "layers.1.mlp.experts.gate_up_proj"
     assert first.error == pytest.approx(0.5, rel=1e-4)
     assert first.got == pytest.approx(first.expected / 2, rel=1e-2) and len(first.index) == 4
-    unnamed = [c for c in result.different if c.kind == "gradient" and "experts.w_" not in c.name]
+    unnamed = [c for c in result.different if c.kind == "gradient" and "mlp.experts." not in c.name]
     assert not unnamed
 
 
