@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from automoe.config.schema import Config
-from automoe.config.shipped import find_recipe, import_recipe, own_recipe
+from automoe.config.shipped import find_recipe, import_recipe, own_recipe, source_of
 from automoe.errors import ConfigError
 
 SECTION, CLASS = "recipe_args", "Args"
@@ -57,7 +57,7 @@ def args_class(recipe: str) -> type | None:
     if own is None:
         return _SHIPPED.get(Path(find_recipe(recipe)).stem)
     try:
-        if isinstance(own, Path) and CLASS not in own.read_text():
+        if CLASS not in source_of(own).read_text():
             return None  # and torch is not imported
         cls: type | None = getattr(import_recipe(own), CLASS, None)
     except Exception as error:  # whatever a user's own statements raise

@@ -63,6 +63,15 @@ def _shipped_recipe(name: str) -> Path:
     return shipped_folder("recipes") / f"{_ALIASES.get(name, name)}.py"
 
 
+def source_of(recipe: Path | str) -> Path:
+    """Return the source file of what ``find_recipe`` returned; a module is not imported for it."""
+    if isinstance(recipe, Path):
+        return recipe
+    spec = importlib.util.find_spec(recipe)
+    assert spec is not None and spec.origin is not None, recipe
+    return Path(spec.origin)
+
+
 def own_recipe(recipe: str) -> Path | str | None:
     """What ``recipe`` names if that is not a shipped recipe, else None. Raises ``ConfigError`` as
     ``find_recipe``."""

@@ -131,12 +131,16 @@ def recorded() -> list[list[dict]]:
     store, early = dist.distributed_c10d._get_default_store(), dist.get_rank() == 1
     if early:
         pending = dist.all_reduce(torch.ones(2), async_op=True)
-    found = [
-        pickle.loads(record)["entries"]
-        for active in (False, True)
-        for name, record in torch_private.flight_records(active)
-        if name == "flight"
-    ]
+    for _ in range(1000):  # gloo's thread marks the first sum as completed a moment after it has ended
+        found = [
+            pickle.loads(record)["entries"]
+            for active in (False, True)
+            for name, record in torch_private.flight_records(active)
+            if name == "flight"
+        ]
+        if found[0][0]["state"] == "completed":
+            break
+        time.sleep(0.01)
     if early:
         store.set("recorded", "yes")
         pending.wait()
