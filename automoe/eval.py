@@ -167,7 +167,8 @@ def load_tasks(specs: list[str]) -> list[Any]:
                 "there is no task file in this folder",
                 "Name one with *.yaml files",
             )
-        for name in manager.all_subtasks if folder else [spec if named else str(path)]:
+        names = [spec] if named else [str(path)]
+        for name in manager.all_subtasks if folder else names:
             loaded = manager.load([name])
             groups = list(loaded.get("groups", {}).values())
             built += groups[:1] or list(loaded["tasks"].values())
@@ -191,6 +192,13 @@ def _group_in(path: Path) -> Any:
     return manager.load([name])["groups"][name]
 
 
+def _limited(number: int, limit: float | None) -> int:
+    """Documents of a task of ``number`` that are asked: a count, or a share below 1."""
+    if not limit:
+        return number
+    return min(number, limit if limit >= 1 else math.ceil(number * limit))
+
+
 def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[str, Any]:
     """What the harness found with the checkpoint in ``folder``, without what it says of the
     machine."""
@@ -208,10 +216,7 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
             "Leave it out, or add chat_template.jinja to the folder",
         )
     counts = [len(task.eval_docs) for one in tasks for task in _leaves(one)]
-    limited = [
-        min(n, args.limit if args.limit >= 1 else math.ceil(n * args.limit)) if args.limit else n
-        for n in counts
-    ]
+    limited = [_limited(n, args.limit) for n in counts]
     with _failing(args.tasks):
         # it would ask pip and the hardware, for many seconds
         evaluator.add_env_info = lambda results: None
@@ -290,10 +295,7 @@ def _print_table(rows: list[tuple[Any, ...]]) -> None:
     for heading in ("shots", "value", "std. error"):
         table.add_column(heading, justify="right", no_wrap=True)
     for task, metric, shots, *numbers in rows:
-        cells = [
-            "-" if n is None else f"{n:.4f}" if isinstance(n, int | float) else str(n)
-            for n in numbers
-        ]
+        cells = [f"{n:.4f}" if isinstance(n, int | float) else str(n or "-") for n in numbers]
         table.add_row(task, metric, "-" if shots is None else str(shots), *cells)
     Console(highlight=False, markup=False).print(table)
 

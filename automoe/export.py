@@ -71,9 +71,10 @@ def export_run(
     itself wrote to ``hf/`` at its end. With ``ema`` the averages of ``optim.ema_decay`` in that
     training checkpoint.
 
-    Raises: ConfigError: not a run directory, ``fp8`` of a family that has no such checkpoints,
-        ``adapter`` of a run
-            that has none or trained more than that, or ``ema`` of one without averages.
+    Raises:
+        ConfigError: not a run directory, ``fp8`` of a family that has no such checkpoints,
+            ``adapter`` of a run that has none or trained more than that, or ``ema`` of one without
+            averages.
         CheckpointError: it has no weights, they are damaged, or the export is not equal to them.
     """
     from automoe.config.frozen import load_config
@@ -130,8 +131,9 @@ def export_run(
 def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     """The whole model of a run, with its newest weights, or their averages.
 
-    Raises: CheckpointError: there are none, or they are damaged; which older ones to take instead
-        is not decided here.
+    Raises:
+        CheckpointError: there are none, or they are damaged; which older ones to take instead is
+            not decided here.
     """
     import torch
 

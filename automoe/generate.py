@@ -163,9 +163,9 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     """The model and the tokenizer of a HuggingFace checkpoint, on the first GPU if there is one.
     Runs no code of it.
 
-    Raises: CheckpointError: it has no tokenizer, is damaged, has numbers that are not finite, or
-        ``transformers`` cannot
-            load it without code of its own.
+    Raises:
+        CheckpointError: it has no tokenizer, is damaged, has numbers that are not finite, or
+            ``transformers`` cannot load it without code of its own.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -236,8 +236,9 @@ class Speaker:
     def answer(self, said: str | list[dict[str, Any]]) -> str:
         """What comes after a text, or the answer to messages, without its stop token.
 
-        Raises: CheckpointError: messages, and the tokenizer has no chat template; a prompt that is
-            no text, or too long.
+        Raises:
+            CheckpointError: messages, and the tokenizer has no chat template; a prompt that is no
+                text, or too long.
         """
         from transformers import BatchEncoding
 

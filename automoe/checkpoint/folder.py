@@ -120,8 +120,10 @@ def superfluous(
     """Steps to delete: not among the newest ``keep``, nor the ``keep_best`` best, nor a multiple of
     ``keep_every``.
 
-    Args: names: committed steps, oldest first; the last one always stays. val_losses: validation
-        loss of the steps that were validated; of equal ones the newer is better.
+    Args:
+        names: committed steps, oldest first; the last one always stays.
+        val_losses: validation loss of the steps that were validated; of equal ones the newer is
+            better.
     """
     kept = set(names[-max(checkpoint.keep, 1) :])
     best = sorted(val_losses, key=lambda name: (val_losses[name], -step_number(name)))

@@ -137,8 +137,9 @@ def verify_step(
 
     Ranks share the files to read. ``content=False`` compares sizes alone.
 
-    Raises: CheckpointError: another version wrote it, or it cannot be read: nobody knows whether it
-        is damaged.
+    Raises:
+        CheckpointError: another version wrote it, or it cannot be read: nobody knows whether it is
+            damaged.
     """
     try:
         manifest, problem = ranks.lead(lambda: read_manifest(step_dir))

@@ -19,8 +19,9 @@ def newest_valid(
     """Return the newest step that verifies and its manifest; None if the folder holds no step.
     Collective.
 
-    Args: own: the folder is the run's own: damaged newer steps are set aside, so that the step
-        found is the newest.
+    Args:
+        own: the folder is the run's own: damaged newer steps are set aside, so that the step found
+            is the newest.
 
     Raises:
         CheckpointError: there are steps, and none of them verifies.

@@ -41,8 +41,9 @@ _NEWER = "A newer torch may have written it: its manifest.json says which (versi
 class StepReader(dcp.FileSystemReader):
     """The reader of one step directory.
 
-    Raises: CheckpointError: the step names code, an entry that is no tensor, or a file outside of
-        its directory.
+    Raises:
+        CheckpointError: the step names code, an entry that is no tensor, or a file outside of its
+            directory.
     """
 
     _unread: CheckpointError | None = None  # why there is no index; torch 2.11 keeps no word of it

@@ -58,8 +58,9 @@ _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to c
 class Resumed:
     """Where a run goes on.
 
-    Attributes: step: optimizer steps done. own: the checkpoint is in the run's own directory, whose
-        record goes on; else the run has a record of its own.
+    Attributes:
+        step: optimizer steps done.
+        own: True if the checkpoint is in the run's own directory, whose record goes on.
     """
 
     step: int
@@ -93,9 +94,9 @@ class CheckpointStore:
     def check(self) -> None:
         """Find out what would stop a save or a resume, before anything large is loaded.
 
-        Raises: CheckpointError: the folder cannot be written by every rank, or is not the same for
-            all of
-                them; ``checkpoint.resume`` names no checkpoint; torch lacks what
+        Raises:
+            CheckpointError: the folder cannot be written by every rank, or is not the same for all
+                of them; ``checkpoint.resume`` names no checkpoint; torch lacks what
                 ``checkpoint.async_save`` copies the state with.
         """
         if self.config.checkpoint.saves:
@@ -146,8 +147,9 @@ class CheckpointStore:
         Returns:
             The directory of the checkpoint; None if the save goes on in the background, or failed.
 
-        Raises: SaveError: the last checkpoint of the run could not be written, or is not finite; on
-            every rank alike.
+        Raises:
+            SaveError: the last checkpoint of the run could not be written, or is not finite; on
+                every rank alike.
         """
         self.poll(wait=True)
         self._began = time.monotonic()
@@ -191,8 +193,9 @@ class CheckpointStore:
         Returns:
             None while the save is being written, if it failed, or if there is none.
 
-        Raises: Exception: what ended the save, in the same call on every rank, unless it was a
-            write error.
+        Raises:
+            Exception: what ended the save, in the same call on every rank, unless it was a write
+                error.
         """
         if self._in_flight is None:
             return None
@@ -485,8 +488,7 @@ class CheckpointStore:
 
 
 def _new_stager(pin_memory: bool) -> Any:
-    """What is inside torch's DefaultStager, whose 2.11 serves one save and raises KeyError at the
-    next."""
+    """Make the stager inside torch's DefaultStager, which in 2.11 serves one save only."""
     try:
         return state_dict_stager(pin_memory)
     except (ImportError, TypeError) as error:  # it is private to torch

@@ -353,8 +353,9 @@ def check_swept_values(config_name: str, overrides: list[str], config_dir: str |
     """Compose a job for every value of a sweep, those of the other keys at their first: a wrong one
     is told now.
 
-    Raises: ConfigError: a value of the wrong type or out of bounds, an unknown option, what does
-        not compose.
+    Raises:
+        ConfigError: a value of the wrong type or out of bounds, an unknown option, what does not
+            compose.
     """
     texts = [text for text in overrides if not text.startswith(("hydra.", "hydra/"))]
     for text in overrides:

@@ -26,8 +26,9 @@ _VARIABLE = re.compile(r"\$\{oc\.env:([^{}]+)\}")
 def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
     """Build a ``Config`` from nested dictionaries; missing keys take the schema's defaults.
 
-    Args: trusted: ask the recipe for its ``Args``, which may import it. Else ``recipe_args`` stays
-        a dictionary.
+    Args:
+        trusted: ask the recipe for its ``Args``, which may import it. Else ``recipe_args`` stays a
+            dictionary.
 
     An int is accepted for a float, and so is a numeric string such as ``"1e-3"`` (YAML 1.1 reads
     it as text). Everything else must already have the field's type.

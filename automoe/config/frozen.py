@@ -86,9 +86,9 @@ def parse_config(
 ) -> Config:
     """The inverse of ``dump_config``.
 
-    Args: plugins: import those that it names, and read ``Args`` of its recipe. For what this run's
-        own launcher wrote,
-            never for a folder from elsewhere.
+    Args:
+        plugins: import those that it names, and read ``Args`` of its recipe. For what this run's
+            own launcher wrote, never for a folder from elsewhere.
         environment: of the variables that it names.
 
     Raises:
@@ -175,8 +175,9 @@ def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, An
     """Dotted key -> (value then, value now) of all that makes ``now`` another run than the
     configuration ``then``.
 
-    Args: then: nested, as a file has it; a key that it lacks was added later and had its default
-        then.
+    Args:
+        then: nested, as a file has it; a key that it lacks was added later and had its default
+            then.
     """
     own = {
         name: None if value is MISSING else value

@@ -66,8 +66,9 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
         key: that has ``spec``, for messages.
         kept: pinned id of the same model that is to stay, unless ``spec`` names a revision.
 
-    Raises: ConfigError: the model is not in the cache, and the Hub out of reach, or it has no such
-        model or revision.
+    Raises:
+        ConfigError: the model is not in the cache, and the Hub out of reach, or it has no such
+            model or revision.
     """
     found = _ID.fullmatch(spec)
     if found is None or Path(spec).expanduser().exists():

@@ -247,9 +247,9 @@ def split_layers(
 
     The other rules of a split are in ``automoe.config.validate``.
 
-    Raises: ConfigError: there are more stages than layers to split. Sizes that are given may be 0
-        on paper, as published
-            layouts are.
+    Raises:
+        ConfigError: there are more stages than layers to split. Sizes that are given may be 0 on
+            paper, as published layouts are.
     """
     if layers_per_stage is None and num_layers < num_stages:
         raise ConfigError("model.num_layers", num_layers, *too_many_stages(num_stages))

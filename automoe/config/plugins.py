@@ -45,10 +45,11 @@ _loaded: set[str] = set()
 def register(key: str, name: str, value: Any) -> None:
     """Make ``key=name`` a valid setting that stands for ``value``.
 
-    Args: key: one of ``KINDS``, which says what ``value`` is. value: the object, or
-        ``"module:attribute"``, which is imported when it is first used. A module that imports
-            torch is better named than imported: errors in a configuration are told before torch is
-            there.
+    Args:
+        key: one of ``KINDS``, which says what ``value`` is.
+        value: the object, or ``"module:attribute"``, which is imported when it is first used. A
+            module that imports torch is better named than imported: errors in a configuration are
+            told before torch is there.
 
     Raises:
         ConfigError: a key that takes no plugins, or a name that is taken.

@@ -78,9 +78,9 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
     """Every conversation in order, up to ``data.max_bytes`` of their contents; of a pair the
     preferred one comes first.
 
-    Raises: DataError: with file and line: bad UTF-8, malformed JSON, a missing key, an unknown
-        role, a content that is not
-            text; an empty or unreadable file.
+    Raises:
+        DataError: with file and line: bad UTF-8, malformed JSON, a missing key, an unknown role, a
+            content that is not text; an empty or unreadable file.
     """
     left, some = data.max_bytes, False
     for index, path in enumerate(paths):

@@ -38,8 +38,9 @@ def tokenise_chat(
     Args:
         pairs: of two conversations each, one after the other.
 
-    Raises: DataError: as ``read_conversations`` and ``ChatTemplate.samples``, or an answer of a
-        pair that is no single one.
+    Raises:
+        DataError: as ``read_conversations`` and ``ChatTemplate.samples``, or an answer of a pair
+            that is no single one.
     """
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     digest, table, counts = hashlib.blake2b(digest_size=16), array("Q"), Counter[str]()

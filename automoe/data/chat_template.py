@@ -47,12 +47,14 @@ _ASKING = ("system", "developer", "user")  # roles whose text a template should 
 class ChatTemplate:
     """Renders and tokenises conversations as ``transformers`` does at inference.
 
-    Attributes: digest: changes when the same record could give other tokens. own: the template that
-        ``data.chat.template`` names; None: the tokenizer's. counts: what was met so far:
-        ``answers``; of them ``apart`` (the tokenizer would have merged the answer's first
-            characters with the prompt), ``prompt_cut`` (the template writes answers otherwise than
-            its generation prompt begins them), ``eos_added`` (no stop token), ``empty``;
-            conversations with ``tools_unseen``; messages before answers that are ``unseen``.
+    Attributes:
+        digest: changes when the same record could give other tokens.
+        own: the template that ``data.chat.template`` names; None: the tokenizer's.
+        counts: what was met so far: ``answers``; of them ``apart`` (the tokenizer would have merged
+            the answer's first characters with the prompt), ``prompt_cut`` (the template writes
+            answers otherwise than its generation prompt begins them), ``eos_added`` (no stop
+            token), ``empty``; conversations with ``tools_unseen``; messages before answers that are
+            ``unseen``.
 
     Raises:
         ConfigError: there is no template, or the tokenizer cannot be loaded.
@@ -102,8 +104,9 @@ class ChatTemplate:
         token of its own), the conversation is unrolled. With ``turns=last`` the last answer alone
         is trained.
 
-        Raises: DataError: with file and line: no answer to train on, or the template refuses the
-            conversation.
+        Raises:
+            DataError: with file and line: no answer to train on, or the template refuses the
+                conversation.
         """
         texts: list[str] = []
         asked: list[tuple[list[Message], list[int]]] = []

@@ -45,11 +45,11 @@ class Document:
 class Source:
     """How files of one kind are found and read.
 
-    Attributes: pattern: glob of the files that count where ``data.path`` is a directory. read:
-        gives (line or row, text) of each document of a file. The line is 0 where the document is
-        the file, whose
-            text may then come in several parts, one after the other. Takes the path and
-            ``data.text_key``. Raises DataError.
+    Attributes:
+        pattern: glob of the files that count where ``data.path`` is a directory.
+        read: gives (line or row, text) of each document of a file. The line is 0 where the document
+            is the file, whose text may then come in several parts, one after the other. Takes the
+            path and ``data.text_key``. Raises DataError.
     """
 
     pattern: str
@@ -174,8 +174,9 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
 
     Documents without any text are left out; a file that holds nothing else is an error.
 
-    Raises: DataError: bad UTF-8, a malformed line, a missing key or column, an empty or unreadable
-        file.
+    Raises:
+        DataError: bad UTF-8, a malformed line, a missing key or column, an empty or unreadable
+            file.
     """
     read, left = source_of(data.kind).read, data.max_bytes
     for index, path in enumerate(paths):

@@ -57,9 +57,9 @@ class Loader:
         split: what ``next_step`` walks through.
         cache_dir: where the tokenised corpus is kept; None is ``default_cache_dir()``.
 
-    Raises: ConfigError: a tokenizer larger than the embedding, rows that do not divide over the
-        ranks, or pairs where none
-            are expected, and the other way round.
+    Raises:
+        ConfigError: a tokenizer larger than the embedding, rows that do not divide over the ranks,
+            or pairs where none are expected, and the other way round.
         DataError: as ``prepare_data``.
     """
 

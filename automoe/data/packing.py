@@ -42,10 +42,12 @@ class PackedRows:
     shuffled by (seed, e) again. No rank, mesh or batch size enters, so row i is the same
     everywhere.
 
-    Args: tokens: every token of the corpus, any integer dtype (a memory map). starts, lengths: [N]
-        each document's place in ``tokens``; lengths are at least 1. document_mask: number the
-        documents of a row in ``doc_ids`` and restart ``positions`` at each.
-            Without it a row counts as one document. Labels never cross a document's end either way.
+    Args:
+        tokens: every token of the corpus, any integer dtype (a memory map).
+        starts, lengths: [N] each document's place in ``tokens``; lengths are at least 1.
+        document_mask: number the documents of a row in ``doc_ids`` and restart ``positions`` at
+            each. Without it a row counts as one document. Labels never cross a document's end
+            either way.
     """
 
     def __init__(
@@ -168,7 +170,8 @@ class SampleRows(PackedRows):
     number of rows: which samples share one depends on (seed, epoch) among samples of equal length,
     and on the lengths.
 
-    Args: tokens, starts, lengths, seq_len, seed, pad_id, document_mask: as for ``PackedRows``; no
+    Args:
+        tokens, starts, lengths, seq_len, seed, pad_id, document_mask: as for ``PackedRows``; no
         length above seq_len. trained: [sum of lengths] whether a token is one that a model has to
         generate. firsts: [N] tokens of the first of the two sequences that each sample consists of:
         both are in its row, as

@@ -253,9 +253,10 @@ def prepare_data(
     Args:
         cache_dir: where the tokenised corpus is kept; None is ``default_cache_dir()``.
 
-    Raises: ConfigError: a tokenizer that cannot be loaded or is larger than the embedding.
+    Raises:
+        ConfigError: a tokenizer that cannot be loaded or is larger than the embedding.
         DataError: text that cannot be read, a document too long under ``on_long=error``, or an
-        empty split.
+            empty split.
     """
     tokenizer = fitting_tokenizer(config)
     sources = [replace(config, data=source) for _, _, source in sources_of(config.data)]

@@ -18,8 +18,9 @@ def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], li
     """Prompts and their tokens. Conversations get the chat template, and each prompt is a user's
     message.
 
-    Raises: ConfigError: there is no such file, or a prompt that does not fit into a row with its
-        answer.
+    Raises:
+        ConfigError: there is no such file, or a prompt that does not fit into a row with its
+            answer.
     """
     texts, chat = _texts(config.observe.samples), chat_template_of(config)
     if texts and tokenizer.digest == NO_TOKENIZER:

@@ -49,19 +49,19 @@ def from_hf(
     ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V]. Weights that are NaN or
     infinite are warned of.
 
-    Args: mesh: None keeps the whole model in this process, whatever other ranks do. Otherwise the
-        process
-            group is initialised, every rank calls this (and, later, the model) together, and each
-            one feeds its own rows; ranks of a tp group feed the same ones, whose length tp divides,
-            and all get the whole logits. Experts are cut over ep, etp and ep_shard, everything else
-            over dp_shard and tp.
+    Args:
+        mesh: None keeps the whole model in this process, whatever other ranks do. Otherwise the
+            process group is initialised, every rank calls this (and, later, the model) together,
+            and each one feeds its own rows; ranks of a tp group feed the same ones, whose length tp
+            divides, and all get the whole logits. Experts are cut over ep, etp and ep_shard,
+            everything else over dp_shard and tp.
         dtype: of parameters. On a mesh, bfloat16 computes in bfloat16 from float32 parameters, as
             training does.
         device: where this rank's part lives.
 
-    Raises: ConfigError: a family that is not known, a mesh with pp or cp, whose ranks see a part of
-        the model
-            or of a row, or a mesh that does not divide the model.
+    Raises:
+        ConfigError: a family that is not known, a mesh with pp or cp, whose ranks see a part of the
+            model or of a row, or a mesh that does not divide the model.
         CheckpointError: files missing, damaged, or not those of the model that config.json
             describes.
     """
@@ -151,13 +151,16 @@ def convert_hf(
     ``transformers`` builds the same model from it, with the same logits where it is small enough to
     be run twice.
 
-    Args: dtype: of parameters: ``keep`` (quantized ones become bfloat16), ``bfloat16`` or
-        ``float32``. fp8: quantize the matrices of layers in blocks of 128 x 128. layout: of
-        experts: ``published``, or ``fused`` as transformers 5 holds them.
+    Args:
+        dtype: of parameters: ``keep`` (quantized ones become bfloat16), ``bfloat16`` or
+            ``float32``.
+        fp8: quantize the matrices of layers in blocks of 128 x 128.
+        layout: of experts: ``published``, or ``fused`` as transformers 5 holds them.
 
-    Raises: ConfigError: an unknown family, dtype or layout, or ``fp8`` together with fused experts.
+    Raises:
+        ConfigError: an unknown family, dtype or layout, or ``fp8`` together with fused experts.
         CheckpointError: files missing, damaged or not the model's; the target exists or cannot be
-        written.
+            written.
     """
     path = Path(out).expanduser().absolute()
     config = model_config_from_hf(source)
@@ -190,9 +193,11 @@ def upcycle_hf(
         granularity: G, experts that share a copy of the dense FFN; each has 1/G of its width.
         seed: of the routers.
 
-    Raises: ConfigError: a family without a counterpart, or sizes with which the mixture would not
-        compute the same. CheckpointError: as ``convert_hf``, or the mixture computes other logits
-        than the dense model.
+    Raises:
+        ConfigError: a family without a counterpart, or sizes with which the mixture would not
+            compute the same.
+        CheckpointError: as ``convert_hf``, or the mixture computes other logits than the dense
+            model.
     """
     path = Path(out).expanduser().absolute()
     sizes = (num_experts, num_experts_per_token, granularity)

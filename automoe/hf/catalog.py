@@ -57,10 +57,10 @@ def open_catalog(
     Args:
         config: the model; with ``upcycling`` the mixture that the dense directory becomes.
 
-    Raises: CheckpointError: on every rank alike: a file missing, truncated or a Git LFS pointer,
-        keys missing or
-            unexpected, another shape or number of experts, FP8 without scales, an unknown
-            quantization.
+    Raises:
+        CheckpointError: on every rank alike: a file missing, truncated or a Git LFS pointer, keys
+            missing or unexpected, another shape or number of experts, FP8 without scales, an
+            unknown quantization.
     """
     return Ranks().lead(lambda: check_catalog(path, config, upcycling))
 

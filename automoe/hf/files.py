@@ -32,12 +32,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Written:
     """Summary of a written checkpoint and of its comparison with the model.
 
-    Attributes: num_tensors, num_files, num_bytes: sizes of the whole checkpoint. dtype: dtype of
-        the first parameter. checked: True if compared with the live weights and with transformers.
-        fp8: True if quantized, so that it equals the weights only after their quantization.
-        logits_error: relative difference to transformers' logits; None for a model too large to be
-        run twice. dense_error: relative difference of an upcycled model's logits to the dense
-        model's. averaged: True for the averaged weights of ``optim.ema_decay``. base: packed base
+    Attributes:
+        num_tensors, num_files, num_bytes: sizes of the whole checkpoint. dtype: dtype of the first
+        parameter. checked: True if compared with the live weights and with transformers. fp8: True
+        if quantized, so that it equals the weights only after their quantization. logits_error:
+        relative difference to transformers' logits; None for a model too large to be run twice.
+        dense_error: relative difference of an upcycled model's logits to the dense model's.
+        averaged: True for the averaged weights of ``optim.ema_decay``. base: packed base
         (``lora.base``) that adapters were merged into; empty if there was none.
     """
 

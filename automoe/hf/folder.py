@@ -86,8 +86,9 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
 
     Any exception, raised here or in the body, leaves nothing new under ``path``.
 
-    Raises: CheckpointError: ``path`` may not be written, another export is being written to it, or
-        the disk is full.
+    Raises:
+        CheckpointError: ``path`` may not be written, another export is being written to it, or the
+            disk is full.
     """
     folder = path.with_name(f".{path.name}.tmp")
     with ExitStack() as held:
@@ -152,9 +153,10 @@ def write_settings(
 ) -> None:
     """Write config.json, generation_config.json and the tokenizer's files.
 
-    Args: dtype: dtype of the parameters. tokenizer: tokenizer of the training text: ``byte``, a
-        directory or ``none`` (no text); default: that of
-            ``config.hf_path``.
+    Args:
+        dtype: dtype of the parameters.
+        tokenizer: tokenizer of the training text: ``byte``, a directory or ``none`` (no text);
+            default: that of ``config.hf_path``.
         quantization: ``quantization_config`` of the written config.json.
         chat: chat template of the training; it is written too, and its end of an answer stops
             generation.

@@ -92,11 +92,11 @@ def read_headers(path: str | Path) -> dict[str, StoredTensor]:
     """Read every tensor's place in a checkpoint directory from its index and the headers of its
     files.
 
-    Raises: CheckpointError: no safetensors there, a file of the index is missing, truncated, a Git
-        LFS pointer, no
-            safetensors file, no file at all or a link out of the directory; tensors that overlap,
-            have holes between them, another size than their shape or are in two files; an index
-            that says something else.
+    Raises:
+        CheckpointError: no safetensors there, a file of the index is missing, truncated, a Git LFS
+            pointer, no safetensors file, no file at all or a link out of the directory; tensors
+            that overlap, have holes between them, another size than their shape or are in two
+            files; an index that says something else.
     """
     folder = local_folder(path)
     if not folder.is_dir():
@@ -149,8 +149,10 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
         config: configuration read from config.json.
         keys: names of the family's tensors.
 
-    Raises: ConfigError: more layers or experts than tensors, or more than twice as many parameters
-        as numbers. CheckpointError: as ``read_headers``.
+    Raises:
+        ConfigError: more layers or experts than tensors, or more than twice as many parameters as
+            numbers.
+        CheckpointError: as ``read_headers``.
     """
     tensors = read_headers(folder) if _all_there(folder) else {}
     one_by_one = (

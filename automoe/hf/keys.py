@@ -89,12 +89,15 @@ FUSED = KeyMap(
 class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to make
     """The part of one of our tensors that one HuggingFace tensor, or a range of its rows, holds.
 
-    Attributes: key: the HuggingFace tensor. shape: its whole shape. select: for each dim of ours,
-        the index this piece lies at, or None for a dim that both have. offset: where the common
-        dims start in the HuggingFace tensor, one number a dim. size: extent of the common dims.
+    Attributes:
+        key: the HuggingFace tensor.
+        shape: its whole shape.
+        select: for each dim of ours, the index this piece lies at, or None for a dim that both
+            have.
+        offset: where the common dims start in the HuggingFace tensor, one number a dim.
+        size: extent of the common dims.
         order: the common dims in the order of the HuggingFace tensor, where that is another than
-        ours; then
-            they are all our dims, and the HuggingFace tensor holds nothing else.
+            ours; then they are all our dims, and the HuggingFace tensor holds nothing else.
         merged: the last two in that order are one in the HuggingFace tensor. The very last is never
             cut.
     """
@@ -116,7 +119,8 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
         Args:
             start, extent: the shard's first index and size on every dim of ours.
 
-        Returns: (slices of the HuggingFace tensor, index into the shard), or None where they do not
+        Returns:
+            (slices of the HuggingFace tensor, index into the shard), or None where they do not
             meet.
         """
         source: list[slice] = []

@@ -69,12 +69,16 @@ def to_peft(
     """Write the adapters of ``model`` beside ``model.hf_path``; proven by loading them with peft.
     Collective.
 
-    Args: model: the model, or this rank's pipeline stages of it; not changed. layout: of routed
-        experts; ``auto``: as the family's checkpoints store them, if peft loads that.
+    Args:
+        model: the model, or this rank's pipeline stages of it; not changed.
+        layout: of routed experts; ``auto``: as the family's checkpoints store them, if peft loads
+            that.
 
-    Raises: BackendError: peft is not installed. ConfigError: another layout, or a model that began
-        from random weights. CheckpointError: on every rank alike: the directory exists or cannot be
-        written, or peft loads something else.
+    Raises:
+        BackendError: peft is not installed.
+        ConfigError: another layout, or a model that began from random weights.
+        CheckpointError: on every rank alike: the directory exists or cannot be written, or peft
+            loads something else.
     """
     parts, path, ranks = as_parts(model), Path(path).expanduser().absolute(), Ranks()
     config = config_of(parts)
@@ -257,8 +261,9 @@ def verify_peft(
     Returns:
         Matrices by group; all experts of one tensor count as one.
 
-    Raises: CheckpointError: the first difference: a matrix that peft leaves out, one too many,
-        other numbers.
+    Raises:
+        CheckpointError: the first difference: a matrix that peft leaves out, one too many, other
+            numbers.
     """
     wanted = _targets(config, ours)
     groups: dict[str, int] = {}

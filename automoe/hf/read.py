@@ -179,10 +179,15 @@ class ReadItem(NamedTuple):
 
     A stored tensor counts as a stack of matrices; a vector is a matrix of one column.
 
-    Attributes: shard: destination. key: name of the stored tensor. source: the stored tensor.
-        matrices, rows, cols: half-open ranges in the stored tensor. place: view of the shard,
-        [matrices, rows, columns] as stored; one of the last two may be two dims. row_unit: stored
-        rows for each index of ``place``'s dim 1. stored: bytes of its numbers or codes.
+    Attributes:
+        shard: destination.
+        key: name of the stored tensor.
+        source: the stored tensor.
+        matrices, rows, cols: half-open ranges in the stored tensor.
+        place: view of the shard, [matrices, rows, columns] as stored; one of the last two may be
+            two dims.
+        row_unit: stored rows for each index of ``place``'s dim 1.
+        stored: bytes of its numbers or codes.
     """
 
     shard: LocalShard
@@ -277,8 +282,9 @@ class Reader:
     def fill(self, ranges: Iterable[ReadItem]) -> None:
         """Copy every item into its place.
 
-        Raises: CheckpointError: a file that was there when its header was read is gone, shorter or
-            unreadable.
+        Raises:
+            CheckpointError: a file that was there when its header was read is gone, shorter or
+                unreadable.
         """
         for one in ranges:
             stored, place = one.stored, one.place

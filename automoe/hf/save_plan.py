@@ -45,11 +45,14 @@ from automoe.parallel.collectives import all_gather
 class WriteItem:
     """One tensor of the checkpoint to be written.
 
-    Attributes: shard: this rank's part of the model's tensor, on the meta device if its numbers are
-        read from files. pieces: slices of the model's tensor that make it. dtype: dtype in which
-        its numbers are gathered or read. holders: ranks that together hold it, all of which take
-        part in gathering it. writer: the holder that writes it. entries: what the files store for
-        it.
+    Attributes:
+        shard: this rank's part of the model's tensor, on the meta device if its numbers are read
+            from files.
+        pieces: slices of the model's tensor that make it.
+        dtype: dtype in which its numbers are gathered or read.
+        holders: ranks that together hold it, all of which take part in gathering it.
+        writer: the holder that writes it.
+        entries: what the files store for it.
     """
 
     shard: LocalShard
@@ -75,10 +78,11 @@ def plan_writes(
     """Plan the tensors of this rank's stages, alike on every rank of a stage; bytes are spread
     evenly over ranks.
 
-    Args: shards: this rank's parts of the model's tensors. keys: layout of the checkpoint. dtype:
-        dtype of its parameters; None keeps each one's own, as ``source`` has it if there is one.
-        Buffers always
-            keep theirs.
+    Args:
+        shards: this rank's parts of the model's tensors.
+        keys: layout of the checkpoint.
+        dtype: dtype of its parameters; None keeps each one's own, as ``source`` has it if there is
+            one. Buffers always keep theirs.
         fp8: quantize what block-FP8 checkpoints quantize.
         source: checkpoint that the model began from.
     """
@@ -152,8 +156,10 @@ def write_tensors(
     """Write the tensors of ``plan`` into safetensors files in ``folder``, with an index if there
     are several.
 
-    Args: make: returns the whole tensor of an item; called by all its holders in the order of the
-        plan. max_shard_bytes: largest file, unless one tensor alone is larger.
+    Args:
+        make: returns the whole tensor of an item; called by all its holders in the order of the
+            plan.
+        max_shard_bytes: largest file, unless one tensor alone is larger.
     """
     mine = split((item.entries for item in plan if item.writer == ranks.rank), max_shard_bytes)
     everyone = ranks.all(lambda: mine)
@@ -202,8 +208,9 @@ def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) 
     """Compare every number of ``written``, read back from its files, with the number of ``source``
     it was made from.
 
-    Raises: CheckpointError: the first tensor that is not finite, or differs; in FP8, from what
-        rounding the source gives.
+    Raises:
+        CheckpointError: the first tensor that is not finite, or differs; in FP8, from what rounding
+            the source gives.
     """
     with Reader(source) as from_source, Reader(written) as from_written:
         for item in plan:
@@ -298,9 +305,10 @@ def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
     """Return the ranks that hold the piece: those with the owner's coordinate on axes that shard a
     selected dim.
 
-    Args: first: lowest rank of the stage. A tensor that an axis (tp) does not shard lies on a mesh
-        without
-            that axis, once per coordinate of it; the copy of the first coordinate is written.
+    Args:
+        first: lowest rank of the stage. A tensor that an axis (tp) does not shard lies on a mesh
+            without that axis, once per coordinate of it; the copy of the first coordinate is
+            written.
     """
     ranks = tensor.device_mesh.mesh
     ranks = ranks - (ranks.min() - first)

@@ -41,10 +41,14 @@ def export_dtype(name: str) -> torch.dtype | None:
 class LocalShard:
     """This rank's shard of one tensor of the model.
 
-    Attributes: name: name in the full model. tensor: the parameter or buffer, a DTensor if it is
-        sharded. local: this rank's storage of it. start: index of the storage's first element in
-        the full tensor, on every dim. trained: True for parameters, False for buffers. copy: True
-        for the embedding of a last stage whose head is tied to it; the first stage has it too.
+    Attributes:
+        name: name in the full model.
+        tensor: the parameter or buffer, a DTensor if it is sharded.
+        local: this rank's storage of it.
+        start: index of the storage's first element in the full tensor, on every dim.
+        trained: True for parameters, False for buffers.
+        copy: True for the embedding of a last stage whose head is tied to it; the first stage has
+            it too.
     """
 
     name: str
@@ -81,8 +85,10 @@ class PackedShard(LocalShard):
 
     ``shape``, ``extent``, ``start`` and ``dtype`` are those of the unpacked matrix.
 
-    Attributes: columns: columns of the full matrix. added: adapter that an export adds, as scale B
-        A: A [..., r, I], B [..., O, r] of this shard, and the scale.
+    Attributes:
+        columns: columns of the full matrix.
+        added: adapter that an export adds, as scale B A: A [..., r, I], B [..., O, r] of this
+            shard, and the scale.
     """
 
     columns: int = 0

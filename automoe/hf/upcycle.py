@@ -107,8 +107,9 @@ def upcycled(
     """Return the configuration of the mixture that the dense model at ``path`` becomes, and the
     rule that makes it.
 
-    Raises: ConfigError: sizes with which it would not compute the same, or a family without a
-        counterpart.
+    Raises:
+        ConfigError: sizes with which it would not compute the same, or a family without a
+            counterpart.
     """
     dense = model_config_from_hf(path)
     G, width = granularity, dense.intermediate_size

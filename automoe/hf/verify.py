@@ -52,9 +52,11 @@ def verify_hf(
 ) -> float | None:
     """Compare a checkpoint directory with the live model and with ``transformers``. Collective.
 
-    Args: parts: the model, or this rank's pipeline stages of it; not changed. dtype: expected
-        dtypes of exported tensors by name; tensors without one have the model's own. fp8: the
-        export is in block-FP8, whose numbers are compared within the error of rounding.
+    Args:
+        parts: the model, or this rank's pipeline stages of it; not changed.
+        dtype: expected dtypes of exported tensors by name; tensors without one have the model's
+            own.
+        fp8: the export is in block-FP8, whose numbers are compared within the error of rounding.
 
     Returns:
         Relative error of the logits; None for a model that is too large to run.
@@ -166,9 +168,9 @@ def _compare_logits(catalog: Catalog) -> float | None:
     """Run the export twice in float32 on the CPU, by transformers and by this decoder, and compare
     the logits.
 
-    Raises: CheckpointError: transformers leaves tensors over or makes some up, chooses other
-        experts, or
-            computes other logits.
+    Raises:
+        CheckpointError: transformers leaves tensors over or makes some up, chooses other experts,
+            or computes other logits.
     """
     config = model_config_from_hf(catalog.folder)
     if 4 * count_params(config).total > MAX_COMPARED_BYTES:

@@ -45,10 +45,11 @@ def to_hf(
     (``merge_adapters``), which stay merged. ``model.hf_path`` of the model's configuration, where
     it is set, gives what weights cannot tell: token ids, generation settings, tokenizer files.
 
-    Args: model: the model, or this rank's pipeline stages of it. dtype: dtype of parameters:
-        ``keep`` (as in the checkpoint at hf_path, bfloat16 if that is quantized; without
-            one the parameters' own), ``bfloat16`` or ``float32``, or torch's own name of these;
-            buffers keep theirs.
+    Args:
+        model: the model, or this rank's pipeline stages of it.
+        dtype: dtype of parameters: ``keep`` (as in the checkpoint at hf_path, bfloat16 if that is
+            quantized; without one the parameters' own), ``bfloat16`` or ``float32``, or torch's own
+            name of these; buffers keep theirs.
         fp8: store the matrices of layers in block-FP8, like DeepSeek-V3's own checkpoint.
         max_shard_bytes: largest file, unless one tensor alone is larger.
         tokenizer: tokenizer of the training text: ``byte``, a directory whose files are copied, or
@@ -58,9 +59,9 @@ def to_hf(
         verify: compare every number with the model, and the whole with transformers
             (``verify_hf``).
 
-    Raises: ConfigError: ``fp8`` of a family that has no such checkpoints, or another dtype; no such
-        tokenizer, which
-            ranks of several are told as a CheckpointError.
+    Raises:
+        ConfigError: ``fp8`` of a family that has no such checkpoints, or another dtype; no such
+            tokenizer, which ranks of several are told as a CheckpointError.
         CheckpointError: on every rank alike: the directory exists or cannot be written, or is not
             equal to the model. Nothing is left under ``path`` then, and an older export stays.
     """

@@ -57,9 +57,10 @@ def use_one_worker(lazy: bool = False, making_timeout: timedelta = timedelta.max
     """Every gloo group made from now on has one worker thread. Call it before
     ``init_process_group``.
 
-    Args: lazy: ranks connect when they first send each other something, and not all to all when a
-        group is made. making_timeout: after which ranks give up that wait for others to make a
-        group with.
+    Args:
+        lazy: ranks connect when they first send each other something, and not all to all when a
+            group is made.
+        making_timeout: after which ranks give up that wait for others to make a group with.
     """
     OneWorkerGloo.lazy, OneWorkerGloo.making_timeout = lazy, making_timeout
     replace_gloo(OneWorkerGloo)

@@ -38,8 +38,9 @@ def experts() -> ExpertFn:
     x and probs, is whatever memory held. Gradients of gathered rows are added up by torch, on CUDA
     with atomics.
 
-    Raises: BackendError: quack does not import, or the GPU is older than Hopper; names the backend
-        that there is.
+    Raises:
+        BackendError: quack does not import, or the GPU is older than Hopper; names the backend that
+            there is.
     """
     remedy = "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
     ops = import_backend("quack.gemm_interface", "moe.experts=quack", remedy)

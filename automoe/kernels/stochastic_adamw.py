@@ -108,10 +108,12 @@ def update_in_one_pass(
     """Update a parameter and its moments by its gradient, in one launch; all bfloat16 or float32
     and contiguous.
 
-    Args: tensors: the parameter, its gradient, its first and second moments; this rank's parts.
-        first_index: index of the part's first element in the whole parameter. runs: (size, stride
-        in the whole parameter) of its dims, at most three; the last stride is one. numbers:
-        ``automoe.optim.stochastic.Numbers``.
+    Args:
+        tensors: the parameter, its gradient, its first and second moments; this rank's parts.
+        first_index: index of the part's first element in the whole parameter.
+        runs: (size, stride in the whole parameter) of its dims, at most three; the last stride is
+            one.
+        numbers: ``automoe.optim.stochastic.Numbers``.
     """
     num_values = tensors[0].numel()
     if not num_values:

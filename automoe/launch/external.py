@@ -70,8 +70,9 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
     torchrun is known by ``TORCHELASTIC_RUN_ID``, srun by a step of several tasks. Bare ``RANK`` and
     ``WORLD_SIZE`` are not enough: they outlive the shell session that exported them.
 
-    Raises: LaunchError: a torchrun environment without the variables that torchrun always sets, or
-        numbers that are none.
+    Raises:
+        LaunchError: a torchrun environment without the variables that torchrun always sets, or
+            numbers that are none.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         missing = [name for name in _TORCHRUN_SETS if not env.get(name)]
@@ -298,9 +299,9 @@ def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, D
 def check_gpus(launch: ExternalLaunch, visible: int) -> None:
     """Raise ``LaunchError`` where the ranks on this node do not have a GPU each.
 
-    Args: visible: GPUs that this rank sees: all of the node's, or under ``srun --gpus-per-task=1``
-        its own
-            alone (see ``automoe.launch.ranks.device_index``).
+    Args:
+        visible: GPUs that this rank sees: all of the node's, or under ``srun --gpus-per-task=1``
+            its own alone (see ``automoe.launch.ranks.device_index``).
     """
     own = launch.launcher == "srun" and visible == 1
     if launch.local_world_size > visible and not own:

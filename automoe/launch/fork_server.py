@@ -44,10 +44,10 @@ _MAX_MESSAGE, _MAX_FILES = 1 << 20, 253  # bytes; Linux's SCM_MAX_FD
 class Job(NamedTuple):
     """Ranks to fork, and the call that each of them makes.
 
-    Attributes: function: a function of a module, called as ``function(rank=, world_size=, imports=,
-        **options)``; it returns
-            the rank's exit status. If the job comes with a file for each rank, the function gets it
-            as ``file=``.
+    Attributes:
+        function: a function of a module, called as ``function(rank=, world_size=, imports=,
+            **options)``; it returns the rank's exit status. If the job comes with a file for each
+            rank, the function gets it as ``file=``.
         paths: ``sys.path`` of the launcher: ranks find recipes and plugins where the launcher does.
     """
 
@@ -98,9 +98,9 @@ class ForkedRank:
 class ForkServer:
     """The server as the launcher sees it. It and its ranks die with the thread that made it.
 
-    Args: env: environment of the server and its ranks. Libraries such as OpenMP read theirs once,
-        so another
-            environment needs another server.
+    Args:
+        env: environment of the server and its ranks. Libraries such as OpenMP read theirs once, so
+            another environment needs another server.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:

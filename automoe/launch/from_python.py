@@ -33,9 +33,12 @@ _PLAIN = re.compile(r"(?!(?:null|true|false|yes|no|on|off|nan|inf)$)[A-Za-z_./~]
 class TrainResult:
     """A run that is done.
 
-    Attributes: config: as it was checked. run_dir: with all that the run left (``docs/launch.md``).
+    Attributes:
+        config: as it was checked.
+        run_dir: with all that the run left (``docs/launch.md``).
         objective: the last validation loss, else the last training loss; None of a recipe that has
-        none. export: the HuggingFace checkpoint, or the adapter; None without one.
+            none.
+        export: the HuggingFace checkpoint, or the adapter; None without one.
     """
 
     config: Config
@@ -67,9 +70,9 @@ def train(
     "__main__"``; what they are to run besides automoe is named: ``recipe`` and ``plugins``. Ctrl-C
     lets them save and leave; a second one ends them.
 
-    Args: config: overrides as on the command line (``["mesh.ep=2", "model=small_mixtral"]``), as a
-        dictionary
-            (``{"mesh": {"ep": 2}, "train.steps": 50}``), or a whole ``Config``.
+    Args:
+        config: overrides as on the command line (``["mesh.ep=2", "model=small_mixtral"]``), as a
+            dictionary (``{"mesh": {"ep": 2}, "train.steps": 50}``), or a whole ``Config``.
         config_name, config_dir: as ``--config-name`` and ``--config-dir``; not for a whole
             ``Config``.
 

@@ -57,8 +57,9 @@ def train_here(
 ) -> RunResult:
     """Run a checked configuration on this machine, print how it ended, and write its report.
 
-    Args: another_follows: keep the fork server for another run, which then need not import torch
-        again.
+    Args:
+        another_follows: keep the fork server for another run, which then need not import torch
+            again.
 
     Raises:
         ConfigError, DataError, LaunchError, BackendError: the run could not be started.
@@ -352,9 +353,9 @@ def _pass_on(reader: int) -> None:
 def refusal(failures: Sequence[Mapping[str, Any]], limit: int) -> str | None:
     """Why no attempt follows the last of ``failures``; None where one does.
 
-    Args: failures: per failed attempt its number, the last step it recorded (None: it kept no
-        record of
-            steps) and its first error.
+    Args:
+        failures: per failed attempt its number, the last step it recorded (None: it kept no record
+            of steps) and its first error.
         limit: ``launch.max_restarts``.
     """
     *before, last = failures

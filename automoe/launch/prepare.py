@@ -55,10 +55,10 @@ def settle(config: Config, overrides: list[str]) -> Config:
     """``config`` with the model that ``model.hf_path`` holds, if it is set: its config.json is the
     truth; ids pinned.
 
-    Raises: ConfigError: no such checkpoint, an unknown family, an override of the model that
-        contradicts it, one of
-            ``launch.num_ranks`` that contradicts the mesh, or a checkpoint without a word on its
-            data.
+    Raises:
+        ConfigError: no such checkpoint, an unknown family, an override of the model that
+            contradicts it, one of ``launch.num_ranks`` that contradicts the mesh, or a checkpoint
+            without a word on its data.
     """
     if "launch.num_ranks" in map(key_of, overrides) and config.launch.num_ranks is not None:
         mesh = expand_preset(config.mesh, config.launch.num_ranks)
@@ -244,8 +244,9 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
     """All rules of ``config``, those on other files too; its mesh, resolved for ``num_ranks``
     ranks.
 
-    Raises: ConfigError, CheckpointError: the first rule that is broken; a folder lies where the run
-        would export to.
+    Raises:
+        ConfigError, CheckpointError: the first rule that is broken; a folder lies where the run
+            would export to.
     """
     shape = validate(config, num_ranks, device)
     check_rows(config, adapter_rows(config, shape), shape)

@@ -79,9 +79,11 @@ def init_ranks(
 ) -> torch.device:
     """Pick this rank's device and join the process group: gloo on the CPU, NCCL and gloo on CUDA.
 
-    Args: launch: device (resolved), timeout of collectives until the first step is over, threads
-        per rank. store: where ranks meet; a path is that of a ``FileStore``'s file, None takes
-        torch's ``env://``.
+    Args:
+        launch: device (resolved), timeout of collectives until the first step is over, threads per
+            rank.
+        store: where ranks meet; a path is that of a ``FileStore``'s file, None takes torch's
+            ``env://``.
     """
     import torch
     import torch.distributed as dist

@@ -80,13 +80,9 @@ class Standing:
     @property
     def waits_in(self) -> str | None:
         """What it waits in; None: it does not wait."""
-        return (
-            str(self.pending[0])
-            if self.pending
-            else "a send or receive"
-            if self.communicates
-            else None
-        )
+        if self.pending:
+            return str(self.pending[0])
+        return "a send or receive" if self.communicates else None
 
 
 class StuckWatch:
@@ -299,10 +295,10 @@ def _who_waits_where(standings: Mapping[int, Standing], first: str) -> list[str]
 def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pending]:
     """Collectives of this process that have begun and not ended, the oldest first.
 
-    Args: first_seen: when each of them was first pending here, on the monotonic clock; kept by the
-        caller from call to
-            call and brought up to date. The recorder has times of the wall clock alone, which may
-            jump.
+    Args:
+        first_seen: when each of them was first pending here, on the monotonic clock; kept by the
+            caller from call to call and brought up to date. The recorder has times of the wall
+            clock alone, which may jump.
     """
     if "torch.distributed" not in sys.modules:  # nothing has begun before torch is there
         return []

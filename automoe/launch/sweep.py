@@ -83,8 +83,10 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
     Args:
         predict: returns what a job is predicted to reach, under the names of ``_measured``.
 
-    Raises: ConfigError: an override that no job could use, or a directory in which another sweep or
-        a run is. LaunchError: the sweep is running already.
+    Raises:
+        ConfigError: an override that no job could use, or a directory in which another sweep or a
+            run is.
+        LaunchError: the sweep is running already.
     """
     args = replace(args, overrides=side_by_side(args.overrides))
     check_primary(args.config_name, args.config_dir)
@@ -160,8 +162,9 @@ def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
             "Give one directory",
         )
     base = "runs/sweep" if args.config_name == DEFAULT_PRIMARY else f"runs/sweep-{args.config_name}"
-    name = folder_name(_definition(rest))
-    directory = given[-1].strip("'\"") if given else f"{base}-{name}" if name else base
+    if name := folder_name(_definition(rest)):
+        base = f"{base}-{name}"
+    directory = given[-1].strip("'\"") if given else base
     return Path(os.path.abspath(directory)), rest
 
 

@@ -99,16 +99,18 @@ def adapter_activation_bytes(
     """What the adapters of a layer keep for their backward pass: ``x A.T``, r numbers a token, or a
     row of gate and up.
 
-    Args: tokens: of a micro-batch on one rank; ``expert_rows`` its (token, expert) pairs,
-        ``number_bytes`` an activation. recompute: what the layer runs again.
+    Args:
+        tokens: of a micro-batch on one rank; ``expert_rows`` its (token, expert) pairs,
+            ``number_bytes`` an activation.
+        recompute: what the layer runs again.
     """
     again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
     kept = 0.0
     for param in layer_params(config.model, layer):
         if is_target(param, config.lora) and param.part not in again and "full" not in recompute:
-            rows = (
-                0.0 if param.name.endswith("down_proj") else expert_rows if param.expert else tokens
-            )
+            rows = expert_rows if param.expert else tokens
+            if param.name.endswith("experts.down_proj"):
+                rows = 0.0
             kept += config.lora.rank * rows * number_bytes
     return kept
 
@@ -134,9 +136,9 @@ def describe_training(config: Config) -> list[str]:
     routers = [param for param in params if param.part == "router"]
     if routers:
         moving = [param for param in routers if param.trained]
-        state = (
-            "trained" if len(moving) == len(routers) else "trained in part" if moving else "frozen"
-        )
+        state = "trained in part" if moving else "frozen"
+        if len(moving) == len(routers):
+            state = "trained"
         biases = ", and expert biases with them" if model.router.expert_bias else ""
         names = (
             "seq_balance_coef",

@@ -230,10 +230,11 @@ class LatentAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of this rank's heads.
 
-        Args: query_BSL: the latent of queries, or the hidden states where they have none.
+        Args:
+            query_BSL: the latent of queries, or the hidden states where they have none.
             latent_BRL: the latent of keys and values; of this rank's positions where what it
-            expands to is gathered. k_rope_BRD: the dims of keys that turn with the position,
-            rotated.
+                expands to is gathered.
+            k_rope_BRD: the dims of keys that turn with the position, rotated.
         """
         q_proj = self.q_proj if self.q_lora_rank is None else self.q_b_proj
         q_BSND = q_proj(query_BSL).unflatten(-1, (-1, self.nope_dim + self.rope_dim))

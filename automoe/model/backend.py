@@ -18,10 +18,14 @@ from automoe.moe.process_groups import ProcessGroupCollection
 class BackendConfig:
     """ProcessGroupCollection and implementations; the defaults are one rank and plain torch.
 
-    Attributes: pg_collection: the groups of ranks that share rows, weights and micro-batches.
+    Attributes:
+        pg_collection: the groups of ranks that share rows, weights and micro-batches.
         experts: multiplies by the experts' weights; None: the backend of this package that
-        ``moe.experts`` names. attend: softmax attention. rope: rotation of heads. norm: makes a
-        norm, with the arguments of ``RMSNorm``. chunk_loss: the cross-entropy of a chunk of tokens.
+            ``moe.experts`` names.
+        attend: softmax attention.
+        rope: rotation of heads.
+        norm: makes a norm, with the arguments of ``RMSNorm``.
+        chunk_loss: the cross-entropy of a chunk of tokens.
         loss: what is made of single tokens' losses; None: their mean, the cross-entropy.
         always_masked: rows with document ids get a mask whatever the ids are (``attention_mask``).
         seed: of the router's jitter.

@@ -91,17 +91,19 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Run this part.
 
-        Args: x: [B, S] int64 tokens where this part embeds, else [B, s, H] from the part before.
-            labels: [B, S] next tokens, ``IGNORE`` where none is trained. token_counts: of the
-            global batch, which the losses are divided by. Default: this micro-batch's own.
-            positions, index, doc_ids, forced_ids, row_ids, not_padding: see ``Tokens``. Defaults:
-            positions are the
+        Args:
+            x: [B, S] int64 tokens where this part embeds, else [B, s, H] from the part before.
+            labels: [B, S] next tokens, ``IGNORE`` where none is trained.
+            token_counts: of the global batch, which the losses are divided by. Default: this
+            micro-batch's own. positions, index, doc_ids, forced_ids, row_ids, not_padding: see
+            ``Tokens``. Defaults: positions are the
                 index within the row, index 0 ... S-1, row_ids 0 ... B-1, and a row is one document.
             next_token_at: [B, S] bool, alike on all ranks that share the vocabulary: positions to
                 generate from.
             given: [B, ...] what the loss takes besides.
 
-        Returns: [B, s, H] hidden states from a part that does not predict; [B, S, V] logits without
+        Returns:
+            [B, s, H] hidden states from a part that does not predict; [B, S, V] logits without
             labels; with labels, [1] this micro-batch's share of the loss: of the mean cross-entropy
             in nats; with ``next_token_at``, [B, S] the likeliest next tokens, ``IGNORE`` at other
             positions.

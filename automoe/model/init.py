@@ -31,7 +31,8 @@ def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tenso
     """This rank's part of ``parameter`` (a tensor or a DTensor), some rows of its first dim at a
     time.
 
-    Yields: The rows, and the index in the whole parameter, laid out row by row, of each of their
+    Yields:
+        The rows, and the index in the whole parameter, laid out row by row, of each of their
         elements (int64).
     """
     local, offset = local_shard(parameter), global_offset(parameter)
@@ -58,8 +59,9 @@ def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
     """Where this rank's part of ``parameter`` lies in the whole: the indices of ``indexed_blocks``,
     in a few numbers.
 
-    Returns: The index of the part's first element, and (size, stride in the whole) of its dims.
-        Dims that follow each other there without a gap are one; the last has stride one.
+    Returns:
+        The index of the part's first element, and (size, stride in the whole) of its dims. Dims
+        that follow each other there without a gap are one; the last has stride one.
     """
     local, offset = local_shard(parameter), global_offset(parameter)
     assert local.is_contiguous()

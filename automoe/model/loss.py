@@ -133,11 +133,13 @@ def cross_entropy_sum(
 ) -> torch.Tensor:
     """Sum over trained tokens of -log softmax(x @ weight.T)[label].
 
-    Args: x_TH: final hidden states. weight_VH: vocabulary head, or this rank's rows of it.
-        labels_T: int64; ``IGNORE`` marks positions that are not trained. first_id: token id of the
-        weight's first row. vocab: the ranks that hold the other rows, all with the same x and
-        labels. Every one of them returns the
-            whole loss; their gradients of x are terms of a sum.
+    Args:
+        x_TH: final hidden states.
+        weight_VH: vocabulary head, or this rank's rows of it.
+        labels_T: int64; ``IGNORE`` marks positions that are not trained.
+        first_id: token id of the weight's first row.
+        vocab: the ranks that hold the other rows, all with the same x and labels. Every one of them
+            returns the whole loss; their gradients of x are terms of a sum.
         chunk_fn: computes a chunk, compiled perhaps.
 
     Returns:

@@ -48,14 +48,14 @@ NUM_PLACES, SCORES = 9, 3
 class ParamSpec:
     """One row of the table: a parameter of a layer, or of an end of the model.
 
-    Attributes: name: of the parameter within its module; in ``SPECS`` within its layer. shape: one
-        word for each dim: a sum of products of sizes. place: where in its layer a token meets the
-        parameter. Those of one place do not wait for each other.
-            0: first norm. 1: projections of its output. 2: norms, convolution and decays. 3:
-                projections of latents,
-            sinks. 4: norm of the heads' output. 5: output projection. 6: second norm. 7: router and
-                projections into
-            FFNs. 8: projections out of FFNs.
+    Attributes:
+        name: of the parameter within its module; in ``SPECS`` within its layer.
+        shape: one word for each dim: a sum of products of sizes.
+        place: where in its layer a token meets the parameter. Those of one place do not wait for
+            each other. 0: first norm. 1: projections of its output. 2: norms, convolution and
+            decays. 3: projections of latents, sinks. 4: norm of the heads' output. 5: output
+            projection. 6: second norm. 7: router and projections into FFNs. 8: projections out of
+            FFNs.
         kind: ``matrix``: tokens are multiplied by it; ``conv``: a convolution over a few positions;
             ``vector``: added or compared; ``norm``: scales of a norm; ``buffer``: not trained.
         tp: the dim that tensor parallelism shards; None: every rank keeps the whole tensor.
@@ -376,9 +376,11 @@ def _shape_of(spec: ParamSpec, sizes: dict[str, int]) -> tuple[int, ...]:
 class Param:
     """One tensor of a model: a row of the table with numbers.
 
-    Attributes: layer: number of its decoder layer; None: embedding, final norm or head. kv_heads:
-        how many there are, for a projection to keys or values. packed: ``lora.base`` packs it; the
-        last two dims of ``shape`` are then blocks of this many numbers, and bytes.
+    Attributes:
+        layer: number of its decoder layer; None: embedding, final norm or head.
+        kv_heads: how many there are, for a projection to keys or values.
+        packed: ``lora.base`` packs it; the last two dims of ``shape`` are then blocks of this many
+            numbers, and bytes.
     """
 
     name: str

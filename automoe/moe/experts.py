@@ -116,9 +116,9 @@ class GroupedExperts(nn.Module):
     Args:
         drops: choices may be of no expert (``LocalDispatcher``).
 
-    Attributes: dispatcher: brings tokens to these experts. All experts are on this rank until
-        ``ExpertParallel`` shards them
-            and puts its own dispatcher here.
+    Attributes:
+        dispatcher: brings tokens to these experts. All experts are on this rank until
+            ``ExpertParallel`` shards them and puts its own dispatcher here.
     """
 
     # For each parameter the dim that expert tensor parallelism shards, and the one that FSDP does.

@@ -98,8 +98,9 @@ def run_on_side_stream(
     """Start ``fn(x)`` on the side stream of x's CUDA device, in parallel to the current stream, in
     both passes.
 
-    Returns: A function that makes the current stream wait for the result and returns it; to be
-        called once.
+    Returns:
+        A function that makes the current stream wait for the result and returns it; to be called
+        once.
     """
     main, side = torch.cuda.current_stream(x.device), side_stream(x.device)
     if x.requires_grad:

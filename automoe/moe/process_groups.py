@@ -62,9 +62,10 @@ def first_of_rank(comm: Communicator, total: int) -> int:
 class ProcessGroupCollection:
     """Every group that a model's modules talk to; the default is a model on one rank.
 
-    Attributes: sequence: tensor and sequence parallelism. Its ranks hold slices of one weight;
-        between two blocks each
-            has its shard of the positions, which are gathered where the weights multiply them.
+    Attributes:
+        sequence: tensor and sequence parallelism. Its ranks hold slices of one weight; between two
+            blocks each has its shard of the positions, which are gathered where the weights
+            multiply them.
         context: the ranks that hold parts of the same rows.
         keys: the ranks from which attention gathers keys and values: ``context``, or this one alone
             where the attention kernel itself sends them round (ring attention).

@@ -96,9 +96,10 @@ def whole_tiles(offsets_E: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, t
     Args:
         offsets_E: int32, end of each expert's rows among ``num_rows``.
 
-    Returns: [R] int64 place of each row, the last place for those past the last offset; [E] int32
-        end of each expert's places; the number of places: the most that these counts can need, plus
-        one tile.
+    Returns:
+        [R] int64 place of each row, the last place for those past the last offset; [E] int32 end of
+        each expert's places; the number of places: the most that these counts can need, plus one
+        tile.
     """
     num_experts, ends_E = offsets_E.numel(), offsets_E.long()
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
@@ -131,9 +132,11 @@ def grouped_product(
     """Each row by its expert's weight, a [R, K] @ b[e] [E, N, K].T -> [R, N], rows past the last
     offset may hold anything; or over each expert's columns, a [M, R] @ b [N, R].T -> [E, M, N].
 
-    Args: a: in lines, or with one scale. b: in blocks, or with one scale an expert; over columns as
-        ``a``. offsets_E: int32, end of each expert's rows or columns. Of columns no expert is
-        empty, and lines end there.
+    Args:
+        a: in lines, or with one scale.
+        b: in blocks, or with one scale an expert; over columns as ``a``.
+        offsets_E: int32, end of each expert's rows or columns. Of columns no expert is empty, and
+            lines end there.
     """
     if not a.codes.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)

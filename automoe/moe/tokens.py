@@ -44,12 +44,16 @@ def num_documents(labels: torch.Tensor, doc_ids: torch.Tensor | None) -> torch.T
 class Tokens:
     """Per-token tensors that every layer and every pipeline stage needs.
 
-    Attributes: positions: [B, S] index within the document, for rotary embeddings. index: [B, S]
-        index within the row, for causality and for deterministic gates. doc_ids: [B, S] document
-        within the row, which attention stays inside; None: it does not. num_tokens: scalar tensor,
-        non-padding tokens of the whole global batch; normalises balance losses. forced_ids: [B, S,
-        moe layers, 2, K] routing of another run to repeat (``automoe.training.routing``). row_ids:
-        [B, S] number of the row in the whole training stream, for noise and recorded routing.
+    Attributes:
+        positions: [B, S] index within the document, for rotary embeddings.
+        index: [B, S] index within the row, for causality and for deterministic gates.
+        doc_ids: [B, S] document within the row, which attention stays inside; None: it does not.
+        num_tokens: scalar tensor, non-padding tokens of the whole global batch; normalises balance
+            losses.
+        forced_ids: [B, S, moe layers, 2, K] routing of another run to repeat
+            (``automoe.training.routing``).
+        row_ids: [B, S] number of the row in the whole training stream, for noise and recorded
+            routing.
         not_padding: [B, S] bool; None: doc_ids say it with -1, and without them there is none.
     """
 

@@ -35,8 +35,9 @@ def build_optimizer(
     Each group carries ``mesh``, the axes its parameters are sharded over, as text for logs, and
     ``names``.
 
-    Args: seed: of the roundings of ``optim.master_weights=stochastic`` and
-        ``optim.moments=bfloat16``.
+    Args:
+        seed: of the roundings of ``optim.master_weights=stochastic`` and
+            ``optim.moments=bfloat16``.
     """
     groups: dict[tuple[object, bool], dict[str, Any]] = {}
     seen: set[int] = set()

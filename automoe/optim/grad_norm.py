@@ -34,18 +34,19 @@ def global_grad_norm(
     collectives even if an expert on one of them saw no token. A gradient that is not finite gives a
     norm that is not.
 
-    Args: parameters: this rank's parameters; the other ranks of its stage pass the same ones. A
-        tensor
-            given twice counts once. Copies of a tied tensor on two stages are two tensors: pass
-            one.
+    Args:
+        parameters: this rank's parameters; the other ranks of its stage pass the same ones. A
+            tensor given twice counts once. Copies of a tied tensor on two stages are two tensors:
+            pass one.
         pp_group: the stages of the model; each adds its own parameters.
 
     Returns:
         A float64 scalar on the gradients' device (float32 where the device has no float64).
 
-    Raises: ValueError: a gradient whose layout differs from its parameter's, such as a Partial one,
-        whose
-            sum over ranks is still to be made: a norm of the terms is not the norm of the sum.
+    Raises:
+        ValueError: a gradient whose layout differs from its parameter's, such as a Partial one,
+            whose sum over ranks is still to be made: a norm of the terms is not the norm of the
+            sum.
     """
     by_sharding: dict[_Sharding, list[torch.Tensor]] = {}
     device = torch.device("cpu")

@@ -72,8 +72,10 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     ``build_optimizer`` makes it, and its state.
 
-    Args: groups: parameter groups, each with ``names``, the global names of its ``params`` in their
-        order. seed: of the roundings.
+    Args:
+        groups: parameter groups, each with ``names``, the global names of its ``params`` in their
+            order.
+        seed: of the roundings.
     """
 
     def __init__(

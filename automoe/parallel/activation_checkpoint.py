@@ -30,10 +30,10 @@ class Recomputed:
     """``fn`` with its intermediate results dropped after the forward pass; same arguments, same
     result.
 
-    Args: to_end: run again to the end, not just as far as the last tensor that is needed. An FSDP
-        unit
-            inside ``fn`` wants it: left in the middle, it would still believe itself in its forward
-                pass.
+    Args:
+        to_end: run again to the end, not just as far as the last tensor that is needed. An FSDP
+            unit inside ``fn`` wants it: left in the middle, it would still believe itself in its
+            forward pass.
         saves: ``fn`` saves results for its recomputation (``automoe.moe.recompute``).
     """
 

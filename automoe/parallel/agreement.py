@@ -50,10 +50,10 @@ class Ranks:
     An action that a disk fails for a moment is tried again (``retried``), so it can be called
     twice.
 
-    Args: timeout_s: longest wait for another rank, which may have a large file to write or to
-        check, over a gloo
-            group that training's own collectives never use: a save in the background talks over it
-            while training talks over the others. None: over the default group.
+    Args:
+        timeout_s: longest wait for another rank, which may have a large file to write or to check,
+            over a gloo group that training's own collectives never use: a save in the background
+            talks over it while training talks over the others. None: over the default group.
         alone: this process for itself, whatever other ranks do; so is one without other ranks.
     """
 
@@ -69,9 +69,9 @@ class Ranks:
     def all(self, action: Callable[[], T]) -> list[T]:
         """What ``action`` returned on each rank, in rank order, on every rank.
 
-        Raises: OSError, CheckpointError, RuntimeError: it raised somewhere; the same error on every
-            rank. One process
-                alone sees the error itself.
+        Raises:
+            OSError, CheckpointError, RuntimeError: it raised somewhere; the same error on every
+                rank. One process alone sees the error itself.
         """
         if self.size == 1:
             return [retried(action)]
@@ -85,11 +85,13 @@ class Ranks:
     def lead(self, action: Callable[[], T], again: bool = True) -> T:
         """What ``action`` returns on rank 0, the only one that runs it, on every rank.
 
-        Args: again: it is tried again where a disk fails for a moment. Not what renames, and not
-            what flushes: Linux
-                reports a failed flush once, and the next one succeeds over pages that are lost.
+        Args:
+            again: it is tried again where a disk fails for a moment. Not what renames, and not what
+                flushes: Linux reports a failed flush once, and the next one succeeds over pages
+                that are lost.
 
-        Raises: OSError, CheckpointError, RuntimeError: it raised; the same error on every rank, as
+        Raises:
+            OSError, CheckpointError, RuntimeError: it raised; the same error on every rank, as
             ``all``.
         """
         if self.size == 1:

@@ -37,9 +37,9 @@ def discard_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
 def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn``, whose outputs are discarded where it is called straight in a ``discard_scope``.
 
-    Args: fn: of tensors and other arguments, to a tensor or a tuple of them, none of which shares
-        storage with
-            an argument. Run again, it must give the same numbers.
+    Args:
+        fn: of tensors and other arguments, to a tensor or a tuple of them, none of which shares
+            storage with an argument. Run again, it must give the same numbers.
     """
 
     def call(*args: Any) -> Any:

@@ -131,9 +131,9 @@ class ExpertParallel(ParallelStyle):
     The mesh has one axis, or the axes ep and etp; the latter shards the width of ``GroupedExperts``
     (``WIDTH_DIMS``). ``fully_shard`` may follow, over another axis of the same mesh.
 
-    Args: dispatcher: alltoall, allgather (equal numbers of tokens on all ranks), hierarchical,
-        deepep, or the name of
-            a plugin.
+    Args:
+        dispatcher: alltoall, allgather (equal numbers of tokens on all ranks), hierarchical,
+            deepep, or the name of a plugin.
         gpus_per_node: consecutive ranks that hierarchical takes for a node.
         timeout: of the groups that hierarchical makes; None is torch's default.
 

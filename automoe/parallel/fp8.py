@@ -123,8 +123,9 @@ def update_scales(model_parts: Iterable[Decoder], meshes: Meshes, stepped: bool)
     Returns the share of the stage's scales that numbers of this step went beyond (of this rank's
     numbers, if the step is skipped), for which the host waits; 0 without delayed scales.
 
-    Args: stepped: the step changed the weights. What a skipped one saw, infinite numbers perhaps,
-        is forgotten.
+    Args:
+        stepped: the step changed the weights. What a skipped one saw, infinite numbers perhaps, is
+            forgotten.
     """
     delayed = [
         module for part in model_parts for module in part.modules() if isinstance(module, Delayed)

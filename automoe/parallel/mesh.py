@@ -79,9 +79,9 @@ def build_meshes(
 ) -> Meshes:
     """Both DeviceMeshes of the initialised process group.
 
-    Args: timeout: after which a collective of any of their groups fails. Groups do not take the
-        world's:
-            left alone they wait for torch's default of half an hour.
+    Args:
+        timeout: after which a collective of any of their groups fails. Groups do not take the
+            world's: left alone they wait for torch's default of half an hour.
 
     Raises:
         ValueError: the process group has another number of ranks than the shape.

@@ -57,8 +57,10 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
     """What the meshes (None: one rank) and the configuration decide about every part before it is
     built.
 
-    Raises: BackendError: an implementation whose package is missing, or that this machine does not
-        serve. ConfigError: as ``checked_loss``.
+    Raises:
+        BackendError: an implementation whose package is missing, or that this machine does not
+            serve.
+        ConfigError: as ``checked_loss``.
     """
     kernels, ring = (
         config.kernels,

@@ -130,8 +130,9 @@ def _whole_over_tp(parameter: torch.Tensor) -> bool:
 def checked_loss(loss: Loss | None, name: str) -> Loss | None:
     """``loss``, whose numbers have names that no other number of a step or a validation has.
 
-    Raises: ConfigError: one that is taken, is listed twice or begins with ``val_``; or another
-        ``mean_over``.
+    Raises:
+        ConfigError: one that is taken, is listed twice or begins with ``val_``; or another
+            ``mean_over``.
     """
     names = [*getattr(loss, "metrics", ())]
     for one in names:
@@ -263,11 +264,11 @@ class SingleStageRunner(StepRunner):
 class Stage(BufferlessStage):
     """A stage that keeps few of its sends waiting.
 
-    Attributes: sends_itself: under a schedule that starts sends one by one and waits for them at
-        the end of the step, which
-            keeps all that was sent: they are started here, and waited for after a few more. The
-            other side posts the receive in the order of the schedule, and needs nothing of this
-            rank for it that comes later.
+    Attributes:
+        sends_itself: under a schedule that starts sends one by one and waits for them at the end of
+            the step, which keeps all that was sent: they are started here, and waited for after a
+            few more. The other side posts the receive in the order of the schedule, and needs
+            nothing of this rank for it that comes later.
     """
 
     sends_itself = False

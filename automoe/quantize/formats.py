@@ -29,9 +29,12 @@ class Quantized:
     """A matrix, or a batch of them, as codes and scales; a number is its code times its tile's
     scale.
 
-    Attributes: codes: [..., R, C] float8. scales: [..., tiles down, tiles across] float32; [..., 1,
-        1] where the tile is the whole matrix. tile: rows and columns under one scale, counted from
-        the first row and column; ``WHOLE`` for all.
+    Attributes:
+        codes: [..., R, C] float8.
+        scales: [..., tiles down, tiles across] float32; [..., 1, 1] where the tile is the whole
+            matrix.
+        tile: rows and columns under one scale, counted from the first row and column; ``WHOLE`` for
+            all.
     """
 
     codes: torch.Tensor

@@ -100,8 +100,10 @@ class Delayed(Tensorwise):
     ``history`` [3, HISTORY] (saved, equal on all ranks) and ``seen`` [3], the largest numbers of
     the step so far (not saved, different on each rank until they are reduced before ``end_step``).
 
-    Args: gradients: format of gradients. reduce: over the ranks that share an operand. The experts
-        of all ranks share a history, so also for weights.
+    Args:
+        gradients: format of gradients.
+        reduce: over the ranks that share an operand. The experts of all ranks share a history, so
+            also for weights.
     """
 
     history: torch.Tensor
@@ -153,8 +155,9 @@ def clipped_share(history: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Share of delayed scales that were too small for their numbers, so that some became the
     largest code.
 
-    Args: history, seen: [..., HISTORY] and [...], as in ``Delayed``. Operands without a history do
-        not count.
+    Args:
+        history, seen: [..., HISTORY] and [...], as in ``Delayed``. Operands without a history do
+            not count.
     """
     past = history.amax(-1)
     # For both formats: their largest codes are 1.75 times a power of two, and scales are powers of

@@ -42,9 +42,11 @@ def open_entry(
     or not at all. The system drops the lock of a writer that dies. What is damaged, or belongs to
     another entry, is made anew, and a line on standard error says so.
 
-    Args: write: fills an empty folder and returns facts in plain JSON values. what, again: what the
-        entry holds, and what is done where it is damaged; both complete a message. error_type: what
-        is raised where the cache fails.
+    Args:
+        write: fills an empty folder and returns facts in plain JSON values.
+        what, again: what the entry holds, and what is done where it is damaged; both complete a
+            message.
+        error_type: what is raised where the cache fails.
 
     Raises:
         error_type: the cache cannot be written, or what ``write`` raises.

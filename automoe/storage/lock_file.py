@@ -13,9 +13,9 @@ def open_lock(path: Path) -> int:
     """A descriptor of the lock file ``path``, made where it is not there, to be locked with
     ``flock``.
 
-    Raises: OSError: it cannot be made. What stands in its place is a link, which is not followed,
-        since what it leads to
-            would be written to; or it is no file.
+    Raises:
+        OSError: it cannot be made. What stands in its place is a link, which is not followed, since
+            what it leads to would be written to; or it is no file.
     """
     try:
         # Not inherited by children (PEP 446): a stray rank must not keep the lock.

@@ -33,8 +33,9 @@ class Hooks:
     def numbers(self, run: Run, record: Mapping[str, Any]) -> dict[str, float]:
         """What the functions of ``run.step`` add to a step's record, which they cannot change.
 
-        Raises: ConfigError: a name that the record has already, or in other steps, or a value that
-            is no number.
+        Raises:
+            ConfigError: a name that the record has already, or in other steps, or a value that is
+                no number.
         """
         found: dict[str, float] = {}
         for name, function in self._at["run.step"].items():

@@ -128,8 +128,9 @@ def open_reference(
     Returns:
         None: the run was asked to stop meanwhile, and is ``preempted``.
 
-    Raises: ConfigError, CheckpointError: a folder lies where the file belongs; the checkpoint
-        cannot be read.
+    Raises:
+        ConfigError, CheckpointError: a folder lies where the file belongs; the checkpoint cannot be
+            read.
     """
     path, hf_path = context.run_dir / REFERENCE_FILE, config.model.hf_path
     weights = (

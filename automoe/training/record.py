@@ -24,8 +24,10 @@ class RunRecord:
     """Prints, writes and tracks what a run reports. Every rank has one; those of other ranks do
     nothing.
 
-    Args: step: the run goes on after this step. resumed: the checkpoint that it goes on from. A run
-        of its own directory continues the record there.
+    Args:
+        step: the run goes on after this step.
+        resumed: the checkpoint that it goes on from. A run of its own directory continues the
+            record there.
     """
 
     def __init__(

@@ -240,8 +240,9 @@ class Run:
         If every step since the resume was skipped, up to ``train.max_skipped`` or the last one, the
         state goes back to the checkpoint before.
 
-        Raises: AutomoeError: ``train.max_skipped`` steps in a row were skipped, or all steps of the
-            run.
+        Raises:
+            AutomoeError: ``train.max_skipped`` steps in a row were skipped, or all steps of the
+                run.
         """
         with phase("record", self.state.step):
             self.objective = record.get("val_loss", self.objective)

@@ -139,7 +139,9 @@ def _stops(config: Config) -> list[int]:
         chat = chat_template_of(config)
         write_settings(Path(scratch), config.model, torch.float32, tokenizer_of(config), chat=chat)
         stops = json.loads(Path(scratch, "generation_config.json").read_bytes()).get("eos_token_id")
-    return stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if stops is None:
+        return []
+    return stops if isinstance(stops, list) else [stops]
 
 
 def _batch(rows: list[list[int]], filler: list[int], count: int, length: int) -> StepBatch:

@@ -81,8 +81,9 @@ class SlowRanks:
     def record(self, over_ranks: Mapping[str, float]) -> dict[str, Any]:
         """Return keys for the step's metrics, and print a line about a rank that stays behind.
 
-        Args: over_ranks: maxima over all ranks of what ``report`` returned; other names may be
-            among them.
+        Args:
+            over_ranks: maxima over all ranks of what ``report`` returned; other names may be among
+                them.
         """
         seconds = [over_ranks[name] for name in self._names if name in over_ranks]
         if not seconds:

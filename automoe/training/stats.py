@@ -27,11 +27,12 @@ Name = TypeVar("Name")  # of a value
 class StepStats:
     """Equal on every rank.
 
-    Attributes: loss: mean cross-entropy over the global batch's trained tokens, nats; or that of
-        ``train.loss``. balance_losses: by the names in ``LOSSES``, summed over layers, coefficients
-        included. expert_counts: [L, E] float64 on the CPU, tokens of the global batch given to each
-        expert, before
-            any is dropped.
+    Attributes:
+        loss: mean cross-entropy over the global batch's trained tokens, nats; or that of
+            ``train.loss``.
+        balance_losses: by the names in ``LOSSES``, summed over layers, coefficients included.
+        expert_counts: [L, E] float64 on the CPU, tokens of the global batch given to each expert,
+            before any is dropped.
         dropped_share: [L] share of the choices that found no room.
         device_counts: [L, 2, E] float64 where the model is: the same, and tokens that plain top-k
             of the scores would give each expert.
@@ -133,9 +134,9 @@ def same_on_all_ranks(value: Any, what: str) -> None:
         value: plain JSON values.
         what: names it in the error, as the subject of a sentence: "the corpus".
 
-    Raises: DataError: on every rank alike; names the ranks that differ from what most of them have,
-        or from
-            rank 0 where no value is more frequent than its.
+    Raises:
+        DataError: on every rank alike; names the ranks that differ from what most of them have, or
+            from rank 0 where no value is more frequent than its.
     """
     mine = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
     digests = [""] * dist.get_world_size()

@@ -50,11 +50,14 @@ _LEAST_SPREAD = 1e-3  # of the median: losses that happen to be all alike make n
 class Update:
     """What ``optimizer_step`` did.
 
-    Attributes: lr: learning rate of this step. grad_norm: of the whole model, before clipping.
-        skipped: the step changed nothing; the same on every rank. skip_reason: why, if this rank
-        saw a reason. fp8_clipped_share: of this stage's delayed scales, those that numbers of this
-        step went beyond. over_ranks: maximum over all ranks of each value that ``Run.report``
-        names.
+    Attributes:
+        lr: learning rate of this step.
+        grad_norm: of the whole model, before clipping.
+        skipped: the step changed nothing; the same on every rank.
+        skip_reason: why, if this rank saw a reason.
+        fp8_clipped_share: of this stage's delayed scales, those that numbers of this step went
+            beyond.
+        over_ranks: maximum over all ranks of each value that ``Run.report`` names.
     """
 
     lr: float
@@ -135,9 +138,11 @@ def optimizer_step(
     """Clip, update and advance the step counter; skip the update on every rank if any rank asks for
     it. Collective.
 
-    Args: stats: result of the step's ``forward_backward``. num_label_tokens: tokens of the global
-        batch that have a label, from ``prepare_inputs``. report: values of this rank
-        (``Run.report``), which the exchange about skipping combines over ranks.
+    Args:
+        stats: result of the step's ``forward_backward``.
+        num_label_tokens: tokens of the global batch that have a label, from ``prepare_inputs``.
+        report: values of this rank (``Run.report``), which the exchange about skipping combines
+            over ranks.
     """
     model_parts, train = list(state.model_parts.values()), config.train
     with phase("optimizer_step", state.step + 1):

@@ -49,8 +49,9 @@ def export_weights(
     With ``lora.export=adapter`` the adapter alone, in ``run_dir/adapter``. The model is not trained
     after it.
 
-    Args: optimizer: has the averages that ``checkpoint.export_ema`` exports; ``model_parts`` get
-        their values.
+    Args:
+        optimizer: has the averages that ``checkpoint.export_ema`` exports; ``model_parts`` get
+            their values.
     """
     averaged = config.checkpoint.export_ema
     if averaged:

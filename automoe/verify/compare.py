@@ -82,7 +82,10 @@ def compare_tensors(
         )
     delta = got - expected
     size, off = float(expected.norm()), float(delta.norm())
-    error = off / size if size else (0.0 if off == 0 else inf if off == off else nan)
+    if size:
+        error = off / size
+    else:  # 0 if both are 0, NaN if one has a NaN
+        error = off * inf if off else 0.0
     if delta.numel() == 0:
         return Comparison(kind, name, step, error)
     flat = int(delta.abs().nan_to_num(nan=inf).argmax())

@@ -55,9 +55,10 @@ class RankError(RuntimeError):
 class RankPool:
     """Up to ``max_ranks`` processes that run functions as ranks of a gloo world.
 
-    Args: max_ranks: largest world; the processes start with the first case. timeout_s: a case that
-        takes longer is a hang: its ranks are killed and named. A safety net, so it
-            is far above what any case needs.
+    Args:
+        max_ranks: largest world; the processes start with the first case.
+        timeout_s: a case that takes longer is a hang: its ranks are killed and named. A safety net,
+            so it is far above what any case needs.
     """
 
     def __init__(self, max_ranks: int = 16, timeout_s: float = 600.0) -> None:
@@ -83,8 +84,9 @@ class RankPool:
         the default dtype and one CPU thread. Results travel as pickles: return local tensors, not
         DTensors.
 
-        Raises: RankError: the first failure among the ranks, with its traceback; the pool starts
-            afresh.
+        Raises:
+            RankError: the first failure among the ranks, with its traceback; the pool starts
+                afresh.
         """
         if not 1 <= world_size <= self.max_ranks:
             raise ValueError(f"world_size={world_size}: this pool has 1 to {self.max_ranks} ranks")

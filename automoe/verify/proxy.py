@@ -84,9 +84,9 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
         there = [layer for layer in parallel.recompute_layers if layer < model.num_layers]
         parallel = replace(parallel, recompute_layers=there or [model.num_layers - 1])
     mesh, train = MeshConfig(**asdict(small)), _cut_train(config, shape, small)
-    on_long = (
-        "drop" if config.data.is_preference else "truncate" if config.data.is_chat else "split"
-    )
+    on_long = "truncate" if config.data.is_chat else "split"
+    if config.data.is_preference:  # a pair is a conversation too
+        on_long = "drop"
     data = replace(config.data, on_long=on_long)
     return replace(config, mesh=mesh, model=model, parallel=parallel, train=train, data=data), small
 

@@ -143,8 +143,9 @@ def make_runnable(
     """The configuration, or its proxy if it is too large, ready to run on CPU ranks with random
     weights.
 
-    Returns: The configuration to run, its mesh, and what was changed: (key, configured, here);
-        nothing if the configuration runs as it is.
+    Returns:
+        The configuration to run, its mesh, and what was changed: (key, configured, here); nothing
+        if the configuration runs as it is.
 
     Raises:
         ConfigError: the configuration is not valid, or depends on the mesh by intention.
@@ -277,9 +278,10 @@ def verify_pass(
 ) -> PassResult:
     """One step on one rank and one on ``shape``, compared.
 
-    Args: config: as ``passes`` gives it; the dtype decides on tolerance and forced routing. run:
-        what a rank of the mesh does, with the signature of ``run_trajectory``, which is the
-        default.
+    Args:
+        config: as ``passes`` gives it; the dtype decides on tolerance and forced routing.
+        run: what a rank of the mesh does, with the signature of ``run_trajectory``, which is the
+            default.
 
     Raises:
         RankError: a rank failed.

@@ -80,10 +80,13 @@ def run_trajectory(
     """Train ``steps`` steps on the mesh ``shape`` over the initialised process group, and keep
     everything.
 
-    Args: batches: gives one data-parallel rank's rows of a step. record: keep every step's routing
-        (one rank, one stage only). forced: per step [global rows, R, L, 2, K] routing to repeat.
-        keep_tensors: gather gradients and parameters too. order: [rows] of this data-parallel rank
-        as its micro-batches take them; as they come where None.
+    Args:
+        batches: gives one data-parallel rank's rows of a step.
+        record: keep every step's routing (one rank, one stage only).
+        forced: per step [global rows, R, L, 2, K] routing to repeat.
+        keep_tensors: gather gradients and parameters too.
+        order: [rows] of this data-parallel rank as its micro-batches take them; as they come where
+            None.
     """
     load_plugins(config.plugins)  # this process is a rank of the pool and has read no command line
     on = torch.device(device)

@@ -73,10 +73,11 @@ class Field:
 class Family:
     """A model family as data.
 
-    Attributes: model_type: as ``config.json`` names it; also ``ModelConfig.family``. architecture:
-        transformers' class. fields: dotted key of ``ModelConfig`` -> key of ``config.json``. Where
-        two of ours share one,
-            the later one is written.
+    Attributes:
+        model_type: as ``config.json`` names it; also ``ModelConfig.family``.
+        architecture: transformers' class.
+        fields: dotted key of ``ModelConfig`` -> key of ``config.json``. Where two of ours share
+            one, the later one is written.
         fixed: dotted keys that the family does not leave open.
         only: keys of ``config.json`` with the one value that this decoder computes; fine where
             neither it nor transformers has them. Also written.

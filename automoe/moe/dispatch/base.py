@@ -64,11 +64,13 @@ class DispatchGroup(Protocol):
 def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Order that sorts choices by expert, and how many each expert got.
 
-    Args: topk_ids: any shape, M choices in all; an id of ``num_experts`` or more is sorted last and
-        not counted.
+    Args:
+        topk_ids: any shape, M choices in all; an id of ``num_experts`` or more is sorted last and
+            not counted.
 
-    Returns: order [M] int64 (stable, so tokens of one expert keep their order), counts
-        [num_experts] int64.
+    Returns:
+        order [M] int64 (stable, so tokens of one expert keep their order), counts [num_experts]
+        int64.
     """
     return topk_ids.flatten().argsort(stable=True), count_choices(topk_ids, num_experts)
 
@@ -142,8 +144,10 @@ def run_choices(
     """[T, H]: for each of these tokens the weighted sum of the experts that it chose among the
     ``num_experts`` here.
 
-    Args: topk_ids_TK: an id of ``num_experts`` or more is a choice of none of them. num_rows:
-        choices of these experts in all; None: they are counted, and the host waits for it.
+    Args:
+        topk_ids_TK: an id of ``num_experts`` or more is a choice of none of them.
+        num_rows: choices of these experts in all; None: they are counted, and the host waits for
+            it.
     """
     order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)
     if num_rows is None:
@@ -159,8 +163,9 @@ class LocalDispatcher:
     """All experts are on this rank: the expert function reads the tokens themselves, without a
     copy.
 
-    Args: drops: choices may be of no expert (id ``num_experts``). Leaving them out costs one host
-        sync a call.
+    Args:
+        drops: choices may be of no expert (id ``num_experts``). Leaving them out costs one host
+            sync a call.
     """
 
     def __init__(self, num_experts: int, drops: bool = False) -> None:

@@ -21,10 +21,13 @@ from automoe.moe.dispatch.base import Experts, run_choices
 class Received:
     """What a rank holds after a dispatch.
 
-    Attributes: x_RH: the tokens. topk_ids_RK: int64, experts of this rank 0 ... L - 1; -1 for
-        choices of other ranks and of none. weights_RK: float32. counts: rows of each of the L
-        experts, on the host. handle: the way back; kept as long as a combine or a second dispatch
-        is to come.
+    Attributes:
+        x_RH: the tokens.
+        topk_ids_RK: int64, experts of this rank 0 ... L - 1; -1 for choices of other ranks and of
+            none.
+        weights_RK: float32.
+        counts: rows of each of the L experts, on the host.
+        handle: the way back; kept as long as a combine or a second dispatch is to come.
     """
 
     x_RH: torch.Tensor

@@ -27,9 +27,9 @@ from automoe.moe.dispatch.rows import RowExchange, SumLines
 class HierarchicalDispatcher:
     """One host sync a level, for the sizes; none where ``rows_per_expert`` gives them.
 
-    Args: levels: the group across nodes, then the group within the node, of which either may be
-        left out. Each part of a
-            level has equal numbers of experts, in order.
+    Args:
+        levels: the group across nodes, then the group within the node, of which either may be left
+            out. Each part of a level has equal numbers of experts, in order.
     """
 
     def __init__(self, num_experts: int, levels: Sequence[DispatchGroup]) -> None:

@@ -131,10 +131,11 @@ class SumLines(torch.autograd.Function):
 class RowExchange:
     """One all-to-all of rows with their words, begun when it is made.
 
-    Args: token_idx_M: row of x that each row sent reads, sorted by the rank that it goes to.
+    Args:
+        token_idx_M: row of x that each row sent reads, sorted by the rank that it goes to.
         words_MC: of each row, in at least the width of x: a whole number of them fills a row.
         counts_2P: int64, rows sent to and received from each rank; ``sent`` and ``received`` on the
-        host.
+            host.
 
     Attributes:
         source_B: what each line sent is of x; T: none.
