@@ -23,7 +23,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def _published(name: str, tensor: int = 0) -> str:
-    """Return a HuggingFace key of ``mlp.<name>``, below its layer, from ``automoe.model.params``."""
+    """Return a HuggingFace key of ``mlp.<name>``, below its layer, from the table of parameters."""
     return SPECS[f"mlp.{name}"].hf.split()[tensor]
 
 

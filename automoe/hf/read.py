@@ -323,7 +323,7 @@ class Reader:
                 self.advance(one.num_bytes(part))
 
     def _numbers(self, one: ReadItem, matrix: int, begin: int, end: int) -> torch.Tensor:
-        """Return rows of a matrix [rows, columns], dequantized; if packed, [rows, blocks, bytes]."""
+        """Return rows of a matrix [rows, columns], dequantized; [rows, blocks, bytes] if packed."""
         source, (left, right) = one.source, one.cols
         data = self._rows(one, one.stored, matrix, (begin, end)).view(DTYPES[source.dtype])
         if source.scales is None:
