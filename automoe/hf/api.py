@@ -1,5 +1,6 @@
-"""Public functions on HuggingFace checkpoint directories: ``from_hf``, ``to_hf``, ``convert_hf``,
-``upcycle_hf``."""
+"""Public functions on checkpoint directories: ``from_hf``, ``to_hf``, ``convert_hf``,
+``upcycle_hf``.
+"""
 
 from __future__ import annotations
 
@@ -186,8 +187,7 @@ def upcycle_hf(
     max_shard_bytes: int = 5 << 30,
     overwrite: bool = False,
 ) -> Written:
-    """Write the dense checkpoint ``source`` as a mixture of experts that computes the same
-    function.
+    """Write the dense checkpoint ``source`` as a mixture of experts of the same function.
 
     Runs one tensor at a time, in one process on the CPU, and verifies the result like
     ``convert_hf``. If both models are small enough to be run, their logits are compared too.

@@ -204,8 +204,7 @@ def rewrite_tensors(
     max_shard_bytes: int = 5 << 30,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> Written:
-    """Write the tensors of ``plan`` in this process alone, with numbers from the files of
-    ``source``.
+    """Write the tensors of ``plan`` in this process alone, from the files of ``source``.
 
     Args:
         advance: receives every number of bytes read.
@@ -217,8 +216,7 @@ def rewrite_tensors(
 
 
 def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) -> None:
-    """Compare every number in the files of ``written`` with the number of ``source`` it was made
-    from.
+    """Compare every number in the files of ``written`` with its number in ``source``.
 
     Raises:
         CheckpointError: a tensor is not finite or differs (in FP8: differs from the quantized
@@ -247,7 +245,7 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
 
 
 def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
-    """Read the tensor of ``item``; each piece is read like the shard of a rank that holds only it."""
+    """Read the tensor of ``item``, each piece like the shard of a rank that holds only that piece."""
     whole = torch.empty(item.pieces[0].shape, dtype=item.dtype)
     for piece in item.pieces:
         start = tuple(index or 0 for index in piece.select)
@@ -287,8 +285,9 @@ def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) ->
 
 
 def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
-    """List the all-gathers that complete a piece, in order: (mesh axis, HF dim, its size
-    afterwards).
+    """List the all-gathers that complete a piece: (mesh axis, HF dim, its size afterwards).
+
+    They stand in the order in which they run.
 
     If FSDP shards a dim that tp or etp has already sharded, its placement is strided and is
     gathered first.
