@@ -1,6 +1,4 @@
-"""Public functions on checkpoint directories: ``from_hf``, ``to_hf``, ``convert_hf``,
-``upcycle_hf``.
-"""
+"""Public functions ``from_hf``, ``to_hf``, ``convert_hf`` and ``upcycle_hf`` on checkpoints."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _pair_scales(
 def _check_encodings(
     folder: Path, sources: dict[str, StoredTensor], encoding: Encoding, block: tuple[int, int]
 ) -> None:
-    """Raise ``CheckpointError`` for an unreadable dtype or for scales that do not fit the blocks."""
+    """Raise ``CheckpointError`` for an unreadable dtype or scales that do not fit the blocks."""
     unscaled = [
         key for key, s in sources.items() if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES
     ]

@@ -5,12 +5,6 @@ are counted from the matrix' first element and a shard may begin inside a block.
 float32(code) times float32(scale), rounded once to float32; the caller converts it further. So a
 value does not depend on the rank that dequantizes it, nor on how the matrix is cut. Shapes: R rows,
 C columns.
-
-Everything here works on a rectangle of a matrix and knows where in the matrix it lies, because
-blocks are counted from the matrix' first element and a shard may begin anywhere in one. A number is
-float32(code) times float32(scale), rounded to float32 once; what it becomes after that is the
-destination's matter. So a value does not depend on who dequantizes it, nor in which pieces.
-Letters: R rows, C columns.
 """
 
 from __future__ import annotations

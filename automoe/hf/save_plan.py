@@ -4,11 +4,6 @@ A plan lists the tensors of the checkpoint. For each tensor it gives the slices 
 tensors that make it up, the ranks that hold these slices and the rank that writes the tensor.
 Numbers are gathered from the shards of the ranks, or read from the files of the source just as a
 rank reads its shard. One tensor of the checkpoint is in memory at a time.
-
-A plan lists the tensors of the checkpoint, each with the slices of the model's tensors that it is
-made of, the ranks that hold these and the rank that writes it. Numbers are gathered from the shards
-of the ranks, or read from the files of the source as a rank's shard would be. One tensor of the
-checkpoint is in memory at once.
 """
 
 from __future__ import annotations
@@ -237,7 +232,7 @@ def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) 
 
 
 def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
-    """Return the error for weights that are NaN or infinite."""
+    """Return the error for an export of NaN or infinite weights."""
     return CheckpointError(
         f"{folder}: {count:,} numbers of {key} are NaN or infinite, and what is exported is finite. Mend them, or "
         "export an earlier checkpoint"
@@ -245,7 +240,7 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
 
 
 def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
-    """Read the tensor of ``item``, each piece like the shard of a rank that holds only that piece."""
+    """Read the tensor of ``item``; each piece is read like a shard that holds only it."""
     whole = torch.empty(item.pieces[0].shape, dtype=item.dtype)
     for piece in item.pieces:
         start = tuple(index or 0 for index in piece.select)

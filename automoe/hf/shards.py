@@ -162,9 +162,7 @@ def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: fl
 
 
 def as_parts(parts: Parts | Decoder) -> Parts:
-    """Return the pipeline stages of a model; weights left unsharded by a forward pass are
-    resharded.
-    """
+    """Return a model's pipeline stages; reshard weights that a forward pass left unsharded."""
     parts = {0: parts} if isinstance(parts, Decoder) else parts
     for part in parts.values():
         for module in fsdp_modules(part):
@@ -187,7 +185,7 @@ def stage_ranks(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 
 def local_shards(parts: Parts) -> Iterator[LocalShard]:
-    """Yield the tensors of this rank's stages that a HuggingFace checkpoint holds, in model order."""
+    """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts.values():
         for name, parameter in part.named_parameters():

@@ -144,7 +144,7 @@ def upcycled(
         first_k_dense=0,
         router=replace(dense.router, score="softmax", norm_topk_prob=True),
     )
-    # Written and read once, so that it is what a reader of the mixture's config.json gets.
+    # One round trip through config.json gives the configuration that the mixture's readers get.
     family = family_of(mixture)
     described = family.read_config(family.write_config(mixture, read_hf_config(path)), str(path))
     return described, Upcycling(G, dense.initializer_range, seed)

@@ -38,8 +38,7 @@ def to_hf(
     overwrite: bool = False,
     verify: bool = True,
 ) -> Written:
-    """Write ``model`` as a HuggingFace checkpoint directory, which gets its name when it is
-    complete and proven.
+    """Write ``model`` as a HuggingFace checkpoint directory, renamed into place once verified.
 
     Collective; ranks share the file system. Adapters are merged into the model's own weights first
     (``merge_adapters``), which stay merged. ``model.hf_path`` of the model's configuration, where

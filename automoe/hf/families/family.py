@@ -249,7 +249,7 @@ class Family:
 
 @contextmanager
 def _readable(what: str, path: str) -> Iterator[None]:
-    """Turn errors of converting a value of a wrong type into a ``ConfigError`` that names ``what``."""
+    """Turn errors from converting a value into a ``ConfigError`` that names ``what``."""
     try:
         yield
     except ConfigError:
