@@ -308,8 +308,7 @@ class Reader:
         ranges: Iterable[ReadItem],
         use: Callable[[ReadItem, torch.Tensor, torch.Tensor], object],
     ) -> None:
-        """Call ``use(item, numbers, place)`` for a few rows at a time; both tensors are alike in
-        shape.
+        """Call ``use(item, numbers, place)`` for a few rows at a time; both tensors have one shape.
 
         ``numbers`` is on the CPU, in the checkpoint's dtype, or float32 if the checkpoint is
         quantized.

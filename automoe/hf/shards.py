@@ -78,8 +78,9 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class PackedShard(LocalShard):
-    """A shard of a packed matrix (``automoe.quantize.packed``), whose ``tensor`` and ``local`` are
-    bytes.
+    """Shard of a packed matrix (``automoe.quantize.packed``).
+
+    ``tensor`` and ``local`` are bytes.
 
     ``shape``, ``extent``, ``start`` and ``dtype`` are those of the unpacked matrix.
 

@@ -286,7 +286,7 @@ def _run_transformers(
                 )
     chosen: list[torch.Tensor] = []
     for name, module in model.named_modules():
-        # Experts take (rows, choices, weights) in every release; the return values of routers differ.
+        # Experts take (rows, choices, weights) in every release; routers' return values differ.
         if name.endswith(".mlp.experts"):
             module.register_forward_pre_hook(
                 lambda _module, inputs: chosen.append(inputs[1].view(*tokens.shape, -1))

@@ -15,13 +15,13 @@ from automoe.errors import ConfigError
 
 HFConfig = dict[str, Any]
 
-# Said of the file, of weights, or of classifiers' labels, of which the class makes lists: not of
-# the decoder.
+# These keys describe the file, the weights or classifiers' labels (of which the class makes
+# lists), not the decoder.
 _OF_OTHERS = (
     "architectures auto_map dtype torch_dtype transformers_version quantization_config "
     "num_labels id2label label2id problem_type"
 ).split()
-# Keys that transformers obeys in every family, and the values of them that this decoder computes.
+# transformers obeys these keys in every family; this decoder computes only these values of them.
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "attention_dropout": (0, None),

@@ -17,7 +17,7 @@ from automoe.hf.keys import KeyMap
 
 REQUIRED = object()
 
-# Parts of the decoder that a family has only if it declares them; otherwise they stay at their
+# A family has these parts of the decoder only if it declares them; otherwise they keep their
 # defaults.
 _OPTIONAL = (
     "attention.qkv_bias",
@@ -49,7 +49,7 @@ _ALIASES = (
     "quantization_config",
     "transformers_version",
 )
-# Numbers of rope_scaling: of YaRN, with transformers' defaults, and of Llama 3, which has none.
+# These are the numbers of rope_scaling: YaRN's with transformers' defaults, Llama 3's without.
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
@@ -354,7 +354,7 @@ def _read_full(layers: list[str], theirs: Any) -> int:
     return 1
 
 
-# The spelling of most families, which state what they spell otherwise; of dense ones first.
+# Most families spell keys like this and declare the exceptions. Dense families come first.
 DENSE_FIELDS = {
     "vocab_size": Field("vocab_size"),
     "hidden_size": Field("hidden_size"),
@@ -373,7 +373,7 @@ COMMON_FIELDS = DENSE_FIELDS | {
     "num_experts": Field("num_experts"),
     "moe_intermediate_size": Field("moe_intermediate_size"),
 }
-# ``layer_types`` that may name others, in families whose layers all have full attention here.
+# ``layer_types`` may name other kinds in families whose layers all have full attention here.
 FULL_ATTENTION = {
     "attention.full_attention_interval": Field(
         "layer_types",
