@@ -1,5 +1,4 @@
-"""Public functions on HuggingFace checkpoint directories: ``from_hf``, ``to_hf``, ``convert_hf``,
-``upcycle_hf``."""
+"""Public functions ``from_hf``, ``to_hf``, ``convert_hf`` and ``upcycle_hf`` on checkpoints."""
 
 from __future__ import annotations
 
@@ -46,24 +45,23 @@ def from_hf(
 ) -> Decoder:
     """Build and load the model of a HuggingFace checkpoint directory or Hub id, in evaluation mode.
 
-    ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V]. Weights that are NaN or
-    infinite are warned of.
+    ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V]. NaN or infinite weights
+    give a warning.
 
     Args:
         mesh: None keeps the whole model in this process, whatever other ranks do. Otherwise the
-            process group is initialised, every rank calls this (and, later, the model) together,
-            and each one feeds its own rows; ranks of a tp group feed the same ones, whose length tp
-            divides, and all get the whole logits. Experts are cut over ep, etp and ep_shard,
-            everything else over dp_shard and tp.
-        dtype: of parameters. On a mesh, bfloat16 computes in bfloat16 from float32 parameters, as
-            training does.
-        device: where this rank's part lives.
+            process group is initialised, every rank calls this function (and, later, the model)
+            together, and each rank feeds its own rows. Ranks of a tp group feed the same rows,
+            whose length must be a multiple of tp, and all get the full logits. Experts are sharded
+            over ep, etp and ep_shard, everything else over dp_shard and tp.
+        dtype: dtype of parameters. On a mesh, bfloat16 computes in bfloat16 from float32
+            parameters, as training does.
+        device: device of this rank's part.
 
     Raises:
-        ConfigError: a family that is not known, a mesh with pp or cp, whose ranks see a part of the
-            model or of a row, or a mesh that does not divide the model.
-        CheckpointError: files missing, damaged, or not those of the model that config.json
-            describes.
+        ConfigError: the family is unknown, the mesh has pp or cp (whose ranks see a part of the
+            model or of a row), or the mesh does not divide the model.
+        CheckpointError: files are missing, damaged, or do not match config.json.
     """
     path = checkpoint_folder(path, "path")
     config = model_config_from_hf(path)
@@ -74,7 +72,7 @@ def from_hf(
     catalog = None
     if mesh is None:
         model = build_decoder(config, MoEConfig(experts=_expert_backend(config, dtype)), dtype)
-        # other ranks, where there are some, take no part in it
+        # Other ranks, if any, take no part in this load.
         catalog = check_catalog(path, config)
     else:
         model = _on_mesh(config, mesh, dtype, torch.device(device))
@@ -126,8 +124,10 @@ def _check_length(tokens: torch.Tensor, tp: int) -> None:
 def _expert_backend(
     config: ModelConfig, dtype: torch.dtype, etp: int = 1
 ) -> Literal["grouped_mm", "loop"]:
-    """Return grouped_mm unless it cannot run: it has no float64 and needs rows of a multiple of 16
-    bytes."""
+    """Return grouped_mm if it can run, else loop.
+
+    grouped_mm has no float64 and needs rows of a multiple of 16 bytes.
+    """
     widths = (config.hidden_size, config.moe_intermediate_size // etp)
     aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
     return "grouped_mm" if aligned and dtype != torch.float64 else "loop"
@@ -143,24 +143,26 @@ def convert_hf(
     max_shard_bytes: int = 5 << 30,
     overwrite: bool = False,
 ) -> Written:
-    """Write ``source`` to ``out`` in another dtype or layout, one tensor at a time, in one process
-    on the CPU.
+    """Convert a checkpoint to another dtype or layout, one tensor at a time, on the CPU.
 
-    Block-FP8 and MXFP4 are dequantized. Config, generation config and tokenizer go along. The
-    result has its name when every number was read back and compared with the source's, and
-    ``transformers`` builds the same model from it, with the same logits where it is small enough to
-    be run twice.
+    Runs in one process. Block-FP8 and MXFP4 are dequantized. Config, generation config and
+    tokenizer are copied. ``out`` gets its name only after every number was read back and compared
+    with ``source``, and after ``transformers`` built the same model from it, with the same logits
+    if the model is small enough to be run twice.
 
     Args:
-        dtype: of parameters: ``keep`` (quantized ones become bfloat16), ``bfloat16`` or
+        dtype: dtype of parameters: ``keep`` (quantized ones become bfloat16), ``bfloat16`` or
             ``float32``.
         fp8: quantize the matrices of layers in blocks of 128 x 128.
-        layout: of experts: ``published``, or ``fused`` as transformers 5 holds them.
+        layout: layout of experts: ``published``, or ``fused`` as in transformers 5.
+        max_shard_bytes: largest file, unless one tensor alone is larger.
+        overwrite: replace an existing checkpoint directory.
 
     Raises:
-        ConfigError: an unknown family, dtype or layout, or ``fp8`` together with fused experts.
-        CheckpointError: files missing, damaged or not the model's; the target exists or cannot be
-            written.
+        ConfigError: the family, dtype or layout is unknown, or ``fp8`` is combined with fused
+            experts.
+        CheckpointError: files are missing, damaged or do not match the model; ``out`` exists or
+            cannot be written.
     """
     path = Path(out).expanduser().absolute()
     config = model_config_from_hf(source)
@@ -183,21 +185,20 @@ def upcycle_hf(
     max_shard_bytes: int = 5 << 30,
     overwrite: bool = False,
 ) -> Written:
-    """Write the dense checkpoint ``source`` at ``out`` as a mixture of experts that computes the
-    same.
+    """Write the dense checkpoint ``source`` as a mixture of experts of the same function.
 
-    One tensor at a time, in one process on the CPU, and proven as by ``convert_hf``; where both are
-    small enough to be run, the logits are compared with the dense model's too.
+    Runs one tensor at a time, in one process on the CPU, and verifies the result like
+    ``convert_hf``. If both models are small enough to be run, their logits are compared too.
 
     Args:
-        granularity: G, experts that share a copy of the dense FFN; each has 1/G of its width.
-        seed: of the routers.
+        granularity: G, number of experts that share a copy of the dense FFN; each has 1/G of its
+            width.
+        seed: seed of the routers' initial weights.
 
     Raises:
-        ConfigError: a family without a counterpart, or sizes with which the mixture would not
-            compute the same.
-        CheckpointError: as ``convert_hf``, or the mixture computes other logits than the dense
-            model.
+        ConfigError: the family has no mixture counterpart, or with these sizes the mixture would
+            not compute the same function.
+        CheckpointError: as ``convert_hf``, or the mixture's logits differ from the dense model's.
     """
     path = Path(out).expanduser().absolute()
     sizes = (num_experts, num_experts_per_token, granularity)
@@ -217,8 +218,7 @@ def _rewrite(
     max_shard_bytes: int,
     overwrite: bool,
 ) -> Written:
-    """Write ``catalog`` to ``path`` as ``config`` in the layout ``keys``, read it back and
-    compare."""
+    """Write ``catalog`` to ``path`` as ``config`` in the layout ``keys``, then verify the files."""
     plan = plan_rewrite(catalog, config, keys, export_dtype(dtype), fp8)
     num_bytes = sum(stored.num_bytes for stored in catalog.sources.values())
     with new_folder(path, overwrite, Ranks(alone=True)) as folder:

@@ -1,5 +1,7 @@
-"""What a checkpoint directory holds of a model, and in which encoding: headers read and checked
-once, on one rank."""
+"""Catalog of a checkpoint directory: its tensors and their encoding.
+
+Headers are read and checked once, on one rank.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
 
 @dataclass(frozen=True)
 class Catalog:
-    """The tensors that a model needs from a checkpoint directory, in file order.
+    """Tensors that a model reads from a checkpoint directory, in file order.
 
     Attributes:
         folder: the directory.
         keys: key map of its layout.
         sources: stored tensors by name.
         block: rows and columns that share a scale in block-FP8.
-        upcycling: how a mixture is made of a dense directory; None otherwise.
+        upcycling: rule that makes a mixture of a dense checkpoint; None otherwise.
     """
 
     folder: Path
@@ -42,7 +44,7 @@ class Catalog:
     upcycling: Upcycling | None = None
 
     def finish(self, shard: LocalShard) -> None:
-        """Scale or draw what upcycling needs, after the shard was filled from the files."""
+        """Scale or draw the values of a shard that upcycling sets, after the shard was read."""
         if self.upcycling is not None:
             self.upcycling.finish(shard)
 
@@ -51,16 +53,15 @@ class Catalog:
 def open_catalog(
     path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None
 ) -> Catalog:
-    """Read the headers of every file and check them against the full model on rank 0; broadcast.
-    Collective.
+    """Read all headers on rank 0, check them against the full model, and broadcast. Collective.
 
     Args:
-        config: the model; with ``upcycling`` the mixture that the dense directory becomes.
+        config: the model; with ``upcycling``, the mixture that the dense checkpoint becomes.
 
     Raises:
-        CheckpointError: on every rank alike: a file missing, truncated or a Git LFS pointer, keys
-            missing or unexpected, another shape or number of experts, FP8 without scales, an
-            unknown quantization.
+        CheckpointError: on every rank alike: a file is missing, truncated or a Git LFS pointer;
+            keys are missing or unexpected; a shape or the number of experts differs; FP8 codes have
+            no scales; the quantization is unknown.
     """
     return Ranks().lead(lambda: check_catalog(path, config, upcycling))
 
@@ -69,7 +70,7 @@ def open_catalog(
 def check_catalog(
     path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None
 ) -> Catalog:
-    """Do what ``open_catalog`` does in this process alone."""
+    """Read and check all headers like ``open_catalog``, in this process alone."""
     folder = local_folder(path)
     tensors = read_headers(folder)
     encoding, block = _quantization(folder)
@@ -112,8 +113,7 @@ def check_catalog(
 
 
 def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:
-    """Return encoding and block size of quantized tensors from config.json's
-    ``quantization_config``."""
+    """Return encoding and block size from config.json's ``quantization_config``."""
     stated = (
         read_hf_config(folder).get("quantization_config")
         if is_there(folder, "config.json")
@@ -147,7 +147,7 @@ def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:
 def _pair_scales(
     folder: Path, tensors: dict[str, StoredTensor], encoding: Encoding
 ) -> dict[str, StoredTensor]:
-    """Attach scales to their codes, under the name that the tensor has when it is not quantized."""
+    """Attach scales to their codes, under the name of the unquantized tensor."""
     codes_end, scales_end, least_dims = (
         ("", SCALE_SUFFIX, 2) if encoding == "fp8" else ("_blocks", "_scales", 3)
     )
@@ -177,8 +177,7 @@ def _pair_scales(
 def _check_encodings(
     folder: Path, sources: dict[str, StoredTensor], encoding: Encoding, block: tuple[int, int]
 ) -> None:
-    """Raise ``CheckpointError`` for an unreadable dtype, or for scales whose shape does not fit the
-    blocks."""
+    """Raise ``CheckpointError`` for an unreadable dtype or scales that do not fit the blocks."""
     unscaled = [
         key for key, s in sources.items() if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES
     ]
@@ -227,8 +226,10 @@ def _check_scales(
 def _check_experts(
     folder: Path, sources: dict[str, StoredTensor], config: ModelConfig, keys: KeyMap
 ) -> None:
-    """Raise ``CheckpointError`` for another number of experts, instead of listing thousands of
-    missing keys."""
+    """Raise ``CheckpointError`` if the number of experts differs.
+
+    Without this check thousands of missing keys would be listed.
+    """
     if keys.fused:
         count = next(
             (
@@ -248,8 +249,9 @@ def _check_experts(
 
 
 def _ignored(sources: dict[str, StoredTensor], config: ModelConfig) -> set[str]:
-    """Return stored tensors that the model never reads: MTP modules, rotary tables, a second copy
-    of a tied head.
+    """Return the stored tensors that the model never reads.
+
+    These are MTP modules, rotary tables and the second copy of a tied head.
 
     MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
     projection that joins their two inputs. Without it, such a layer belongs to a larger model.

@@ -1,5 +1,4 @@
-"""Safetensors files written tensor after tensor, and their index. ``automoe.hf.headers`` reads
-them."""
+"""Writing of safetensors files and their index; ``automoe.hf.headers`` reads them."""
 
 from __future__ import annotations
 
@@ -33,13 +32,15 @@ class Written:
     """Summary of a written checkpoint and of its comparison with the model.
 
     Attributes:
-        num_tensors, num_files, num_bytes: sizes of the whole checkpoint. dtype: dtype of the first
-        parameter. checked: True if compared with the live weights and with transformers. fp8: True
-        if quantized, so that it equals the weights only after their quantization. logits_error:
-        relative difference to transformers' logits; None for a model too large to be run twice.
+        num_tensors, num_files, num_bytes: sizes of the whole checkpoint.
+        dtype: dtype of the first parameter.
+        checked: True if the files were compared with the live weights and with transformers.
+        fp8: True if quantized, so that the files equal the weights only after quantization.
+        logits_error: relative difference to transformers' logits; None for a model too large to be
+            run twice.
         dense_error: relative difference of an upcycled model's logits to the dense model's.
-        averaged: True for the averaged weights of ``optim.ema_decay``. base: packed base
-        (``lora.base``) that adapters were merged into; empty if there was none.
+        averaged: True for the averaged weights of ``optim.ema_decay``.
+        base: packed base (``lora.base``) that adapters were merged into; empty if none.
     """
 
     path: Path
@@ -74,7 +75,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor as a file holds it."""
+    """Name, dtype and shape of one tensor in a file."""
 
     key: str
     dtype: torch.dtype
@@ -85,12 +86,11 @@ class Entry:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-Entries = tuple[Entry, ...]  # of one tensor: its numbers, or codes and their scales
+Entries = tuple[Entry, ...]  # entries of one tensor: its numbers, or its codes and scales
 
 
 def entries_of(key: str, shape: tuple[int, ...], dtype: torch.dtype, fp8: bool = False) -> Entries:
-    """Return the entries of the tensor ``key``: one in ``dtype``, or block-FP8 codes and float32
-    scales."""
+    """Return the entries of a tensor: one in ``dtype``, or block-FP8 codes and float32 scales."""
     if not fp8:
         return (Entry(key, dtype, shape),)
     grid = (-(-shape[0] // FP8_BLOCK[0]), -(-shape[1] // FP8_BLOCK[1]))
@@ -98,8 +98,10 @@ def entries_of(key: str, shape: tuple[int, ...], dtype: torch.dtype, fp8: bool =
 
 
 def split(items: Iterable[Entries], max_bytes: int) -> list[list[Entries]]:
-    """Distribute tensors, in order, over files of at most ``max_bytes`` unless one tensor alone is
-    larger."""
+    """Distribute tensors, in order, over files.
+
+    A file has at most ``max_bytes``, unless one tensor alone is larger.
+    """
     files: list[list[Entries]] = []
     filled = 0
     for item in items:
@@ -113,7 +115,7 @@ def split(items: Iterable[Entries], max_bytes: int) -> list[list[Entries]]:
 
 
 def file_names(count: int) -> list[str]:
-    """Number ``count`` files as transformers does."""
+    """Return the names of ``count`` files, numbered as transformers does."""
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -122,8 +124,7 @@ def file_names(count: int) -> list[str]:
 def write_files(
     contents: Iterable[tuple[Path, list[Entries]]], tensors: Iterator[torch.Tensor]
 ) -> None:
-    """Write the tensors one after the other into their files; quantize those whose entries have
-    scales.
+    """Write the tensors one after the other; quantize a tensor whose entries include scales.
 
     Raises:
         CheckpointError: the disk is full or fails.
@@ -152,8 +153,11 @@ def write_files(
 def write_index(
     folder: Path, names: list[str], contents: list[list[Entries]], dtype: torch.dtype
 ) -> Written:
-    """Write the index (tensor -> file) if there are several files; ``dtype`` is the first
-    parameter's."""
+    """Write the index (tensor -> file) if there are several files, and return a summary.
+
+    Args:
+        dtype: dtype of the first parameter, for the summary.
+    """
     files = zip(names, contents, strict=True)
     placed = [(entry, name) for name, items in files for item in items for entry in item]
     total = sum(entry.num_bytes for entry, _ in placed)
@@ -177,5 +181,5 @@ def header_bytes(items: list[Entries]) -> bytes:
             "data_offsets": offsets,
         }
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # readers want the data aligned
+    text += b" " * (-len(text) % 8)  # readers expect the data to be aligned to 8 bytes
     return len(text).to_bytes(8, "little") + text

@@ -1,5 +1,7 @@
-"""The commit of a checkpoint directory, which is made under a temporary name, and its files other
-than weights."""
+"""Atomic creation of a checkpoint directory, and its files other than weights.
+
+A directory is written under a temporary name and renamed at the end.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ SYNTHETIC = "# Trained on synthetic ids\n\nRandom numbers (data=benchmark), no t
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Raise ``CheckpointError`` if an export may not be written to ``path``; makes nothing."""
+    """Raise ``CheckpointError`` if an export may not be written to ``path``; create nothing."""
     if path.exists() and not overwrite:
         raise CheckpointError(
             f"{path} exists. Name another directory, or overwrite it (--overwrite)"
@@ -65,8 +67,10 @@ def check_target(path: Path, overwrite: bool) -> None:
 def check_conversion(
     config: ModelConfig, path: Path, *, fp8: bool, layout: str, overwrite: bool
 ) -> KeyMap:
-    """Return the layout to convert to; raise the ``ConfigError`` or ``CheckpointError`` that
-    ``convert_hf`` would."""
+    """Return the layout to convert to.
+
+    Raises the ``ConfigError`` or ``CheckpointError`` that ``convert_hf`` would raise.
+    """
     check_target(path, overwrite)
     if layout not in ("published", "fused"):
         raise ConfigError("--layout", layout, "must be published or fused", "Use published")
@@ -102,8 +106,7 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
 
 
 def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
-    """Clear or restore what a killed export left, then make ``folder``, which exists until ``held``
-    closes."""
+    """Clean up after a killed export and create ``folder``, which closing ``held`` removes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     held.enter_context(_alone(path))
     restore_folder(path)
@@ -115,14 +118,13 @@ def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of exports to ``path``, a file in the same folder that is removed
-    afterwards."""
+    """Hold the lock of exports to ``path``: a file in the same folder, removed at the end."""
     lock = path.with_name(f".{path.name}.lock")
     handle = open_lock(lock)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Removed by its last holder since it was opened, it is not what another export would lock
-        # now.
+        # The last holder may have removed the file since it was opened: another export would then
+        # lock a new file, so this lock protects nothing.
         if not lock.exists() or not os.path.samestat(os.fstat(handle), os.stat(lock)):
             raise BlockingIOError
     except BlockingIOError:
@@ -139,7 +141,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 def _commit(folder: Path, path: Path, overwrite: bool) -> None:
     flush_folder(folder)
-    check_target(path, overwrite)  # again: what was there at the beginning says nothing
+    check_target(path, overwrite)  # checked again: the target may have changed since the beginning
     name_folder(folder, path)
 
 
@@ -186,8 +188,9 @@ def write_settings(
 
 
 def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path, str]]:
-    """List (folder, name) of the files that an export copies: generation settings and the
-    tokenizer's.
+    """List (folder, name) of the files that an export copies.
+
+    They are the generation settings and the tokenizer's files.
 
     Args:
         tokenizer: as ``write_settings`` takes it.
@@ -211,7 +214,7 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
                 "there is no such directory",
                 "Name one with a tokenizer's files",
             )
-        names = sorted(os.listdir(place))  # broken links too
+        names = sorted(os.listdir(place))  # includes broken links, which are refused below
         found += [
             (place, name) for name in names if any(fnmatch(name, one) for one in _TOKENIZER_FILES)
         ]
@@ -226,8 +229,10 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
 
 def _is_own(tokenizer: str | None, source: Path | None) -> bool:
-    """Return True if the tokenizer is the source's, so that its token ids and generation settings
-    hold."""
+    """Return True if the tokenizer is the source's.
+
+    Its token ids and generation settings then apply to the export.
+    """
     return tokenizer is None or (
         source is not None and local_folder(tokenizer).absolute() == source.absolute()
     )
@@ -242,7 +247,9 @@ def _write_chat(folder: Path, chat: ChatTemplate) -> None:
     known = settings.get("eos_token_id")
     if not isinstance(known, list):
         known = [] if known is None else [known]
-    if stop_id not in known:  # a base model's: generation would not stop where answers end
+    if (
+        stop_id not in known
+    ):  # with a base model's ids, generation would not stop at the end of an answer
         _write_json(file, settings | {"eos_token_id": [stop_id, *known]})
 
 
@@ -251,8 +258,10 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def _token_ids(tokenizer: str | None) -> dict[str, int | None]:
-    """Return the token ids, None included: if a key is absent, transformers takes the family's
-    published id."""
+    """Return the token ids, None included.
+
+    If a key is absent, transformers takes the family's published id.
+    """
     if tokenizer in (None, NO_TOKENIZER):
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     loaded = load_tokenizer(tokenizer)

@@ -1,5 +1,4 @@
-"""Headers of a checkpoint's safetensors files: where each tensor lies, and what model they can
-hold. No torch.
+"""Headers of safetensors files: the place of each tensor, and the models that fit. Needs no torch.
 
 A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range)
 and the tensors' bytes, without holes: https://github.com/huggingface/safetensors
@@ -24,7 +23,7 @@ from automoe.hf.untrusted import brief, is_there, open_inside, parse_json, read_
 from automoe.model.params import count_params
 
 SINGLE_FILE = "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
+MAX_HEADER_BYTES = 100_000_000  # same limit as in the safetensors library
 MANY = 10_000  # layers or experts that may be counted one by one, whatever the files hold
 # Bits of a number, by the format's names.
 BITS = dict.fromkeys(
@@ -39,15 +38,15 @@ Encoding = Literal["plain", "fp8", "mxfp4"]
 
 
 class StoredTensor(NamedTuple):
-    """One tensor as a checkpoint's files hold it.
+    """One tensor in the files of a checkpoint.
 
     Attributes:
         file: name of its file.
-        dtype: as safetensors spells it (``BF16``).
+        dtype: dtype in the spelling of safetensors (``BF16``).
         shape: shape of the stored numbers or codes.
-        start, num_bytes: its bytes in the file.
-        scales: scales of quantized codes.
-        encoding: how codes and scales make numbers.
+        start, num_bytes: byte range in the file.
+        scales: scales of quantized codes; None if not quantized.
+        encoding: rule that turns codes and scales into numbers.
     """
 
     file: str
@@ -60,8 +59,10 @@ class StoredTensor(NamedTuple):
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Shape of the dequantized tensor; MXFP4 stores the transpose [..., C, R / 32, 16] of [...,
-        R, C]."""
+        """Shape of the dequantized tensor.
+
+        MXFP4 stores a tensor [..., R, C] transposed, as [..., C, R / 32, 16].
+        """
         if self.encoding != "mxfp4":
             return self.shape
         *lead, rows, groups, half = self.shape
@@ -89,14 +90,13 @@ without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
 
 @without_collection()
 def read_headers(path: str | Path) -> dict[str, StoredTensor]:
-    """Read every tensor's place in a checkpoint directory from its index and the headers of its
-    files.
+    """Return the place of every tensor of a checkpoint directory, from its index and headers.
 
     Raises:
-        CheckpointError: no safetensors there, a file of the index is missing, truncated, a Git LFS
-            pointer, no safetensors file, no file at all or a link out of the directory; tensors
-            that overlap, have holes between them, another size than their shape or are in two
-            files; an index that says something else.
+        CheckpointError: the directory has no safetensors files; a file of the index is missing,
+            truncated, a Git LFS pointer, not safetensors, not a regular file or a link out of the
+            directory; tensors overlap, leave holes, differ in size from their shape or are in two
+            files; or the index contradicts the headers.
     """
     folder = local_folder(path)
     if not folder.is_dir():
@@ -140,18 +140,17 @@ def _read_all(folder: Path) -> dict[str, StoredTensor]:
 
 
 def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
-    """Refuse a model that is far larger than the files of ``folder``, by arithmetic, before its
-    tensors are listed.
+    """Refuse a model far larger than the files of ``folder``, before its tensors are listed.
 
-    While files are missing, only sizes that no model has are refused.
+    The check is arithmetic only. While files are missing, only sizes that no model has are refused.
 
     Args:
         config: configuration read from config.json.
-        keys: names of the family's tensors.
+        keys: tensor names of the family.
 
     Raises:
-        ConfigError: more layers or experts than tensors, or more than twice as many parameters as
-            numbers.
+        ConfigError: the model has more layers or experts than the files have tensors, or more than
+            twice as many parameters as the files have numbers.
         CheckpointError: as ``read_headers``.
     """
     tensors = read_headers(folder) if _all_there(folder) else {}
@@ -164,7 +163,7 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
     most, held = max(len(tensors), MANY), f"and its files hold {len(tensors):,} tensors"
     asked = {"layers": config.num_layers, "experts": experts}
     found = [f"{count:,} {what}, {held}" for what, count in asked.items() if count > most]
-    # Half of the files may be missing, which is then said by name.
+    # The factor 2 allows for half of the files to be missing; they are then reported by name.
     # A byte of codes may hold two numbers.
     numbers = sum(
         math.prod(one.shape) * (2 if one.dtype in ("U8", "I8") else 1) for one in tensors.values()
@@ -177,8 +176,10 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
 
 
 def _all_there(folder: Path) -> bool:
-    """Return True if no file of the weights is missing; ``read_headers`` reports an index that
-    cannot be read."""
+    """Return True if no file of the weights is missing.
+
+    An unreadable index is left to ``read_headers`` to report.
+    """
     try:
         return not missing_files(folder)
     except OSError:
@@ -186,7 +187,7 @@ def _all_there(folder: Path) -> bool:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """List the files of the weights that the index names and that do not exist."""
+    """List the files of the weights that the index names but that do not exist."""
     return [name for name in _files_of(_read_index(folder)) if not is_there(folder, name)]
 
 
@@ -263,7 +264,7 @@ def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, S
     Raises ``ValueError`` and others.
     """
     tensors: dict[str, StoredTensor] = {}
-    # shape and bits, by dtype and shape as written
+    # Shape and size in bits are cached by the dtype and shape in the header.
     sizes: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}
     at, in_order = 0, True
     for name, entry in header.items():

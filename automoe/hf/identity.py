@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, and a digest that identifies the checkpoint wherever it lies."""
+"""Folder of a checkpoint, and a digest that identifies its content independently of its path."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from automoe.hf.headers import StoredTensor, missing_files, read_headers
 if TYPE_CHECKING:
     from automoe.parallel.agreement import Ranks
 
-KIND = "crc32:"  # what an identity begins with: another kind cannot be compared
-THREADS, PIECE_BYTES = 4, 8 << 20  # of a rank; 2 GB/s each
-SAID_BYTES = 10e9  # takes seconds, and a line says so
+KIND = "crc32:"  # prefix of an identity; identities of different kinds cannot be compared
+THREADS, PIECE_BYTES = 4, 8 << 20  # per rank; a thread reads 2 GB/s
+SAID_BYTES = 10e9  # a larger checkpoint takes seconds to read, so a line is printed
 
 
 def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
-    """Return the folder ``spec``, or that of a Hub id after its weights were downloaded.
+    """Return the folder ``spec``, or the folder of a Hub id after downloading its weights.
+
+    A path that does not exist is returned unchanged.
 
     Raises:
-        ConfigError: a Hub id that cannot be had. A path that does not exist is returned as it is.
+        ConfigError: the Hub id cannot be downloaded.
     """
     spec = pinned(key, str(spec))
     folder = local_folder(spec)
@@ -51,8 +53,9 @@ def complete(config: Config, weights: bool = True) -> None:
 
 
 def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
-    """Return ``crc32:`` and a digest of every tensor's name, dtype, shape and CRC-32, independent
-    of folder and files.
+    """Return ``crc32:`` and a digest of every tensor's name, dtype, shape and CRC-32.
+
+    The digest does not depend on the folder or on the split into files.
 
     Reads the whole checkpoint, since another one may differ in a few rows. Collective over
     ``ranks``, which share the reading.

@@ -1,8 +1,8 @@
-"""Which HuggingFace tensor holds which part of ours. No torch.
+"""Mapping between HuggingFace tensors and slices of this project's tensors. Needs no torch.
 
-Every family's checkpoint differs from our model in the feed-forward's names alone, and in how
-routed experts are cut up: published files have one tensor per expert and projection, transformers 5
-keeps a layer's experts in two tensors. Letters: E experts, I expert width, H hidden.
+Checkpoints of the families differ from our model only in the names of the feed-forward and in the
+split of routed experts: published files have one tensor per expert and projection, transformers 5
+keeps a layer's experts in two tensors. Shapes: E experts, I expert width, H hidden size.
 """
 
 from __future__ import annotations
@@ -18,28 +18,26 @@ from automoe.model.params import SPECS, model_params
 
 INDEX_FILE = "model.safetensors.index.json"  # tensor -> file
 FP8_BLOCK = (128, 128)  # rows and columns under one scale
-SCALE_SUFFIX = "_scale_inv"  # of a block-FP8 tensor's scales, after the tensor's own name
+SCALE_SUFFIX = "_scale_inv"  # suffix of a block-FP8 tensor's name in the name of its scales
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def _published(name: str, tensor: int = 0) -> str:
-    """Return the key that the table of parameters gives ``mlp.<name>``, or one of several
-    tensors."""
+    """Return a HuggingFace key of ``mlp.<name>``, below its layer, from the table of parameters."""
     return SPECS[f"mlp.{name}"].hf.split()[tensor]
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Names below ``model.layers.N.`` that differ from ours; ``{expert}`` where there is one per
-    expert.
+    """Names below ``model.layers.N.`` in a checkpoint; ``{expert}`` stands for the expert's number.
 
-    The defaults are the column ``hf`` of ``automoe.model.params``; a family states what it spells
-    otherwise.
+    The defaults are the column ``hf`` of ``automoe.model.params``; a family overrides the names
+    that it spells otherwise.
 
-    With ``fused`` the ``gate`` and ``up`` names are one tensor [E, 2I, H], gates first. With
-    ``transposed`` too (GPT-OSS) it is [E, H, 2I], gates and ups in turn, and ``down`` is [E, I, H];
-    biases likewise. With ``ffn_parts`` the checkpoint is dense: expert e is part e mod
-    ``ffn_parts`` of the layer's FFN, and there is no router (``automoe.hf.upcycle``).
+    With ``fused``, ``gate`` and ``up`` name one tensor [E, 2I, H], gates first. With ``transposed``
+    as well (GPT-OSS), that tensor is [E, H, 2I] with gates and ups interleaved, ``down`` is [E, I,
+    H], and biases follow the same order. With ``ffn_parts`` the checkpoint is dense: expert e is
+    part e mod ``ffn_parts`` of the layer's FFN, and there is no router (``automoe.hf.upcycle``).
     """
 
     router: str = _published("router.weight")
@@ -47,10 +45,10 @@ class KeyMap:
     gate: str = _published("experts.gate_up_proj", 0)
     up: str = _published("experts.gate_up_proj", 1)
     down: str = _published("experts.down_proj")
-    shared_experts: str = "mlp.shared_experts"  # of the module
+    shared_experts: str = "mlp.shared_experts"  # name of the module
     shared_gate: str = _published("shared_experts.output_gate.weight")
     router_bias: str = _published("router.bias")
-    gate_up_bias: str = _published("experts.gate_up_proj_bias")  # transposed alone
+    gate_up_bias: str = _published("experts.gate_up_proj_bias")  # used only with ``transposed``
     down_bias: str = _published("experts.down_proj_bias")
     fused: bool = False
     transposed: bool = False
@@ -58,8 +56,10 @@ class KeyMap:
 
     @property
     def in_memory(self) -> KeyMap:
-        """The same family as transformers 5 holds it; also written with
-        save_pretrained(save_original_format=False)."""
+        """Key map of the same family in transformers 5's own layout.
+
+        ``save_pretrained(save_original_format=False)`` writes this layout too.
+        """
         if self.transposed:
             return self
         names = {
@@ -69,15 +69,17 @@ class KeyMap:
         return replace(self, **names)
 
     def expert_of(self, key: str) -> int | None:
-        """Number of the routed expert that ``key`` belongs to, None for other tensors, where they
-        are not fused."""
+        """Return the number of the routed expert that ``key`` belongs to; None for other tensors.
+
+        Only for layouts that are not fused.
+        """
         for name in () if self.ffn_parts else (self.gate, self.up, self.down):
             if match := re.search(re.escape(name).replace(r"\{expert\}", r"(\d+)") + "$", key):
                 return int(match[1])
         return None
 
 
-# What transformers 5 calls routers and routed experts in memory, for every family.
+# Names of routers and routed experts in the models of transformers 5, alike for every family.
 FUSED = KeyMap(
     gate="mlp.experts.gate_up_proj",
     up="mlp.experts.gate_up_proj",
@@ -86,20 +88,20 @@ FUSED = KeyMap(
 )
 
 
-class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to make
-    """The part of one of our tensors that one HuggingFace tensor, or a range of its rows, holds.
+class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple is quick to make
+    """Part of one of our tensors that is stored in one HuggingFace tensor or in a slice of it.
 
     Attributes:
-        key: the HuggingFace tensor.
-        shape: its whole shape.
-        select: for each dim of ours, the index this piece lies at, or None for a dim that both
-            have.
-        offset: where the common dims start in the HuggingFace tensor, one number a dim.
-        size: extent of the common dims.
-        order: the common dims in the order of the HuggingFace tensor, where that is another than
-            ours; then they are all our dims, and the HuggingFace tensor holds nothing else.
-        merged: the last two in that order are one in the HuggingFace tensor. The very last is never
-            cut.
+        key: name of the HuggingFace tensor.
+        shape: full shape of the HuggingFace tensor.
+        select: for each dim of our tensor, the index of this piece, or None if the HuggingFace
+            tensor has that dim too (a common dim).
+        offset: start of each common dim in the HuggingFace tensor.
+        size: extent of each common dim.
+        order: permutation of the common dims in the HuggingFace tensor; empty for our order. With a
+            permutation, every dim of ours is common, and the piece is the whole HuggingFace tensor.
+        merged: True if the last two dims in that order are one dim of the HuggingFace tensor. The
+            very last one is never sharded.
     """
 
     key: str
@@ -113,15 +115,16 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
     def overlap(
         self, start: tuple[int, ...], extent: tuple[int, ...]
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
-        """Where a shard of our tensor meets this piece. Between the two stand ``from_stored`` and
-        ``to_stored``.
+        """Return the intersection of a shard of our tensor with this piece.
+
+        ``from_stored`` and ``to_stored`` convert between its two sides.
 
         Args:
-            start, extent: the shard's first index and size on every dim of ours.
+            start, extent: first index and size of the shard on every dim of our tensor.
 
         Returns:
-            (slices of the HuggingFace tensor, index into the shard), or None where they do not
-            meet.
+            (slices of the HuggingFace tensor, index into the shard), or None if the two do not
+            overlap.
         """
         source: list[slice] = []
         target: list[int | slice] = []
@@ -145,8 +148,7 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
         return tuple(source), tuple(target)
 
     def from_stored(self, tensor: Any) -> Any:
-        """A range of the HuggingFace tensor, a torch tensor, as the range of ours that it is; a
-        view."""
+        """Return a view of a slice of the HuggingFace tensor (a torch tensor) in our layout."""
         if not self.order:
             return tensor
         if self.merged:
@@ -154,12 +156,11 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
         return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
 
     def in_stored_order(self, tensor: Any) -> Any:
-        """A view of a range of ours with dims ordered as in the HuggingFace tensor, which may merge
-        the last two."""
+        """Return a view of a slice of our tensor, dims in HuggingFace order but not merged."""
         return tensor.permute(self.order) if self.order else tensor
 
     def to_stored(self, tensor: Any) -> Any:
-        """A range of ours as the range of the HuggingFace tensor that it is."""
+        """Return a slice of our tensor in the layout of the HuggingFace tensor."""
         tensor = self.in_stored_order(tensor)
         return tensor.flatten(-2) if self.merged else tensor
 
@@ -167,10 +168,10 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
 def hf_pieces(
     name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | None = None
 ) -> list[Piece]:
-    """The HuggingFace tensors that together make our tensor ``name`` of ``shape``, in order.
+    """Return the HuggingFace tensors, in order, that make up our tensor ``name`` of ``shape``.
 
     Args:
-        experts: where every expert has tensors of its own, those of these experts alone.
+        experts: return the tensors of these experts only, if each expert has tensors of its own.
     """
 
     def whole(key: str, *order: int, merged: bool = False) -> list[Piece]:
@@ -237,8 +238,7 @@ def hf_pieces(
 def _ffn_pieces(
     prefix: str, rest: str, shape: tuple[int, ...], keys: KeyMap, experts: range | None
 ) -> list[Piece]:
-    """Experts out of a dense FFN: rows of its gate and up projections, columns of its down
-    projection."""
+    """Cut experts out of a dense FFN: rows of gate and up, columns of the down projection."""
     if rest.startswith("mlp.router."):
         return []
     numbers = experts or range(shape[0])
@@ -267,13 +267,12 @@ def _ffn_pieces(
 
 
 def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of the whole model that a checkpoint holds, buffers too."""
+    """Yield name and full shape of every tensor that a checkpoint holds, buffers included."""
     return ((param.name, param.shape) for param in model_params(config, buffers=True))
 
 
 def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a HuggingFace checkpoint of ``config``, in ``keys``'
-    layout."""
+    """Return name and shape of every tensor of a checkpoint of ``config`` in layout ``keys``."""
     return {
         piece.key: piece.shape
         for name, shape in our_tensors(config)
@@ -282,8 +281,10 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
 
 
 def is_quantized_in_fp8(key: str, shape: Sequence[int], keys: KeyMap) -> bool:
-    """Block-FP8 checkpoints quantize the matrices of layers; not routers, gates, the embedding or
-    the head."""
+    """Return True if block-FP8 checkpoints quantize the tensor ``key``.
+
+    They quantize the matrices of layers, but not routers, gates, the embedding or the head.
+    """
     kept = (keys.router, keys.shared_gate)
     return (
         key.startswith("model.layers.")
@@ -294,10 +295,10 @@ def is_quantized_in_fp8(key: str, shape: Sequence[int], keys: KeyMap) -> bool:
 
 
 def fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
-    """``quantization_config`` of a block-FP8 checkpoint, as DeepSeek-V3's.
+    """Return the ``quantization_config`` of a block-FP8 checkpoint, in the form of DeepSeek-V3's.
 
     Raises:
-        ConfigError: a family whose experts are not stored one by one.
+        ConfigError: the family does not store its experts one by one.
     """
     if keys.fused:
         raise ConfigError(

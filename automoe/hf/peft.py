@@ -1,11 +1,10 @@
-"""Adapters as ``peft`` loads them: a directory with adapter_config.json and
-adapter_model.safetensors.
+"""Adapters in the format of ``peft``: adapter_config.json and adapter_model.safetensors.
 
-Routed experts have two layouts. ``published``: an adapter for every expert and projection, as
-families store experts one by one; gate and up get the same A. ``fused``: one for all experts of a
-tensor, lora_A [E r, I] and lora_B [O, r E], as transformers 5 holds them, and as GPT-OSS is
-published. Either is the adapter exactly, at rank r. Shapes: E experts, I expert width, H hidden, r
-rank.
+Routed experts have two layouts. ``published`` has an adapter for every expert and projection, as
+families store experts one by one; gate and up get the same A. ``fused`` has one adapter for all
+experts of a tensor, lora_A [E r, I] and lora_B [O, r E], as in transformers 5 and in published
+GPT-OSS. Both layouts represent the adapter exactly, at rank r. Shapes: E experts, I expert width, H
+hidden size, r rank.
 """
 
 from __future__ import annotations
@@ -31,16 +30,23 @@ from automoe.parallel.agreement import Ranks
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 LAYOUTS = ("auto", "published", "fused")
-# peft 0.21 makes no stacks of this family's adapters expert by expert
+# peft 0.21 cannot stack per-expert adapters of these families.
 _FUSED_ALONE = ("qwen2_moe",)
-_TOLERANCE = 1e-5  # of what an adapter adds to a matrix, relative
+_TOLERANCE = 1e-5  # relative to the delta that an adapter adds to a matrix
 _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class WrittenAdapter:
-    """An adapter directory whose every tensor peft was seen to load: ``groups`` of matrices and how
-    many there are."""
+    """Summary of a written adapter directory, every tensor of which peft was verified to load.
+
+    Attributes:
+        path: the directory.
+        numbers: count of the adapters' numbers.
+        groups: count of matrices by group.
+        averaged: True for the averaged weights of ``optim.ema_decay``.
+        base: ``lora.base`` of the training.
+    """
 
     path: Path
     numbers: int
@@ -66,8 +72,9 @@ def to_peft(
     layout: str = "auto",
     overwrite: bool = False,
 ) -> WrittenAdapter:
-    """Write the adapters of ``model`` beside ``model.hf_path``; proven by loading them with peft.
-    Collective.
+    """Write the adapters of ``model`` as a peft directory, and verify it by loading. Collective.
+
+    The base is the checkpoint at ``model.hf_path``.
 
     Args:
         model: the model, or this rank's pipeline stages of it; not changed.
@@ -125,8 +132,7 @@ def to_peft(
 
 
 def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
-    """Return the whole adapters of this rank's stages, on the CPU, by their names in the model.
-    Collective."""
+    """Return the full adapters of this rank's stages, on the CPU, by name. Collective."""
     return {
         name: (p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()).cpu()
         for part in parts.values()
@@ -148,8 +154,10 @@ def _write_stage(parts: Parts, tensors: dict[str, torch.Tensor], folder: Path, r
 def _adapters(
     tensors: dict[str, torch.Tensor],
 ) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
-    """Yield each adapter's module, suffix (13: gate and up of routed experts, 2: down, empty:
-    others), A and B."""
+    """Yield each adapter's module, suffix, A and B.
+
+    The suffix is 13 for gate and up of routed experts, 2 for down, and empty for others.
+    """
     for name, a in tensors.items():
         module, found, suffix = name.rpartition(".lora.A")
         if found:
@@ -157,7 +165,7 @@ def _adapters(
 
 
 def _stored(tensors: dict[str, torch.Tensor], keys: KeyMap) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield keys and tensors of the file."""
+    """Yield the keys and tensors of adapter_model.safetensors."""
     for module, suffix, a, b in _adapters(tensors):
         if not suffix:
             yield from _pair(_module(f"{module}.weight", keys), a, b)
@@ -189,7 +197,7 @@ def _pair(module: str, a: torch.Tensor, b: torch.Tensor) -> list[tuple[str, torc
 
 
 def _as_stored(gate_up: torch.Tensor, keys: KeyMap) -> torch.Tensor:
-    """[E, 2, I, n] -> [E, 2I, n]: gates first, or gates and ups in turn."""
+    """Convert [E, 2, I, n] to [E, 2I, n]: gates first, or gates and ups interleaved."""
     return (gate_up.transpose(1, 2) if keys.transposed else gate_up).flatten(1, 2)
 
 
@@ -216,8 +224,11 @@ def _finish(
 def _peft_config(
     config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict[str, torch.Tensor]
 ) -> Any:
-    """Plain names of matrices would leave out dense and shared FFNs wherever peft takes them for
-    those of experts."""
+    """Return peft's configuration, which lists the adapted matrices.
+
+    Plain names would leave out dense and shared FFNs if peft takes these names for experts'
+    matrices.
+    """
     from peft import LoraConfig as PeftConfig
 
     modules, parameters = set(), set()
@@ -239,7 +250,7 @@ def _peft_config(
     return PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        lora_dropout=0.0,  # it is for training, and peft has none for parameters
+        lora_dropout=0.0,  # dropout is for training only, and peft has none for parameters
         target_modules=sorted(modules),
         target_parameters=sorted(parameters) or None,
         task_type="CAUSAL_LM",
@@ -252,8 +263,7 @@ def _peft_config(
 def verify_peft(
     folder: Path, config: ModelConfig, lora: LoraConfig, ours: dict[str, torch.Tensor]
 ) -> dict[str, int]:
-    """Compare what peft adds to each matrix of transformers' model with ``ours``, without reading
-    base weights.
+    """Compare the delta that peft adds to each matrix with ``ours``, without reading base weights.
 
     Args:
         ours: whole adapters by their names in the model.
@@ -312,8 +322,7 @@ def _group(module: str, suffix: str) -> str:
 
 
 def _loaded(folder: Path, base: str) -> Iterator[tuple[str, Any]]:
-    """Yield the adapted parameters of transformers' model, built without weights, and peft's
-    layers."""
+    """Yield the adapted parameters of transformers' weightless model, with peft's layers."""
     from peft import PeftModel
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -342,7 +351,7 @@ def _loaded(folder: Path, base: str) -> Iterator[tuple[str, Any]]:
 
 
 def _theirs(module: Any) -> Iterator[torch.Tensor]:
-    """Yield what peft adds to a parameter, expert by expert, in the parameter's layout."""
+    """Yield the delta that peft adds to a parameter, by expert, in the parameter's layout."""
     from peft.tuners.lora.layer import ParamWrapper
 
     if isinstance(module, ParamWrapper) and module.num_experts > 1:

@@ -1,10 +1,10 @@
-"""Numbers stored in few bits with one scale a block: block-FP8 (DeepSeek-V3) and MXFP4 (GPT-OSS).
+"""Block-FP8 (DeepSeek-V3) and MXFP4 (GPT-OSS): numbers in few bits with one scale per block.
 
-Everything here works on a rectangle of a matrix and knows where in the matrix it lies, because
-blocks are counted from the matrix' first element and a shard may begin anywhere in one. A number is
-float32(code) times float32(scale), rounded to float32 once; what it becomes after that is the
-destination's matter. So a value does not depend on who dequantizes it, nor in which pieces.
-Letters: R rows, C columns.
+Every function works on a rectangle of a matrix and takes the rectangle's position, because blocks
+are counted from the matrix' first element and a shard may begin inside a block. A number is
+float32(code) times float32(scale), rounded once to float32; the caller converts it further. So a
+value does not depend on the rank that dequantizes it, nor on how the matrix is cut. Shapes: R rows,
+C columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from automoe.hf.keys import FP8_BLOCK
 from automoe.quantize.formats import E4M3, LARGEST, encode, tile_amax
 
-MXFP4_BLOCK = 32  # numbers under one scale, 16 bytes
+MXFP4_BLOCK = 32  # numbers that share a scale; they take 16 bytes
 
 
 def dequantize_fp8(
@@ -23,18 +23,20 @@ def dequantize_fp8(
     start: tuple[int, int] = (0, 0),
     block: tuple[int, int] = FP8_BLOCK,
 ) -> torch.Tensor:
-    """A rectangle of a block-FP8 matrix in float32.
+    """Return a rectangle of a block-FP8 matrix in float32.
 
     Args:
         codes: [R, C] float8_e4m3fn.
-        scales: [blocks, blocks] those of the blocks that the rectangle touches; any float dtype.
+        scales: scales of the blocks that the rectangle touches, [row blocks, column blocks]; any
+            float dtype.
         start: row and column of the rectangle's first element in the whole matrix.
+        block: rows and columns of a block.
     """
     num_rows, num_cols = codes.shape
     rows = torch.arange(start[0], start[0] + num_rows).div_(block[0], rounding_mode="floor")
     by_row = scales.to(torch.float32)[rows - start[0] // block[0]]
     bits = codes.view(torch.int8)
-    # not a number: the way below would make 480 of it
+    # NaN is set explicitly: the conversion below would turn it into 480.
     if bits.numel() and int((bits & 0x7F).max()) == 0x7F:
         numbers = codes.to(torch.float32)
     else:
@@ -52,16 +54,19 @@ def dequantize_fp8(
 
 
 def _spans(start: int, size: int, block: int) -> list[tuple[int, int]]:
-    """The end of a block, whole blocks, the start of a block: half-open ranges within [0, size),
-    none of them empty."""
+    """Split [0, size) at block boundaries: end of a block, whole blocks, start of a block.
+
+    Returns half-open ranges; empty ones are left out.
+    """
     head = min(size, -start % block)
     tail = head + (size - head) // block * block
     return [(begin, end) for begin, end in ((0, head), (head, tail), (tail, size)) if begin < end]
 
 
 def quantize_fp8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [R, C] float8_e4m3fn and scales [ceil(R/128), ceil(C/128)] float32 of a matrix [R, C],
-    on the CPU.
+    """Return codes and float32 scales of a matrix [R, C] in block-FP8, on the CPU.
+
+    Codes are [R, C] float8_e4m3fn, scales are [ceil(R/128), ceil(C/128)].
 
     A block's scale takes its largest magnitude to 448; a block of zeros has scale one.
     """
@@ -72,8 +77,9 @@ def quantize_fp8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows of an MXFP4 matrix (OCP Microscaling formats 1.0: e2m1 numbers, e8m0 scales), [R, 32 *
-    G] float32.
+    """Return rows of an MXFP4 matrix in float32, [R, 32 * G].
+
+    Numbers are e2m1 and scales e8m0 (OCP Microscaling formats 1.0).
 
     Args:
         codes: [R, 16 * G] uint8, two numbers a byte, the earlier one in the low bits.
@@ -91,6 +97,6 @@ def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     powers = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127).to(
         torch.float32
     )
-    powers[255] = float("nan")  # so the format says
+    powers[255] = float("nan")  # the format defines 255 as NaN
     numbers.mul_(powers[scales.to(torch.int64)].unsqueeze(-1))
     return numbers.view(num_rows, -1)

@@ -1,9 +1,9 @@
-"""HuggingFace safetensors straight into the shards of a model on any mesh.
+"""Loading of HuggingFace safetensors into the shards of a model on any mesh.
 
-Headers are parsed once, on rank 0, where the whole checkpoint is checked against the model. Every
-rank then reads the byte ranges of its own shards, in file order, into them. A byte that several
-ranks of a machine need comes from the page cache after the first of them has read it. No rank holds
-a whole tensor that it owns a part of.
+Rank 0 parses the headers once and checks the whole checkpoint against the model. Every rank then
+reads the byte ranges of its own shards, in file order, straight into them. If several ranks of a
+machine need the same byte, the first one reads it from the disk and the others get it from the
+page cache. No rank holds the whole of a tensor that is sharded.
 """
 
 from __future__ import annotations
@@ -36,22 +36,26 @@ from automoe.model.init import reset_buffers
 from automoe.parallel.agreement import Ranks
 from automoe.quantize.packed import pack_fp8, pack_nf4, unpack
 
-# read at once where numbers are converted on the way: the only scratch memory
+# Bytes read at once if numbers are converted: this is the only scratch memory.
 CHUNK_BYTES = 2 << 20
-# read at once straight into a parameter, so that progress is shown in between
+# Bytes read at once straight into a parameter: progress is shown after each read.
 DIRECT_BYTES = 64 << 20
-# Columns of a matrix are read with the bytes between them where a row has fewer of those than this:
-# a call of its own for every row takes as long as copying about that many bytes.
+# If a row has fewer unwanted bytes than this, they are read along with the wanted columns: one call
+# per row would take as long as copying about this many bytes.
 GAP_BYTES = 8 << 10
 MAX_OPEN = 4  # files
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load read from files, over all ranks, and the seconds of the slowest one.
+    """Result of ``load_hf``, alike on all ranks.
 
     Attributes:
-        not_finite: number of NaN or infinite values of each tensor of the checkpoint that has any.
+        path: the checkpoint directory.
+        bytes_read: bytes read from files, summed over ranks.
+        seconds: time of the slowest rank.
+        upcycling: rule by which a dense checkpoint became a mixture; None otherwise.
+        not_finite: count of NaN and infinite values by tensor; tensors without any are left out.
     """
 
     path: Path
@@ -82,22 +86,23 @@ def load_hf(
     upcycling: Upcycling | None = None,
     progress: bool = False,
 ) -> Loaded:
-    """Fill a model, or this rank's pipeline stages of one, from a checkpoint directory.
+    """Fill a model, or this rank's pipeline stages of it, from a checkpoint directory.
 
     Collective, unless ``catalog`` (of the same directory) is given.
 
-    Parameters may be DTensors on either mesh and need storage (``to_empty``) but no values; buffers
-    that a checkpoint does not hold are initialised. Numbers are converted to each parameter's
-    dtype; block-FP8 and MXFP4, as config.json's quantization_config declares them, are dequantized
-    on the way.
+    Parameters may be DTensors on either mesh. They need storage (``to_empty``) but no values;
+    buffers that a checkpoint does not hold are initialised. Numbers are converted to each
+    parameter's dtype. Block-FP8 and MXFP4, as declared in config.json's ``quantization_config``,
+    are dequantized while they are read.
 
     Args:
-        upcycling: how experts and routers are made, if ``path`` is dense and the model is not.
-        progress: show a bar, on rank 0 and on a terminal.
+        upcycling: rule for experts and routers if ``path`` is dense and the model is a mixture.
+        progress: show a progress bar on rank 0 if stderr is a terminal.
 
     Raises:
-        CheckpointError: on every rank alike: a file missing, truncated or a Git LFS pointer, keys
-            missing or unexpected, another shape or number of experts, FP8 without scales.
+        CheckpointError: on every rank alike: a file is missing, truncated or a Git LFS pointer;
+            keys are missing or unexpected; a shape or the number of experts differs; FP8 codes have
+            no scales.
     """
     started = time.perf_counter()
     parts = as_parts(parts)
@@ -136,7 +141,7 @@ def load_hf(
 
         read, seconds, odd = zip(*ranks.all(fill), strict=True)
     not_finite: dict[str, int] = {}
-    # of copies, one
+    # Several ranks may hold the same slice: it is counted once.
     for (key, *_), count in {place: count for one in odd for place, count in one.items()}.items():
         not_finite[key] = not_finite.get(key, 0) + count
     source = written(path) if isinstance(path, str) else path
@@ -144,8 +149,7 @@ def load_hf(
 
 
 def _fill_rounded(shard: PackedShard, reader: Reader) -> dict[tuple[Any, ...], int]:
-    """Read a packed shard, one matrix at a time in float32, and quantize it. Returns as
-    ``_not_finite``."""
+    """Read a packed shard matrix by matrix in float32, quantize it; return as ``_not_finite``."""
     odd: dict[tuple[Any, ...], int] = {}
     for index, one in shard.matrices(widened=False):
         ranges = reader.plan([one])
@@ -156,8 +160,7 @@ def _fill_rounded(shard: PackedShard, reader: Reader) -> dict[tuple[Any, ...], i
 
 
 def _not_finite(ranges: list[ReadItem]) -> dict[tuple[Any, ...], int]:
-    """Count NaN and infinite numbers of the items, by place in the checkpoint: (key, matrices,
-    rows, columns)."""
+    """Count NaN and infinite numbers by place in the checkpoint: (key, matrices, rows, columns)."""
     counts = {
         (one.key, one.matrices, one.rows, one.cols): num_not_finite(one.widened()) for one in ranges
     }
@@ -165,29 +168,29 @@ def _not_finite(ranges: list[ReadItem]) -> dict[tuple[Any, ...], int]:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return False if a number is NaN or infinite; takes one pass and no memory."""
+    """Return True if no number is NaN or infinite, in one pass and without a temporary tensor."""
     return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
 
 
 def num_not_finite(tensor: torch.Tensor) -> int:
-    """Count NaN and infinite numbers."""
+    """Return the number of NaN and infinite values."""
     return 0 if is_finite(tensor) else int((~torch.isfinite(tensor)).sum())
 
 
 class ReadItem(NamedTuple):
-    """A slice of one tensor of the checkpoint and the slice of a shard that it fills.
+    """Slice of a stored tensor, together with the slice of a shard that it fills.
 
-    A stored tensor counts as a stack of matrices; a vector is a matrix of one column.
+    A stored tensor is treated as a stack of matrices, and a vector as a matrix with one column.
 
     Attributes:
         shard: destination.
         key: name of the stored tensor.
         source: the stored tensor.
         matrices, rows, cols: half-open ranges in the stored tensor.
-        place: view of the shard, [matrices, rows, columns] as stored; one of the last two may be
-            two dims.
+        place: view of the shard, [matrices, rows, columns] in stored order; rows or columns may
+            span two dims.
         row_unit: stored rows for each index of ``place``'s dim 1.
-        stored: bytes of its numbers or codes.
+        stored: rows of bytes of the stored numbers or codes.
     """
 
     shard: LocalShard
@@ -205,12 +208,11 @@ class ReadItem(NamedTuple):
         return unpack(self.place, self.cols[1] - self.cols[0], torch.float32)
 
     def num_bytes(self, place: torch.Tensor) -> int:
-        """Return the stored bytes of a slice of ``place``, without scales."""
+        """Return the stored size in bytes of a slice of ``place``, without scales."""
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
     def chunks(self, num_rows: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """Yield (matrix, first row, end row, their slice of ``place``), about ``num_rows`` rows at
-        a time."""
+        """Yield (matrix, first row, end row, slice of ``place``), about ``num_rows`` rows each."""
         step = max(1, num_rows // self.row_unit) * self.row_unit
         for matrix in range(*self.matrices):
             for begin in range(*self.rows, step):
@@ -237,7 +239,7 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
         spans, place = [(0, 1), *spans], place.unsqueeze(0)
     matrices, rows, cols = spans
     row_unit, stored = 1, _Rows.of(source, cols)
-    # the last two dims the other way round: [..., rows, groups, 16 bytes]
+    # MXFP4 stores the last two dims transposed: [..., rows, groups, 16 bytes].
     if source.encoding == "mxfp4":
         rows, cols, place = cols, rows, place.movedim(1, -1)
         row_unit = place.shape[2] if piece.merged else 1
@@ -246,11 +248,11 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
 
 
 class Reader:
-    """Reader of slices of a catalog's tensors; keeps the last ``MAX_OPEN`` files open.
+    """Reader of slices of a catalog's tensors, with at most ``MAX_OPEN`` files open at once.
 
     Attributes:
         bytes_read: bytes read from files so far.
-        advance: called with the stored bytes of every chunk when it is in its place.
+        advance: callback that receives the stored bytes of each chunk once the chunk is copied.
     """
 
     def __init__(
@@ -271,7 +273,7 @@ class Reader:
         """Plan the reads that fill ``shards``, in file order."""
         ranges = []
         for shard in shards:
-            if shard.local.numel() == 0:  # a dim shorter than its axis leaves ranks with nothing
+            if shard.local.numel() == 0:  # a dim shorter than its mesh axis leaves some ranks empty
                 continue
             experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
             for piece in hf_pieces(shard.name, shard.shape, self.catalog.keys, experts):
@@ -283,12 +285,12 @@ class Reader:
         """Copy every item into its place.
 
         Raises:
-            CheckpointError: a file that was there when its header was read is gone, shorter or
-                unreadable.
+            CheckpointError: a file was removed, shortened or made unreadable since its header was
+                read.
         """
         for one in ranges:
             stored, place = one.stored, one.place
-            if (  # the stored bytes are those of the place: no buffer
+            if (  # stored bytes equal the parameter's: no buffer is needed
                 one.source.encoding == "plain"
                 and place.dtype == DTYPES[stored.tensor.dtype]
                 and place.device.type == "cpu"
@@ -306,10 +308,10 @@ class Reader:
         ranges: Iterable[ReadItem],
         use: Callable[[ReadItem, torch.Tensor, torch.Tensor], object],
     ) -> None:
-        """Call ``use(item, numbers, place)`` for some rows at a time; both tensors have the same
-        shape.
+        """Call ``use(item, numbers, place)`` for a few rows at a time; both tensors have one shape.
 
-        ``numbers`` is on the CPU, in the checkpoint's dtype, float32 where that is quantized.
+        ``numbers`` is on the CPU, in the checkpoint's dtype, or float32 if the checkpoint is
+        quantized.
 
         Raises:
             CheckpointError: as ``fill``.
@@ -320,8 +322,7 @@ class Reader:
                 self.advance(one.num_bytes(part))
 
     def _numbers(self, one: ReadItem, matrix: int, begin: int, end: int) -> torch.Tensor:
-        """Return [rows, columns] of one matrix, dequantized; for a packed shard [rows, blocks,
-        bytes]."""
+        """Return rows of a matrix [rows, columns], dequantized; [rows, blocks, bytes] if packed."""
         source, (left, right) = one.source, one.cols
         data = self._rows(one, one.stored, matrix, (begin, end)).view(DTYPES[source.dtype])
         if source.scales is None:
@@ -346,7 +347,7 @@ class Reader:
     def _rows(
         self, one: ReadItem, stored: _Rows, matrix: int, rows: tuple[int, int]
     ) -> torch.Tensor:
-        """Return the wanted bytes of some rows of ``stored``, [rows, bytes]."""
+        """Return the selected bytes of some rows of ``stored``, [rows, bytes]."""
         buffer = torch.empty(rows[1] - rows[0], stored.width, dtype=torch.uint8)
         self._read(one, stored, matrix, rows, buffer.view(-1))
         return buffer[:, stored.wanted[0] - stored.read[0] : stored.wanted[1] - stored.read[0]]
@@ -388,8 +389,7 @@ class Reader:
 
 
 class _Rows(NamedTuple):
-    """A stored stack of matrices as rows of bytes, and the bytes of each row that are wanted and
-    that are read."""
+    """A stored stack of matrices as rows of bytes, of which a range is wanted and a range read."""
 
     tensor: StoredTensor
     num_rows: int  # of one matrix
@@ -399,8 +399,7 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, tensor: StoredTensor, cols: tuple[int, int], dims: int = 1) -> _Rows:
-        """Select ``cols``, indices of the first of the last ``dims`` dims, which together make a
-        row."""
+        """Select ``cols``, indices of the first of the last ``dims`` dims, which make up a row."""
         shape = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
         step = DTYPES[tensor.dtype].itemsize * math.prod(shape[len(shape) - dims + 1 :])
         row_bytes, wanted = shape[-dims] * step, (cols[0] * step, cols[1] * step)
@@ -415,15 +414,14 @@ class _Rows(NamedTuple):
 
 @contextmanager
 def show_progress(name: str, num_bytes: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar with GB/s on a terminal, and nothing in a log; yields a function that
-    takes bytes read.
+    """Show a progress bar with GB/s on a terminal; yield a callback that takes bytes read.
 
     Args:
         name: name of the checkpoint.
         num_bytes: bytes that will be read in total.
         shown: False on ranks that show nothing.
     """
-    if not (shown and sys.stderr.isatty()):  # every rank would import rich for nothing
+    if not (shown and sys.stderr.isatty()):  # rich is imported only if it is used
         yield lambda num_bytes: None
         return
     from rich.console import Console

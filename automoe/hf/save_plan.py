@@ -1,10 +1,9 @@
-"""The plan of a checkpoint to be written, and its execution: from a live model on any mesh, or from
-another checkpoint.
+"""Planning and writing of a checkpoint, from a live model on any mesh or from another checkpoint.
 
-A plan lists the tensors of the checkpoint, each with the slices of the model's tensors that it is
-made of, the ranks that hold these and the rank that writes it. Numbers are gathered from the shards
-of the ranks, or read from the files of the source as a rank's shard would be. One tensor of the
-checkpoint is in memory at once.
+A plan lists the tensors of the checkpoint. For each tensor it gives the slices of the model's
+tensors that make it up, the ranks that hold these slices and the rank that writes the tensor.
+Numbers are gathered from the shards of the ranks, or read from the files of the source just as a
+rank reads its shard. One tensor of the checkpoint is in memory at a time.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ from automoe.parallel.collectives import all_gather
 
 @dataclass(frozen=True)
 class WriteItem:
-    """One tensor of the checkpoint to be written.
+    """Plan for one tensor of the checkpoint.
 
     Attributes:
         shard: this rank's part of the model's tensor, on the meta device if its numbers are read
             from files.
-        pieces: slices of the model's tensor that make it.
-        dtype: dtype in which its numbers are gathered or read.
-        holders: ranks that together hold it, all of which take part in gathering it.
-        writer: the holder that writes it.
-        entries: what the files store for it.
+        pieces: slices of the model's tensor that make up the checkpoint's tensor.
+        dtype: dtype in which the numbers are gathered or read.
+        holders: ranks that together hold the tensor; all of them take part in gathering it.
+        writer: the holder that writes the tensor.
+        entries: entries of the tensor in its file.
     """
 
     shard: LocalShard
@@ -75,16 +74,17 @@ def plan_writes(
     fp8: bool = False,
     source: Catalog | None = None,
 ) -> list[WriteItem]:
-    """Plan the tensors of this rank's stages, alike on every rank of a stage; bytes are spread
-    evenly over ranks.
+    """Plan the tensors of this rank's stages; every rank of a stage returns the same plan.
+
+    Bytes to write are spread evenly over the ranks.
 
     Args:
         shards: this rank's parts of the model's tensors.
         keys: layout of the checkpoint.
-        dtype: dtype of its parameters; None keeps each one's own, as ``source`` has it if there is
-            one. Buffers always keep theirs.
-        fp8: quantize what block-FP8 checkpoints quantize.
-        source: checkpoint that the model began from.
+        dtype: dtype of its parameters; None keeps the dtype that each has in ``source``, or in the
+            model if there is no source. Buffers always keep theirs.
+        fp8: quantize the tensors that block-FP8 checkpoints quantize.
+        source: checkpoint that the model was loaded from.
     """
     plan: list[WriteItem] = []
     load: dict[int, int] = {}
@@ -101,7 +101,7 @@ def plan_writes(
             quantized = fp8 and is_quantized_in_fp8(key, pieces[0].shape, keys)
             stored = shard.dtype if source is None else own_dtype(source, shard, pieces[0])
             own = stored if shard.local.is_meta else shard.dtype
-            if quantized:  # rounded once, to FP8
+            if quantized:  # the numbers are rounded only once, to FP8
                 out = torch.float32 if shard.local.is_meta and own == torch.bfloat16 else own
             elif not shard.trained:
                 out = own
@@ -120,8 +120,11 @@ def plan_rewrite(
     dtype: torch.dtype | None = None,
     fp8: bool = False,
 ) -> list[WriteItem]:
-    """Plan every tensor of ``source`` in the layout ``keys``; quantized ones become bfloat16 if
-    ``dtype`` is None."""
+    """Plan every tensor of ``source`` in the layout ``keys``.
+
+    Args:
+        dtype: dtype of the parameters; None keeps each one's own, and bfloat16 for quantized ones.
+    """
     shards = []
     for name, shape in our_tensors(config):
         whole = torch.empty(shape, device="meta")
@@ -134,11 +137,13 @@ def plan_rewrite(
 
 
 def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
-    """Return the dtype of the stored tensor with the first number of ``piece``; bfloat16 for a
-    quantized one."""
+    """Return the dtype of the stored tensor that holds the first number of ``piece``.
+
+    A quantized tensor counts as bfloat16.
+    """
     expert = next((at for at in piece.select if at is not None), 0)
     pieces = hf_pieces(shard.name, shard.shape, catalog.keys, range(expert, expert + 1))
-    # of a new tensor
+    # A tensor that upcycling adds is in no file: any stored tensor's dtype is taken.
     source = catalog.sources[pieces[0].key] if pieces else next(iter(catalog.sources.values()))
     return DTYPES[source.dtype] if source.encoding == "plain" else torch.bfloat16
 
@@ -153,8 +158,9 @@ def write_tensors(
     folder: Path,
     max_shard_bytes: int = 5 << 30,
 ) -> Written:
-    """Write the tensors of ``plan`` into safetensors files in ``folder``, with an index if there
-    are several.
+    """Write the tensors of ``plan`` to safetensors files, with an index if there are several files.
+
+    Collective over ``ranks``.
 
     Args:
         make: returns the whole tensor of an item; called by all its holders in the order of the
@@ -175,7 +181,7 @@ def write_tensors(
                 zip(paths, mine, strict=True),
                 (tensor for item, tensor in made if item.writer == ranks.rank),
             )
-        # a rank that cannot write any more still takes part in gathering, and says so at the end
+        # A rank that fails to write still takes part in gathering; its error is raised at the end.
         finally:
             for _ in made if ranks.size > 1 else ():
                 pass
@@ -193,7 +199,7 @@ def rewrite_tensors(
     max_shard_bytes: int = 5 << 30,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> Written:
-    """``write_tensors`` of this process alone, with numbers from the files of ``source``.
+    """Write the tensors of ``plan`` in this process alone, from the files of ``source``.
 
     Args:
         advance: receives every number of bytes read.
@@ -205,12 +211,11 @@ def rewrite_tensors(
 
 
 def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) -> None:
-    """Compare every number of ``written``, read back from its files, with the number of ``source``
-    it was made from.
+    """Compare every number in the files of ``written`` with its number in ``source``.
 
     Raises:
-        CheckpointError: the first tensor that is not finite, or differs; in FP8, from what rounding
-            the source gives.
+        CheckpointError: a tensor is not finite or differs (in FP8: differs from the quantized
+            source); the first one is named.
     """
     with Reader(source) as from_source, Reader(written) as from_written:
         for item in plan:
@@ -227,7 +232,7 @@ def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) 
 
 
 def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
-    """Return the error for weights that nobody can compute with."""
+    """Return the error for an export of NaN or infinite weights."""
     return CheckpointError(
         f"{folder}: {count:,} numbers of {key} are NaN or infinite, and what is exported is finite. Mend them, or "
         "export an earlier checkpoint"
@@ -235,7 +240,7 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
 
 
 def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
-    """Read the tensor, each piece as the shard of a rank that holds just that piece."""
+    """Read the tensor of ``item``; each piece is read like a shard that holds only it."""
     whole = torch.empty(item.pieces[0].shape, dtype=item.dtype)
     for piece in item.pieces:
         start = tuple(index or 0 for index in piece.select)
@@ -267,16 +272,17 @@ def gather(item: WriteItem) -> torch.Tensor:
 
 
 def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-gather parts cut as by ``torch.chunk``, the last of which may be short or empty."""
+    """All-gather parts split as by ``torch.chunk``, the last of which may be short or empty."""
     longest = -(-size // dist.get_world_size(group))
-    missing = longest - local.shape[dim]  # gloo gathers equal sizes alone
+    missing = longest - local.shape[dim]  # gloo gathers only equal sizes
     padded = F.pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing])
     return all_gather(padded, dim, group).narrow(dim, 0, size)
 
 
 def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
-    """List the all-gathers that make a piece whole, in order: (mesh axis, dim of the HF tensor, its
-    size afterwards).
+    """List the all-gathers that complete a piece: (mesh axis, HF dim, its size afterwards).
+
+    They stand in the order in which they run.
 
     If FSDP shards a dim that tp or etp has already sharded, its placement is strided and is
     gathered first.
@@ -302,8 +308,10 @@ def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
 
 
 def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
-    """Return the ranks that hold the piece: those with the owner's coordinate on axes that shard a
-    selected dim.
+    """Return the ranks that hold the piece.
+
+    On a mesh axis that shards a selected dim, these ranks have the coordinate of the selected
+    index.
 
     Args:
         first: lowest rank of the stage. A tensor that an axis (tp) does not shard lies on a mesh
@@ -324,5 +332,5 @@ def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
 
 
 def _cut_dim(placement: Placement) -> int | None:
-    # Not a subclass of Shard in every torch.
+    # The strided placement is not a subclass of Shard in every torch.
     return placement.dim if isinstance(placement, Shard) or is_strided_shard(placement) else None

@@ -1,5 +1,4 @@
-"""This rank's shards of a model's tensors, as checkpoints of HuggingFace's layout read and write
-them."""
+"""This rank's shards of the model's tensors that a HuggingFace checkpoint holds."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ EXPORT_DTYPES: dict[str, torch.dtype | None] = {
 
 
 def export_dtype(name: str) -> torch.dtype | None:
-    """Look up ``EXPORT_DTYPES``. Raises ``ConfigError`` for an unknown name."""
+    """Return the dtype of an ``EXPORT_DTYPES`` name. Raises ``ConfigError`` for an unknown name."""
     if name not in EXPORT_DTYPES:
         raise ConfigError(
             "dtype", name, f"an export has one of {', '.join(EXPORT_DTYPES)}", "Use keep"
@@ -44,11 +43,10 @@ class LocalShard:
     Attributes:
         name: name in the full model.
         tensor: the parameter or buffer, a DTensor if it is sharded.
-        local: this rank's storage of it.
+        local: this rank's storage of the tensor.
         start: index of the storage's first element in the full tensor, on every dim.
         trained: True for parameters, False for buffers.
-        copy: True for the embedding of a last stage whose head is tied to it; the first stage has
-            it too.
+        copy: True for the tied head's embedding on the last stage; the first stage has it too.
     """
 
     name: str
@@ -80,8 +78,9 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class PackedShard(LocalShard):
-    """A shard of a packed matrix (``automoe.quantize.packed``), whose ``tensor`` and ``local`` are
-    bytes.
+    """Shard of a packed matrix (``automoe.quantize.packed``).
+
+    ``tensor`` and ``local`` are bytes.
 
     ``shape``, ``extent``, ``start`` and ``dtype`` are those of the unpacked matrix.
 
@@ -109,7 +108,7 @@ class PackedShard(LocalShard):
 
     @property
     def base(self) -> str:
-        """The value of ``lora.base`` that packs so."""
+        """Value of ``lora.base`` that gives this packing."""
         return base_of(self.local)
 
     @torch.no_grad()
@@ -124,8 +123,7 @@ class PackedShard(LocalShard):
         return found
 
     def matrices(self, widened: bool = True) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield matrix after matrix: its index in this shard, and an unpacked shard in float32 on
-        the CPU.
+        """Yield each matrix: its index in this shard, and an unpacked float32 shard on the CPU.
 
         Args:
             widened: fill the unpacked shard with the numbers; else it is left empty.
@@ -165,8 +163,7 @@ def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: fl
 
 
 def as_parts(parts: Parts | Decoder) -> Parts:
-    """Return the pipeline stages of a model, and reshard weights that a forward pass left
-    gathered."""
+    """Return a model's pipeline stages; reshard weights that a forward pass left unsharded."""
     parts = {0: parts} if isinstance(parts, Decoder) else parts
     for part in parts.values():
         for module in fsdp_modules(part):
@@ -180,15 +177,16 @@ def config_of(parts: Parts) -> ModelConfig:
 
 
 def stage_ranks(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Return the ranks of the largest mesh, which hold the same stages as this rank; the first rank
-    without a mesh."""
+    """Return the ranks of the largest mesh, which hold the same stages as this rank.
+
+    Without any mesh, only the first rank is returned.
+    """
     meshes = [tensor.device_mesh.mesh for tensor in tensors if isinstance(tensor, DTensor)]
     return tuple(sorted(max(meshes, key=torch.Tensor.numel).flatten().tolist())) if meshes else (0,)
 
 
 def local_shards(parts: Parts) -> Iterator[LocalShard]:
-    """Yield the tensors of this rank's stages that a HuggingFace checkpoint holds, in the model's
-    order."""
+    """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts.values():
         for name, parameter in part.named_parameters():

@@ -1,9 +1,8 @@
-"""Safe opening, parsing and copying of files in a checkpoint folder that somebody else made. No
-torch.
+"""Safe opening, parsing and copying of files in an untrusted checkpoint folder. Needs no torch.
 
-A name stands for a regular file that lies in its folder. Links may lead to others of the folder,
-and in HuggingFace's cache, whose ``snapshots/REVISION`` hold nothing but links, to ``blobs`` of the
-same repository.
+A name must stand for a regular file in the folder. A link may lead to another file of the folder
+or, in HuggingFace's cache (where ``snapshots/REVISION`` holds nothing but links), to ``blobs`` of
+the same repository.
 """
 
 from __future__ import annotations
@@ -29,23 +28,25 @@ _KINDS = {
 
 
 def is_there(folder: Path, name: str) -> bool:
-    """Return True if the name exists, even as a broken link; ``open_inside`` checks what it is."""
+    """Return True if ``name`` exists, even as a broken link; ``open_inside`` checks its kind."""
     return os.path.lexists(folder / name)
 
 
 def open_inside(folder: Path, name: str) -> int:
-    """Open the file ``name`` of ``folder`` and return a descriptor to read from; never blocks, even
-    on a FIFO.
+    """Open the file ``name`` of ``folder`` for reading; never blocks, even on a FIFO.
+
+    Returns:
+        A file descriptor.
 
     Raises:
-        CheckpointError: a link that leads out of the folder, or no regular file.
-        OSError: it is not there or cannot be read.
+        CheckpointError: the name is a link out of the folder or not a regular file.
+        OSError: the file does not exist or cannot be read.
     """
     try:
         real = _real_path(folder, name)
-        # before it is opened: some devices act on that
+        # The kind is checked before the file is opened: opening some devices has effects.
         _check_regular(folder / name, os.stat(real).st_mode)
-        # What was put in its place since is not followed, and not waited for.
+        # If the file was replaced since, a link is not followed and a FIFO does not block.
         handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except ValueError as error:  # a zero byte, half a surrogate pair
         raise CheckpointError(
@@ -83,7 +84,7 @@ def _check_regular(file: Path, mode: int) -> None:
 
 
 def read_bytes(folder: Path, name: str) -> bytes:
-    """Read a JSON file whole. Raises as ``open_inside``, and for one above ``MAX_JSON_BYTES``."""
+    """Read a JSON file whole. Raises as ``open_inside``, and if it exceeds ``MAX_JSON_BYTES``."""
     with os.fdopen(open_inside(folder, name), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > MAX_JSON_BYTES:

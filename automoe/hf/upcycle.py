@@ -1,5 +1,4 @@
-"""Upcycling: a dense checkpoint as a mixture of experts that computes the same, to be trained on
-from there.
+"""Upcycling of a dense checkpoint to a mixture of experts that computes the same function.
 
 Every expert is a copy of the layer's FFN (arXiv 2212.05055) or, fine-grained, one of G parts of it
 (arXiv 2410.07524): experts x*G ... x*G + G-1 are the parts of copy x, and routers begin with the
@@ -32,12 +31,12 @@ TARGETS = {"llama": "mixtral", "qwen3": "qwen3_moe"}
 
 @dataclass(frozen=True)
 class Upcycling:
-    """The rule that makes the tensors of a mixture from a dense checkpoint.
+    """Rule that makes the tensors of a mixture from a dense checkpoint.
 
     Attributes:
-        granularity: G, parts of the dense FFN.
+        granularity: G, number of parts of the dense FFN.
         std: standard deviation of the routers' initial weights.
-        seed: seed of these weights.
+        seed: seed of the routers' initial weights.
     """
 
     granularity: int
@@ -51,11 +50,11 @@ class Upcycling:
         return KeyMap(**names, ffn_parts=self.granularity)
 
     def finish(self, shard: LocalShard) -> None:
-        """Scale a down projection, or draw a router; other shards are as the files filled them."""
+        """Scale a down projection, or draw a router; leave other shards unchanged."""
         if shard.name.endswith("mlp.experts.down_proj"):
             shard.local.mul_(self.granularity)
         elif shard.name.endswith("mlp.router.weight"):
-            import torch  # late: a command line is checked without it
+            import torch  # imported late: command lines are checked without torch
 
             from automoe.kernels.counter_random import normal_at
 
@@ -68,14 +67,13 @@ class Upcycling:
 
 
 def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, Upcycling]:
-    """Return the mixture of the dense checkpoint ``model.hf_path`` with ``model``'s number and
-    width of experts.
+    """Return the mixture of ``model.hf_path`` with ``model``'s number and width of experts.
 
     Args:
-        seed: seed of the routers.
+        seed: seed of the routers' initial weights.
 
     Raises:
-        ConfigError: as ``upcycled``, or a width that is no part of the dense one.
+        ConfigError: as ``upcycled``, or the expert width does not divide the dense one.
     """
     assert model.hf_path is not None
     dense, width = model_config_from_hf(model.hf_path), model.moe_intermediate_size
@@ -104,12 +102,11 @@ def upcycled(
     granularity: int = 1,
     seed: int = 0,
 ) -> tuple[ModelConfig, Upcycling]:
-    """Return the configuration of the mixture that the dense model at ``path`` becomes, and the
-    rule that makes it.
+    """Return the mixture that the dense model at ``path`` becomes, and the rule that makes it.
 
     Raises:
-        ConfigError: sizes with which it would not compute the same, or a family without a
-            counterpart.
+        ConfigError: with these sizes the mixture would not compute the same function, or the family
+            has no mixture counterpart.
     """
     dense = model_config_from_hf(path)
     G, width = granularity, dense.intermediate_size
@@ -147,7 +144,7 @@ def upcycled(
         first_k_dense=0,
         router=replace(dense.router, score="softmax", norm_topk_prob=True),
     )
-    # Written and read once, so that it is what a reader of the mixture's config.json gets.
+    # One round trip through config.json gives the configuration that the mixture's readers get.
     family = family_of(mixture)
     described = family.read_config(family.write_config(mixture, read_hf_config(path)), str(path))
     return described, Upcycling(G, dense.initializer_range, seed)

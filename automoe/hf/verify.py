@@ -1,9 +1,8 @@
-"""Proof that an export is the model: every bit against the live shards, and the logits of
-``transformers``.
+"""Verification of an export: all bits against the live shards, logits against ``transformers``.
 
-The first half ties the files to the weights that were trained, on any mesh; the second ties the
-files to what others will compute from them. Together no mistake of the writer can hide behind the
-same mistake of the reader.
+The first comparison ties the files to the trained weights, on any mesh. The second ties the files
+to the results that other programs compute from them. With both, an error of the writer cannot be
+hidden by the same error of the reader.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from automoe.moe.router import recorded_choices
 from automoe.parallel.agreement import Ranks
 from automoe.parallel.parallelize import build_decoder
 
-LOGITS_TOLERANCE = 1e-5  # relative, float32, with the same experts chosen
-# Two programs that round differently may break a near tie differently; more than that is a mistake.
+LOGITS_TOLERANCE = 1e-5  # relative error in float32, with the same experts chosen
+# Programs that round differently may resolve a near tie differently; a larger margin is an error.
 MIN_SAME_ROUTING = 0.98
-# of float32 weights; a larger model is not run, and its census is taken instead
+# Bytes of float32 weights. A larger model is not run; only its tensor names and shapes are checked.
 MAX_COMPARED_BYTES = 4 << 30
 FP8_ERROR = 2**-4  # three bits of mantissa: half a step, relative
 _ROWS, _SEQ = 4, 64
@@ -72,14 +71,13 @@ def verify_hf(
 
 
 def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | None:
-    """Check that ``transformers`` builds the same model from a directory and, if it is small,
-    computes the same logits.
+    """Check that ``transformers`` builds the same model, with the same logits if it is small.
 
     Returns:
         Relative error of the logits; None for a model that is too large to run.
 
     Raises:
-        CheckpointError: the first difference, or why transformers does not load it.
+        CheckpointError: the first difference, or the reason why transformers does not load it.
     """
     try:
         read = model_config_from_hf(catalog.folder)
@@ -92,7 +90,7 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         return _compare_logits(catalog)
     except CheckpointError:
         raise
-    # transformers raises anything, and other ranks may wait for an answer
+    # transformers may raise any exception, and other ranks may be waiting for the result
     except Exception as error:
         raise CheckpointError(
             f"{catalog.folder} does not reload in transformers: {type(error).__name__}: {error}"
@@ -103,7 +101,7 @@ def _compare_shards(
     parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dtype], fp8: bool
 ) -> None:
     """Compare every number that this rank holds, bit for bit, with its place in the files."""
-    # sums of squared errors and of squared numbers, by quantized tensor
+    # Sums of squared errors and of squared numbers are kept for each quantized tensor.
     squares: dict[str, list[float]] = {}
 
     def compare(one: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -145,8 +143,7 @@ def _compare_shards(
 
 
 def _compare_census(config: ModelConfig, folder: Path) -> None:
-    """Check that the model that transformers builds from the exported config has our tensors, and
-    no others."""
+    """Check that transformers' model of the exported config has our tensors and no others."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -165,8 +162,7 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
 
 
 def _compare_logits(catalog: Catalog) -> float | None:
-    """Run the export twice in float32 on the CPU, by transformers and by this decoder, and compare
-    the logits.
+    """Run the export in float32 on the CPU by transformers and by this decoder; compare logits.
 
     Raises:
         CheckpointError: transformers leaves tensors over or makes some up, chooses other experts,
@@ -207,8 +203,9 @@ def _compare_logits(catalog: Catalog) -> float | None:
 
 
 def compare_with_dense(dense: Path, mixture: Path) -> float | None:
-    """Compare the logits of an upcycled checkpoint and of its dense source, both run by
-    transformers in float32.
+    """Compare the logits of an upcycled checkpoint with its dense source's.
+
+    transformers runs both in float32.
 
     Returns:
         Relative difference; None for models that are too large to run.
@@ -266,7 +263,7 @@ def _run_transformers(
     from transformers import AutoModelForCausalLM, __version__
     from transformers.utils import logging as bars
 
-    # No progress bars of transformers across this run's own line.
+    # transformers' progress bars would overwrite this run's own line.
     with switched_off(
         bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
     ):
@@ -289,7 +286,7 @@ def _run_transformers(
                 )
     chosen: list[torch.Tensor] = []
     for name, module in model.named_modules():
-        # rows, choices, weights in every release; what routers return differs
+        # Experts take (rows, choices, weights) in every release; routers' return values differ.
         if name.endswith(".mlp.experts"):
             module.register_forward_pre_hook(
                 lambda _module, inputs: chosen.append(inputs[1].view(*tokens.shape, -1))

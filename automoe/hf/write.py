@@ -1,7 +1,7 @@
-"""A model on any mesh written as a HuggingFace checkpoint directory, all of it or nothing.
+"""Export of a model on any mesh to a HuggingFace checkpoint directory, atomically.
 
-Every rank streams the tensors that the plan gives it into files of its own. The directory gets its
-name when everything is on disk and checked.
+Every rank streams the tensors that the plan assigns to it into files of its own. The directory is
+renamed to its final name once everything is on disk and verified.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def to_hf(
     overwrite: bool = False,
     verify: bool = True,
 ) -> Written:
-    """Write ``model`` as a HuggingFace checkpoint directory, which gets its name when it is
-    complete and proven.
+    """Write ``model`` as a HuggingFace checkpoint directory, renamed into place once verified.
 
     Collective; ranks share the file system. Adapters are merged into the model's own weights first
     (``merge_adapters``), which stay merged. ``model.hf_path`` of the model's configuration, where

@@ -1,5 +1,7 @@
-"""``config.json`` as the configuration class of ``transformers`` reads it; torch and transformers
-are imported here."""
+"""Reading of ``config.json`` by the configuration class of ``transformers``.
+
+torch and transformers are imported here.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +15,32 @@ from automoe.errors import ConfigError
 
 HFConfig = dict[str, Any]
 
-# Said of the file, of weights, or of classifiers' labels, of which the class makes lists: not of
-# the decoder.
+# These keys describe the file, the weights or classifiers' labels (of which the class makes
+# lists), not the decoder.
 _OF_OTHERS = (
     "architectures auto_map dtype torch_dtype transformers_version quantization_config "
     "num_labels id2label label2id problem_type"
 ).split()
-# Keys that transformers obeys in every family, and the values of them that this decoder computes.
+# transformers obeys these keys in every family; this decoder computes only these values of them.
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "attention_dropout": (0, None),
     "per_layer_config": (None,),
     "configuration_files": (None,),
 }
-_MOST_LAYERS = 10_000  # the class makes a list of them
+_MOST_LAYERS = 10_000  # the class makes a list with an item per layer
 
 
 def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
-    """The configuration that ``transformers`` makes of a ``config.json``, nothing of the
-    checkpoint's own code run.
+    """Return the configuration object that ``transformers`` makes of a ``config.json``.
 
-    Absent keys have the defaults of the class, other spellings of a key are one attribute, and
-    ``rope_parameters`` holds what ``rope_theta``, ``rope_scaling`` and keys of the top level say of
-    rotary embeddings. A ``model_type`` that this release does not know gets a class without
-    defaults. ``name_or_path`` is ``path``.
+    None of the checkpoint's own code is run. Absent keys get the defaults of the class. Different
+    spellings of a key become one attribute. ``rope_parameters`` combines ``rope_theta``,
+    ``rope_scaling`` and the rotary keys of the top level. A ``model_type`` that this release of
+    transformers does not know gets a class without defaults. ``name_or_path`` is ``path``.
 
     Raises:
-        ConfigError: values that the class refuses, or that this decoder computes in no family.
+        ConfigError: the class refuses a value, or this decoder computes a value in no family.
     """
     for key, computed in _EVERYWHERE.items():
         if key in hf and hf[key] not in computed:
@@ -52,7 +53,7 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
             path, f"num_hidden_layers={layers}, and no model has more than {_MOST_LAYERS}, or none"
         )
     make = _class_of(model_type)
-    with _without_warnings():  # of keys that it passes over
+    with _without_warnings():  # the class warns of keys that it ignores
         try:
             config = make(
                 **deepcopy({key: value for key, value in hf.items() if key not in _OF_OTHERS})
@@ -60,7 +61,7 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
             # Again, as where a model is built: only now are keys of the top level attributes.
             config.standardize_rope_params()
             config.name_or_path = path
-        except Exception as error:  # it raises anything
+        except Exception as error:  # the class may raise any exception
             reason = " ".join(str(error).split())[:400]
             raise damaged(
                 path, f"values that {make.__name__} of transformers refuses: {reason}"
@@ -93,14 +94,14 @@ def _without_warnings() -> Iterator[None]:
 
 
 def not_computed(path: object, what: str) -> ConfigError:
-    """A ``config.json`` that is fine, of a model that this decoder does not compute."""
+    """Return the error for a valid ``config.json`` whose model this decoder does not compute."""
     return ConfigError(
         "model.hf_path", path, f"its config.json has {what}", "Choose another checkpoint"
     )
 
 
 def damaged(path: str, what: str) -> ConfigError:
-    """A ``config.json`` that describes no model."""
+    """Return the error for a ``config.json`` that describes no model."""
     return ConfigError(
         "model.hf_path",
         path,

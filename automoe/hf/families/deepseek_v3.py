@@ -9,8 +9,7 @@ from automoe.hf.families.family import COMMON_FIELDS, GROUPED_ROUTER, LEADING_DE
 
 
 def _read_turning(dims: int, theirs: Any) -> int:
-    """``qk_rope_head_dim``, for which ``transformers`` makes as many angles as ``head_dim``
-    says."""
+    """Return ``qk_rope_head_dim``; ``transformers`` makes as many angles as ``head_dim`` says."""
     angles = getattr(theirs, "head_dim", dims) or theirs.hidden_size // theirs.num_attention_heads
     if angles != dims:
         raise not_computed(

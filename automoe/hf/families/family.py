@@ -1,4 +1,4 @@
-"""What a model family declares, and the reading and writing of ``config.json`` by that."""
+"""Declaration of a model family, and the conversion of ``config.json`` that follows from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from automoe.hf.keys import KeyMap
 
 REQUIRED = object()
 
-# Parts of the decoder that a family has only if it declares them; otherwise they stay at their
+# A family has these parts of the decoder only if it declares them; otherwise they keep their
 # defaults.
 _OPTIONAL = (
     "attention.qkv_bias",
@@ -49,18 +49,20 @@ _ALIASES = (
     "quantization_config",
     "transformers_version",
 )
-# Numbers of rope_scaling: of YaRN, with transformers' defaults, and of Llama 3, which has none.
+# These are the numbers of rope_scaling: YaRN's with transformers' defaults, Llama 3's without.
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 @dataclass(frozen=True)
 class Field:
-    """One key of ``config.json``, and how its value converts.
+    """One key of ``config.json`` and the conversion of its value.
 
     Attributes:
-        default: where neither config.json nor the class of transformers says anything.
-        read: from the value, and the whole configuration of transformers.
+        key: name of the key.
+        default: value if neither config.json nor the class of transformers gives one.
+        read: our value from theirs and the configuration object of transformers.
+        write: their value from ours and our ``ModelConfig``.
     """
 
     key: str
@@ -74,22 +76,23 @@ class Family:
     """A model family as data.
 
     Attributes:
-        model_type: as ``config.json`` names it; also ``ModelConfig.family``.
-        architecture: transformers' class.
-        fields: dotted key of ``ModelConfig`` -> key of ``config.json``. Where two of ours share
+        model_type: its name in ``config.json``; also ``ModelConfig.family``.
+        architecture: name of transformers' class.
+        fields: dotted key of ``ModelConfig`` -> key of ``config.json``. If two of our keys share
             one, the later one is written.
-        fixed: dotted keys that the family does not leave open.
-        only: keys of ``config.json`` with the one value that this decoder computes; fine where
-            neither it nor transformers has them. Also written.
-        written: keys of ``config.json`` that our files always have with this value.
+        fixed: dotted keys whose value is the same in every model of the family.
+        only: keys of ``config.json`` with the one value that this decoder computes; a key that
+            neither config.json nor transformers has is accepted. These keys are also written.
+        written: keys of ``config.json`` that exported files always have with this value.
         keys: tensor names of the published layout.
-        scaled_unless_said: transformers scales rotary embeddings where config.json says nothing of
-            them.
-        mscale: the attention's scale follows mscale_all_dim (DeepSeek).
-        partial_rotary: a head's first dims alone may turn.
-        dense: no layer has experts.
+        scaled_unless_said: True if transformers scales rotary embeddings by default, that is, if
+            config.json has no scaling.
+        mscale: True if the attention's scale follows mscale_all_dim (DeepSeek).
+        partial_rotary: True if rotary embeddings may apply to the first dims of a head only.
+        dense: True if no layer has experts.
         known_as: other model_types of the same architecture.
-        whole_heads: transformers wants the heads to divide the hidden size, head_dim or not.
+        whole_heads: True if transformers requires the number of heads to divide the hidden size,
+            even with head_dim set.
     """
 
     model_type: str
@@ -107,10 +110,10 @@ class Family:
     whole_heads: bool = False
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
-        """Our configuration for the model that ``transformers`` makes of ``config.json``.
+        """Return our configuration of the model in a ``config.json``, as ``transformers`` reads it.
 
         Raises:
-            ConfigError: a key is missing, or asks for something this decoder does not compute.
+            ConfigError: a key is missing, or has a value that this decoder does not compute.
         """
         theirs = as_transformers(hf, self.model_type, path)
         for key, value in self.only.items():
@@ -134,11 +137,13 @@ class Family:
         return replace(config, rope=replace(rope, interleaved=config.rope.interleaved))
 
     def write_config(self, config: ModelConfig, base: HFConfig | None = None) -> HFConfig:
-        """The inverse; keys of ``base`` (a source's config.json) that say nothing about the model
-        stay.
+        """Return the ``config.json`` of ``config``, the inverse of ``read_config``.
+
+        Args:
+            base: config.json of the source; its keys that do not describe the model are kept.
 
         Raises:
-            ConfigError: the model has something that the family does not.
+            ConfigError: the model has a feature that the family lacks.
         """
         default = ModelConfig()
         fixed = {
@@ -244,8 +249,7 @@ class Family:
 
 @contextmanager
 def _readable(what: str, path: str) -> Iterator[None]:
-    """Values of a wrong type are found while they are converted; what is raised then names
-    ``what``."""
+    """Turn errors from converting a value into a ``ConfigError`` that names ``what``."""
     try:
         yield
     except ConfigError:
@@ -255,8 +259,10 @@ def _readable(what: str, path: str) -> Iterator[None]:
 
 
 def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
-    """The published spelling: older readers take the default theta where they find
-    ``rope_parameters`` alone."""
+    """Return the rotary keys in the published spelling.
+
+    Older readers take the default theta if they find ``rope_parameters`` alone.
+    """
     scaling: HFConfig = {}
     factor = 1.0
     if rope.scaling != "none":
@@ -280,8 +286,10 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
 
 
 def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> Iterator[str]:
-    """Dotted keys that a checkpoint of ``family`` states and that have two values; not those that
-    no layer uses."""
+    """Yield the dotted keys that a checkpoint of ``family`` states and whose values differ.
+
+    Keys that no layer uses are left out.
+    """
     scalings = {
         "none": (),
         "yarn": ("factor", "original_seq_len", *_YARN, "truncate", "attention_factor"),
@@ -304,14 +312,15 @@ def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> 
 
 
 def value_of(config: ModelConfig, key: str) -> Any:
-    """The value at a dotted key of ``config``."""
+    """Return the value at a dotted key of ``config``."""
     return attrgetter(key)(config)
 
 
 def layer_types(other: str) -> Field:
-    """``layer_types``: every how many layers one has full attention, all the rest being ``other``.
+    """Return the field that reads and writes ``layer_types`` as the interval of full attention.
 
-    Reading raises ``ConfigError`` where there is no interval, or a third kind.
+    All other layers are ``other``. Reading raises ``ConfigError`` if the full layers have no
+    regular interval, or if a layer is of a third kind.
     """
 
     def kinds(interval: int, num_layers: int) -> list[str]:
@@ -345,7 +354,7 @@ def _read_full(layers: list[str], theirs: Any) -> int:
     return 1
 
 
-# The spelling of most families, which state what they spell otherwise; of dense ones first.
+# Most families spell keys like this and declare the exceptions. Dense families come first.
 DENSE_FIELDS = {
     "vocab_size": Field("vocab_size"),
     "hidden_size": Field("hidden_size"),
@@ -364,7 +373,7 @@ COMMON_FIELDS = DENSE_FIELDS | {
     "num_experts": Field("num_experts"),
     "moe_intermediate_size": Field("moe_intermediate_size"),
 }
-# ``layer_types`` that may name others, in families whose layers all have full attention here.
+# ``layer_types`` may name other kinds in families whose layers all have full attention here.
 FULL_ATTENTION = {
     "attention.full_attention_interval": Field(
         "layer_types",
@@ -373,12 +382,12 @@ FULL_ATTENTION = {
         write=lambda interval, config: ["full_attention"] * config.num_layers,
     )
 }
-# The first layers, by their number.
+# Leading dense layers are given by their number.
 LEADING_DENSE = Field(
     "first_k_dense_replace", read=lambda n, hf: max(0, min(n, hf.num_hidden_layers))
 )
 
-# Fields and fixed values of more than one family.
+# Several families share these fields and fixed values.
 HEAD_DIM = Field(
     "head_dim", None, read=lambda size, hf: size or hf.hidden_size // hf.num_attention_heads
 )

@@ -1,5 +1,7 @@
-"""GPT-OSS (arXiv 2508.10925): ``config.json`` and key map. Published in MXFP4, which the reader
-undoes."""
+"""GPT-OSS (arXiv 2508.10925): ``config.json`` and key map.
+
+Checkpoints are published in MXFP4, which the reader dequantizes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from automoe.hf.keys import FUSED
 
 
 def _window(keys: int | None, theirs: Any) -> int:
-    """None where no layer has one, whatever number config.json gives."""
+    """Return the sliding window, or 0 if no layer has one, whatever number config.json gives."""
     return keys or 0 if "sliding_attention" in theirs.layer_types else 0
 
 

@@ -1,5 +1,6 @@
-"""Qwen2-MoE (arXiv 2407.10671), Qwen3-MoE and dense Qwen3 (arXiv 2505.09388), Qwen3-Next:
-``config.json`` and key maps.
+"""Qwen2-MoE, Qwen3-MoE, dense Qwen3 and Qwen3-Next: ``config.json`` and key maps.
+
+Qwen2-MoE is described in arXiv 2407.10671, Qwen3 in arXiv 2505.09388.
 
 Qwen3-Next's multi-token-prediction module is neither read nor written.
 """
@@ -24,10 +25,10 @@ from automoe.hf.keys import KeyMap
 
 
 def _read_leading_dense(listed: list[int], theirs: Any) -> int:
-    """How many layers have no experts; this decoder has them before all others.
+    """Return the number of layers without experts; this decoder has them before all others.
 
     Raises:
-        ConfigError: they are elsewhere.
+        ConfigError: layers without experts follow layers with experts.
     """
     step = theirs.decoder_sparse_step
     dense = [
@@ -42,8 +43,7 @@ def _read_leading_dense(listed: list[int], theirs: Any) -> int:
 
 
 def _num_shared(width: int, theirs: Any) -> int:
-    """Shared experts: the width of the shared FFN in routed ones; one where that is no whole
-    number."""
+    """Return the width of the shared FFN in routed experts; 1 if that is not a whole number."""
     count, rest = divmod(width, theirs.moe_intermediate_size)
     return 1 if rest else count
 

@@ -1,5 +1,7 @@
-"""The families that are known, picked by ``model_type``. No torch until a ``config.json`` is
-read."""
+"""Registry of the model families, selected by ``model_type``.
+
+torch is not imported before a ``config.json`` is read.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def known_families() -> dict[str, Family]:
-    """``model_type`` of ``config.json`` -> family, those of plugins included.
+    """Return all families, plugins included, by ``model_type`` of ``config.json``.
 
     Raises:
         ConfigError: a plugin's family has another name than its model_type.
@@ -54,16 +56,17 @@ def known_families() -> dict[str, Family]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The declaration of ``config.family``."""
+    """Return the declaration of ``config.family``."""
     return known_families()[config.family]
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
-    """The content of ``config.json`` in a checkpoint directory.
+    """Return the content of ``config.json`` in a checkpoint directory.
 
     Raises:
-        ConfigError: there is none, or it is not a JSON object.
-        CheckpointError: a link out of the directory, no file, or one of more than 100 MB.
+        ConfigError: config.json is missing or is not a JSON object.
+        CheckpointError: config.json is a link out of the directory, not a regular file, or larger
+            than 100 MB.
     """
     try:
         content = parse_json(read_bytes(local_folder(path), "config.json"))
@@ -81,13 +84,13 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def model_config_from_hf(path: str | Path) -> ModelConfig:
-    """The model that a HuggingFace checkpoint directory holds, with ``hf_path`` set to it.
+    """Return the configuration of the model in a checkpoint directory, with ``hf_path`` set.
 
     Raises:
-        ConfigError: no readable config.json, an unknown model_type (the known ones are listed), or
-            something in it that the family here does not compute; sizes that its weights do not
-            have.
-        CheckpointError: files of its weights that are all there, and damaged.
+        ConfigError: config.json is missing or unreadable, its model_type is unknown (the known ones
+            are listed), it has a value that the family does not compute, or the weights have other
+            sizes.
+        CheckpointError: all files of the weights exist, and one is damaged.
     """
     hf = read_hf_config(path)
     families = known_families()
@@ -100,7 +103,7 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
             f"Known ones: {', '.join(families)}",
         )
     config = family.read_config(hf, str(path))
-    # Weights are read and not drawn, so that 0 is fine.
+    # The weights are read, not drawn, so initializer_range may be 0.
     alone = Config(
         model=replace(config, initializer_range=1.0), data=DataConfig(document_mask=False)
     )
