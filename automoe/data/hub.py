@@ -1,5 +1,7 @@
-"""Data sets of the Hub, or saved by ``datasets``: found, downloaded and converted by it, read here
-as Arrow files."""
+"""Arrow files of data sets from the Hub or from ``datasets.save_to_disk``.
+
+The ``datasets`` library finds, downloads and converts a data set; automoe reads the Arrow files.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,19 @@ from automoe.errors import DataError
 
 
 def hub_files(data: DataConfig) -> dict[str, Path]:
-    """The Arrow files of the split ``data.split``, in the order of its rows, by names that sort
-    that way.
+    """Return the Arrow files of ``data.split`` by name; names sort in the order of the rows.
 
     Args:
-        data: ``path`` is an id (``org/name``) or a directory that ``save_to_disk`` made.
+        data: ``path`` is a Hub id (``org/name``) or a directory that ``save_to_disk`` made.
 
     Raises:
-        DataError: it cannot be had, here or from the Hub, or has no such configuration or split.
+        DataError: the data set is neither on disk nor on the Hub, or it has no such configuration
+            or split.
     """
     import datasets
 
-    if "[" in data.split:  # datasets keeps whole files and a slice in memory
+    # datasets keeps whole files on disk and a slice in memory, so a slice has no files of its own.
+    if "[" in data.split:
         raise DataError(
             f"{data.path}: data.split={data.split} is a part of a split. Name all of it; data.max_bytes cuts."
         )
@@ -40,7 +43,7 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
         raise DataError(
             f"{folder}: it has no split {error}; there are {', '.join(found)}. Set data.split."
         ) from error
-    # datasets raises anything: its own errors, those of requests, of builders
+    # datasets raises errors of many types: its own, those of requests, those of builders.
     except Exception as error:
         raise DataError(_reason(data, error)) from error
     files = [Path(file["filename"]) for file in found.cache_files]

@@ -1,4 +1,4 @@
-"""The rows of each optimizer step for one data-parallel rank, with a state that resumes exactly."""
+"""Loader of each step's rows for one data-parallel rank, with a state that resumes exactly."""
 
 from __future__ import annotations
 
@@ -24,43 +24,51 @@ from automoe.moe.tokens import IGNORE
 
 @dataclass
 class StepBatch:
-    """All micro-batches of one step for one data-parallel rank, on the CPU.
+    """All micro-batches of one step for one data-parallel rank, as CPU tensors.
 
-    R rows = num_micro_batches * micro_batch_size = global_batch_size / D, in micro-batch order; S =
-    seq_len. Data-parallel rank d of D holds rows [d*R, (d+1)*R) of the step's global batch.
+    R = num_micro_batches * micro_batch_size = global_batch_size / D rows, in micro-batch order; S =
+    seq_len; P pairs in a row. Data-parallel rank d of D holds rows [d*R, (d+1)*R) of the step's
+    global batch.
     """
 
     tokens: torch.Tensor  # [R, S] int64
     labels: torch.Tensor  # [R, S] int64: the next token of the same document, or IGNORE
     positions: torch.Tensor  # [R, S] int64: index within the document, for rotary embeddings
     doc_ids: torch.Tensor  # [R, S] int64: document within the row, 0, 1, ...; -1 is padding
-    num_bytes: int  # UTF-8 bytes that the trained labels stand for, for bits per byte
+    num_bytes: int  # UTF-8 bytes that the trained labels stand for; bits per byte needs them.
     first_row: int  # index of row 0 in the whole training stream
-    # [R, P] int64, of preference data: number of each pair of a row, whose documents are 2 p and 2
-    # p + 1; -1: none
+    # [R, P] int64 for preference data, else None: the number of each pair of a row. Pair p of a row
+    # is its documents 2 p and 2 p + 1; -1 fills up rows with fewer pairs.
     pairs: torch.Tensor | None = None
 
 
 class Loader:
-    """Steps of training rows, and validation batches, for data-parallel rank ``dp_rank`` of
-    ``dp_size``.
+    """Training steps and validation batches of one data-parallel rank.
 
-    Global batches depend on data, tokenizer, seq_len and seed alone. Rows of several sources are
-    mixed by weight; a source that ends begins anew, in another order.
+    Global batches depend only on data, tokenizer, seq_len and seed. Rows of several sources are
+    mixed by weight; a source that ends starts again in another order.
 
     Attributes:
-        names, weights: of the sources; the weights' sum is 1. The name of a single one is empty.
-        corpora: of the sources.
+        names: names of the sources; a single source has an empty name.
+        weights: shares of the sources; their sum is 1.
+        corpora: tokenised corpus of each source.
+        tokenizer: the tokenizer of the configuration.
+        rows_per_rank: rows of a global batch that this rank holds.
+        rows_per_epoch: rows of the split in one epoch, summed over the sources.
+        consumed_rows: rows of all ranks in the steps that ``next_step`` has returned.
 
     Args:
-        pairs: the caller trains on pairs of answers; else on every answer.
-        split: what ``next_step`` walks through.
-        cache_dir: where the tokenised corpus is kept; None is ``default_cache_dir()``.
+        config: the configuration of the run.
+        dp_rank: data-parallel rank, from 0.
+        dp_size: number of data-parallel ranks.
+        split: the split that ``next_step`` iterates over.
+        cache_dir: directory of tokenised corpora; None is ``default_cache_dir()``.
+        pairs: True if the recipe compares pairs of answers, False if it trains on every answer.
 
     Raises:
-        ConfigError: a tokenizer larger than the embedding, rows that do not divide over the ranks,
-            or pairs where none are expected, and the other way round.
-        DataError: as ``prepare_data``.
+        ConfigError: the tokenizer has more ids than the embedding has rows, the rows of a step do
+            not divide over the ranks, or the data has pairs if and only if ``pairs`` is False.
+        DataError: see ``prepare_data``.
     """
 
     def __init__(
@@ -102,20 +110,20 @@ class Loader:
         self.rows_per_epoch = sum(
             self._rows_of(split, source).num_rows for source in range(len(sources))
         )
-        # over all ranks, since the start of training; of steps taken, not of one ahead
+        # The count covers all ranks since the start of training, without the step made ahead.
         self.consumed_rows = 0
         self._first_pairs = np.cumsum([0, *(len(corpus.lengths) for corpus in self.corpora)])
         self._thread = ThreadPoolExecutor(1, "batches")
-        # rows consumed before it, the step after the last
+        # The step after the last one, and the number of rows consumed before it.
         self._ahead: tuple[int, Future[StepBatch]] | None = None
 
     def next_step(self) -> StepBatch:
-        """This rank's rows of the next global batch; a new epoch starts where one ends.
+        """Return this rank's rows of the next global batch; epochs follow without a gap.
 
-        The step after is made by a thread while this one trains.
+        A thread prepares the following step while this one trains.
         """
         ahead, self._ahead = self._ahead, None
-        # not after a resume or a fall back
+        # After a resume or a fallback to a checkpoint, the step made ahead is not the next one.
         fits = ahead is not None and ahead[0] == self.consumed_rows
         batch = ahead[1].result() if ahead is not None and fits else self._step(self.consumed_rows)
         self.consumed_rows += self.config.train.global_batch_size
@@ -127,12 +135,16 @@ class Loader:
         return self._batch(self.split, first, *self._mixture.rows(first, self.rows_per_rank))
 
     def row(self, index: int) -> StepBatch:
-        """One row of the endless sequence, [1, S]; the state stays as it is."""
+        """Return row ``index`` of the endless sequence as [1, S], without changing the state."""
         return self._batch(self.split, index, *self._mixture.rows(index, 1))
 
     def last_batch(self) -> tuple[int, int, list[str]]:
-        """First and last row of the step that ``next_step`` gave last; ``file`` or ``file:line`` of
-        its documents."""
+        """Return where the last step of ``next_step`` came from, over all ranks.
+
+        Returns:
+            Index of its first row, index of its last row, and ``file`` or ``file:line`` of each of
+            its documents.
+        """
         end = self.consumed_rows
         first = end - self.config.train.global_batch_size
         sources, rows = self._mixture.rows(first, end - first)
@@ -145,21 +157,24 @@ class Loader:
         return first, end - 1, found
 
     def validation_batches(self, n: int, source: int = 0) -> Iterator[StepBatch]:
-        """This rank's part of the first ``n`` global batches of a source's validation split.
+        """Yield this rank's part of the first ``n`` global batches of a source's validation split.
 
-        The same rows at every call and for every training seed, none twice: there are fewer batches
-        when the split ends early, the last filled up with rows of padding that train nothing.
+        The rows are the same at every call and for every training seed, and no row comes twice. If
+        the split is shorter than ``n`` batches, fewer are yielded, and the last one is filled up
+        with rows of padding, which have no labels.
         """
         return self._batches("validation", source, n)
 
     def every_pair(self, split: Split) -> Iterator[StepBatch]:
-        """This rank's part of global batches that hold every pair of a split once, filled up with
-        rows of padding."""
+        """Yield this rank's part of global batches that hold every pair of ``split`` once.
+
+        Rows of padding fill up the last batch of each source.
+        """
         for source in range(len(self.names)):
             yield from self._batches(split, source, self._rows_of(split, source).num_rows)
 
     def where_pair(self, number: int) -> str:
-        """``file:line`` of a pair."""
+        """Return ``file:line`` of the pair ``number``, counted over all sources."""
         source = int(np.searchsorted(self._first_pairs, number, side="right")) - 1
         return self.corpora[source].where(number - int(self._first_pairs[source]))
 
@@ -177,18 +192,21 @@ class Loader:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of all sources; they are numbered one source after the other."""
+        """Number of pairs of all sources; pairs are numbered one source after the other."""
         return int(self._first_pairs[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values, equal on every rank: the place in the data, and what the data was."""
+        """Return the position in the data and the data's fingerprint, as JSON values.
+
+        The values are equal on every rank.
+        """
         return {"consumed_rows": self.consumed_rows, "fingerprint": self.fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken, under any number of ranks and any batch size.
+        """Continue from the position in ``state``, under any number of ranks and any batch size.
 
         Raises:
-            DataError: the data now is not the data then; the message lists what differs.
+            DataError: the data changed since ``state`` was saved; the message lists what differs.
         """
         saved, now = state["fingerprint"], self.fingerprint()
         differing = [
@@ -205,7 +223,7 @@ class Loader:
         self.consumed_rows = int(state["consumed_rows"])
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides the order and content of rows, as short comparable values."""
+        """Return all facts that decide the order and content of rows, as short JSON values."""
         found = {
             "data.document_mask": self.config.data.document_mask,
             "data.val_fraction": self.config.data.val_fraction,
@@ -234,7 +252,7 @@ class Loader:
         return found
 
     def describe(self) -> list[str]:
-        """What became of conversations, in short lines for the user; none of other data."""
+        """Return lines for the user about conversations and their rows; none for other data."""
         return [
             line
             for source, corpus in enumerate(self.corpora)
@@ -264,12 +282,12 @@ class Loader:
         lines.append(
             f"{len(rows.lengths):,} {what} in {rows.num_rows:,} rows an epoch, {full:.1%} full"
         )
-        # behind a note's margin: 80 columns
+        # With the margin of a note, lines are 80 columns wide.
         return [part for line in lines for part in textwrap.wrap(line, 66)]
 
     @property
     def corpus(self) -> TokenCorpus:
-        """Of the first source, or the only one."""
+        """Corpus of the first source."""
         return self.corpora[0]
 
     def _rows_of(self, split: Split, source: int) -> PackedRows:
@@ -294,7 +312,7 @@ class Loader:
     def _batch(
         self, split: Split, first_row: int, sources: np.ndarray, indices: np.ndarray
     ) -> StepBatch:
-        """Rows ``indices`` of their ``sources``, [R] each."""
+        """Return rows ``indices`` of their ``sources``, [R] each, as a batch."""
         arrays: dict[str, np.ndarray] = {}
         for source in np.unique(sources):
             packed, places = self._rows_of(split, source), np.flatnonzero(sources == source)
@@ -310,7 +328,7 @@ class Loader:
         return StepBatch(**tensors, num_bytes=num_bytes, first_row=first_row, pairs=pairs)
 
     def _pairs(self, split: Split, sources: np.ndarray, indices: np.ndarray) -> torch.Tensor:
-        """Numbers of the pairs of each row, [R, P], -1 behind the last."""
+        """Return the numbers of each row's pairs, [R, P] int64, with -1 after the last pair."""
         found = []
         for source, index in zip(sources, indices, strict=True):
             packed, corpus = self._rows_of(split, source), self.corpora[source]
@@ -323,13 +341,15 @@ class Loader:
         return torch.from_numpy(numbers)
 
     def _where(self, source: int, start: int) -> str:
-        """``file`` or ``file:line`` of the document at ``start`` of a source's tokens."""
+        """Return ``file`` or ``file:line`` of the document at ``start`` of a source's tokens."""
         corpus = self.corpora[source]
         return corpus.where(int(np.searchsorted(corpus.starts, start, side="right")) - 1)
 
     def _check_ids(self, source: int, packed: PackedRows, indices: np.ndarray, rows: Rows) -> None:
-        """The embedding has a row for every id; a cache that was verified may still be damaged
-        under a running job."""
+        """Raise DataError if an id has no row in the embedding.
+
+        A cache that was verified at the start may still be damaged under a running job.
+        """
         size = self.config.model.vocab_size
         bad = np.maximum(rows.tokens, rows.labels).max(axis=1, initial=0) >= size
         for document in packed.documents(indices[bad]) if bad.any() else ():

@@ -1,4 +1,4 @@
-"""Rows of several sources in one sequence, each with its share: row i is computed, not stored."""
+"""Weighted mixture of several sources' rows in one sequence; row i is computed, not stored."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from functools import lru_cache
 
 import numpy as np
 
-_BLOCK = 4096  # random numbers made at a time
+_BLOCK = 4096  # random numbers per block; blocks are generated whole and cached.
 
 
 class Mixture:
-    """Which source every row of an endless sequence is of, and which of that source's own rows it
-    is.
+    """Endless sequence of rows drawn from several sources in proportion to their weights.
 
-    Row k of source s happens at (k + u) / w_s, with u in [0, 1) of (seed, s, k); the sequence is
-    all rows in the order of their times. Before any time T there are T w_s rows of source s, within
-    one. So a stretch of n rows has n w_s of it, within 2 + 2 w_s (S - 2) for S sources. Which ones
-    depends on the index, the weights and the seed alone.
+    Row k of source s has the time (k + u) / w_s, with u in [0, 1) derived from (seed, s, k); the
+    sequence is all rows in the order of their times. Before any time T, source s has T w_s rows,
+    within one. So n consecutive rows hold n w_s rows of source s, within 2 + 2 w_s (S - 2) for S
+    sources. The rows depend only on the index, the weights and the seed.
 
     Args:
         weights: share of each source, in any unit; all above 0.
+        seed: seed of the order.
+
+    Attributes:
+        weights: [S] float64, normalised to a sum of 1.
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
@@ -30,11 +33,15 @@ class Mixture:
         self._block = lru_cache(maxsize=4 * len(self.weights))(self._make_block)
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and row within it, [count] int64 each, of ``count`` rows from ``first`` on."""
+        """Return source and row within that source of rows ``first`` to ``first + count - 1``.
+
+        Returns:
+            Two int64 arrays of shape [count].
+        """
         S = len(self.weights)
         if S == 1:
             return np.zeros(count, dtype=np.int64), np.arange(first, first + count)
-        # rows that happen before T are T, within S
+        # The number of rows with times before T is T, within S.
         begin, end = max(0, first - S), first + count + S
         spans = [(self._before(s, begin), self._before(s, end)) for s in range(S)]
         sources = np.repeat(np.arange(S), [last - start for start, last in spans])
@@ -45,8 +52,8 @@ class Mixture:
         return sources[order], rows[order]
 
     def _before(self, source: int, time: int) -> int:
-        """Rows of a source that happen before ``time``: as many whole ones as fit, or one less or
-        more."""
+        """Return how many rows of ``source`` have times before ``time``."""
+        # The number is ``near`` or differs from it by one.
         near = int(self.weights[source] * time)
         candidates = np.arange(max(0, near - 1), near + 2)
         return int(candidates[0] + (self._times(source, candidates) < time).sum())
@@ -59,6 +66,6 @@ class Mixture:
         return (rows + shift) / self.weights[source]
 
     def _make_block(self, source: int, block: int) -> np.ndarray:
-        # As in seeded_order: raw bits of PCG64 are promised to stay.
+        # NumPy promises stable raw bits of PCG64, as ``seeded_order`` explains.
         generator = np.random.PCG64(np.random.SeedSequence((self.seed, source, block)))
         return (generator.random_raw(_BLOCK) >> np.uint64(11)) * 2.0**-53

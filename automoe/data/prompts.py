@@ -1,5 +1,7 @@
-"""The prompts that a run answers while it trains (``observe.samples``), as tokens. Loads no
-torch."""
+"""Tokenised prompts that a run answers while it trains (``observe.samples``).
+
+Importing this module does not load torch.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ KEY = "observe.samples"
 
 
 def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
-    """Prompts and their tokens. Conversations get the chat template, and each prompt is a user's
-    message.
+    """Return the prompts of ``observe.samples`` as texts and as token ids.
+
+    If the run trains on conversations, each prompt is rendered as a user's message by the chat
+    template.
 
     Raises:
-        ConfigError: there is no such file, or a prompt that does not fit into a row with its
-            answer.
+        ConfigError: the file of prompts cannot be read, a prompt does not fit into a row with its
+            answer, or the data has no tokenizer.
     """
     texts, chat = _texts(config.observe.samples), chat_template_of(config)
     if texts and tokenizer.digest == NO_TOKENIZER:
@@ -44,7 +48,7 @@ def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], li
 
 
 def _texts(given: list[str] | str) -> list[str]:
-    """The prompts of a list, or of a text file with one on each line."""
+    """Return the prompts of a list, or the lines of a text file that are not blank."""
     if not isinstance(given, str) or not given:
         return list(given)
     try:

@@ -1,5 +1,4 @@
-"""AdamW over parameters that live on different meshes, and its learning rate as a pure function of
-the step."""
+"""AdamW over parameters on several device meshes, and its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -20,24 +19,26 @@ from automoe.optim.stochastic import StochasticAdamW
 def build_optimizer(
     model_parts: Iterable[nn.Module], optim: OptimConfig, seed: int = 0
 ) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101) with one parameter group per device mesh and weight decay.
+    """Build AdamW (arXiv 1711.05101) with one parameter group per device mesh and weight decay.
 
     A multi-tensor (``foreach``) update is one operation over a whole group, and DTensor refuses to
-    mix meshes in an operation: experts and everything else are in different groups.
-    ``automoe.model.params`` says which parameters decay; one that a recipe adds to the model decays
-    if it has two dims or more. Groups and their parameters are in the order of ``named_parameters``
-    over the parts, so every rank that holds the same parameters builds the same groups. Parameters
-    that do not require gradients are left out, and a parameter that two parts or names share is
-    updated once.
+    mix meshes in one operation. Experts and all other parameters are therefore in different groups.
+    ``automoe.model.params`` lists which parameters decay; a parameter that a recipe adds to the
+    model decays if it has two dims or more. Groups and their parameters follow the order of
+    ``named_parameters`` over the parts, so every rank that holds the same parameters builds the
+    same groups. Parameters that do not require gradients are left out. A parameter that two parts
+    or names share is updated once.
 
-    Every parameter has its state, zeros, from the beginning, so the first checkpoint has the same
-    tensors as every later one. With ``optim.ema_decay`` so has its average (``automoe.optim.ema``).
-    Each group carries ``mesh``, the axes its parameters are sharded over, as text for logs, and
-    ``names``.
+    The state of every parameter is allocated here, as zeros, so the first checkpoint has the same
+    tensors as every later one. With ``optim.ema_decay`` the state includes the parameter's average
+    (``automoe.optim.ema``). Each group carries ``names``, the global names of its parameters, and
+    ``mesh``, the mesh axes of its parameters as text for logs.
 
     Args:
-        seed: of the roundings of ``optim.master_weights=stochastic`` and
-            ``optim.moments=bfloat16``.
+        model_parts: the parts of the model on this rank, such as its pipeline stages.
+        optim: the ``optim`` section of the configuration.
+        seed: seed of stochastic rounding (``optim.master_weights=stochastic`` and
+            ``optim.moments=bfloat16``).
     """
     groups: dict[tuple[object, bool], dict[str, Any]] = {}
     seen: set[int] = set()
@@ -60,7 +61,7 @@ def build_optimizer(
                 }
             groups[mesh, decays]["params"].append(parameter)
             groups[mesh, decays]["names"].append(name)
-    # A stage may be without parameters.
+    # A pipeline stage may have no trainable parameters.
     given = list(groups.values()) or [{"params": [], "names": [], "mesh": "local"}]
     options: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
     narrow_moments = optim.moments == "bfloat16"
@@ -77,10 +78,11 @@ def build_optimizer(
                 if stochastic
                 else parameter.dtype
             )
-            if narrow_moments and ".router." not in name:  # whose weights are wide, too
+            # A router's weights are kept wide, so its moments are, too.
+            if narrow_moments and ".router." not in name:
                 dtype = torch.bfloat16
-            optimizer.state[parameter] = {  # as a fused AdamW lays it out
-                # On the parameter's device, so that nobody waits for it.
+            optimizer.state[parameter] = {  # This is the layout of torch's fused AdamW.
+                # The counter is on the parameter's device, so the host never waits for it.
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter, dtype=dtype),
                 "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
@@ -91,24 +93,23 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group the learning rate of this step."""
+    """Set the learning rate of every parameter group to ``lr``."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step ``step``, counted from 0, of ``total_steps``.
+    """Return the learning rate of optimizer step ``step``, counted from 0, of ``total_steps``.
 
-    The first ``warmup_steps`` steps climb in a line, never from zero: step 0 takes ``lr /
-    warmup_steps`` and step ``warmup_steps - 1`` takes ``lr``. After that:
+    The first ``warmup_steps`` steps rise linearly and never start from zero: step 0 uses ``lr /
+    warmup_steps`` and step ``warmup_steps - 1`` uses ``lr``. After the warm-up:
 
     - ``constant``: ``lr``.
-    - ``cosine``: half a cosine from ``lr`` to ``min_lr_ratio * lr``, which the last step takes.
-    - ``wsd``: ``lr`` until the last ``decay_steps`` steps, which descend in a line to
+    - ``cosine``: half a cosine from ``lr`` down to ``min_lr_ratio * lr``, which the last step uses.
+    - ``wsd``: ``lr`` until the last ``decay_steps`` steps, which descend linearly to
       ``min_lr_ratio * lr`` (warm-up, stable, decay: arXiv 2404.06395).
 
-    A warm-up that does not end before the run does leaves no room for the decay and is simply cut
-    off.
+    If the warm-up is longer than the run, the run ends within the warm-up and has no decay.
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -116,14 +117,14 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     if optim.schedule == "constant":
         return optim.lr
     if optim.schedule == "cosine":
-        peak = max(optim.warmup_steps - 1, 0)  # the step that takes lr
+        peak = max(optim.warmup_steps - 1, 0)  # This step uses lr.
         done = min(1.0, (step - peak) / max(total_steps - 1 - peak, 1))
         return lowest + (optim.lr - lowest) * (1 + cos(pi * done)) / 2
     if optim.schedule == "wsd":
         decay_steps = min(optim.decay_steps, total_steps - optim.warmup_steps)
-        into_decay = step - (total_steps - decay_steps) + 1  # 1 on the first step of the decay
+        into_decay = step - (total_steps - decay_steps) + 1  # It is 1 on the decay's first step.
         if into_decay <= 0 or decay_steps <= 0:
             return optim.lr
         return optim.lr - (optim.lr - lowest) * min(1.0, into_decay / decay_steps)
-    # the configuration is validated before
+    # The configuration was validated before, so no other schedule arrives here.
     raise AssertionError(f"unknown schedule {optim.schedule}")

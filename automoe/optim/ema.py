@@ -1,9 +1,9 @@
-"""An exponential moving average of the weights, kept in the optimizer's state beside the moments.
+"""Exponential moving average (EMA) of the weights, kept in the optimizer state with the moments.
 
-``average = decay * average + (1 - decay) * weight`` after every step that is taken, beginning with
-the first weights, as ``torch.optim.swa_utils`` has it. A shard's average is a shard of the average:
-nothing here talks to other ranks, and what saves, loads and reshards moments does the same for
-averages.
+Every optimizer step that is not skipped sets ``average = decay * average + (1 - decay) * weight``;
+the average starts at the initial weights, as in ``torch.optim.swa_utils``. The average of a shard
+is a shard of the average, so this module needs no communication, and the code that saves, loads and
+reshards moments also handles averages.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from automoe.moe.local_shard import local_shard
 
-KEY = "ema"  # in the optimizer's state of a parameter
+KEY = "ema"  # This key holds the average in the optimizer's state of a parameter.
 
 
 def first_average(parameter: torch.Tensor) -> torch.Tensor:
-    """The average that ``parameter`` begins with, laid out like it, in at least float32: bfloat16
-    would not move."""
+    """Return the initial average of ``parameter``: a copy in the same layout, at least float32.
+
+    A bfloat16 average would not move, since updates are below half a unit in the last place.
+    """
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(parameter.detach())
 
@@ -35,24 +37,24 @@ def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
     if alike:
         average(*map(list, zip(*alike, strict=True)), None)
     for ema, weight in pairs:
-        # widened one by one: all at once would be another copy of the model
+        # Weights are widened one by one: all at once would be another copy of the model.
         if ema.dtype != weight.dtype:
             average([ema], [weight.to(ema.dtype)], None)
 
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the value of its average, for good."""
+    """Overwrite every parameter with its average."""
     for ema, weight in _pairs(optimizer):
         weight.copy_(ema)
 
 
 @contextmanager
 def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Parameters have the values of their averages inside, and their own again, to the bit, after
-    it.
+    """Replace parameters by their averages inside the context; restore them bit for bit on exit.
 
-    Costs a copy of this rank's trained parameters, at a moment at which there are no gradients.
+    The context holds a copy of this rank's trained parameters. Callers enter it when no gradients
+    are allocated.
     """
     own = [weight.clone() for _, weight in _pairs(optimizer)]
     take_averages(optimizer)
@@ -65,7 +67,7 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _pairs(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's shards of each average and of its parameter, in the order of the parameters."""
+    """Yield this rank's (average, parameter) shards, in the order of the parameters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (ema := optimizer.state[parameter].get(KEY)) is not None:

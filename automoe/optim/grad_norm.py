@@ -1,8 +1,8 @@
-"""The one gradient norm: over DTensors of every mesh and all pipeline stages.
+"""Global gradient norm over DTensors of every mesh and all pipeline stages, and clipping by it.
 
-A norm that sums local shards over a group of ranks counts replicated tensors once per replica; one
-that leaves the sum to each mesh alone differs between the ranks of another mesh. Here squares are
-summed over exactly those axes that a tensor is sharded on, so every rank gets the norm of the whole
+Summing local shards over one group of ranks would count replicated tensors once per replica;
+summing over each mesh alone would give the ranks of another mesh a different norm. This module sums
+squares over exactly the axes on which a tensor is sharded, so every rank gets the norm of the whole
 model.
 """
 
@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from automoe.interop.torch_private import foreach_mul_, foreach_norm
 
-_BLOCK = 1 << 15  # numbers that the CPU widens at a time: 256 KiB, which stay in its cache
-# a mesh and the axes of it that hold different parts
+# The CPU widens this many numbers at a time: 256 KiB of float64, which stay in its cache.
+_BLOCK = 1 << 15
+# A mesh, and its axes along which a tensor is sharded.
 _Sharding = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
@@ -26,27 +27,27 @@ _Sharding = tuple[DeviceMesh | None, tuple[int, ...]]
 def global_grad_norm(
     parameters: Iterable[torch.Tensor], pp_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """L2 norm of all gradients of the model as one vector, the same on every rank.
+    """Return the L2 norm of all gradients of the model, the same on every rank. Collective.
 
     Squares are accumulated in float64 and all-reduced over the sharded axes: one scalar for each
-    combination of mesh and sharded axes, then one over the stages. Replicated DTensors and plain
-    tensors count once; a parameter without a gradient counts as zeros, so ranks agree on the
+    combination of mesh and sharded axes, then one scalar over the stages. Replicated DTensors and
+    plain tensors count once. A parameter without a gradient counts as zeros, so ranks agree on the
     collectives even if an expert on one of them saw no token. A gradient that is not finite gives a
-    norm that is not.
+    norm that is not finite.
 
     Args:
         parameters: this rank's parameters; the other ranks of its stage pass the same ones. A
             tensor given twice counts once. Copies of a tied tensor on two stages are two tensors:
-            pass one.
-        pp_group: the stages of the model; each adds its own parameters.
+            pass only one of them.
+        pp_group: process group over the pipeline stages; each stage adds its own parameters.
 
     Returns:
-        A float64 scalar on the gradients' device (float32 where the device has no float64).
+        A float64 scalar on the gradients' device (float32 if the device has no float64).
 
     Raises:
-        ValueError: a gradient whose layout differs from its parameter's, such as a Partial one,
-            whose sum over ranks is still to be made: a norm of the terms is not the norm of the
-            sum.
+        ValueError: the layout of a gradient differs from its parameter's. An example is a Partial
+            gradient, which is not summed over ranks yet: the norm of the terms is not the norm of
+            the sum.
     """
     by_sharding: dict[_Sharding, list[torch.Tensor]] = {}
     device = torch.device("cpu")
@@ -71,10 +72,10 @@ def global_grad_norm(
 
 
 def _sum_of_squares(gradients: list[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
-    """Scalar: of all numbers of all tensors, each squared and added in ``wide``."""
+    """Return the sum of squares of all numbers, squared and added in ``wide``, as a scalar."""
     if gradients[0].device.type != "cpu":
         return torch.stack(foreach_norm(gradients, wide)).square_().sum()
-    # On the CPU torch's norm in another dtype widens number by number, five times as slowly.
+    # On the CPU, torch's norm in another dtype widens number by number and is five times slower.
     total = torch.zeros((), dtype=wide)
     for gradient in gradients:
         for block in gradient.reshape(-1).split(_BLOCK):
@@ -85,12 +86,15 @@ def _sum_of_squares(gradients: list[torch.Tensor], wide: torch.dtype) -> torch.T
 
 @torch.no_grad()
 def clip_(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale every gradient by ``min(1, max_norm / norm)``, in place and without waiting for the
-    device.
+    """Scale every gradient in place by ``min(1, max_norm / norm)``, without a device sync.
 
-    ``norm`` is what ``global_grad_norm`` returned. ``max_norm=0`` switches clipping off. A norm
-    that is not finite leaves the gradients as they are: skipping such a step is the caller's
-    decision.
+    If ``norm`` is not finite, gradients are left as they are: the caller decides whether to skip
+    the step.
+
+    Args:
+        parameters: the parameters whose gradients are scaled.
+        norm: the result of ``global_grad_norm``.
+        max_norm: largest norm after clipping; 0 switches clipping off.
     """
     if max_norm == 0:
         return
@@ -100,7 +104,8 @@ def clip_(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: floa
         if parameter.grad is not None:
             gradient = _local_gradient(parameter)
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for dtype, gradients in by_dtype.items():  # one kernel for all, if the scale has their dtype
+    # If the scale has the gradients' dtype, one kernel scales all of them.
+    for dtype, gradients in by_dtype.items():
         foreach_mul_(gradients, scale.to(torch.promote_types(dtype, torch.float32)))
 
 

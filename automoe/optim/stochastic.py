@@ -1,10 +1,10 @@
-"""AdamW on bfloat16 parameters that have no wider copy: each update is rounded stochastically.
+"""AdamW with stochastic rounding, for bfloat16 parameters that have no float32 master copy.
 
-An update far below half a unit in the last place would be lost every time by plain rounding.
-Rounded up with the probability of its share of a unit, it moves the parameter by as much in the
-mean (arXiv 1502.02551, section 3; for training in bfloat16, arXiv 2010.06192). Chance comes from a
-counter over the parameter's name, its step and the element's global index: every mesh rounds alike,
-and so does a run that goes on after a kill.
+Rounding to nearest would lose every update far below half a unit in the last place. Stochastic
+rounding rounds up with a probability equal to the update's share of a unit, so the mean movement of
+the parameter is exact (arXiv 1502.02551, section 3; for training in bfloat16, arXiv 2010.06192).
+Random bits come from a counter-based generator over the parameter's name, its step and the
+element's global index, so rounding is the same on every mesh and in a run resumed after a kill.
 """
 
 from __future__ import annotations
@@ -20,34 +20,41 @@ from automoe.kernels.counter_random import bits_at, stream_key
 from automoe.model.init import index_runs, indexed_blocks
 from automoe.moe.local_shard import local_shard
 
-_DROPPED_BITS = 16  # of a float32's mantissa, in bfloat16
+_DROPPED_BITS = 16  # bfloat16 drops this many low bits of a float32.
 
 
 def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """x float32 -> bfloat16: one of its two neighbours, the nearer one the more often, with mean x.
+    """Round float32 ``x`` to one of its two bfloat16 neighbours at random, with expected value x.
+
+    Numbers that are not finite are converted as they are.
 
     Args:
-        bits: int64 in the shape of x, of which 16 random bits are used.
+        x: float32 of any shape.
+        bits: random int64 in the shape of x; the lowest 16 bits are used.
     """
     dropped = (1 << _DROPPED_BITS) - 1
-    # In sign and magnitude, as a float is stored: what is added to the dropped bits may carry into
-    # those kept.
+    # A float is stored as sign and magnitude, so the addition raises the magnitude: random bits
+    # added to the dropped bits may carry into the kept ones.
     raised = (x.view(torch.int32) + (bits & dropped).to(torch.int32)) & ~dropped
     return torch.where(x.isfinite(), raised.view(torch.float32), x).to(torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What an update needs besides a parameter and its state: P parameters of a group, of which
-    this is one.
+    """Scalars of one parameter's update; P is the number of updated parameters in its group.
 
     Attributes:
-        steps: int64 [P], this step's number, on the device as the two that follow from it.
-        rates: float32 [P], the learning rate with the first moment's bias corrected in it.
-        second_scales: float32 [P], times which the second moment has no bias.
-        place: in these.
-        key: of the parameter's stream of random numbers.
-        kept: share of a parameter that weight decay leaves.
+        steps: int64 [P] on the device, the number of this step for each parameter.
+        rates: float32 [P] on the device, ``lr / (1 - beta1**step)``: the learning rate times the
+            bias correction of the first moment.
+        second_scales: float32 [P] on the device, ``1 / (1 - beta2**step)``: the bias correction of
+            the second moment.
+        place: index of this parameter in ``steps``, ``rates`` and ``second_scales``.
+        key: key of the parameter's stream of random numbers.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: term added to the root of the second moment.
+        kept: factor of weight decay on the parameter, ``1 - lr * weight_decay``.
     """
 
     steps: torch.Tensor
@@ -62,20 +69,22 @@ class Numbers:
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101), computed in float32; parameters and moments in bfloat16 are rounded
-    stochastically.
+    """AdamW (arXiv 1711.05101) in float32 with stochastic rounding of bfloat16 results.
 
-    Those of wider dtypes are updated as they are. On a GPU a kernel makes a parameter's update
-    (``automoe.kernels.stochastic_adamw``), on the CPU plain torch: on one device the same numbers
-    to the bit, given the same bias corrections, whose powers differ in the last bit between
-    libraries.
+    Parameters and moments in bfloat16 are rounded stochastically; wider ones are stored as
+    computed. On a GPU one kernel updates a parameter (``automoe.kernels.stochastic_adamw``), on the
+    CPU plain torch does. Both give the same bits on one device if they are given the same bias
+    corrections, whose powers differ in the last bit between libraries.
 
-    ``build_optimizer`` makes it, and its state.
+    ``build_optimizer`` creates this optimizer and its state.
 
     Args:
         groups: parameter groups, each with ``names``, the global names of its ``params`` in their
             order.
-        seed: of the roundings.
+        lr: learning rate.
+        betas: decays of the first and second moment.
+        eps: term added to the root of the second moment.
+        seed: seed of stochastic rounding.
     """
 
     def __init__(
@@ -91,7 +100,7 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             pairs = zip(group["names"], group["params"], strict=True)
             if updated := [pair for pair in pairs if pair[1].grad is not None]:
@@ -100,7 +109,7 @@ class StochasticAdamW(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], updated: list[tuple[str, torch.Tensor]]) -> None:
         counts = [self.state[parameter]["step"] for _, parameter in updated]
         foreach_add_(counts, 1)
-        # On the device, as the counts are: to know them, the host would have to wait.
+        # Counts stay on the device: the host would have to wait to read them.
         steps, (beta1, beta2) = torch.stack(counts).to(torch.float64), group["betas"]
         rates = (group["lr"] / (1 - beta1**steps)).to(torch.float32)
         second_scales = (1 / (1 - beta2**steps)).to(torch.float32)
@@ -120,10 +129,11 @@ class StochasticAdamW(torch.optim.Optimizer):
 def update_in_triton(
     parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers
 ) -> None:
-    """``update_in_torch`` of a parameter in bfloat16 or float32 in one kernel, on CUDA."""
+    """Do the work of ``update_in_torch`` in one CUDA kernel, for bfloat16 or float32."""
     from automoe.kernels.stochastic_adamw import update_in_one_pass
 
-    # At most three runs: an expert's down_proj is cut in two of its dims, by ep_shard and by etp.
+    # There are at most three runs of indices: ep_shard and etp cut two dims of an expert's
+    # down_proj.
     first_index, runs = index_runs(parameter)
     update_in_one_pass(local_tensors(parameter, state), first_index, runs, numbers)
 
@@ -131,8 +141,10 @@ def update_in_triton(
 def update_in_torch(
     parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers
 ) -> None:
-    """Move ``parameter`` and its moments by its gradient; every operation's result is the float32
-    nearest to it."""
+    """Update ``parameter`` and its moments in place from its gradient.
+
+    Every operation returns the float32 nearest to its exact result, so a kernel can reproduce it.
+    """
     place, (beta1, beta2) = numbers.place, (numbers.beta1, numbers.beta2)
     key = bits_at(numbers.steps[place], numbers.key)
     values, grads, firsts, seconds = local_tensors(parameter, state)
@@ -141,11 +153,11 @@ def update_in_torch(
         grad = grads[block].to(wide)
         first = (firsts[block].to(wide) * beta1).add_(grad * (1 - beta1))
         second = (seconds[block].to(wide) * beta2).add_((grad * grad).mul_(1 - beta2))
-        # In double: on the CPU torch's root of a float32 is not always the nearest one.
+        # The root is taken in float64: on the CPU torch's float32 root is not always the nearest.
         root = (second * numbers.second_scales[place]).to(torch.float64).sqrt_().to(wide)
         value = values[block].to(wide) * numbers.kept
         value -= first * numbers.rates[place] / root.add_(numbers.eps)
-        # which nobody reads
+        # Without a bfloat16 result no random bits are read, and any tensor will do.
         bits = bits_at(index, key) if torch.bfloat16 in (values.dtype, firsts.dtype) else index
         for stored, x, first_bit in (
             (values, value, 0),
@@ -158,7 +170,7 @@ def update_in_torch(
 
 
 def local_tensors(parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's parts of ``parameter``, its gradient and its two moments."""
+    """Return this rank's shards of ``parameter``, its gradient and its two moments."""
     assert parameter.grad is not None
     tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
     return [local_shard(tensor) for tensor in tensors]

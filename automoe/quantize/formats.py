@@ -1,9 +1,9 @@
-"""Numbers in 8 bits with one scale a tile: what is rounded, and how, in plain torch on any device.
+"""Float8 quantization with one power-of-two scale per tile, in plain torch on any device.
 
-A scale is a power of two, so it changes only exponents. A number in a code's normal range is
-rounded the same whatever its scale: neither the other numbers of its tile nor quantizing it again
-along the other dim make a difference. Only numbers that a scale pushes below the normal range lose
-bits to it (2**-15 of the tile's largest for e4m3, 2**-30 for e5m2).
+A scale is a power of two, so it changes only exponents. A number whose code is in the normal range
+is rounded the same way under every scale: neither the other numbers of its tile nor quantizing it
+again along the other dim change the result. Only numbers that the scale pushes below the normal
+range lose bits (below 2**-15 of the tile's largest number for e4m3, below 2**-30 for e5m2).
 
 Letters: R rows, C columns of a matrix; leading dims are a batch of matrices.
 """
@@ -19,22 +19,20 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 SIDE = 128
-WHOLE = (0, 0)  # one scale for the matrix
-LINE = (1, SIDE)  # one for 128 numbers of a row
-BLOCK = (SIDE, SIDE)
+WHOLE = (0, 0)  # The matrix has one scale.
+LINE = (1, SIDE)  # Every 128 numbers of a row have one scale.
+BLOCK = (SIDE, SIDE)  # Every square of 128 x 128 numbers has one scale.
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix, or a batch of them, as codes and scales; a number is its code times its tile's
-    scale.
+    """Quantized matrix or batch of matrices: each number is its code times the scale of its tile.
 
     Attributes:
         codes: [..., R, C] float8.
-        scales: [..., tiles down, tiles across] float32; [..., 1, 1] where the tile is the whole
-            matrix.
-        tile: rows and columns under one scale, counted from the first row and column; ``WHOLE`` for
-            all.
+        scales: [..., tiles down, tiles across] float32; [..., 1, 1] if the tile is ``WHOLE``.
+        tile: rows and columns that share a scale, counted from the first row and column; ``WHOLE``
+            if the entire matrix shares one.
     """
 
     codes: torch.Tensor
@@ -43,13 +41,15 @@ class Quantized:
 
 
 def tile_amax(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """[..., R, C] -> [..., tiles down, tiles across] largest magnitude, float32; zero where there
-    is none."""
+    """Return the largest magnitude of each tile in float32; zero for an empty matrix.
+
+    Shapes: [..., R, C] -> [..., tiles down, tiles across].
+    """
     x = x.detach()
     if tile == WHOLE:
         if x.numel() == 0:
             return x.new_zeros(*x.shape[:-2], 1, 1, dtype=torch.float32)
-        low, high = x.flatten(-2).aminmax(dim=-1)  # one pass, and no copy
+        low, high = x.flatten(-2).aminmax(dim=-1)  # This is one pass without a copy.
         return torch.maximum(high, -low).to(torch.float32).unsqueeze(-1).unsqueeze(-1)
     x = x.to(torch.float32)
     rows, cols = x.shape[-2:]
@@ -59,10 +59,10 @@ def tile_amax(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
 
 
 def scales_for(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest powers of two that bring ``amax`` into the range of ``dtype``; one for zero, NaN
-    if not finite.
+    """Return the smallest powers of two that bring ``amax`` into the range of ``dtype``.
 
-    Never below 2**-126, so that dividing and multiplying by them are exact.
+    A scale is one if ``amax`` is zero, NaN if ``amax`` is not finite. Scales are at least 2**-126,
+    so that dividing and multiplying by them is exact.
     """
     mantissa, exponent = torch.frexp((amax / LARGEST[dtype]).clamp_min(2.0**-126))
     scales = torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).to(exponent.dtype))
@@ -73,10 +73,10 @@ def scales_for(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def encode(
     x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]
 ) -> Quantized:
-    """``x`` [..., R, C] with given scales. Numbers beyond their range become the largest code.
+    """Quantize ``x`` [..., R, C] with given scales; numbers out of range become the largest code.
 
-    Infinite numbers become NaN instead, so that the step that made them is still seen to have
-    failed. Codes are laid out by rows, whatever the layout of ``x``.
+    Infinite numbers become NaN instead, so the failure of the step that produced them stays
+    visible. Codes are row-major for every layout of ``x``.
     """
     if x.is_cuda:
         return _in_one_pass(x, scales, dtype, tile)
@@ -87,22 +87,23 @@ def encode(
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]) -> Quantized:
-    """``x`` [..., R, C] with scales from its own tiles."""
+    """Quantize ``x`` [..., R, C] with scales computed from its own tiles."""
     if x.is_cuda and tile != WHOLE:
         return _in_one_pass(x, None, dtype, tile)
     return encode(x, scales_for(tile_amax(x, tile), dtype), dtype, tile)
 
 
 def dequantize(q: Quantized) -> torch.Tensor:
-    """[..., R, C] float32, exact."""
+    """Return the numbers of ``q`` as float32 [..., R, C]; the product with the scales is exact."""
     return q.codes.to(torch.float32) * _spread(q.scales, q.tile, q.codes.shape)
 
 
 def transposed(q: Quantized) -> Quantized:
-    """The transposed matrix, laid out by rows.
+    """Return the transposed matrix, row-major.
 
-    Square tiles keep their codes. Lines cannot: their numbers are quantized again in lines along
-    the other dim (DeepSeek-V3, arXiv 2412.19437, section 3.3.3: 1x128 to 128x1).
+    ``WHOLE`` and ``BLOCK`` tiles keep their codes. ``LINE`` tiles cannot: their numbers are
+    quantized again in lines along the other dim (DeepSeek-V3, arXiv 2412.19437, section 3.3.3:
+    1x128 to 128x1).
     """
     if q.tile == LINE:
         return quantize(dequantize(q).transpose(-2, -1), q.codes.dtype, LINE)
@@ -115,7 +116,7 @@ def _in_one_pass(
 ) -> Quantized:
     from automoe.kernels.fp8 import encode_in_one_pass
 
-    if tile == WHOLE:  # the kernel takes blocks, which then all have this scale
+    if tile == WHOLE:  # The kernel only knows blocks, so each block gets the matrix's scale.
         assert scales is not None
         grid = (-(-x.shape[-2] // SIDE), -(-x.shape[-1] // SIDE))
         codes, _ = encode_in_one_pass(
@@ -127,7 +128,7 @@ def _in_one_pass(
 
 
 def _spread(scales: torch.Tensor, tile: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    """Scales as one factor for each number, or a tensor that broadcasts to that."""
+    """Return the scale of each number, as a tensor that broadcasts to ``shape``."""
     if tile == WHOLE:
         return scales
     down, across = scales.shape[-2:]

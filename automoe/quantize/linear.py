@@ -1,10 +1,12 @@
-"""A linear layer's matrix products in 8 bits: torch's kernels on CUDA, an emulation elsewhere.
+"""Float8 matrix products of a linear layer: torch's kernels on CUDA, an emulation elsewhere.
 
-The emulation multiplies the dequantized operands in float32: exact but for float32's own sums, and
-no faster. Hopper gets the same codes and scales, but its 8-bit units keep fewer bits than float32
-while they add up products: tests/gpu/test_device_fp8.py allows its results an error of 2e-3 of
-their norm (5e-3 in bfloat16). Shapes: T tokens in any leading dims, K input and N output features;
-M and N rows of two operands, K summed.
+The emulation multiplies the dequantized operands in float32. It is exact except for the rounding of
+float32 sums, and it is no faster than a float32 product. Hopper gets the same codes and scales, but
+its float8 units accumulate products with fewer bits than float32: tests/gpu/test_device_fp8.py
+allows its results an error of 2e-3 of their norm (5e-3 in bfloat16).
+
+Shapes: T tokens in any leading dims, K input and N output features. A product of two operands has M
+and N rows and sums over K.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from automoe.quantize.formats import BLOCK, LINE, SIDE, WHOLE, Quantized, dequan
 from automoe.quantize.scaling import GRAD, Scaling, W, X
 
 _RECIPES = {WHOLE: "TensorWise", LINE: "BlockWise1x128", BLOCK: "BlockWise128x128"}
-_KERNEL_STEP = 16  # bytes: torch's kernels want K and N to be multiples of this
+_KERNEL_STEP = 16  # bytes; torch's kernels need K and N to be multiples of this.
 
 
 class _Product(torch.autograd.Function):
-    """Keeps x and the weight themselves, and quantizes both again in the backward.
+    """Float8 product that saves x and the weight unquantized and quantizes both again in backward.
 
-    Others keep x anyway (the other products of it, attention's backward, the router), so its codes
-    would be a second copy. The weight belongs to FSDP, which may free it in between.
+    Other operations save x anyway (other products with the same input, attention's backward, the
+    router), so its codes would be a second copy. FSDP owns the weight and may free it between
+    forward and backward.
     """
 
     @staticmethod
@@ -60,9 +63,12 @@ class _Product(torch.autograd.Function):
 
 
 class QuantizedProduct(nn.Module):
-    """A ``Linear.product`` in 8 bits: x [..., K], weight [N, K], bias [N] or None -> [..., N].
+    """``Linear.product`` in float8: x [..., K], weight [N, K], bias [N] or None -> [..., N].
 
-    ``gradient_hook`` changes the gradient of the product, before that is quantized.
+    Attributes:
+        gradient_hook: function that changes the gradient of the product before the gradient is
+            quantized; None leaves the gradient as it is.
+        scaling: the scales and formats of the operands.
     """
 
     gradient_hook: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -81,20 +87,20 @@ class QuantizedProduct(nn.Module):
 
 
 def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """a [M, K] @ b [N, K].T -> [M, N] in ``dtype``; both in lines, in lines and blocks, or each
-    with one scale.
+    """Return a [M, K] @ b [N, K].T as [M, N] in ``dtype``.
 
-    Both operands lie along the summed dim, since that is how Hopper multiplies 8-bit numbers.
+    The tiles of the operands are ``LINE`` and ``LINE``, ``LINE`` and ``BLOCK``, or ``WHOLE`` and
+    ``WHOLE``. Both operands are contiguous along the summed dim, as Hopper's float8 units need.
     """
     if a.codes.is_cuda:
         return _scaled_mm(a, b, dtype)
-    wide = torch.promote_types(dtype, torch.float32)  # float64 for automoe.verify
+    wide = torch.promote_types(dtype, torch.float32)  # automoe.verify computes in float64.
     return (dequantize(a).to(wide) @ dequantize(b).to(wide).T).to(dtype)
 
 
 def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
     num_rows, num_cols = a.codes.shape[0], b.codes.shape[0]
-    if 0 in (num_rows, num_cols, a.codes.shape[1]):  # kernels need not take empty operands
+    if 0 in (num_rows, num_cols, a.codes.shape[1]):  # Kernels may refuse empty operands.
         return torch.zeros(num_rows, num_cols, dtype=dtype, device=a.codes.device)
     step = _KERNEL_STEP if a.tile == WHOLE else SIDE
     a, b = _padded(a, step), _padded(b, step)
@@ -106,8 +112,11 @@ def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _padded(q: Quantized, step: int) -> Quantized:
-    """Zeros up to multiples of ``step`` on both dims, which change no sum; scales are already those
-    of whole tiles."""
+    """Pad both dims of the codes with zeros to multiples of ``step``.
+
+    Zeros change no sum. ``BLOCK`` and ``WHOLE`` scales already cover full tiles; ``LINE`` scales
+    get a row of ones for each new row.
+    """
     rows, cols = q.codes.shape
     more_rows, more_cols = -rows % step, -cols % step
     if not more_rows and not more_cols:
@@ -118,8 +127,10 @@ def _padded(q: Quantized, step: int) -> Quantized:
 
 
 def _kernel_scales(q: Quantized) -> torch.Tensor:
-    """Scales as ``scaled_mm`` takes them: of lines column by column, of blocks transposed and
-    padded to fours."""
+    """Return the scales in the layout of ``scaled_mm``.
+
+    Scales of lines are column-major; scales of blocks are transposed and padded to multiples of 4.
+    """
     if q.tile == WHOLE:
         return q.scales.view(1)
     if q.tile == LINE:

@@ -1,10 +1,9 @@
-"""Frozen matrices in fewer bytes than they are multiplied in (``lora.base``), widened for the time
-of one product.
+"""Packed frozen weights (``lora.base``): fp8 or nf4 blocks that are widened for one product.
 
-Codes and scales are one uint8 tensor [..., rows, blocks, bytes]: a block is 128 float8 codes of a
-row (``fp8``) or 64 codes of 4 bits (``nf4``, arXiv 2305.14314) with its float32 scale behind them.
-Its dims are those of the matrix, so whatever cuts the matrix between rows, or between blocks, cuts
-codes and scales alike; and FSDP casts no bytes.
+Codes and scales are one uint8 tensor [..., rows, blocks, bytes]. A block is 128 float8 codes of a
+row (``fp8``) or 64 codes of 4 bits (``nf4``, arXiv 2305.14314), followed by its float32 scale. The
+packed tensor has the dims of the matrix, so sharding between rows or between blocks cuts codes and
+scales alike. FSDP's mixed precision does not cast uint8.
 """
 
 from __future__ import annotations
@@ -21,39 +20,44 @@ from automoe.errors import import_backend
 from automoe.quantize.formats import E4M3
 
 _KINDS = {size: kind for kind, (_, size) in BASE_BLOCKS.items()}
-_CHUNK = 1 << 24  # numbers widened at once, which bounds the scratch memory
+_CHUNK = 1 << 24  # This many numbers are widened at once, which bounds the scratch memory.
 _SCALE = 4  # bytes
 
 
 def is_packed(weight: torch.Tensor) -> bool:
-    """Whether ``weight`` holds blocks of bytes."""
+    """Return True if ``weight`` holds packed blocks (uint8)."""
     return weight.dtype == torch.uint8
 
 
 def base_of(weight: torch.Tensor) -> str:
-    """The ``lora.base`` that made a packed ``weight``."""
+    """Return the value of ``lora.base`` (``fp8`` or ``nf4``) that made a packed ``weight``."""
     return _KINDS[weight.shape[-1]]
 
 
 def block_size(weight: torch.Tensor) -> int:
-    """Numbers in a block of a packed ``weight``."""
+    """Return how many numbers a block of a packed ``weight`` holds."""
     return BASE_BLOCKS[base_of(weight)][0]
 
 
 def pack_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Blocks [R, ceil(C / 128), 132] of codes [R, C] float8_e4m3fn and scales [R, ceil(C / 128)],
-    some floats."""
+    """Join fp8 codes and their scales to uint8 blocks [R, ceil(C / 128), 132].
+
+    Args:
+        codes: [R, C] float8_e4m3fn.
+        scales: [R, ceil(C / 128)] of any floating-point dtype.
+    """
     size, _ = BASE_BLOCKS["fp8"]
     whole = F.pad(codes.view(torch.uint8), (0, -codes.shape[1] % size)).unflatten(1, (-1, size))
     return _joined(whole, scales.to(torch.float32))
 
 
 def pack_nf4(numbers: torch.Tensor) -> torch.Tensor:
-    """Blocks [..., R, ceil(C / 64), 36] of float32 numbers [..., R, C], as bitsandbytes rounds them
-    on their device.
+    """Quantize float32 [..., R, C] to nf4 blocks, uint8 [..., R, ceil(C / 64), 36].
+
+    bitsandbytes rounds the numbers, on the device of ``numbers``.
 
     Raises:
-        BackendError: it is not installed.
+        BackendError: bitsandbytes is not installed.
     """
     size, _ = BASE_BLOCKS["nf4"]
     whole = F.pad(numbers, (0, -numbers.shape[-1] % size)).unflatten(-1, (-1, size)).contiguous()
@@ -67,11 +71,14 @@ def _joined(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def unpack(weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """[..., R, columns] in ``dtype`` of blocks, each number rounded from float32 once; another
-    tensor as it is.
+    """Widen packed blocks to [..., R, columns] in ``dtype``; return any other tensor as it is.
+
+    Each number is rounded from float32 once.
 
     Args:
-        columns: without those that fill the last block up.
+        weight: packed blocks [..., R, blocks, bytes], or a tensor that is not packed.
+        columns: columns of the matrix, without the padding of the last block.
+        dtype: dtype of the result.
     """
     if not is_packed(weight):
         return weight
@@ -87,7 +94,7 @@ def unpack(weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tens
 
 
 def _numbers(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[R, blocks, bytes] -> [R, blocks, numbers of one], float32 or ``dtype``."""
+    """Decode blocks [R, blocks, bytes] to [R, blocks, numbers per block], float32 or ``dtype``."""
     codes, scales = blocks[..., :-_SCALE], blocks[..., -_SCALE:].contiguous().view(torch.float32)
     if base_of(blocks) == "fp8":
         return codes.view(E4M3).to(torch.float32) * scales
@@ -100,7 +107,7 @@ def _numbers(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _bitsandbytes() -> ModuleType:
-    # it warns of CPU kernels that nothing here calls
+    # bitsandbytes warns about CPU kernels that this module does not call.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     return import_backend(
         "bitsandbytes.functional",
@@ -110,7 +117,7 @@ def _bitsandbytes() -> ModuleType:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """``F.linear`` of a packed weight, which the backward widens again: only the bytes are kept."""
+    """``F.linear`` of a packed weight: saves only the bytes and widens them again in backward."""
 
     @staticmethod
     def forward(
@@ -131,5 +138,8 @@ class _PackedProduct(torch.autograd.Function):
 def packed_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A ``Linear.product``: x [..., I], packed weight of [O, I], bias [O] or None -> [..., O]."""
+    """Multiply as a ``Linear.product`` does, by a packed weight that stands for [O, I].
+
+    Shapes: x [..., I], bias [O] or None -> [..., O].
+    """
     return _PackedProduct.apply(x, weight, bias)

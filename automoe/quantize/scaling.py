@@ -1,8 +1,8 @@
-"""Which scales a product's operands get: ``train.fp8`` as objects.
+"""Scaling recipes of float8 products, one class for each value of ``train.fp8``.
 
-A product has three operands: activations x, a weight w, and the gradient of its output. The three
-matrix products are x w.T (forward), grad w (gradient of x) and grad.T x (gradient of w); all have
-operands in 8 bits.
+A linear layer's product has three operands: activations x, a weight w, and the gradient of its
+output. The three matrix products are x w.T (forward), grad w (gradient of x) and grad.T x (gradient
+of w). All three have float8 operands.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from automoe.quantize.formats import (
     transposed,
 )
 
-HISTORY = 16  # steps that a delayed scale looks back
+HISTORY = 16  # steps that a delayed scale looks back on.
 X, W, GRAD = range(3)
 
 
@@ -40,12 +40,12 @@ def _one_rank(amax: torch.Tensor) -> torch.Tensor:
 
 
 class Tensorwise(nn.Module):
-    """One scale a matrix, from its own largest number ("current scaling").
+    """One scale per matrix, from the matrix's own largest number ("current scaling").
 
     Args:
-        gradients: format of gradients.
-        reduce_rows: over the ranks that share activations and gradients.
-        reduce_weight: over those that share the weight.
+        gradients: float8 dtype of gradients.
+        reduce_rows: maximum over the ranks that share activations and gradients.
+        reduce_weight: maximum over the ranks that share the weight.
     """
 
     def __init__(
@@ -59,27 +59,31 @@ class Tensorwise(nn.Module):
         self.reduce_rows, self.reduce_weight = reduce_rows, reduce_weight
 
     def scales(self, tensor: torch.Tensor, operand: int) -> torch.Tensor:
-        """[..., 1, 1] scale of ``tensor``, or of anything with its largest number. Collective: once
-        a product.
+        """Return the scale [..., 1, 1] of ``tensor``. Collective: called once per product.
 
-        To quantize the operand a second time, pass the same scale again.
+        The scale depends only on the largest number of ``tensor``. To quantize the operand a second
+        time, pass the same scale again.
         """
         amax = self.amax(tile_amax(tensor, WHOLE), operand)
         return scales_for(amax, self.formats[operand])
 
     def amax(self, local: torch.Tensor, operand: int) -> torch.Tensor:
-        """[..., 1, 1] largest number of this rank's part -> the one that the scale of ``operand``
-        must hold."""
-        # A maximum over ranks may ignore NaN.
+        """Return the largest number [..., 1, 1] that the scale of ``operand`` must represent.
+
+        Args:
+            local: [..., 1, 1] largest number of this rank's part.
+            operand: ``X``, ``W`` or ``GRAD``.
+        """
+        # A max-reduction over ranks may ignore NaN, so NaN becomes infinity.
         local = local.nan_to_num(nan=torch.inf, posinf=torch.inf)
         return self.reduce_weight(local) if operand == W else self.reduce_rows(local)
 
     def quantize(
         self, tensor: torch.Tensor, scales: torch.Tensor | None, operand: int
     ) -> Quantized:
-        """x [R, C], w [..., N, K], or grad [R, C] for the product that sums over its columns.
+        """Quantize x [R, C], w [..., N, K] or grad [R, C] for the product that sums over columns.
 
-        ``transposed`` makes the transposed form of x and of w from it.
+        ``transposed`` turns the result for x and w into the form for the product over rows.
         """
         assert scales is not None
         return encode(tensor, scales, self.formats[operand], WHOLE)
@@ -87,30 +91,38 @@ class Tensorwise(nn.Module):
     def gradient_transposed(
         self, grad: torch.Tensor, scales: torch.Tensor | None, q: Quantized | None = None
     ) -> Quantized:
-        """[C, R] for the product that sums over rows; ``q``: the result of ``quantize`` for it, if
-        there is one."""
+        """Quantize ``grad`` [R, C] to [C, R] for the product that sums over rows.
+
+        Args:
+            grad: the gradient [R, C].
+            scales: the result of ``scales`` for it.
+            q: the result of ``quantize`` for it; None if it was not quantized yet.
+        """
         return transposed(self.quantize(grad, scales, GRAD) if q is None else q)
 
 
 class Delayed(Tensorwise):
-    """One scale a matrix, from the largest number of the last ``HISTORY`` steps (arXiv 2209.05433,
-    section 3).
+    """One scale per matrix, from the largest number of the last ``HISTORY`` steps.
 
-    An operand without a history has the scale of its own numbers, as in ``Tensorwise``. Buffers:
-    ``history`` [3, HISTORY] (saved, equal on all ranks) and ``seen`` [3], the largest numbers of
-    the step so far (not saved, different on each rank until they are reduced before ``end_step``).
+    This is delayed scaling (arXiv 2209.05433, section 3). An operand without a history is scaled by
+    its own largest number, as in ``Tensorwise``.
+
+    Attributes:
+        history: buffer [3, HISTORY], saved and equal on all ranks: largest numbers of past steps.
+        seen: buffer [3], not saved: largest numbers of the step so far. It differs between ranks
+            until it is reduced before ``end_step``.
 
     Args:
-        gradients: format of gradients.
-        reduce: over the ranks that share an operand. The experts of all ranks share a history, so
-            also for weights.
+        gradients: float8 dtype of gradients.
+        reduce: maximum over the ranks that share an operand. It applies to weights as well, since
+            the experts of all ranks share a history.
     """
 
     history: torch.Tensor
     seen: torch.Tensor
     known: list[bool] | None
     """Which operands have a history, on the host; None: read it from the device."""
-    # a checkpoint of a run with other scales has none, and a new one begins
+    # A checkpoint of a run with another scaling has no history; a new history then begins.
     optional_state = ("history",)
 
     def __init__(self, gradients: torch.dtype, reduce: AmaxReduce = _one_rank) -> None:
@@ -130,7 +142,7 @@ class Delayed(Tensorwise):
 
     @torch.no_grad()
     def amax(self, local: torch.Tensor, operand: int) -> torch.Tensor:
-        # experts share a history
+        # Experts share a history, so the maximum is over all of them.
         one = local.amax().view(1, 1) if local.numel() else local.new_zeros(1, 1)
         if self.training:
             self.seen[operand] = torch.maximum(self.seen[operand], one[0, 0])
@@ -144,7 +156,10 @@ class Delayed(Tensorwise):
 
     @torch.no_grad()
     def end_step(self, remember: bool) -> None:
-        """The largest numbers since the last call enter the history, or are forgotten."""
+        """Move the largest numbers since the last call into the history if ``remember`` is True.
+
+        Otherwise the numbers are dropped.
+        """
         if remember:
             self.history.copy_(torch.cat((self.seen.unsqueeze(1), self.history[:, :-1]), dim=1))
             self.known = None
@@ -152,29 +167,33 @@ class Delayed(Tensorwise):
 
 
 def clipped_share(history: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Share of delayed scales that were too small for their numbers, so that some became the
-    largest code.
+    """Return the share of delayed scales that were too small, so that some numbers were clipped.
+
+    Clipped numbers became the largest code. Operands without a history never count as clipped.
 
     Args:
-        history, seen: [..., HISTORY] and [...], as in ``Delayed``. Operands without a history do
-            not count.
+        history: [..., HISTORY], as in ``Delayed``.
+        seen: [...], as in ``Delayed``.
+
+    Returns:
+        A float32 scalar.
     """
     past = history.amax(-1)
-    # For both formats: their largest codes are 1.75 times a power of two, and scales are powers of
-    # two.
+    # E4M3 stands for both formats: the largest code of each is 1.75 times a power of two, and
+    # scales are powers of two.
     held = scales_for(past, E4M3) * LARGEST[E4M3]
     return ((past > 0) & (seen > held)).to(torch.float32).mean()
 
 
 class Blockwise(nn.Module):
-    """One scale for 128 numbers of a row in activations and gradients, for 128 x 128 in weights;
-    e4m3 throughout.
+    """One scale per 1 x 128 tile of activations and gradients and per 128 x 128 tile of weights.
 
-    DeepSeek-V3, arXiv 2412.19437, section 3.3.2, with scales that are powers of two everywhere.
+    All operands are e4m3. The tiles are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2); all
+    scales are powers of two.
     """
 
     def scales(self, tensor: torch.Tensor, operand: int) -> None:
-        """None: a rank has whole tiles, and finds their scales together with their codes."""
+        """Return None: a rank holds full tiles and computes scales together with their codes."""
 
     def quantize(
         self, tensor: torch.Tensor, scales: torch.Tensor | None, operand: int
@@ -184,7 +203,8 @@ class Blockwise(nn.Module):
     def gradient_transposed(
         self, grad: torch.Tensor, scales: torch.Tensor | None, q: Quantized | None = None
     ) -> Quantized:
-        return quantize(grad.T, E4M3, LINE)  # from the numbers themselves, which are still there
+        # The unquantized gradient still exists, so it is not rounded a second time from ``q``.
+        return quantize(grad.T, E4M3, LINE)
 
 
 Scaling = Tensorwise | Blockwise
