@@ -2,7 +2,7 @@
 
 automoe eval runs/sft_small --tasks my_task.yaml         # a task file with data on this machine
 automoe eval runs/sft_small --tasks tasks/ --limit 100   # all task files of a folder
-automoe eval my-model --tasks hellaswag,arc_easy         # the harness's tasks; it fetches their data
+automoe eval my-model --tasks hellaswag,arc_easy         # harness tasks; their data is fetched
 
 The model is loaded through ``transformers``.
 """
