@@ -153,7 +153,7 @@ def composed_container(
         shipped_folder("conf"),
         None if config_dir is None else Path(config_dir).absolute(),
     )
-    # Hydra looks for a primary in `config_dir` only, and for groups on the whole search path.
+    # Hydra looks for primaries only in its main directory, for groups on the whole search path.
     main = folder if folder is not None and (folder / f"{config_name}.yaml").is_file() else shipped
     other = shipped if main is folder else folder
     search = [] if other is None else [f"hydra.searchpath=['file://{other}']"]
