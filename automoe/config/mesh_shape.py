@@ -320,7 +320,7 @@ def _sizes(preset: str, num_ranks: int) -> dict[str, int]:
     if preset == "fsdp":
         ep = etp = 1
     elif preset in ("tp_ep_dp", "coupled_5d"):
-        # Coupled: experts keep attention's tensor parallelism, and ep uses data-parallel ranks only.
+        # Coupled: experts keep the tp of attention, and ep uses data-parallel ranks only.
         etp, ep = sizes["tp"], largest_divisor(data, MAX_EP)
     else:
         etp, ep = 1, largest_divisor(attention, MAX_EP)
