@@ -30,8 +30,9 @@ from automoe.errors import ConfigError
 
 
 def validate(config: Config, num_ranks: int | None, device: str | None = None) -> MeshShape:
-    """Check a whole configuration and resolve its mesh. ``automoe.launch.prepare`` checks other
-    files as well.
+    """Check a whole configuration and return its resolved mesh.
+
+    ``automoe.launch.prepare`` also checks the files that the configuration names.
 
     Args:
         config: composed configuration; not changed.
