@@ -1,4 +1,4 @@
-"""automoe: a trainer for mixture-of-experts language models whose numbers can be trusted."""
+"""automoe: native-PyTorch training of mixture-of-experts language models on any mesh."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for: entry points must start before torch does.
+    # Attributes are imported lazily: entry points must start before torch is imported.
     if name == "train":
-        return importlib.import_module("automoe.train")  # which can be called
+        return importlib.import_module("automoe.train")  # this module is callable
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

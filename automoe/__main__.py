@@ -4,6 +4,6 @@ try:
     from automoe.cli import main
 
     status = main()
-except KeyboardInterrupt:  # before there is anything that could catch it
+except KeyboardInterrupt:  # Ctrl-C came before `exit_status` was installed
     status = 130
 sys.exit(status)

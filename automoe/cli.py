@@ -1,5 +1,7 @@
-"""The console script ``automoe``: train, plan, verify, export and convert, each imported when it is
-called; recipes."""
+"""Console script ``automoe``: dispatch to its commands.
+
+A command's module is imported only when the command is called.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ _HERE = {
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Hand the rest of the command line to a command's ``main(argv)``; returns the exit status."""
+    """Pass the rest of the command line to the command's ``main(argv)``; return its exit status.
+
+    The status is 2 if no command of that name exists.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
@@ -49,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         meant = f". Did you mean automoe {' '.join([*close, *argv[1:]])}?" if close else ""
         print(f"error: no command {argv[0]!r}{meant}\n\n{_usage()}", file=sys.stderr)
         return 2
-    # as `python -m` does: recipe=my_module finds modules of the working directory
+    # As with `python -m`, recipe=my_module finds modules in the working directory.
     sys.path.insert(0, os.getcwd())
     return importlib.import_module(f"automoe.{argv[0]}").main(argv[1:])
 
@@ -124,7 +129,7 @@ Any key of the configuration is an override: --print-config shows them all,
 
 
 def train_help(config_dir: str | None = None) -> str:
-    """Usage, primaries, groups and examples of ``automoe train``."""
+    """Return the help text of ``automoe train``: usage, primaries, config groups, examples."""
     from automoe.config.compose import list_groups, list_options
 
     def listed(options: list[str], first: str, indent: int) -> str:
@@ -166,7 +171,7 @@ complete -F _automoe automoe"""
 
 
 def bash_completion() -> str:
-    """A bash script for tab completion, to be evaluated in the user's shell."""
+    """Return a bash script for tab completion, to be evaluated in the user's shell."""
     from automoe.config.compose import list_groups, list_options
     from automoe.config.convert import leaf_keys
     from automoe.config.shipped import list_recipes

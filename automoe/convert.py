@@ -1,5 +1,6 @@
-"""``python -m automoe.convert SRC --out DIR``: a HuggingFace checkpoint in another dtype, layout or
-quantization.
+"""``python -m automoe.convert SRC --out DIR``: rewrite a HuggingFace checkpoint.
+
+The copy has another dtype, expert layout or quantization.
 
 python -m automoe.convert DeepSeek-V3 --out DeepSeek-V3-bf16 --dtype bfloat16
 python -m automoe.convert my-model --out my-model-fp8 --fp8
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert the directory that ``argv`` names; returns the exit status (2: nothing was
-    written)."""
+    """Convert the checkpoint that ``argv`` names; return the exit status (2: nothing written)."""
     parser = argparse.ArgumentParser(
         prog="automoe convert",
         description="Write a HuggingFace checkpoint anew in another dtype, layout or quantization, one tensor at a "
@@ -56,7 +56,7 @@ def _convert(source: str, out: str, **options: Any) -> Written:
         )
     try:
         config = model_config_from_hf(folder)
-    except ConfigError as error:  # which speaks of the key that training reads it by
+    except ConfigError as error:  # its message names training's key; name the argument SRC instead
         if error.key != "model.hf_path":
             raise
         raise ConfigError("SRC", source, error.rule, error.remedy) from None

@@ -1,5 +1,4 @@
-"""Errors that a user can cause and mend. Each says what was wrong, where, the rule, and what to
-do."""
+"""Errors that a user can cause and fix: each message names the fault, the rule and a remedy."""
 
 from __future__ import annotations
 
@@ -21,23 +20,24 @@ from typing import ParamSpec, TextIO, TypeVar
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# What a network file system, or a disk that reads a block at the second try, answers for a moment.
+# Errors that a network file system or a failing disk reports briefly; a second try may succeed.
 _PASSING = (errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
 _WAITS_S = (0.1, 0.5, 2.0)
 
-EXIT_WRONG, EXIT_INTERRUPTED, EXIT_NO_READER = 2, 130, 141  # 128 and the number of SIGINT, SIGPIPE
+# The last two are 128 plus the number of SIGINT and of SIGPIPE.
+EXIT_WRONG, EXIT_INTERRUPTED, EXIT_NO_READER = 2, 130, 141
 
 
 def spelled_out(text: str) -> str:
-    """``text`` from elsewhere for a terminal: what would steer it is shown and not done."""
+    """Return untrusted ``text`` with every terminal control character escaped, safe to print."""
     return "".join(ascii(c)[1:-1] if steers(c) else c for c in text)
 
 
 def steers(char: str) -> bool:
-    """Whether a character steers a terminal or turns text around: controls, line separators, halves
-    of a pair.
+    """Return True if a character controls a terminal or changes the direction of text.
 
-    What joins emoji or letters, and the blanks of other scripts, are text.
+    Control characters, line separators and lone surrogates count. Characters that join emoji or
+    letters, and the blanks of other scripts, do not. Nor do newline and tab.
     """
     turns = unicodedata.bidirectional(char) in (
         "LRE",
@@ -56,21 +56,23 @@ def steers(char: str) -> bool:
 
 
 class AutomoeError(Exception):
-    """Base of every error meant for a person; entry points print it without a traceback. It may
-    name what files say."""
+    """Base class of errors meant for users; entry points print them without a traceback.
+
+    A message may quote the content of files, so ``str`` escapes terminal control characters.
+    """
 
     def __str__(self) -> str:
         return spelled_out(super().__str__())
 
 
 class ConfigError(AutomoeError, ValueError):
-    """A configuration that cannot run, found before any rank starts.
+    """Configuration that cannot run, found before any rank starts.
 
     Args:
         key: dotted config key at fault, e.g. ``mesh.ep``.
         value: the value that was given.
-        rule: the rule it breaks, with its numbers.
-        remedy: what to do, with the nearest valid choice where there is one.
+        rule: the rule that the value breaks, with the rule's numbers.
+        remedy: what to do; it names the nearest valid choice if one exists.
     """
 
     def __init__(self, key: str, value: object, rule: str, remedy: str) -> None:
@@ -80,19 +82,19 @@ class ConfigError(AutomoeError, ValueError):
 
 
 class DataError(AutomoeError, ValueError):
-    """Training text that cannot be read: the message names the file and the line."""
+    """Training text that cannot be read; the message names the file and the line."""
 
 
 class LaunchError(AutomoeError, RuntimeError):
-    """Ranks could not be started, or one of them failed; carries the first error only."""
+    """Failure to start ranks, or of a rank; carries the first error only."""
 
 
 class TrainingError(AutomoeError, RuntimeError):
-    """A run that ``automoe.train`` started has not come to its end.
+    """Failure of a run that ``automoe.train`` started from Python.
 
     Args:
-        message: the first error of a rank, with the lines that led there.
-        run_dir: of the run: its logs, records and checkpoints.
+        message: the first error of a rank, with the lines that led to it.
+        run_dir: directory with the run's logs, records and checkpoints.
     """
 
     def __init__(self, message: str, run_dir: Path) -> None:
@@ -101,26 +103,26 @@ class TrainingError(AutomoeError, RuntimeError):
 
 
 class CheckpointError(AutomoeError, RuntimeError):
-    """A checkpoint or export that is missing, incomplete or not what it says."""
+    """Checkpoint or export that is missing, incomplete or inconsistent with its own metadata."""
 
 
 class SaveError(CheckpointError):
-    """A checkpoint could not be written; older ones are as they were, and training can go on."""
+    """Failure to write a checkpoint; older checkpoints are intact, and training can continue."""
 
 
 class BackendError(AutomoeError, RuntimeError):
-    """A backend that this machine does not have; the message names the one that it has."""
+    """Backend that this machine lacks; the message names an alternative or what to install."""
 
 
 def exit_status(command: Callable[P, int]) -> Callable[P, int]:
-    """Decorate an entry point, so that errors and Ctrl-C become exit statuses.
+    """Decorate an entry point so that errors and Ctrl-C become exit statuses.
 
-    The decorated function returns what ``command`` returns; 2 after an ``AutomoeError``, whose
-    message is printed; 130 after Ctrl-C; 141 if the reader of standard output has gone (``automoe
-    ... | head -1``).
+    The decorated function returns the status of ``command``; 2 after an ``AutomoeError``, whose
+    message is printed, or if standard output cannot be written; 130 after Ctrl-C; 141 if the
+    reader of standard output has closed it (``automoe ... | head -1``).
 
-    Import slow modules inside ``command``. Then Ctrl-C during an import is as quiet as later, even
-    if the imported library turns the ``KeyboardInterrupt`` into an error of its own.
+    Import slow modules inside ``command``: Ctrl-C during an import then prints no traceback, even
+    if the imported library turns the ``KeyboardInterrupt`` into another error.
     """
 
     @wraps(command)
@@ -133,10 +135,10 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
         try:
             try:
                 status = command(*args, **kwargs)
-            except SystemExit:  # argparse, after --help
+            except SystemExit:  # argparse raises it after --help
                 _flush()
                 raise
-            _flush()  # here, and not where the interpreter ends
+            _flush()  # an error in a flush at interpreter exit could no longer be handled
             return status
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
@@ -162,26 +164,30 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
 
 
 def show_everything(stream: TextIO) -> None:
-    """Let a stream whose encoding lacks a character (``PYTHONIOENCODING=ascii``) show its number in
-    its place."""
+    """Make a stream print ``\\uXXXX`` for characters that its encoding lacks.
+
+    Without this, ``PYTHONIOENCODING=ascii`` turns them into errors.
+    """
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
         stream.reconfigure(errors="backslashreplace")
 
 
 def _flush() -> None:
-    if sys.stdout is not None:  # it was closed: nothing is wanted
+    if sys.stdout is not None:  # Python sets None if the process starts with stdout closed
         sys.stdout.flush()
 
 
 def _lost_output() -> int | None:
-    """The status of a command whose output cannot be written any more, which is then closed; None
-    where it can."""
+    """Return the exit status for output that can no longer be written; None if it still can.
+
+    A stream that fails is redirected to the null device.
+    """
     lost = None
     for stream in (sys.stdout, sys.stderr):
         try:
             print(end="" if stream is sys.stderr else "\n", file=stream, flush=True)
         except OSError as error:
-            # the interpreter flushes again at its end
+            # The interpreter flushes the stream again at exit, so it needs a valid descriptor.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             lost = lost or error
     if lost is None or lost.errno == errno.EPIPE:
@@ -199,18 +205,19 @@ def _interrupt(signum: int, frame: object) -> None:
 
 
 def import_backend(module: str, choice: str, remedy: str) -> ModuleType:
-    """A module of an optional package.
+    """Import a module of an optional package.
 
     Args:
-        choice: the setting that needs it, e.g. ``moe.experts=te``.
-        remedy: sentence that says what to install, or to set instead.
+        module: dotted name of the module.
+        choice: the setting that needs the module, e.g. ``moe.experts=te``.
+        remedy: sentence that says what to install, or what to set instead.
 
     Raises:
-        BackendError: it does not import.
+        BackendError: the module cannot be imported.
     """
     try:
         return import_module(module)
-    # without CUDA, its driver or a library some raise RuntimeError, OSError and others
+    # Without CUDA, its driver or a library, some packages raise RuntimeError, OSError and others.
     except Exception as error:
         raise BackendError(
             f"{choice}: {module} does not import ({type(error).__name__}: {error}). {remedy}"
@@ -218,21 +225,23 @@ def import_backend(module: str, choice: str, remedy: str) -> ModuleType:
 
 
 def listed(names: Iterable[object], shown: int = 4) -> str:
-    """``a, b, c, d and 12 more``, sorted."""
+    """Return the sorted names as text; beyond ``shown`` names: ``a, b, c, d and 12 more``."""
     texts = sorted(map(str, names))
     more = f" and {len(texts) - shown} more" if len(texts) > shown else ""
     return ", ".join(texts[:shown]) + more
 
 
 def retried(action: Callable[[], T]) -> T:
-    """What ``action`` returns; called again, up to three times, where a disk fails for a moment,
-    each time with a line.
+    """Call ``action`` and return its result; repeat it up to three times after a transient error.
 
-    Not for a bare ``fsync``: Linux says once that pages could not be written, and then forgets it.
-        Write them anew.
+    Transient errors are EIO, ESTALE, EINTR, EAGAIN and ETIMEDOUT. Each repeat waits 0.1, 0.5 and
+    2 s and prints a warning.
+
+    Do not use this for a bare ``fsync``: Linux reports only once that pages could not be written,
+    and then forgets the error. Write the data again instead.
 
     Raises:
-        OSError: any other, or the last of these (EIO, ESTALE, EINTR, EAGAIN, ETIMEDOUT).
+        OSError: any other error at once, or a transient one at the last try.
     """
     for wait in _WAITS_S:
         try:

@@ -1,9 +1,10 @@
-"""``automoe eval WHERE --tasks TASK``: tasks of lm-eval-harness on what was trained, through
-``transformers``.
+"""``automoe eval WHERE --tasks TASK``: run lm-eval-harness tasks on a run or a checkpoint.
 
-automoe eval runs/sft_small --tasks my_task.yaml            # a task file, whose data lies on this machine
-automoe eval runs/sft_small --tasks tasks/ --limit 100      # all task files of a folder
-automoe eval my-model --tasks hellaswag,arc_easy            # tasks of the harness; it fetches their data
+automoe eval runs/sft_small --tasks my_task.yaml         # a task file with data on this machine
+automoe eval runs/sft_small --tasks tasks/ --limit 100   # all task files of a folder
+automoe eval my-model --tasks hellaswag,arc_easy         # harness tasks; their data is fetched
+
+The model is loaded through ``transformers``.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from automoe.generate import checkpoint_of, load_checkpoint
 from automoe.observe.metrics import jsonable
 
 RESULTS = "eval.json"
-_NO_CHOICE = "Label index was not in"  # the harness's words
+_NO_CHOICE = "Label index was not in"  # quoted from a warning of the harness
 
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Run the tasks that ``argv`` names; 0 if all of them were run and every number is finite."""
+    """Run the tasks that ``argv`` names; return 0 if all ran and every number is finite."""
     parser = argparse.ArgumentParser(
         prog="automoe eval",
         description="Run tasks of lm-eval-harness on a run or a checkpoint. A task file is code: it can name functions "
@@ -91,7 +92,7 @@ def _evaluate(args: argparse.Namespace) -> int:
             )
         found = evaluate(folder, tasks, args)
     rows = list(_rows(found, names))
-    # Of a run, the checkpoint was made for the moment.
+    # For a run the checkpoint may be a temporary folder, so record the run itself.
     found["config"] |= {"model": args.where, "apply_chat_template": args.apply_chat_template}
     with out.open("x") as file:
         json.dump(jsonable(found), file, indent=1, default=str)
@@ -121,7 +122,11 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 class _Heard(logging.Handler):
-    """Of what the harness logs: the warnings that numbers are not what was asked for."""
+    """Log handler that collects the harness's warnings about wrong or truncated questions.
+
+    Attributes:
+        found: kind of warning -> texts of the warnings of that kind.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,8 +143,14 @@ class _Heard(logging.Handler):
 
 
 def load_tasks(specs: list[str]) -> list[Any]:
-    """Tasks and groups of the harness, with their data: files, the tasks in a folder, or names that
-    it knows."""
+    """Load tasks and groups of the harness, with their data.
+
+    Args:
+        specs: task files (YAML), folders of task files, or names that the harness knows.
+
+    Raises:
+        ConfigError: an empty or unknown name, or a folder without task files.
+    """
     from lm_eval.tasks import TaskManager
 
     built = []
@@ -151,7 +162,7 @@ def load_tasks(specs: list[str]) -> list[Any]:
         path = Path(spec).expanduser()
         folder, named = path.is_dir(), not path.exists()
         looks_like_a_path = named and (os.sep in spec or path.suffix in (".yaml", ".yml"))
-        # The tasks of the harness are thousands of files, which take half a minute to read.
+        # The harness's own tasks are thousands of files and take half a minute to read.
         include = named and not looks_like_a_path
         manager = TaskManager(include_path=str(path) if folder else None, include_defaults=include)
         if not folder and not named and (group := _group_in(path)) is not None:
@@ -176,8 +187,10 @@ def load_tasks(specs: list[str]) -> list[Any]:
 
 
 def _group_in(path: Path) -> Any:
-    """The group of tasks in a file; None where it holds a task. Its tasks lie beside it, or are the
-    harness's."""
+    """Return the group that a YAML file defines; None if the file defines a single task.
+
+    The group's tasks are in the same folder, or are tasks of the harness.
+    """
     from lm_eval.tasks import TaskManager
 
     if not re.search(r"^group:", path.read_text(encoding="utf-8"), re.M):
@@ -193,15 +206,26 @@ def _group_in(path: Path) -> Any:
 
 
 def _limited(number: int, limit: float | None) -> int:
-    """Documents of a task of ``number`` that are asked: a count, or a share below 1."""
+    """Return how many of ``number`` documents ``--limit`` leaves: a count, or a share below 1."""
     if not limit:
         return number
     return min(number, limit if limit >= 1 else math.ceil(number * limit))
 
 
 def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[str, Any]:
-    """What the harness found with the checkpoint in ``folder``, without what it says of the
-    machine."""
+    """Run built tasks on the checkpoint in ``folder`` and return the harness's results.
+
+    Details of the machine and of its git repository are left out.
+
+    Args:
+        folder: HuggingFace checkpoint directory.
+        tasks: tasks and groups of ``load_tasks``.
+        args: parsed command line (few-shot count, batch size, limit, chat template).
+
+    Raises:
+        ConfigError: a chat template is requested and the tokenizer has none.
+        AutomoeError: the harness, a task file or its data fails.
+    """
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -218,21 +242,21 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
     counts = [len(task.eval_docs) for one in tasks for task in _leaves(one)]
     limited = [_limited(n, args.limit) for n in counts]
     with _failing(args.tasks):
-        # it would ask pip and the hardware, for many seconds
+        # The harness would query pip and the hardware, which takes many seconds.
         evaluator.add_env_info = lambda results: None
-        # of the working directory; git would complain that it is none
+        # The harness would run git in the working directory, which may be no repository.
         evaluator.get_git_commit_hash = lambda: None
         found = evaluator.simple_evaluate(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
             tasks=tasks,
-            # they are built: nothing is looked for
+            # The tasks are built already: the manager has nothing to look up.
             task_manager=TaskManager(include_defaults=False),
             num_fewshot=args.num_fewshot,
             batch_size=args.batch_size,
             limit=args.limit,
             apply_chat_template=args.apply_chat_template,
             log_samples=False,
-            # One document has no standard error, and the harness would divide by 0 for it.
+            # A single document has no standard error; the harness would divide by 0.
             **({"bootstrap_iters": 0} if min(limited) < 2 else {}),
         )
     return {key: value for key, value in found.items() if key != "git_hash"}
@@ -240,12 +264,12 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
 
 @contextlib.contextmanager
 def _failing(tasks: str) -> Iterator[None]:
-    """What the harness, task files and their data can make go wrong, as an error for people."""
+    """Turn any error of the harness, of task files or of their data into an ``AutomoeError``."""
     try:
         yield
     except AutomoeError:
         raise
-    except Exception as error:  # their YAML, templates, functions, files and the network: anything
+    except Exception as error:  # task YAML, templates, functions, files and network raise anything
         why = " ".join(f"{type(error).__name__}: {error}".split())
         remedy = "Files that data_files names are looked for from the working directory; without a network, a task whose "
         raise AutomoeError(
@@ -262,8 +286,7 @@ def _names(task: Any) -> list[str]:
 
 
 def _rows(found: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, ...]]:
-    """(task, metric, examples before a question, value, standard error) of every number; groups
-    come first."""
+    """Yield (task, metric, few-shot count, value, standard error) per number, groups first."""
     results = found.get("groups", {}) | found["results"]
     for name in [*found.get("groups", {}), *names]:
         for key, value in results.get(name, {}).items():
@@ -281,7 +304,7 @@ def _rows(found: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_finite(value: Any) -> bool:
-    """Of a number; what is no number, such as an error that is not estimated, is not judged."""
+    """Return True if ``value`` is a finite number, or None (a standard error not estimated)."""
     return value is None or (isinstance(value, int | float) and math.isfinite(value))
 
 
@@ -301,10 +324,12 @@ def _print_table(rows: list[tuple[Any, ...]]) -> None:
 
 
 def _free(where: Path, out: str | None) -> Path:
-    """The file to write, which is not there yet and can be made.
+    """Return a path for the results that does not exist yet and can be written.
+
+    Without ``out``, the path is ``eval.json`` in ``where``, or the next free ``eval.N.json``.
 
     Raises:
-        ConfigError: it is there, or its folder cannot be written.
+        ConfigError: ``out`` exists, or its folder cannot be written.
     """
     numbered = (where / RESULTS.replace(".", f".{n}." if n else ".") for n in range(sys.maxsize))
     path = Path(out).expanduser() if out else next(path for path in numbered if not path.exists())

@@ -1,5 +1,6 @@
-"""``python -m automoe.export RUN --out DIR``: a run's weights as a HuggingFace checkpoint that is
-proven equal.
+"""``python -m automoe.export RUN --out DIR``: write a run's weights as a HuggingFace checkpoint.
+
+The checkpoint is read back and compared with the weights before it counts as saved.
 
 python -m automoe.export runs/default --out my-model
 python -m automoe.export runs/default --out my-model --dtype bfloat16
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Export the run that ``argv`` names; returns the exit status (2: nothing was exported)."""
+    """Export the run that ``argv`` names; return the exit status (2: nothing was exported)."""
     parser = argparse.ArgumentParser(
         prog="automoe export",
         description="Write a run's newest weights as a HuggingFace checkpoint, reload it in transformers, compare, "
@@ -61,21 +62,27 @@ def export_run(
     adapter: str | None = None,
     ema: bool = False,
 ) -> Written | WrittenAdapter:
-    """Write the newest weights of a run directory as a HuggingFace checkpoint, in one process on
-    the CPU.
+    """Write the newest weights of a run directory as a HuggingFace checkpoint.
 
-    Adapters are merged into it; or with ``adapter``, a layout of ``automoe.hf.peft``, they are all
-    that is written.
+    The export runs in one process on the CPU. Weights come from the newest committed training
+    checkpoint, or without one from ``hf/``, which the run wrote at its end.
 
-    The newest training checkpoint that is whole, or where there is none the checkpoint that the run
-    itself wrote to ``hf/`` at its end. With ``ema`` the averages of ``optim.ema_decay`` in that
-    training checkpoint.
+    Args:
+        run_dir: run directory of ``automoe.train``.
+        out: checkpoint directory to write.
+        dtype: of the parameters: ``keep`` (as trained), ``bfloat16`` or ``float32``.
+        max_shard_bytes: size of the largest safetensors file.
+        overwrite: replace a checkpoint directory at ``out``.
+        fp8: quantize to block-FP8, as DeepSeek-V3 is published.
+        adapter: write the LoRA adapter alone, in this layout of ``automoe.hf.peft``. With None,
+            adapters are merged into the weights.
+        ema: write the averages of ``optim.ema_decay`` from the training checkpoint.
 
     Raises:
-        ConfigError: not a run directory, ``fp8`` of a family that has no such checkpoints,
-            ``adapter`` of a run that has none or trained more than that, or ``ema`` of one without
-            averages.
-        CheckpointError: it has no weights, they are damaged, or the export is not equal to them.
+        ConfigError: ``run_dir`` is no run directory; ``fp8`` for a family without FP8
+            checkpoints; ``adapter`` for a run that trained no adapter, or other weights too;
+            ``ema`` for a run without averages.
+        CheckpointError: the run has no weights, they are damaged, or the export differs from them.
     """
     from automoe.config.frozen import load_config
     from automoe.config.schema import tokenizer_of
@@ -115,7 +122,7 @@ def export_run(
     if adapter is not None:
         written = to_peft(model, out, config.lora, layout=adapter, overwrite=overwrite)
         return replace(written, averaged=ema)
-    # Where the weights are the run's own export, the tokenizer's files lie beside them: None.
+    # If the weights come from the run's own export, the tokenizer's files are next to them: None.
     known = config.data.is_synthetic or model.config.hf_path == config.model.hf_path
     tokenizer = tokenizer_of(config) if known else None
     chat = chat_template_of(config) if tokenizer is not None else None
@@ -129,11 +136,11 @@ def export_run(
 
 
 def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
-    """The whole model of a run, with its newest weights, or their averages.
+    """Build the whole model of a run on the CPU and load its newest weights, or their averages.
 
     Raises:
-        CheckpointError: there are none, or they are damaged; which older ones to take instead is
-            not decided here.
+        CheckpointError: the run has no weights, or the newest checkpoint is damaged. An older
+            checkpoint is not taken in its place: the user decides that.
     """
     import torch
 
@@ -160,15 +167,15 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
             raise CheckpointError(
                 f"{newest} is damaged ({problem}). Remove it to export the checkpoint before it, or resume the run"
             )
-        # config.yaml has no checksum
+        # config.yaml has no checksum, so compare it with the checkpoint's manifest.
         check_model(newest, read_manifest(newest)[0]["config"], config)
     elif (exported / "config.json").is_file() and not ema and export_name(config) == "hf":
-        # Token ids and tokenizer files come from there too.
+        # Token ids and tokenizer files come from the exported folder too.
         config = replace(config, model=replace(config.model, hf_path=str(exported)))
         check_holds(exported, config.model, family_of(config.model).keys)
     else:
         raise _no_weights(run_dir, config, ema)
-    # Nothing is computed, so the backends that trained it need not be here.
+    # Nothing is computed, so this machine need not have the backends of the training run.
     config, dtype = (
         replace(config, moe=replace(config.moe, experts="loop")),
         PARAM_DTYPES[config.train.dtype],
@@ -178,7 +185,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
         model.to_empty(device="cpu")
         load_hf(model, exported)
         return model
-    # wider than in training: merged weights are rounded once, when they are written
+    # Adapters keep the weights' full dtype: merged weights are rounded once, when written.
     adapt(model, config, dtype, dtype)
     allocate({0: model}, torch.device("cpu"))
     base, held = read_manifest(newest)[0].get("base"), model.state_dict()
@@ -201,7 +208,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
 
 
 def _no_weights(run_dir: Path, config: Config, ema: bool) -> CheckpointError:
-    """Why there is nothing to export, and what there is."""
+    """Return the error that says why the run has nothing to export, and what it has instead."""
     if ema:
         return CheckpointError(
             f"{run_dir} has no training checkpoint, which has the averages. Omit --ema"
@@ -220,13 +227,15 @@ def _no_weights(run_dir: Path, config: Config, ema: bool) -> CheckpointError:
 def load_step(
     held: Mapping[str, torch.Tensor], step_dir: Path, averaged: Collection[str] = ()
 ) -> None:
-    """Fill a whole model's tensors from a training checkpoint, in this process alone.
+    """Load a training checkpoint into a model's unsharded tensors, in this process alone.
 
     Args:
-        averaged: names that get the averages of ``optim.ema_decay``.
+        held: name -> full tensor, filled in place.
+        step_dir: folder of the training checkpoint.
+        averaged: names of tensors that get the averages of ``optim.ema_decay``.
 
     Raises:
-        CheckpointError: it cannot be read, or has no such tensor.
+        CheckpointError: the checkpoint cannot be read, or lacks one of the tensors.
     """
     from automoe.checkpoint.reader import StepReader
     from automoe.optim.ema import KEY
@@ -242,8 +251,12 @@ def load_step(
 
 
 def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
-    """The options of a checkpoint to make, which ``convert`` has too; ``kept_dtype`` says what
-    ``--dtype keep`` is."""
+    """Add the options that ``export``, ``convert`` and ``upcycle`` share.
+
+    Args:
+        parser: parser to extend.
+        kept_dtype: help text for the dtype that ``--dtype keep`` gives.
+    """
     parser.add_argument("--out", required=True, metavar="DIR", help="checkpoint directory to make")
     parser.add_argument(
         "--dtype",
@@ -279,12 +292,13 @@ def report(
     write: Callable[..., Any],
     describe: Callable[[Any], str] | None = None,
 ) -> int:
-    """Load plugins, ``write`` with the options of ``add_options``, and print what was saved;
-    returns the exit status.
+    """Load plugins, call ``write`` and print what was saved; return the exit status.
 
     Args:
-        write: ``export_run`` or ``convert_hf`` of a source.
-        describe: words for what was saved; default: those of ``Written``.
+        args: parsed options of ``add_options``.
+        write: function of the output directory and these options, such as ``export_run`` with
+            its run bound.
+        describe: function from the result of ``write`` to printed text; default: its ``str``.
     """
     from automoe.config.plugins import load_plugins
 

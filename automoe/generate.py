@@ -1,8 +1,8 @@
-"""``automoe generate WHERE [PROMPT ...]``: ask what was trained, through ``transformers``.
+"""``automoe generate WHERE [PROMPT ...]``: generate text from a run through ``transformers``.
 
 automoe generate runs/sft_small "What is the function json.dumps for?"
-automoe generate runs/sft_small                       # a chat in the terminal, until an empty line or Ctrl-D
-automoe generate runs/default --text "def main():"    # goes on with the text, for models that know no chat
+automoe generate runs/sft_small                       # chat in the terminal; an empty line ends it
+automoe generate runs/default --text "def main():"    # continue a text, without a chat template
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from automoe.launch.run_dir import read_status
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Answer what ``argv`` asks; returns the exit status (2: there is nothing to ask)."""
+    """Answer the prompts in ``argv`` or from standard input; return the exit status.
+
+    The status is 2 if there is no model to load or a prompt cannot be answered.
+    """
     parser = argparse.ArgumentParser(
         prog="automoe generate",
         description="Ask a model what it learned. Without a prompt, a chat in the terminal: an empty line ends it.",
@@ -82,14 +85,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """Lines typed, until an empty one; or those of a pipe, where an empty one says nothing."""
+    """Yield non-empty lines of standard input; in a terminal, stop at the first empty line."""
     typed = sys.stdin.isatty()
     if typed:
         print("> ", end="", flush=True)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # PYTHONIOENCODING=ascii says nothing of a pipe
+        # PYTHONIOENCODING=ascii is meant for the output: read a pipe as UTF-8 all the same.
         ascii_alone = codecs.lookup(sys.stdin.encoding).name == "ascii"
-        # What is not UTF-8 is an error for people in ``answer``.
+        # ``Speaker.answer`` reports bytes that are not UTF-8 as a CheckpointError.
         sys.stdin.reconfigure(encoding="utf-8" if ascii_alone else None, errors="surrogateescape")
     for line in sys.stdin:
         if line := line.strip():
@@ -121,11 +124,16 @@ def _not_negative(text: str) -> float:
 
 @contextmanager
 def checkpoint_of(where: Path) -> Iterator[Path]:
-    """The HuggingFace checkpoint ``where``, or of that Hub id; of a run its own when it is done,
-    else one made now.
+    """Yield the folder of a HuggingFace checkpoint for a run, a checkpoint or a Hub id.
+
+    A finished run has its own checkpoint in ``hf/``. For another run, one is exported to a
+    temporary folder, which is removed on exit.
+
+    Args:
+        where: run directory, checkpoint directory or Hub id.
 
     Raises:
-        CheckpointError, ConfigError: there is none, and no weights to make one of.
+        CheckpointError, ConfigError: ``where`` is none of these, or the run has no weights.
     """
     from automoe.hf.identity import checkpoint_folder
 
@@ -133,7 +141,7 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
     if (where / "config.json").is_file():
         yield where
     elif done and (where / "hf" / "config.json").is_file() and _wrote_a_model(where):
-        yield where / "hf"  # not of an earlier start, after which this one left no model
+        yield where / "hf"  # `_wrote_a_model` rules out an hf/ from an earlier start of the run
     elif not where.exists() and (folder := checkpoint_folder(where, "WHERE")) != where:
         yield folder
     elif not (where / "config.yaml").is_file():
@@ -150,8 +158,10 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
 
 
 def _wrote_a_model(run_dir: Path) -> bool:
-    """Whether the run's last start was to write ``hf/``. Its plugins and environment are not needed
-    to say that."""
+    """Return True if the run's configuration tells it to write ``hf/``.
+
+    The file is read without the schema, so the run's plugins and environment are not needed.
+    """
     with suppress(OSError, ValueError):
         values = flat(read_mapping((run_dir / CONFIG_FILE).read_bytes()))
         adapter = values.get("lora.rank") and values.get("lora.export") == "adapter"
@@ -160,12 +170,13 @@ def _wrote_a_model(run_dir: Path) -> bool:
 
 
 def load_checkpoint(folder: Path) -> tuple[Any, Any]:
-    """The model and the tokenizer of a HuggingFace checkpoint, on the first GPU if there is one.
-    Runs no code of it.
+    """Load model and tokenizer of a HuggingFace checkpoint, onto the first GPU if available.
+
+    No code of the checkpoint is run (``trust_remote_code=False``).
 
     Raises:
-        CheckpointError: it has no tokenizer, is damaged, has numbers that are not finite, or
-            ``transformers`` cannot load it without code of its own.
+        CheckpointError: the checkpoint has no tokenizer, is damaged, has parameters that are NaN
+            or infinite, or ``transformers`` cannot load it without the checkpoint's own code.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -175,7 +186,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from automoe.hf.read import is_finite
 
     disable_progress_bar()
-    read_headers(folder)  # a stranger's folder: refused before anything of it is loaded
+    read_headers(folder)  # the folder is untrusted: check it before loading anything
     if not any(
         (folder / name).is_file()
         for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -194,8 +205,8 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         raise CheckpointError(
             f"{folder}: transformers cannot load it without code of its own ({why})"
         ) from error
-    # With logits that are NaN the first token is the likeliest: an answer all the same, and a share
-    # of right choices.
+    # NaN logits would go unnoticed: argmax takes the first token, so the model still answers and
+    # still gets a share of multiple choices right.
     named = (
         (name, p.detach())
         for name, p in model.named_parameters()
@@ -209,11 +220,13 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
 
 
 class Speaker:
-    """A checkpoint that answers.
+    """Model and tokenizer of a HuggingFace checkpoint that answer prompts.
 
     Args:
-        temperature: 0 takes the likeliest token.
-        seed: of the tokens that are drawn otherwise.
+        folder: checkpoint directory.
+        max_new_tokens: limit of an answer, in tokens.
+        temperature: sampling temperature; 0 takes the likeliest token.
+        seed: seed of sampling; without effect at temperature 0.
     """
 
     def __init__(
@@ -223,8 +236,8 @@ class Speaker:
 
         set_seed(seed)
         self.model, self.tokenizer = load_checkpoint(folder)
-        # The likeliest token is that of the model, whatever the checkpoint's own settings would
-        # make less likely.
+        # Greedy means the model's likeliest token: switch off the penalties that the checkpoint's
+        # generation_config.json may set.
         greedy = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
         drawn = {"do_sample": True, "temperature": temperature} if temperature else greedy
         self.options: dict[str, Any] = {
@@ -234,11 +247,14 @@ class Speaker:
         self.options |= drawn
 
     def answer(self, said: str | list[dict[str, Any]]) -> str:
-        """What comes after a text, or the answer to messages, without its stop token.
+        """Return the continuation of a text, or the answer to chat messages, without stop token.
+
+        Args:
+            said: a text to continue, or chat messages with ``role`` and ``content``.
 
         Raises:
-            CheckpointError: messages, and the tokenizer has no chat template; a prompt that is no
-                text, or too long.
+            CheckpointError: messages without a chat template in the tokenizer; a prompt that is
+                not UTF-8, or longer than the model's ``max_position_embeddings``.
         """
         from transformers import BatchEncoding
 
@@ -249,8 +265,8 @@ class Speaker:
                 "the prompt is not UTF-8. Convert it (iconv -f latin1 -t utf-8)"
             ) from error
         if isinstance(said, str):
-            # As the model's pretraining: what its tokenizer puts before a text, and nothing behind
-            # it.
+            # As in pretraining: keep the BOS that the tokenizer puts before a text, but no EOS
+            # after it.
             first = [
                 i for i in self.tokenizer("")["input_ids"][:1] if i == self.tokenizer.bos_token_id
             ]
@@ -277,7 +293,7 @@ class Speaker:
                 "(max_position_embeddings of its config.json). Ask something shorter, or begin a new chat"
             )
         most, limit = self.options["max_new_tokens"], "--max-new-tokens"
-        # behind it are positions that no token was ever trained at
+        # Stop at the last position that the model was trained at.
         if longest and longest - length < most:
             most, limit = longest - length, "max_position_embeddings of its config.json"
         ids = self.model.generate(**inputs, **self.options | {"max_new_tokens": most})[0, length:]

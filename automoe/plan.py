@@ -1,4 +1,4 @@
-"""``python -m automoe.plan``: what a configuration costs, on any machine, before a GPU is touched.
+"""``python -m automoe.plan``: print what a configuration costs, without a GPU.
 
 python -m automoe.plan --config-name dsv3_671b
 python -m automoe.plan --config-name qwen3_30b_a3b mesh.ep=8 cluster=h200 --json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from automoe.config.schema import Config
     from automoe.planner.plan import Plan
 
-EXIT_DIFFERENT = 1  # the model built is not the model planned
+EXIT_DIFFERENT = 1  # --build found other sizes than the plan predicts
 
 USAGE = """usage: automoe plan [--config-name NAME] [--json] [--build] [key=value ...]
 
@@ -56,11 +56,11 @@ cluster=h200, ...
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Plan the configuration that ``argv`` names; returns the exit status."""
+    """Plan the configuration that ``argv`` names; return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     as_json, build = "--json" in argv, "--build" in argv
     argv = [word for word in argv if word not in ("--json", "--build")]
-    # Imported here: --help is there in a tenth of a second, Hydra in half of one.
+    # Hydra takes half a second to import; --help without it takes a tenth.
     from automoe.config.compose import parse_arguments
     from automoe.planner.search_command import answer, take_question
 
@@ -118,7 +118,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def take_page(argv: list[str]) -> tuple[Path | None, list[str]]:
-    """What ``html=`` names, and the other words."""
+    """Split ``argv`` into the path that ``html=`` names (None without it) and the other words.
+
+    Raises:
+        ConfigError: ``html=`` has no value.
+    """
     named = [word.partition("=")[2] for word in argv if word.startswith("html=")]
     if named and not named[-1]:
         raise ConfigError("html", "", "a page needs a name", "Write html=plan.html")
@@ -127,7 +131,13 @@ def take_page(argv: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def take_export(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The words ``export=torchtitan`` and ``out=`` of an export, and the other words."""
+    """Split ``argv`` into the words of an export (``export=``, ``out=``) and the other words.
+
+    Without ``export=`` the first list is empty and ``out=`` stays among the others.
+
+    Raises:
+        ConfigError: ``export=`` names another target than torchtitan, or comes with a search.
+    """
     if not any(word.startswith("export=") for word in argv):
         return [], argv
     own = [word for word in argv if word.startswith(("export=", "out="))]
@@ -149,7 +159,14 @@ def take_export(argv: list[str]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """What one rank of the run would store, taken from its real DTensors."""
+    """Storage of one rank, measured on the DTensors of its model on the meta device.
+
+    Attributes:
+        rank: global rank.
+        num_params: number of its parameter tensors (shards), not of their elements.
+        bytes: size of these shards.
+        as_planned: True if ``bytes`` equals the plan's prediction.
+    """
 
     rank: int
     num_params: int
@@ -158,7 +175,7 @@ class BuiltRank:
 
 
 def build_heaviest(config: Config, plan: Plan) -> BuiltRank:
-    """Build the model part of the heaviest rank on the meta device in a fake world."""
+    """Build the heaviest rank's model part on the meta device in a fake process group."""
     from automoe.parallel.fake_world import local_shards
 
     rank = plan.mesh.groups("default", "pp")[0][plan.heaviest.pp_rank]

@@ -1,10 +1,11 @@
-"""``python -m automoe.train``: parse, check, hand over. Torch is not imported before the
-configuration is valid.
+"""``python -m automoe.train``: parse the arguments, check the configuration, start the ranks.
 
-``automoe.train(...)`` in Python calls this module: see ``automoe.launch.from_python.train``.
+Torch is not imported before the configuration is valid. ``automoe.train(...)`` in Python calls
+this module: see ``automoe.launch.from_python.train``.
 
-Exit status: 0 done, 1 a rank failed, 2 the configuration or the launch is wrong, 3 the hardware is
-not here (the plan was printed), 130, 143 and 129 stopped by Ctrl-C, SIGTERM and SIGHUP.
+Exit status: 0 if training finished; 1 if a rank failed; 2 if the configuration or the launch is
+wrong; 3 if this machine lacks the hardware (the plan is printed instead); 130, 143 or 129 if the
+run was stopped by Ctrl-C, SIGTERM or SIGHUP.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ EXIT_NO_HARDWARE = 3
 
 
 class _CallableModule(ModuleType):
-    """Lets ``automoe.train(...)`` train after ``import automoe.train`` too, which binds the name to
-    this module."""
+    """Module that can be called, so that ``automoe.train`` is both a module and a function.
+
+    ``import automoe.train`` binds the name to the module; ``automoe.train(...)`` still trains.
+    """
 
     def __call__(
         self,
@@ -38,7 +41,7 @@ class _CallableModule(ModuleType):
         config_name: str = "config",
         config_dir: str | os.PathLike[str] | None = None,
     ) -> TrainResult:
-        """Train from Python: see ``automoe.launch.from_python.train``."""
+        """Train from Python; see ``automoe.launch.from_python.train``."""
         from automoe.launch.from_python import train
 
         return train(config, config_name, config_dir)
@@ -49,7 +52,7 @@ sys.modules[__name__].__class__ = _CallableModule
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Train, sweep or print help, as ``argv`` asks; returns the exit status."""
+    """Train, sweep, or print help, a configuration or a plan; return the exit status."""
     from automoe.config.compose import parse_arguments
     from automoe.launch.external import detect_external, left_over
     from automoe.launch.worker import end_process, outlive_streams
@@ -63,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         from automoe.launch.external import run_external
 
         status = run_external(args, external)
-        return end_process(status) if "torch" in sys.modules else status  # this process was a rank
+        # If torch is imported, this process was a rank.
+        return end_process(status) if "torch" in sys.modules else status
     if names := left_over(os.environ):
         print(
             f"note: {', '.join(names)} in the environment, but neither torchrun nor srun started this process; ignored",
@@ -111,8 +115,7 @@ def _recipe(args: Arguments) -> str:
 
 
 def _print_plan(config: Config, shape: MeshShape, missing: str) -> int:
-    """Show what the configuration costs, and the hardware and data that are missing to train it
-    here."""
+    """Print the plan and the hardware and data that this machine lacks to train it."""
     from automoe.launch.prepare import missing_data
     from automoe.planner.views.plan_view import print_plan
 

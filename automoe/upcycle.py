@@ -1,5 +1,6 @@
-"""``python -m automoe.upcycle DENSE --out DIR``: a dense checkpoint as a mixture of experts that
-computes the same.
+"""``python -m automoe.upcycle DENSE --out DIR``: turn a dense checkpoint into an equal MoE.
+
+The mixture of experts has the same logits as the dense model before it is trained.
 
 python -m automoe.upcycle Qwen3-0.6B --out Qwen3-8x0.6B --experts 8 --top-k 2
 python -m automoe.upcycle Meta-Llama-3-8B --out Llama3-G4 --experts 32 --top-k 8 --granularity 4
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Upcycle the directory that ``argv`` names; returns the exit status (2: nothing was
-    written)."""
+    """Upcycle the checkpoint that ``argv`` names; return the exit status (2: nothing written)."""
     parser = argparse.ArgumentParser(
         prog="automoe upcycle",
         description="Write a dense HuggingFace checkpoint (Llama, Qwen3) as a mixture of experts with the same "

@@ -11,21 +11,23 @@ from automoe.config.schema import Config
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """``rows_*`` are sequences; what is said of experts is the mean, as perfect balance would have
-    it."""
+    """Rows, tokens and micro-batches of one optimizer step.
+
+    Rows are sequences. Expert counts are means, which perfectly balanced routing would give.
+    """
 
     rows_per_step: int  # over all ranks
     tokens_per_step: int  # over all ranks
     rows_per_rank: int  # of one data-parallel rank, per step
     num_micro_batches: int  # per step and data-parallel rank
-    tokens_per_micro_batch: int  # that one rank holds: its rows, cut over cp
+    tokens_per_micro_batch: int  # per rank: its rows, sharded over cp and tp
     # (token, expert) pairs that one rank's experts compute, per micro-batch
     expert_rows_per_rank: float
-    rows_per_expert: float  # of those, for one expert
+    rows_per_expert: float  # the same pairs, for one expert
 
 
 def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
-    """Batch arithmetic of a validated ``config`` on ``mesh``."""
+    """Return rows, tokens and micro-batches of a validated ``config`` on ``mesh``."""
     train, model = config.train, config.model
     num_micro_batches, rest = divmod(train.global_batch_size, mesh.dp * train.micro_batch_size)
     assert num_micro_batches and not rest, (
@@ -33,7 +35,7 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
     )
     tokens, rest = divmod(train.micro_batch_size * train.seq_len, mesh.cp * mesh.tp)
     assert not rest, "rows cut evenly over cp and tp: config.validate"
-    # An ep group's ranks send their tokens to each other and nowhere else.
+    # Tokens stay within an ep group, so its mean per rank does not depend on ep.
     expert_rows = tokens * model.num_experts_per_token * mesh.etp
     if config.moe.pad_to_capacity:
         capacity = min(

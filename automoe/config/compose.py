@@ -1,7 +1,7 @@
-"""The Hydra tree in ``conf`` composed to a typed ``Config``, and the arguments that name it.
+"""Compose the Hydra tree in ``conf`` into a typed ``Config``; parse command-line arguments.
 
-Hydra runs in exactly one process and is imported here only. The schema's defaults are registered
-as the primary ``base``, so that a YAML file holds differences and nothing else.
+Hydra runs in exactly one process and is imported only in this module. The schema's defaults are
+registered as the primary ``base``, so a YAML file holds only differences from them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from automoe.errors import BackendError, ConfigError
 
 DEFAULT_PRIMARY = "config"
 MAX_NAME = 80  # letters of a folder's name
-# What Optuna varies, as text: hydra.sweeper.params.optim.lr='interval(1e-4,1e-2)'
+# Prefix of Optuna's search space: hydra.sweeper.params.optim.lr='interval(1e-4,1e-2)'
 SWEPT_BY_SWEEPER = "hydra.sweeper.params."
 PARALLEL = "sweep.parallel"  # how many jobs of a sweep run side by side
 
 
-# What an option sets in ``Arguments``: without a value, and with one.
+# Options and the field of ``Arguments`` that each sets: flags, then options with a value.
 _FLAGS = {
     "-m": "multirun",
     "--multirun": "multirun",
@@ -59,7 +59,7 @@ _VALUES = {
 
 @dataclass
 class Arguments:
-    """What an entry point was asked for: options, then Hydra overrides (``key=value``)."""
+    """Parsed command line of an entry point: options and Hydra overrides (``key=value``)."""
 
     config_name: str = DEFAULT_PRIMARY
     config_dir: str | None = None
@@ -73,10 +73,11 @@ def parse_arguments(argv: list[str], others: Iterable[str] = ()) -> Arguments:
     """Split a command line into options and overrides.
 
     Args:
-        others: options that the command has taken out already, to be named beside these.
+        argv: words of the command line.
+        others: options that the command parsed itself, to be suggested in error messages too.
 
     Raises:
-        ConfigError: an option that is not known, or one without its value.
+        ConfigError: an unknown option, or an option without its value.
     """
     args, rest = Arguments(), list(argv)
     while rest:
@@ -110,7 +111,7 @@ def compose_config(
 ) -> Config:
     """Compose a primary with overrides into a typed configuration.
 
-    A ``run_dir`` that is no override is named after the others.
+    Unless ``run_dir`` is overridden, its name is extended by the other overrides.
 
     Args:
         config_name: a file of ``conf`` or of ``config_dir``, without ``.yaml``.
@@ -133,8 +134,13 @@ def compose_config(
 def composed_container(
     config_name: str, overrides: list[str], config_dir: str | None
 ) -> dict[str, Any]:
-    """What ``compose_config`` gives types to: nested dictionaries, without interpolations. Raises
-    as it."""
+    """Compose a primary with overrides into nested dictionaries, interpolations resolved.
+
+    ``compose_config`` converts the result to typed sections.
+
+    Raises:
+        ConfigError, BackendError: as ``compose_config``.
+    """
     check_overrides(overrides, config_dir)
     check_primary(config_name, config_dir)
     from hydra import compose, initialize_config_dir
@@ -147,7 +153,7 @@ def composed_container(
         shipped_folder("conf"),
         None if config_dir is None else Path(config_dir).absolute(),
     )
-    # Hydra looks for a primary in the main place alone, and for groups on the whole search path.
+    # Hydra looks for primaries only in its main directory, for groups on the whole search path.
     main = folder if folder is not None and (folder / f"{config_name}.yaml").is_file() else shipped
     other = shipped if main is folder else folder
     search = [] if other is None else [f"hydra.searchpath=['file://{other}']"]
@@ -173,11 +179,12 @@ def composed_container(
 
 
 def resolved_container(composed: Any) -> dict[str, Any]:
-    """A composed configuration without interpolations, in which text from the environment is
-    ``FromEnvironment``.
+    """Resolve the interpolations of a composed configuration into nested dictionaries.
+
+    Text that contains environment variables becomes ``FromEnvironment``.
 
     Raises:
-        OmegaConfBaseException: one that cannot be resolved, a value that is missing.
+        OmegaConfBaseException: an interpolation that cannot be resolved, or a missing value.
     """
     from omegaconf.resolvers import oc
 
@@ -194,8 +201,9 @@ def resolved_container(composed: Any) -> dict[str, Any]:
     raw = _resolve(composed, content)
     if not used:
         return raw
-    # Once more, every variable holding its own name: wherever it went, through whatever
-    # interpolation. which is where all lies
+    # Resolve again with every variable replaced by its own name: the values that differ contain
+    # variables, even through nested interpolations. run_dir stays resolved, because all files of
+    # the run are in it.
     return _named(raw, _resolve(composed, own_name)) | {"run_dir": raw["run_dir"]}
 
 
@@ -227,24 +235,25 @@ def register_base() -> None:
     from omegaconf import OmegaConf
 
     base = OmegaConf.create(config_to_dict(Config()))
-    OmegaConf.set_struct(base[SECTION], False)  # which keys there are is known once the recipe is
+    OmegaConf.set_struct(base[SECTION], False)  # the recipe, not the schema, declares these keys
     ConfigStore.instance().store(name="base", node=base)
 
 
 def list_options(group: str = "", config_dir: str | None = None) -> list[str]:
-    """Names that ``group=NAME`` accepts; for the empty group, the primaries. What primaries share
-    begins with ``_``."""
+    """Return the names that ``group=NAME`` accepts; for the empty group, the primaries.
+
+    Files whose name begins with ``_`` are parts that primaries share, and are left out.
+    """
     files = {path.stem for path in _glob(str(Path(group, "*.yaml")), config_dir)}
     return sorted(name for name in files if not name.startswith("_"))
 
 
 def list_groups(config_dir: str | None = None) -> list[str]:
-    """Config groups: the folders of the tree that hold YAML files."""
+    """Return the config groups: folders of the tree that contain YAML files."""
     return sorted({path.parent.name for path in _glob("*/[!_]*.yaml", config_dir)})
 
 
 def _glob(pattern: str, config_dir: str | None) -> Iterator[Path]:
-    """Files of the shipped tree and of ``config_dir``."""
     yield from shipped_folder("conf").glob(pattern)
     if config_dir is not None:
         yield from Path(config_dir).glob(pattern)
@@ -262,8 +271,7 @@ def check_primary(config_name: str, config_dir: str | None = None) -> None:
 
 
 def _check_hydra() -> None:
-    """Raise ``BackendError`` on a machine without Hydra, e.g. one with a GPU where automoe is not
-    installed."""
+    """Raise ``BackendError`` if Hydra or OmegaConf is not installed."""
     missing = [name for name in ("hydra", "omegaconf") if find_spec(name) is None]
     if missing:
         raise BackendError(
@@ -344,18 +352,19 @@ def _parse_override(text: str) -> Any:
 
 
 def swept_keys(overrides: list[str]) -> set[str]:
-    """Keys of the overrides that have several values. They parse: ``check_overrides``."""
+    """Return the keys with several values among overrides that ``check_overrides`` accepted."""
     parsed = map(_parse_override, overrides)
     return {override.key_or_group for override in parsed if override.is_sweep_override()}
 
 
 def check_swept_values(config_name: str, overrides: list[str], config_dir: str | None) -> None:
-    """Compose a job for every value of a sweep, those of the other keys at their first: a wrong one
-    is told now.
+    """Check every value of a sweep before its first job starts.
+
+    Each value is composed once, with the first value of every other swept key.
 
     Raises:
-        ConfigError: a value of the wrong type or out of bounds, an unknown option, what does not
-            compose.
+        ConfigError: a value of the wrong type or out of bounds, an unknown option, or a
+            configuration that Hydra cannot compose.
     """
     texts = [text for text in overrides if not text.startswith(("hydra.", "hydra/"))]
     for text in overrides:
@@ -374,14 +383,16 @@ def check_swept_values(config_name: str, overrides: list[str], config_dir: str |
         try:
             check_args(config)
         except ConfigError as error:
-            # others may be of this combination: the job is skipped
+            # An error under another key may come from this combination alone; its job is skipped.
             if error.key.startswith(SECTION):
                 raise
 
 
 def _single_values(text: str, config_dir: str | None) -> list[str]:
-    """``mesh.ep=1,2`` as ``mesh.ep=1``, ``mesh.ep=2``; of a range or an interval, whose values are
-    alike, the ends."""
+    """Split ``mesh.ep=1,2`` into ``mesh.ep=1`` and ``mesh.ep=2``.
+
+    A range or an interval gives only its two ends: the values between them have the same type.
+    """
     parsed = _parse_override(text)
     if not parsed.is_sweep_override():
         return [text]
@@ -405,8 +416,10 @@ def _single_values(text: str, config_dir: str | None) -> list[str]:
 
 
 def default_run_dir(run_dir: str, overrides: Iterable[str]) -> str:
-    """``runs/default-ep4-pp1``: the configured directory, named after what was typed and makes it
-    another run."""
+    """Return the run directory extended by its overrides, e.g. ``runs/default-ep4-pp1``.
+
+    Overrides that leave the run the same (``is_free``) are left out of the name.
+    """
     plain = ("checkpoint.resume=auto", "checkpoint.resume=never")
     name = folder_name(
         text for text in overrides if not is_free(key_of(text)) and text not in plain
@@ -415,10 +428,10 @@ def default_run_dir(run_dir: str, overrides: Iterable[str]) -> str:
 
 
 def folder_name(overrides: Iterable[str]) -> str:
-    """``ep4-lr0.003-model-small_mixtral``: overrides as a folder's name, whatever their order;
-    empty for none.
+    """Return a folder name made of overrides, e.g. ``ep4-lr0.003-model-small_mixtral``.
 
-    What a name cannot say follows as a number.
+    The order of the overrides does not matter; without overrides the name is empty. If the name
+    is cut or loses characters, a CRC-32 of the full text is appended.
     """
     words = short_keys(overrides)
     text = "-".join(f"{key}{'' if value[:1].isdigit() else '-'}{value}" for key, value in words)
@@ -428,9 +441,8 @@ def folder_name(overrides: Iterable[str]) -> str:
 
 
 def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
-    """(key, value) of overrides, sorted; a key is its last word where that names one of them
-    alone."""
-    # the last of a key counts, as for Hydra
+    """Return sorted (key, value) pairs; a key is cut to its last word if that stays unique."""
+    # As in Hydra, the last override of a key counts.
     typed = {key_of(text): text.partition("=")[2] for text in overrides}
     pairs = dict(sorted(typed.items()))
     short = {key: key.rpartition(".")[2] for key in pairs}
@@ -439,5 +451,5 @@ def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def key_of(override: str) -> str:
-    """The key of ``key=value``, or of ``+key=value``."""
+    """Return the key of ``key=value``, ``+key=value`` or ``~key``."""
     return override.lstrip("+~").partition("=")[0]

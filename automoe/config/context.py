@@ -1,43 +1,48 @@
-"""What context parallelism computes and sends, as the model does it and the plan counts it. No
-torch.
+"""Compute and traffic of context parallelism, shared by the model and the plan. No torch.
 
-Ranks that share rows have them as ``automoe.parallel.context.head_tail_index`` cuts them: of 2 P
-chunks one from the head and its mirror from the tail.
+The P ranks of a cp group shard a row as ``automoe.parallel.context.head_tail_index`` does: the row
+has 2 P chunks, and each rank holds one chunk from the head and its mirror from the tail.
 """
 
 from __future__ import annotations
 
 from automoe.config.schema import AttentionConfig
 
-# How many operations of a product take as long as one byte between ranks: an H100, 400 TFLOP/s in
-# products and 450 GB/s over NVLink; one core and gloo on one machine, measured to lie between 110
-# and 770.
+# FLOPs of a matrix product that take as long as sending one byte between ranks. cuda: an H100 with
+# 400 TFLOP/s and 450 GB/s over NVLink. cpu: one core with gloo, measured between 110 and 770.
 FLOPS_PER_BYTE = {"cuda": 900, "cpu": 250}
 
 
 def query_blocks(
     num_queries: int, num_ranks: int, rank: int, window: int = 0
 ) -> list[tuple[slice, slice]]:
-    """Runs of the row among a rank's positions, and the keys of the row that one of its queries
-    sees.
+    """Return a rank's blocks of queries, each with the range of keys that the block attends to.
 
-    So each of P ranks computes 2 P + 1 pairs of chunks, of the 4 P that there are, and fewer with a
-    ``window``.
+    Causal masking leaves each of P ranks 2 P + 1 pairs of chunks instead of 4 P; a sliding window
+    leaves fewer.
+
+    Args:
+        num_queries: positions of the row that the rank holds.
+        num_ranks: P, ranks of the cp group.
+        rank: rank within the cp group.
+        window: sliding-window size in tokens; 0 for full causal attention.
+
+    Returns:
+        (slice of the rank's positions, slice of the full row's keys) per block.
     """
     if num_ranks == 1:
         return [(slice(0, num_queries), slice(0, num_queries))]
     chunk, found = num_queries // 2, []
     for start, number in ((0, rank + 1), (chunk, 2 * num_ranks - rank)):
-        # Later keys are masked for all of the block's queries, and so are those further back than
-        # its first sees.
+        # All queries of the block mask the keys after its end, and the keys before the window of
+        # its first query.
         first = max((number - 1) * chunk - window + 1, 0) if window else 0
         found.append((slice(start, start + chunk), slice(first, number * chunk)))
     return found
 
 
 def mean_keys(seq_len: int, num_ranks: int, window: int = 0) -> float:
-    """Keys that a query is multiplied by on the rank whose blocks are the largest, on average over
-    its queries."""
+    """Return the mean number of keys per query on the cp rank with the most work."""
     chunk = seq_len // (2 * num_ranks)
     if num_ranks == 1 or not chunk:
         return float(seq_len)
@@ -46,23 +51,22 @@ def mean_keys(seq_len: int, num_ranks: int, window: int = 0) -> float:
 
 
 def expanded_width(attention: AttentionConfig, tp: int) -> int:
-    """Numbers of a token's keys and values in the heads of one of ``tp`` ranks, as MLA's latent
-    expands to them."""
+    """Return the width of a token's keys and values on one tp rank after MLA's up-projection."""
     return attention.num_heads * (attention.qk_nope_head_dim + attention.v_head_dim) // tp
 
 
 def gathers_latents(latent: int, expanded: int, device_type: str, num_bytes: int) -> bool:
-    """Whether ranks that share rows gather MLA's latent, and each expands the whole row; else what
-    it expands to.
+    """Return True if cp ranks gather MLA's latents; False if they gather keys and values.
 
-    To expand a token of another rank again takes 2 latent * expanded operations, and twice as many
-    backward. To send what it expands to instead takes its width in a gather, and again in the
-    reduce-scatter of the backward.
+    Gathering latents sends less, but each rank then expands the tokens of the other ranks too:
+    2 latent * expanded FLOPs per token, and twice as many backward. Gathering keys and values
+    sends their full width in the all-gather, and again in the backward's reduce-scatter.
 
     Args:
-        latent: numbers of a token's latent, 512 in DeepSeek-V3.
-        expanded: of its keys and values in this rank's heads, 32,768 in DeepSeek-V3.
-        num_bytes: of a number.
+        latent: width of a token's latent, 512 in DeepSeek-V3.
+        expanded: width of a token's keys and values in this rank's heads, 32,768 in DeepSeek-V3.
+        device_type: ``cuda`` or ``cpu``, a key of ``FLOPS_PER_BYTE``.
+        num_bytes: bytes per number.
     """
     saved = 2 * num_bytes * (expanded - latent)
     return 6 * latent * expanded < FLOPS_PER_BYTE[device_type] * saved

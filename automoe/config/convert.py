@@ -1,8 +1,7 @@
-"""Plain nested dictionaries to the typed ``Config`` and back, strictly: nothing unknown, nothing
-coerced away.
+"""Strict conversion between nested dictionaries and the typed ``Config``.
 
-Hydra composes untyped YAML; this is the one place that decides what a value may be, so every wrong
-key or type becomes the same ``ConfigError``, whether it came from a file or from the command line.
+Hydra composes untyped YAML. Only this module decides what a value may be, so a wrong key or type
+gives the same ``ConfigError`` whether it came from a file or from the command line.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
     """Build a ``Config`` from nested dictionaries; missing keys take the schema's defaults.
 
     Args:
-        trusted: ask the recipe for its ``Args``, which may import it. Else ``recipe_args`` stays a
-            dictionary.
+        raw: nested dictionaries, as YAML gives them.
+        trusted: read ``Args`` of the recipe, which may import it. If False, ``recipe_args`` stays
+            a dictionary.
 
     An int is accepted for a float, and so is a numeric string such as ``"1e-3"`` (YAML 1.1 reads
     it as text). Everything else must already have the field's type.
@@ -41,7 +41,7 @@ def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
 
 
 def _make_args(config: Config) -> Any:
-    """``config.recipe_args`` as the recipe declares them."""
+    """Convert ``config.recipe_args`` to the dataclass ``Args`` of the recipe."""
     cls, raw = args_class(config.recipe), config.recipe_args
     if cls is not None:
         return _to_dataclass(cls, raw, f"{SECTION}.")
@@ -56,14 +56,15 @@ def _make_args(config: Config) -> Any:
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """Nested dictionaries, lists and scalars only: what YAML and JSON can hold, and files and
-    trackers may."""
+    """Return the configuration as dictionaries, lists and scalars, ready for YAML or JSON.
+
+    Environment variables are written by name, so files and trackers never see their content.
+    """
     return _plain(asdict(config))
 
 
 class FromEnvironment(str):
-    """Text that the environment has a part in. What is written of it names the variables, not what
-    they hold.
+    """Text that contains environment variables; files show their names, not their content.
 
     Attributes:
         written: ``${oc.env:NAME}`` in place of each variable's content.
@@ -81,18 +82,20 @@ class FromEnvironment(str):
 
 
 def written(text: str) -> str:
-    """``text`` as it may be shown: without what the environment holds."""
+    """Return ``text`` in the form that may be shown: variables by name, not by content."""
     return text.written if isinstance(text, FromEnvironment) else text
 
 
 def named_variables(text: str) -> set[str]:
-    """The environment's variables that ``text`` names."""
+    """Return the names of the environment variables that ``text`` refers to."""
     return set(_VARIABLE.findall(text))
 
 
 def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
-    """The inverse of what ``config_to_dict`` does: a variable that is not in ``environment`` keeps
-    its name."""
+    """Replace ``${oc.env:NAME}`` in nested values by the variable's content.
+
+    This inverts ``config_to_dict``. A variable that ``environment`` lacks stays as written.
+    """
     if isinstance(raw, dict):
         return {key: from_environment(value, environment) for key, value in raw.items()}
     if isinstance(raw, list):
@@ -105,8 +108,7 @@ def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
 
 
 def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted key that holds a value, in order: ``mesh.pp``, ``train.steps``, ...; a recipe's
-    own not."""
+    """Yield every dotted key that holds a value, in order; keys of ``recipe_args`` are left out."""
     for name, hint in field_types(cls).items():
         if is_section(hint):
             yield from leaf_keys(hint, f"{prefix}{name}.")
@@ -119,8 +121,7 @@ def check_key(key: str, value: object) -> None:
     cls: Any = Config
     parts = key.split(".")
     if parts[0] == SECTION:
-        # which keys there are depends on the recipe, and that on the primary: config_from_dict
-        # knows
+        # The recipe declares these keys, and the primary may name it: config_from_dict checks.
         return
     for depth, part in enumerate(parts):
         if not is_section(cls):
@@ -137,8 +138,11 @@ def check_key(key: str, value: object) -> None:
 
 
 def typed(key: str, value: object) -> Any:
-    """``value`` as the field under the dotted ``key`` takes it; ``ConfigError`` where it has
-    another type."""
+    """Convert ``value`` to the type of the field ``key`` (dotted).
+
+    Raises:
+        ConfigError: ``value`` has another type.
+    """
     hint: Any = Config
     for part in key.split("."):
         hint = field_types(hint)[part]
@@ -146,7 +150,7 @@ def typed(key: str, value: object) -> Any:
 
 
 def nearest(word: str, choices: list[str], count: int = 1) -> list[str]:
-    """The choices most like ``word``, best first; empty when none is close."""
+    """Return the choices most like ``word``, best first; an empty list if none is close."""
     return difflib.get_close_matches(word, choices, n=count, cutoff=0.6)
 
 
@@ -157,7 +161,7 @@ def is_section(hint: object) -> bool:
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Field -> its type, of a section of the schema, in order."""
+    """Return field name -> type hint of a section of the schema, in order."""
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in fields(cls)}
 
@@ -232,7 +236,7 @@ def _convert_union(choices: tuple[Any, ...], value: Any, key: str) -> Any:
 
 
 def _convert_items(origin: type, args: tuple[Any, ...], value: Any, key: str) -> Any:
-    """A list of any length, or a tuple with the type of each item."""
+    """Convert a list of any length, or a tuple that has a type for each item."""
     expected = f"a list of {type_name(args[0])}"
     if origin is tuple:
         expected = f"a list of {len(args)} values ({', '.join(map(type_name, args))})"
@@ -244,8 +248,10 @@ def _convert_items(origin: type, args: tuple[Any, ...], value: Any, key: str) ->
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """True if ``value`` is exactly of this type (True is no int); a tuple is a list, text of the
-    environment text."""
+    """Return True if ``value`` is exactly of this type: ``True`` is no int.
+
+    A tuple counts as a list, and ``FromEnvironment`` as ``str``.
+    """
     if hint is list:
         return isinstance(value, (list, tuple))
     return type(value) is hint or (hint is str and isinstance(value, FromEnvironment))
@@ -279,7 +285,7 @@ def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """What a value of a type is called in a message: ``a whole number``."""
+    """Return the name of a type for error messages, e.g. ``a whole number`` for ``int``."""
     if get_origin(hint) is list:
         named = {int: "a list of whole numbers", str: "a list of text"}
         return named.get(get_args(hint)[0], "a list of mappings {key: value}")

@@ -1,5 +1,7 @@
-"""``run_dir/config.yaml``: the resolved configuration of a run, readable without Hydra, and what is
-the same run."""
+"""``run_dir/config.yaml``: the resolved configuration of a run, readable without Hydra.
+
+This module also decides which changed keys make a configuration another run.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,13 @@ from automoe.storage.files import replace_file
 
 Device = Literal["cpu", "cuda"]
 CONFIG_FILE = "config.yaml"
-ABSENT = "not a key"  # of the recipe
+ABSENT = "not a key"  # stands for the value of a key that the recipe does not declare
 VALUE_KEYS = frozenset(leaf_keys())  # some are mappings themselves
-# Never part of what a run is: where it lies, how its ranks are started, what is shown of it, what
-# it saves when.
+# Keys that never make another run: its location, how ranks start, what is shown, what is saved.
 FREE = ("run_dir", "launch", "observe", "cluster", "checkpoint")
-# May differ as well where training goes on from a checkpoint, or nothing is finished: how the same
-# numbers are computed; where a file lies whose content the checkpoint knows; how long.
-# docs/launch.md has the reasons.
+# Keys that may also differ when training resumes from a checkpoint, or nothing is finished yet:
+# how the same numbers are computed, the location of a file whose content the checkpoint knows,
+# how long to train. docs/launch.md has the reasons.
 GOES_ON = (
     "mesh parallel kernels train.compile train.micro_batch_size train.val_every train.val_batches train.max_skipped "
     "moe.dispatcher moe.experts moe.overlap_shared_experts moe.record_routing recipe plugins model.hf_path data.path "
@@ -45,12 +46,14 @@ GOES_ON = (
 
 
 def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
-    """A copy in which nothing is left to derive: axes, ranks, the device, whose recipe, which
-    tokenizer."""
+    """Return a copy with every derived value filled in.
+
+    These are the mesh axes, the number of ranks, the device, the recipe's path and the tokenizer.
+    """
     launch = replace(config.launch, num_ranks=shape.world_size, device=device)
     data = replace(config.data, tokenizer=tokenizer_of(config))
     own = own_recipe(config.recipe)
-    # A path: the same file for every rank, whatever its working directory.
+    # An absolute path names the same file for every rank, whatever its working directory.
     as_typed = not isinstance(own, Path) or isinstance(config.recipe, FromEnvironment)
     recipe = config.recipe if as_typed else str(own)
     return replace(
@@ -59,10 +62,10 @@ def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
 
 
 def frozen_shape(config: Config) -> MeshShape:
-    """The mesh of a ``resolved`` configuration.
+    """Return the mesh of a ``resolved`` configuration.
 
     Raises:
-        ConfigError: an axis is left to derive.
+        ConfigError: an axis is still -1, or a preset is set.
     """
     shape = MeshShape.of(config.mesh)
     if config.mesh.preset or -1 in shape.sizes("default") + shape.sizes("moe"):
@@ -76,23 +79,26 @@ def frozen_shape(config: Config) -> MeshShape:
 
 
 def dump_config(config: Config) -> str:
-    """The configuration as YAML text that ``parse_config`` reads back to an equal ``Config`` in
-    this environment."""
+    """Return the configuration as YAML text.
+
+    With the same environment variables, ``parse_config`` reads it back to an equal ``Config``.
+    """
     return yaml.safe_dump(config_to_dict(config), sort_keys=False)
 
 
 def parse_config(
     text: str | bytes, plugins: bool = False, environment: Mapping[str, str] = os.environ
 ) -> Config:
-    """The inverse of ``dump_config``.
+    """Read a configuration from the YAML text that ``dump_config`` writes.
 
     Args:
-        plugins: import those that it names, and read ``Args`` of its recipe. For what this run's
-            own launcher wrote, never for a folder from elsewhere.
-        environment: of the variables that it names.
+        text: the YAML text.
+        plugins: import the plugins that the text names, and read ``Args`` of its recipe. Set this
+            only for text that the launcher of this run wrote, never for untrusted folders.
+        environment: values of the environment variables that the text names.
 
     Raises:
-        ConfigError: it is no configuration, or names plugins that nobody here has asked for.
+        ConfigError: the text is no configuration, or names plugins that are not loaded.
     """
     try:
         raw = from_environment(read_mapping(text), environment)
@@ -112,8 +118,7 @@ def parse_config(
 
 
 def read_mapping(text: str | bytes) -> dict[str, Any]:
-    """The mapping that YAML ``text`` is. Raises ``ValueError``: it is no YAML, or something
-    else."""
+    """Parse YAML ``text`` into a mapping; raise ``ValueError`` if it is not one."""
     try:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
@@ -124,17 +129,17 @@ def read_mapping(text: str | bytes) -> dict[str, Any]:
 
 
 def save_config(config: Config, run_dir: str | Path) -> Path:
-    """Write ``run_dir/config.yaml`` in one step (a reader sees the old file or the new one)."""
+    """Write ``run_dir/config.yaml`` atomically and return its path."""
     path = Path(run_dir) / CONFIG_FILE
     replace_file(path, dump_config(config))
     return path
 
 
 def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
-    """Read the frozen configuration of a run directory; ``plugins`` as ``parse_config`` takes it.
+    """Read the frozen configuration of a run directory; ``plugins`` as in ``parse_config``.
 
     Raises:
-        ConfigError: there is none, or it does not fit the schema.
+        ConfigError: the file is missing, unreadable, or does not fit the schema.
     """
     path = Path(run_dir) / CONFIG_FILE
     if not path.is_file():
@@ -157,7 +162,7 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
 
 
 def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as one mapping, keys dotted, tuples as lists."""
+    """Flatten nested sections into one mapping with dotted keys; tuples become lists."""
     values: dict[str, Any] = {}
     for key, value in fields.items():
         if (
@@ -172,12 +177,15 @@ def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value then, value now) of all that makes ``now`` another run than the
-    configuration ``then``.
+    """Return the differences that make ``now`` another run than the configuration ``then``.
 
     Args:
-        then: nested, as a file has it; a key that it lacks was added later and had its default
-            then.
+        then: nested dictionaries, as in a file. A key missing from them was added to the schema
+            later, so its default counts.
+        now: the configuration to compare.
+
+    Returns:
+        Dotted key -> (value then, value now), without the keys that are free to change.
     """
     own = {
         name: None if value is MISSING else value
@@ -186,26 +194,27 @@ def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, An
     default = flat(config_to_dict(Config(recipe_args=own)))
     old, new = (default | flat(config) for config in (then, config_to_dict(now)))
     for values in (old, new):
-        if values["checkpoint.resume"] == "never":  # not a path: weights come from nowhere else
+        # Neither "auto" nor "never" takes weights from elsewhere, as a path does.
+        if values["checkpoint.resume"] == "never":
             values["checkpoint.resume"] = "auto"
-    # A recipe may have lost a key, or given it another name.
+    # The recipe may have removed or renamed a key since.
     own_keys = (key for key in old | new if key.startswith(f"{SECTION}."))
     pairs = {key: (old.get(key, ABSENT), new.get(key, ABSENT)) for key in (*leaf_keys(), *own_keys)}
     return {key: both for key, both in pairs.items() if both[0] != both[1] and not is_free(key)}
 
 
 def is_free(key: str) -> bool:
-    """Whether ``key`` or the group ``key`` is never part of what a run is."""
+    """Return True if changing ``key`` (or the config group ``key``) never makes another run."""
     return key != "checkpoint.resume" and key.split(".")[0] in FREE
 
 
 def goes_on(key: str, then: Any, now: Any) -> bool:
-    """Whether training may go on with ``key`` at another value."""
+    """Return True if training may resume with ``key`` changed from ``then`` to ``now``."""
     longer = key == "train.steps" and isinstance(then, int) and now > then
     return longer or key in GOES_ON or key.split(".")[0] in GOES_ON
 
 
 def describe(changed: Mapping[str, tuple[Any, Any]], most: int = 6) -> str:
-    """``optim.lr was 0.003, is 0.001; ...``: the first ``most``, and how many more."""
+    """Return ``optim.lr was 0.003, is 0.001; ...`` for ``most`` changes, and count the rest."""
     said = [f"{key} was {then}, is {now}" for key, (then, now) in list(changed.items())[:most]]
     return "; ".join(said + ([f"and {len(changed) - most} more"] if len(changed) > most else []))

@@ -1,9 +1,8 @@
-"""A model of the HuggingFace Hub by its id: the commit is asked for once, and its files lie in
-huggingface_hub's cache.
+"""HuggingFace Hub models by id, pinned to a commit and cached by huggingface_hub.
 
-An id is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, and pinned where it ends in ``@`` and the 40
-digits of a commit. A configuration holds pinned ids alone, so what they mean does not change, and
-every machine finds its own copy.
+An id is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``; a pinned id ends in ``@`` and the 40 digits of
+a commit. A resolved configuration holds only pinned ids, so their meaning never changes and every
+machine finds its own cached copy.
 """
 
 from __future__ import annotations
@@ -18,14 +17,16 @@ from typing import Any
 from automoe.errors import ConfigError
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w./-]+?))??(?:@([0-9a-f]{40}))?")
-# What describes a model and its tokenizer. No pickles and no code.
+# Patterns of the files that describe a model and its tokenizer; pickles and code are excluded.
 _SMALL = ["*.json", "*.jinja", "vocab.txt", "merges.txt", "*.model"]
 _COPIES = ["*/*.json", "*/*.model"]  # other formats and older steps, in folders of their own
 
 
 def local_folder(spec: str | Path) -> Path:
-    """The folder that a path or a pinned id stands for on this machine; no network, and it may not
-    be there."""
+    """Return the local folder of a path or a pinned id, without network access.
+
+    The folder need not exist.
+    """
     folder, found = Path(spec).expanduser(), _ID.fullmatch(str(spec))
     if found is None or found[3] is None or folder.exists():
         return folder
@@ -35,18 +36,20 @@ def local_folder(spec: str | Path) -> Path:
 
 
 def is_data_set(path: str) -> bool:
-    """Whether ``path`` is a directory that ``datasets`` saved or, where nothing lies and no folder
-    OWNER, a Hub id."""
+    """Return True if ``path`` is a directory that ``datasets`` saved, or the id of a Hub data set.
+
+    Text counts as an id only if neither that path nor a folder OWNER exists.
+    """
     folder, found = Path(path).expanduser(), _ID.fullmatch(path)
     if folder.exists():
         return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
-    # mistyped: asks no server
+    # A mistyped file name must not query the Hub.
     file = folder.suffix in (".json", ".jsonl", ".parquet", ".gz", ".zst")
     return found is not None and "@" not in path and not file and not folder.parent.exists()
 
 
 def id_and_commit(spec: str) -> tuple[str, str] | None:
-    """Name and commit of a pinned id; None for a path."""
+    """Return name and commit of a pinned id; None for a path or an id without commit."""
     found = _ID.fullmatch(spec)
     return (
         (found[1], found[3])
@@ -56,19 +59,20 @@ def id_and_commit(spec: str) -> tuple[str, str] | None:
 
 
 def pinned(key: str, spec: str, kept: str = "") -> str:
-    """``spec`` as it is where it is a path, else the id with its commit; its config and tokenizer
-    are then here.
+    """Return a path unchanged; pin an id to its commit and download its config and tokenizer.
 
-    An id is what looks like one where there is no such folder, and, unless it names a revision, no
-    folder ``OWNER`` either: a mistyped path asks no server.
+    ``spec`` counts as an id if it looks like one and no such folder exists. Without a revision, no
+    folder ``OWNER`` may exist either, so that a mistyped path does not query the Hub.
 
     Args:
-        key: that has ``spec``, for messages.
-        kept: pinned id of the same model that is to stay, unless ``spec`` names a revision.
+        key: config key of ``spec``, for error messages.
+        spec: path, id or pinned id.
+        kept: pinned id of an earlier start. If ``spec`` names the same model without a revision,
+            the commit of ``kept`` is used.
 
     Raises:
-        ConfigError: the model is not in the cache, and the Hub out of reach, or it has no such
-            model or revision.
+        ConfigError: the model is not cached and the Hub cannot be reached, or the Hub has no
+            such model or revision.
     """
     found = _ID.fullmatch(spec)
     if found is None or Path(spec).expanduser().exists():
@@ -92,11 +96,12 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
 
 
 def download(key: str, name: str, revision: str, files: list[str]) -> Path:
-    """The cache's folder of a model, with those of ``files`` (patterns) that it has. Raises as
-    ``pinned``.
+    """Download the files of a model that match the patterns ``files``; return its cache folder.
 
-    Processes of a machine that ask for the same file wait for each other (huggingface_hub locks
-    it).
+    Processes on one machine may download the same file: huggingface_hub locks it.
+
+    Raises:
+        ConfigError: as ``pinned``.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -107,7 +112,7 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
         "ignore_patterns": _COPIES,
     }
     try:
-        if len(revision) == 40:  # it cannot have changed
+        if len(revision) == 40:  # a commit never changes, so the cache is current
             with contextlib.suppress(LocalEntryNotFoundError):
                 folder = Path(snapshot_download(name, local_files_only=True, **options))
                 if files is _SMALL or all((folder / file).exists() for file in files):
@@ -118,8 +123,11 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
 
 
 def fetch(key: str, spec: str, missing: list[str]) -> None:
-    """Download the files ``missing`` of a pinned id, after saying how much that is. Raises as
-    ``pinned``."""
+    """Print the size of the files ``missing`` of a pinned id, and download them.
+
+    Raises:
+        ConfigError: as ``pinned``, or the Hub lacks one of the files.
+    """
     from huggingface_hub import HfApi, constants
 
     found = id_and_commit(spec)
@@ -143,8 +151,7 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
 
 
 def _say_if_moved(key: str, name: str, commit: str) -> None:
-    """A note where the model has a newer commit than the one that stays. Out of reach, the Hub says
-    nothing new."""
+    """Print a note if the Hub has a newer commit; do nothing if the Hub cannot be reached."""
     from huggingface_hub import HfApi
 
     with contextlib.suppress(Exception):

@@ -1,8 +1,7 @@
-"""Mesh arithmetic without torch: derived axes, the folding equation, coordinates, groups of ranks,
-pipeline stages.
+"""Mesh arithmetic without torch: axis sizes, the folding equation, rank groups, pipeline stages.
 
-Plans, launchers and error messages need the shape of both meshes before any process group exists;
-``automoe.parallel.mesh`` builds the DeviceMeshes from the same object, so the two cannot disagree.
+Plans, launchers and error messages need the shape of both meshes before any process group exists.
+``automoe.parallel.mesh`` builds the DeviceMeshes from the same object, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ VIEWS = ("default", "moe")
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Both views of the same ranks, every axis resolved to its size.
+    """Axis sizes of the ``default`` and the ``moe`` mesh, two views of the same ranks.
 
-    A rank's number is its coordinate read with the last axis fastest, in either view; ``pp`` is
-    outermost in both, so pipeline groups agree by construction.
+    In either view ranks are numbered row-major: the last axis varies fastest. ``pp`` is outermost
+    in both, so the pipeline groups are the same.
     """
 
     pp: int
@@ -40,7 +39,7 @@ class MeshShape:
 
     @classmethod
     def of(cls, mesh: MeshConfig) -> MeshShape:
-        """The axes of ``mesh`` as they are, none of which is left to derive."""
+        """Copy the axes of ``mesh``, all of which must be set (none is -1)."""
         return cls(**{field.name: getattr(mesh, field.name) for field in fields(cls)})
 
     @property
@@ -49,12 +48,12 @@ class MeshShape:
 
     @property
     def dp(self) -> int:
-        """Ranks that read different rows of the global batch: dp_replicate x dp_shard."""
+        """Number of ranks that read different rows of a batch: dp_replicate x dp_shard."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fsdp(self) -> int:
-        """Ranks that FSDP shards non-expert parameters over: dp_shard x cp."""
+        """Number of ranks that FSDP shards non-expert parameters over: dp_shard x cp."""
         return self.dp_shard * self.cp
 
     def axes(self, view: str) -> tuple[str, ...]:
@@ -64,7 +63,7 @@ class MeshShape:
         return tuple(getattr(self, axis) for axis in self.axes(view))
 
     def active_axes(self, view: str) -> list[tuple[str, int]]:
-        """(axis, size) of the axes larger than one, outermost first."""
+        """Return (axis, size) of the axes larger than one, outermost first."""
         return [
             (axis, size)
             for axis, size in zip(self.axes(view), self.sizes(view), strict=True)
@@ -72,24 +71,23 @@ class MeshShape:
         ]
 
     def stride(self, view: str, axis: str) -> int:
-        """How far apart in rank number two neighbours on ``axis`` are."""
+        """Return the difference in rank number between neighbours on ``axis``."""
         return prod(self.sizes(view)[self.axes(view).index(axis) + 1 :])
 
     def coordinates(self, rank: int, view: str) -> dict[str, int]:
-        """Position of ``rank`` on every axis of ``view`` ('default' or 'moe')."""
+        """Return the position of ``rank`` on every axis of ``view`` ('default' or 'moe')."""
         return {
             axis: rank // self.stride(view, axis) % getattr(self, axis) for axis in self.axes(view)
         }
 
     def groups(self, view: str, axis: str) -> list[list[int]]:
-        """Every group of ranks that differ on ``axis`` alone, in rank order."""
+        """Return every group of ranks that differ only on ``axis``, in rank order."""
         stride, size = self.stride(view, axis), getattr(self, axis)
         starts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
         return [[start + i * stride for i in range(size)] for start in starts]
 
     def ep_per_node(self, gpus_per_node: int) -> int:
-        """How many ranks of every ep group are on one node; 0 where that differs from node to
-        node."""
+        """Return the number of ranks that an ep group has per node; 0 if nodes differ."""
         groups = self.groups("moe", "ep")
         counts = {
             n for group in groups for n in Counter(rank // gpus_per_node for rank in group).values()
@@ -97,8 +95,7 @@ class MeshShape:
         return counts.pop() if len(counts) == 1 else 0
 
     def process_groups(self) -> list[tuple[str, int]]:
-        """(name, ranks) of each group of several ranks that a rank of a training run is in, the
-        world first."""
+        """Return (name, size) of each process group of a rank, the world first."""
         flat = [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
         return [
             ("world", self.world_size),
@@ -108,7 +105,7 @@ class MeshShape:
         ]
 
     def describe(self, view: str) -> str:
-        """``pp2 x dp_shard2``: the axes larger than one, or ``one rank``."""
+        """Return the axes larger than one, e.g. ``pp2 x dp_shard2``, or ``one rank``."""
         return " x ".join(f"{axis}{size}" for axis, size in self.active_axes(view)) or "one rank"
 
 
@@ -120,7 +117,8 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
         num_ranks: ranks to fill when an axis is derived; ignored when ``dp_shard`` is given.
 
     Raises:
-        ConfigError: an axis below one, a product that does not fit, with the nearest valid sizes.
+        ConfigError: an axis is below one, or the folding equation does not hold; the message
+            names the nearest valid sizes.
     """
     mesh = expand_preset(mesh, num_ranks)
     for axis in dict.fromkeys(DEFAULT_AXES + MOE_AXES):
@@ -166,7 +164,7 @@ def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int) ->
 
 
 def _smaller_axes(mesh: MeshConfig, num_ranks: int) -> str:
-    """For every axis that can be lowered until the ranks fill the mesh, its largest such size."""
+    """Return, for each axis, its largest smaller size with which the ranks fill the mesh."""
     choices = []
     for axis in ("pp", "dp_replicate", "cp", "tp"):
         for size in range(getattr(mesh, axis) - 1, 0, -1):
@@ -204,18 +202,17 @@ def _folding_error(mesh: MeshConfig, dp_shard: int, attention_ranks: int) -> Con
 
 
 def uses_ring(config: Config, mesh: MeshShape) -> bool:
-    """Whether attention is a ring over cp: where cp cuts no row there is none."""
+    """Return True if attention runs as a ring over cp (``parallel.context=ring`` and cp > 1)."""
     return config.parallel.context == "ring" and mesh.cp > 1
 
 
 def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
-    """Whether the only rank multiplies by its parameters as they are stored, and autograd adds up
-    its gradients.
+    """Return True if a single rank computes with its parameters as stored, without FSDP.
 
-    FSDP would keep a copy of each weight to multiply by, and copy each gradient to add nothing to
-    it. It is there where parameters are stored in another dtype, or micro-batches in bfloat16 are
-    summed, which takes float32. A frozen model is stored as it is multiplied, and adapters are
-    float32 and round themselves.
+    FSDP would keep a second copy of each weight for compute, and copy each gradient in a reduction
+    over one rank. It is needed only if parameters are stored in another dtype than they are
+    computed in, or if several bfloat16 micro-batches are summed, which takes float32. A frozen
+    model is stored in its compute dtype, and float32 adapters do their own rounding.
     """
     one_batch = config.train.global_batch_size == config.train.micro_batch_size
     narrow = config.optim.master_weights == "stochastic" and one_batch
@@ -226,7 +223,7 @@ def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
 
 
 def too_many_stages(num_stages: int) -> tuple[str, str]:
-    """The rule that more stages than layers break, and what to do."""
+    """Return rule and remedy for a ``ConfigError`` about more stages than layers."""
     return (
         f"every pipeline stage holds at least 1 layer, and there are {num_stages} stages "
         "(mesh.pp * parallel.stages_per_rank)",
@@ -237,7 +234,7 @@ def too_many_stages(num_stages: int) -> tuple[str, str]:
 def split_layers(
     num_layers: int, num_stages: int, layers_per_stage: list[int] | None = None
 ) -> list[range]:
-    """Consecutive layers of every pipeline stage, first stage first.
+    """Return the consecutive layers of every pipeline stage, first stage first.
 
     Args:
         num_layers: decoder layers in the whole model.
@@ -261,7 +258,7 @@ def split_layers(
 
 
 def stage_of_rank(pp: int, stages_per_rank: int) -> list[list[int]]:
-    """Stages of every pp rank, in order: stage i lives on pp rank ``i % pp`` for every schedule."""
+    """Return the stages of every pp rank: stage i is on rank ``i % pp`` in every schedule."""
     return [[rank + pp * turn for turn in range(stages_per_rank)] for rank in range(pp)]
 
 
@@ -283,11 +280,10 @@ MAX_EP = 8  # a node: beyond it tokens cross the slow network
 
 
 def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
-    """The axes of ``mesh.preset`` for ``num_ranks``; an axis that is set as well replaces the
-    preset's.
+    """Return the axes of ``mesh.preset`` for ``num_ranks``; axes set explicitly take precedence.
 
     Raises:
-        ConfigError: no such preset, or no number of ranks to scale it to.
+        ConfigError: the preset is unknown, or ``num_ranks`` is None.
     """
     if not mesh.preset:
         return mesh
@@ -324,8 +320,7 @@ def _sizes(preset: str, num_ranks: int) -> dict[str, int]:
     if preset == "fsdp":
         ep = etp = 1
     elif preset in ("tp_ep_dp", "coupled_5d"):
-        # Coupled: experts keep attention's tensor parallelism, and ep takes data-parallel ranks
-        # alone.
+        # Coupled: experts keep the tp of attention, and ep uses data-parallel ranks only.
         etp, ep = sizes["tp"], largest_divisor(data, MAX_EP)
     else:
         etp, ep = 1, largest_divisor(attention, MAX_EP)
@@ -333,5 +328,5 @@ def _sizes(preset: str, num_ranks: int) -> dict[str, int]:
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of ``number`` up to ``limit``."""
+    """Return the largest divisor of ``number`` up to ``limit``."""
     return max(n for n in range(1, limit + 1) if number % n == 0)

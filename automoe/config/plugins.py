@@ -1,5 +1,7 @@
-"""Names that a user's package adds to the configuration: families, dispatchers, expert backends,
-data sources, losses.
+"""Plugins: names that a user's package adds to the configuration.
+
+Plugins can be model families, dispatchers, expert backends, data sources, losses and functions
+that run at fixed points of a run.
 
     # my_package.py
     from automoe.config.plugins import register
@@ -9,8 +11,8 @@ data sources, losses.
     automoe train plugins=[my_package] data.kind=csv data.path=texts
 
 A plugin is imported by the process that reads the command line and by every rank. It runs with the
-user's rights, so nothing is imported because a run directory or a checkpoint names it: ``plugins``
-counts where it was typed.
+user's rights, so a module that only a run directory or a checkpoint names is not imported:
+``plugins`` counts only if the user typed it.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from automoe.config import schema
 from automoe.config.shipped import load_file
 from automoe.errors import ConfigError
 
-# Functions that every rank calls; none of them is chosen by name. automoe.training.hooks says how.
+# Functions that every rank calls, all of them and not one by name: see automoe.training.hooks.
 RUN_POINTS = {
     "run.start": "a function of the automoe.training.run.Run, called before the first step",
     "run.step": "a function of the Run and the step's record, which returns a dictionary of more numbers, or None",
     "run.save": "a function of the Run and the folder of a checkpoint that was saved",
     "run.finish": "a function of the Run, called after the last step and the export",
 }
-# What may be registered under a key. docs/extend.md has the lines that each of them takes.
+# What may be registered under each key; docs/extend.md has examples.
 KINDS = {
     "model.family": "automoe.hf.families.family.Family whose model_type is the name",
     "moe.dispatcher": "a function of num_experts and a moe.dispatch.base.DispatchGroup that returns a Dispatcher",
@@ -47,12 +49,13 @@ def register(key: str, name: str, value: Any) -> None:
 
     Args:
         key: one of ``KINDS``, which says what ``value`` is.
-        value: the object, or ``"module:attribute"``, which is imported when it is first used. A
-            module that imports torch is better named than imported: errors in a configuration are
-            told before torch is there.
+        name: the new choice for ``key``.
+        value: the object, or ``"module:attribute"``, which is imported at its first use. Prefer
+            the text for modules that import torch: the configuration is checked before torch is
+            imported.
 
     Raises:
-        ConfigError: a key that takes no plugins, or a name that is taken.
+        ConfigError: ``key`` takes no plugins, or ``name`` is taken.
     """
     if key not in KINDS:
         raise ConfigError(
@@ -73,10 +76,10 @@ def register(key: str, name: str, value: Any) -> None:
 
 
 def registered(key: str) -> dict[str, Any]:
-    """Name -> object of all that plugins registered under ``key``.
+    """Return name -> object of everything that plugins registered under ``key``.
 
     Raises:
-        ConfigError: a ``"module:attribute"`` that cannot be imported.
+        ConfigError: a ``"module:attribute"`` cannot be imported.
     """
     found = dict(_registered[key])
     for name, value in found.items():
@@ -92,7 +95,7 @@ def registered(key: str) -> dict[str, Any]:
 
 
 def registered_names(key: str) -> tuple[str, ...]:
-    """Names alone; imports nothing."""
+    """Return the names registered under ``key``, without importing their objects."""
     return tuple(_registered.get(key, ()))
 
 
@@ -118,5 +121,5 @@ def load_plugins(names: object) -> None:
 
 
 def loaded_plugins() -> frozenset[str]:
-    """Every name that ``load_plugins`` has imported in this process."""
+    """Return the names that ``load_plugins`` has imported in this process."""
     return frozenset(_loaded)

@@ -1,7 +1,8 @@
-"""Keys of a recipe's own: its dataclass ``Args``.
+"""Configuration keys that a recipe declares itself, in a dataclass ``Args``.
 
-Those of shipped recipes are here, since a recipe imports torch and a configuration is checked
-before that. A recipe of the user's own that declares ``Args`` is imported, and torch with it.
+The classes of shipped recipes are in this module, because recipes import torch and a configuration
+is checked before torch is imported. A user's recipe that declares ``Args`` is imported, and torch
+with it.
 """
 
 from __future__ import annotations
@@ -47,18 +48,19 @@ _SHIPPED = {"dpo": DPOArgs}
 
 
 def args_class(recipe: str) -> type | None:
-    """The dataclass ``Args`` of a recipe; None if it declares none. Imports a recipe of the user's
-    own.
+    """Return the dataclass ``Args`` of a recipe; None if the recipe declares none.
+
+    A user's recipe is imported if its source mentions ``Args``.
 
     Raises:
-        ConfigError: no such recipe, or an ``Args`` that cannot be read.
+        ConfigError: the recipe does not exist, or its ``Args`` cannot be read.
     """
     own = own_recipe(recipe)
     if own is None:
         return _SHIPPED.get(Path(find_recipe(recipe)).stem)
     try:
         if CLASS not in source_of(own).read_text():
-            return None  # and torch is not imported
+            return None  # the recipe, and with it torch, is not imported
         cls: type | None = getattr(import_recipe(own), CLASS, None)
     except Exception as error:  # whatever a user's own statements raise
         rule = f"{CLASS} of {own} cannot be read: {type(error).__name__}: {error}"
@@ -71,15 +73,13 @@ def args_class(recipe: str) -> type | None:
 
 
 def default_args(args: Any) -> dict[str, Any]:
-    """What the fields of a dataclass, or of an object of one, are unless they are set; MISSING
-    without a default."""
+    """Return field name -> default of a dataclass or its instance; MISSING without a default."""
     own = fields(args) if is_dataclass(args) else ()
     return {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in own}
 
 
 def check_args(config: Config) -> None:
-    """Raise ``ConfigError`` where a number of ``recipe_args`` is not finite, or its
-    ``check(config)`` finds a fault."""
+    """Raise ``ConfigError`` if a number in ``recipe_args`` is not finite or its ``check`` fails."""
     args = config.recipe_args
     if not is_dataclass(args):
         return

@@ -1,5 +1,7 @@
-"""Which parts of which layers run again in the backward pass: ``parallel.recompute`` and its
-layers."""
+"""Activation recomputation: which modules of which layers run again in the backward pass.
+
+The keys are ``parallel.recompute`` and ``parallel.recompute_layers``.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,23 @@ from collections.abc import Iterator
 from automoe.config.rules import Row
 from automoe.config.schema import Config, ParallelConfig
 
-# What each name runs again. ``full`` is the whole layer and stands alone. ``RERUN`` run once more,
-# forward and backward; of ``DISCARDED_OUTPUTS`` the outputs alone are made again, for those who
-# read them.
+# ``full`` recomputes the whole layer and stands alone. Modules in ``RERUN`` are checkpointed: their
+# forward runs again. For ``DISCARDED_OUTPUTS`` only the outputs are recomputed, for the operations
+# that read them.
 RERUN = ("core_attn", "mlp", "moe", "shared_experts")
 DISCARDED_OUTPUTS = ("layernorm", "mla_up_proj")
 MODULES = (*RERUN, "moe_act", *DISCARDED_OUTPUTS)
-# These make the experts' activation again from gate and up in any backward pass: moe_act is always
-# done.
+# These backends always recompute the experts' activation from gate and up, as moe_act asks.
 RECOMPUTING_EXPERTS = ("grouped_mm", "triton", "quack")
 FULL = "full"
 _EVERY = re.compile(r"every (\d*[1-9]\d*)")
 
 
 def recomputed_modules(parallel: ParallelConfig, layer: int) -> frozenset[str]:
-    """Names among ``MODULES`` and ``FULL`` that layer number ``layer`` of a validated configuration
-    recomputes."""
+    """Return the names (of ``MODULES`` and ``FULL``) that layer number ``layer`` recomputes.
+
+    The configuration must be validated.
+    """
     layers = parallel.recompute_layers
     if isinstance(layers, str):
         interval = _EVERY.fullmatch(layers)
@@ -36,7 +39,7 @@ def recomputed_modules(parallel: ParallelConfig, layer: int) -> frozenset[str]:
 
 
 def recomputed_names(parallel: ParallelConfig) -> list[str]:
-    """``parallel.recompute`` as a list, which one name stands for too."""
+    """Return ``parallel.recompute`` as a list, also if it is a single name."""
     return [parallel.recompute] if isinstance(parallel.recompute, str) else parallel.recompute
 
 
@@ -44,8 +47,7 @@ def recomputed_names(parallel: ParallelConfig) -> list[str]:
 # fmt: off
 
 def recompute_rows(config: Config) -> Iterator[Row]:
-    """The rules of ``parallel.recompute``: names and layers that there are not, or that would do
-    nothing."""
+    """Yield rules of ``parallel.recompute``: names and layers must exist and have an effect."""
     key, names = "parallel.recompute", recomputed_names(config.parallel)
     model, experts = config.model, config.moe.experts
     for name in names:

@@ -1,8 +1,7 @@
-"""Every key of the configuration with its type, default and meaning, read from the source of the
-schema.
+"""Reference of every configuration key (type, default, meaning), read from the schema's source.
 
-``automoe train --help mesh`` shows a section; ``docs/write_config.py`` makes ``docs/config.md`` of
-them all.
+``automoe train --help mesh`` shows a section; ``docs/write_config.py`` writes ``docs/config.md``
+with all sections.
 """
 
 from __future__ import annotations
@@ -28,8 +27,14 @@ WIDTH = 80  # columns of a terminal
 
 @dataclass(frozen=True)
 class Key:
-    """One key: ``mesh.pp``, ``a whole number``, its default as one types it, and the schema's
-    comment."""
+    """One configuration key, as text for a reader.
+
+    Attributes:
+        name: dotted name, e.g. ``mesh.pp``.
+        kind: type in words, e.g. ``a whole number``.
+        default: the default as typed on a command line.
+        comment: the schema's comment on the field.
+    """
 
     name: str
     kind: str
@@ -38,8 +43,7 @@ class Key:
 
 
 def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str, str, list[Key]]]:
-    """Each section's name, its docstring in one line and its keys, a section before those inside
-    it."""
+    """Yield (name, one-line docstring, keys) of each section, outer sections first."""
     document, comments = _source(cls)
     types, defaults = field_types(cls), default_args(cls)
     keys = [
@@ -56,19 +60,20 @@ def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str,
 
 
 def args_sections(recipe: str) -> list[tuple[str, str, list[Key]]]:
-    """What ``sections`` gives, of the recipe's own keys; none where it declares none."""
+    """Return ``sections`` of the keys that a recipe declares; an empty list if it declares none."""
     cls = args_class(recipe)
     return [] if cls is None else list(sections(cls, f"{SECTION}."))
 
 
 def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
-    """What there is to say of a section and all inside it, or of one key, for a terminal.
+    """Return help text for a terminal on one key, or on a section and the sections inside it.
 
     Args:
-        recipe: whose own keys ``recipe_args`` are.
+        name: dotted name of a key or section.
+        recipe: recipe that declares the keys under ``recipe_args``.
 
     Raises:
-        ConfigError: there is no such key; the nearest is named.
+        ConfigError: the key does not exist; the message names the nearest one.
     """
     check_key(name, "")
     lines: list[str] = []
@@ -97,7 +102,7 @@ def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
 
 @cache
 def _source(cls: type) -> tuple[str, dict[str, str]]:
-    """The docstring of a dataclass, and the comments above and behind each of its fields."""
+    """Return a dataclass's docstring, and field name -> comments above and after the field."""
     text = inspect.getsource(cls)
     comments = {
         token.start[0]: token.string.removeprefix("#").strip()
@@ -129,7 +134,7 @@ def _kind(hint: Any) -> str:
 
 
 def _shown(value: object) -> str:
-    """A default as it is typed on a command line."""
+    """Return a default as it is typed on a command line."""
     if value is MISSING:
         return "???"
     if isinstance(value, (list, tuple)):

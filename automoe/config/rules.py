@@ -1,5 +1,7 @@
-"""Rules as rows of a table: key, whether it is broken, the rule with its numbers, the remedy. And
-bounds of numbers."""
+"""Table-like configuration rules, and the bounds of single numbers.
+
+A rule is a row: key, whether the rule is broken, the rule with its numbers, the remedy.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,10 @@ Row = tuple[str, bool, str, str]
 
 
 def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = None) -> None:
-    """Raise ``ConfigError`` for the first broken row; its value is what ``config``, or of the mesh
-    ``shape``, has.
+    """Raise ``ConfigError`` for the first broken row.
 
-    Rows come from a generator, one at a time: a row may divide by what an earlier one has found not
-    to be zero.
+    The error's value comes from ``config``, or from ``shape`` for keys of the mesh. Rows should
+    come from a generator: a row may divide by a number that an earlier row found not to be zero.
     """
     for key, broken, rule, remedy in rows:
         if broken:
@@ -33,8 +34,10 @@ def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = No
 
 
 def divides(key: str, value: int, divisor: int, rule: str, other: str = "") -> Row:
-    """The row for ``value % divisor == 0``. The remedy names the nearest values, and ``other``, a
-    remedy elsewhere."""
+    """Return the row for the rule ``value % divisor == 0``.
+
+    The remedy names the nearest multiples, and ``other``, a remedy under another key.
+    """
     below, above = value // divisor * divisor, (value // divisor + 1) * divisor
     choices = f"{key}={below} or {above}" if below else f"{key}={above}"
     return (
@@ -45,7 +48,7 @@ def divides(key: str, value: int, divisor: int, rule: str, other: str = "") -> R
     )
 
 
-# The smallest value that makes sense, and the keys that have it.
+# Smallest valid value -> the keys that it bounds.
 _AT_LEAST = {
     0: (
         "train.seed train.grad_clip train.spike_factor train.val_every model.first_k_dense "
@@ -71,7 +74,7 @@ _AT_LEAST = {
     4: ("train.spike_window"),
 }
 
-# Keys that divide, or whose logarithm is taken, and a usual value.
+# Keys that are divisors or arguments of a logarithm, with a usual value for the remedy.
 _ABOVE_ZERO = {
     "model.initializer_range": "0.02",
     "model.rope.theta": "10000",
@@ -86,7 +89,7 @@ _ABOVE_ZERO = {
 }
 
 
-# Of ``cluster.constants``, what is divided by and what may be 0.
+# Names in ``cluster.constants``: speeds are divisors, so they must be above 0; delays may be 0.
 SPEEDS = ("gemm", "grouped", "attention", "memory", "on_node", "off_node", "imbalance")
 DELAYS = ("fp8", "overlap", "latency", "host_layer", "step")
 
@@ -103,12 +106,12 @@ SECRET = re.compile(
 
 # fmt: off
 def number_rows(config: Config) -> Iterator[Row]:
-    """Bounds of single numbers: what a key alone can get wrong, whatever the others say."""
+    """Yield the rules that concern a single number, independent of all other keys."""
     for least, keys in _AT_LEAST.items():
         for key in keys.split():
             value = attrgetter(key)(config)
             if value is not None:
-                # `not >=` also catches NaN
+                # `not >=` is also true for NaN.
                 yield key, not value >= least, f"must be at least {least}", f"Set {key}={least} or more"
                 yield key, value == inf, "must be a finite number", f"Set {key}={least} or more"
     for key, usual in _ABOVE_ZERO.items():

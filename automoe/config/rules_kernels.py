@@ -1,8 +1,7 @@
-"""Rules of what computes: attention, rotation, norm and expert kernels, ``train.compile``, 8 bits.
-No torch.
+"""Rules for attention, rotation, norm and expert kernels, ``train.compile`` and FP8. No torch.
 
-``device`` is ``cpu``, ``cuda``, or ``auto`` where it is not known yet; rules of one device wait
-then.
+``device`` is ``cpu``, ``cuda``, or ``auto`` if it is not known yet; rules for a single device are
+then left out.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from automoe.config.schema import Config, is_linear
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 BLOCK = 128  # rows and columns of a weight under one 8-bit scale
-# Of ``lora.base``: numbers of a row that have a scale, and the bytes of their codes with it
-# (automoe.quantize.packed).
+# Formats of ``lora.base``: the numbers of a row that share a scale, and the bytes of their codes
+# and scale (automoe.quantize.packed).
 BASE_BLOCKS = {"fp8": (BLOCK, BLOCK + 4), "nf4": (64, 36)}
 ROW_BYTES = 16  # grouped products need rows of a multiple of this
 MAX_FLASH_DIM = 256
 MAX_CUDNN_DIM = 128
 MLA_DIMS = (192, 128)  # of queries and keys, and of values: what cuDNN has beyond 128
 DIM_UNIT = 8
-# Backends whose limits are known; ``loop`` has none, and a plugin checks its own.
+# These backends have known limits; ``loop`` has none, and a plugin checks its own.
 _LIMITED_EXPERTS = ("grouped_mm", "triton", "te", "quack")
 FOREIGN_EXPERTS = {"te": "transformer-engine", "quack": "quack-kernels"}
 _FOREIGN_ATTENTION = {"cudnn": "cuDNN", "te": "transformer-engine"}
@@ -36,13 +35,14 @@ _INTERPRET = "TRITON_INTERPRET=1 to try the kernels out, very slowly"
 
 
 def triton_is_interpreted() -> bool:
-    """Whether Triton's kernels run without CUDA in this process."""
+    """Return True if Triton's kernels run interpreted, without CUDA, in this process."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def chunk_tokens(tokens: int, hidden: int) -> int:
-    """Tokens whose logits are alive at once, of ``tokens``: as many logits as the head has numbers,
-    within bounds.
+    """Return how many of ``tokens`` have their logits in memory at once.
+
+    A chunk has as many logits as the head has parameters, within bounds.
 
     The gradient of the whole head is added up once a chunk, which dominates the loss's memory
     traffic when chunks are small. Compiled code is made for one size, so chunks are equal if fewer
@@ -58,7 +58,7 @@ def chunk_tokens(tokens: int, hidden: int) -> int:
 # fmt: off
 
 def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """The rules of ``kernels``, and of experts from other packages."""
+    """Yield the rules of ``kernels`` and of expert backends from other packages."""
     if config.kernels.attention != "sdpa":
         yield from _attention_rows(config, shape, device)
     if config.kernels.rope == "triton":
@@ -86,11 +86,11 @@ def _norm_rows(config: Config, device: str) -> Iterator[Row]:
 
 
 def expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Dtypes, sizes and devices of ``moe.experts``."""
+    """Yield the rules for dtypes, sizes and devices of ``moe.experts``."""
     if config.moe.experts not in _LIMITED_EXPERTS or not config.model.num_moe_layers:
         return
     key, backend, model, dtype = "moe.experts", config.moe.experts, config.model, config.train.dtype
-    # 8-bit products are emulated in float64 too
+    # 8-bit products are also emulated in float64.
     no_double = dtype == "float64" and config.train.fp8 == "off"
     yield key, no_double, f"{backend} has no float64, and train.dtype=float64", "Set moe.experts=loop"
     if backend == "triton":
@@ -129,7 +129,7 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     query, value = head_dims(config)
     if kernel in _FOREIGN_ATTENTION:
         yield key, device == "cpu", f"{_FOREIGN_ATTENTION[kernel]} needs CUDA, and this run is on cpu", remedy
-        # What te's fused attention computes with, too.
+        # te's fused attention runs on cuDNN, so it has the same limits.
         yield (key, (query, value) != MLA_DIMS and max(query, value) > MAX_CUDNN_DIM,
                f"it has heads of up to {MAX_CUDNN_DIM} dims, and {MLA_DIMS[0]} with values of {MLA_DIMS[1]}; this "
                f"model's have {query}, its values {value}", remedy)
@@ -158,11 +158,13 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
 
 
 def _masked_cudnn_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """cuDNN's gradient of queries may be NaN with a mask over 64 keys more than a multiple of 128
-    (pytorch#196678)."""
+    """Yield the rule for a fault of cuDNN attention (pytorch#196678).
+
+    With a mask, its gradient of queries may be NaN if the number of keys is 64 modulo 128.
+    """
     attention, cp, seq_len = config.model.attention, shape.cp, config.train.seq_len
     masked = config.data.document_mask or attention.sliding_window > 0 or cp > 1
-    # A rank of cp computes up to the end of each of its chunks of the row. A sink is one more key.
+    # The keys of a cp rank end where one of its chunks of the row ends. A sink is one more key.
     chunk, ends = (seq_len, 1) if cp == 1 else (seq_len // (2 * cp), 2 * cp)
     wrong = [n * chunk for n in range(1, ends + 1) if (n * chunk + attention.sinks) % 128 == 64]
     yield ("kernels.attention", masked and bool(wrong),
@@ -173,27 +175,27 @@ def _masked_cudnn_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def head_dims(config: Config) -> tuple[int, int]:
-    """Dims of a head as kernels see it: of queries and keys, and of values."""
+    """Return a head's dims as kernels see them: of queries and keys, and of values."""
     attention = config.model.attention
     if attention.kind == "mla":
         return attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
     dim = attention.head_dim
-    if attention.sinks:  # one more dim of the queries holds the sink, and multiples of 8 stay so
+    if attention.sinks:  # the sink takes one more dim of the queries, padded to a multiple of 8
         dim += DIM_UNIT - dim % DIM_UNIT
     return dim, dim
 
 
 def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """The rules of ``train.compile``: what is compiled is compiled whole."""
+    """Yield the rules of ``train.compile``: compiled parts must not contain graph breaks."""
     if not config.train.compile:
         return
     kernels, fp8, names = config.kernels, config.train.fp8, recomputed_names(config.parallel)
-    # Whose outputs are computed again for those who read them: within a compiled part the compiler
-    # decides that.
+    # These modules drop their outputs and recompute them for their readers; within a compiled part
+    # the compiler decides which outputs to recompute.
     hooked = [name for name in DISCARDED_OUTPUTS if name in names]
     left = ",".join(name for name in names if name not in DISCARDED_OUTPUTS)
     without_core = ",".join(name for name in names if name != "core_attn")
-    # torch 2.13 then takes the mesh of a weight for a tensor that it has to keep.
+    # With tp, torch 2.13 mistakes the mesh of a weight for a tensor that it has to keep.
     core = "core_attn" in names and shape.tp > 1
     for broken, what, instead in (
         (uses_ring(config, shape), "the calls of parallel.context=ring", "parallel.context=gather"),
@@ -209,7 +211,7 @@ def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """The rules of ``train.fp8``."""
+    """Yield the rules of ``train.fp8``."""
     if config.train.fp8 == "off":
         return
     mode, blockwise = config.train.fp8, config.train.fp8 == "blockwise"
@@ -233,7 +235,7 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
                    f"grouped products in 8 bits need rows of a multiple of {ROW_BYTES} bytes: {size} % {ROW_BYTES} = "
                    f"{size % ROW_BYTES}",
                    f"Nearest valid choice: {-(-size // ROW_BYTES) * ROW_BYTES * ranks}, or train.fp8=off")
-    # Blocks are counted from a weight's first row and column, so tp must cut it where blocks meet.
+    # Blocks count from a weight's first row and column, so tp shards must end at block boundaries.
     for what, size in _cut_sizes(config, shape.tp) if blockwise and shape.tp > 1 else ():
         whole = size * shape.tp
         yield ("mesh.tp", size % BLOCK != 0,
@@ -243,13 +245,12 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 
 
 def _largest_cut(size: int, ranks: int) -> int:
-    """The largest divisor of ``ranks`` that cuts ``size`` where blocks meet; one if there is
-    none."""
+    """Return the largest divisor of ``ranks`` that cuts ``size`` at block boundaries, or 1."""
     return gcd(size // BLOCK, ranks) if size % BLOCK == 0 else 1
 
 
 def _cut_sizes(config: Config, tp: int) -> Iterator[tuple[str, int]]:
-    """What tp cuts, and how many rows or columns of it a rank gets."""
+    """Yield (name of a weight that tp shards, its rows or columns per rank)."""
     model, a = config.model, config.model.attention
     if model.first_k_dense:
         yield "the dense FFN (model.intermediate_size)", model.intermediate_size // tp
@@ -263,7 +264,7 @@ def _cut_sizes(config: Config, tp: int) -> Iterator[tuple[str, int]]:
         yield "the output projection (num_heads * v_head_dim)", heads * value
         return
     yield "heads (num_heads * head_dim)", a.num_heads * a.head_dim // tp
-    # Heads that ranks share are used one by one.
+    # With more tp ranks than kv heads, several ranks use the same head: a rank has at least one.
     yield "keys and values (num_kv_heads * head_dim)", max(a.num_kv_heads // tp, 1) * a.head_dim
     if any(is_linear(a, layer) for layer in range(model.num_layers)):
         keys = a.linear_num_key_heads * a.linear_key_head_dim

@@ -1,4 +1,4 @@
-"""Rules of a model: its sizes, how a mesh cuts them, routing, layers that differ. No torch."""
+"""Rules for a model's sizes, their sharding over a mesh, routing and mixed layers. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from automoe.config.schema import Config
 # fmt: off
 
 def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """The rules for a model's sizes, and for how a mesh cuts them."""
+    """Yield the rules for a model's sizes and for how a mesh shards them."""
     yield from _expert_rows(config, shape)
     yield from _routing_rows(config)
     yield from _gqa_rows(config) if config.model.attention.kind == "gqa" else _mla_rows(config)
@@ -29,7 +29,7 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def moe_rows(config: Config) -> Iterator[Row]:
-    """The rules of routing, dropping and the auxiliary losses."""
+    """Yield the rules of routing, token dropping and the auxiliary losses."""
     yield from _routing_option_rows(config)
     if config.moe.dispatcher == "deepep":
         yield from _deepep_rows(config)
@@ -228,7 +228,7 @@ def _routing_option_rows(config: Config) -> Iterator[Row]:
 
 
 def _deepep_rows(config: Config) -> Iterator[Row]:
-    """What holds on every machine. Whether this one has DeepEP: ``automoe.launch.hardware``."""
+    """Yield the limits of DeepEP; ``automoe.launch.hardware`` checks if it is installed."""
     yield ("train.dtype", config.train.dtype != "bfloat16",
            "moe.dispatcher=deepep sums rows in bfloat16 alone",
            "Set train.dtype=bfloat16, or moe.dispatcher=alltoall")

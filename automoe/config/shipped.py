@@ -1,5 +1,7 @@
-"""Where ``conf/`` and ``recipes/`` are: folders, not modules, in the installed package or next to
-it in a checkout."""
+"""Find ``conf/`` and ``recipes/``, and load recipes.
+
+Both are folders, not modules: inside the installed package, or next to it in a checkout.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,18 @@ _ALIASES = {"finetune": "pretrain"}  # fine-tuning is the same loop over convers
 
 
 def shipped_folder(name: str) -> Path:
-    """``conf`` or ``recipes``: the folder in the package if there is one, else the one next to the
-    package."""
+    """Return the folder ``conf`` or ``recipes``, from inside the package or from next to it."""
     inside = _PACKAGE / name
     return inside if inside.is_dir() else _PACKAGE.parent / name
 
 
 def list_recipes() -> list[str]:
-    """Names of the shipped recipes."""
+    """Return the names of the shipped recipes."""
     return sorted(path.stem for path in shipped_folder("recipes").glob("*.py"))
 
 
 def find_recipe(recipe: str) -> Path | str:
-    """The file that ``recipe`` names, or the dotted name of an importable module.
+    """Return the file that ``recipe`` names, or the dotted name of an importable module.
 
     ``pretrain`` is ``./recipes/pretrain.py`` if the working directory has one, else the shipped
     file. ``finetune`` is another name of the shipped ``pretrain``. ``my.py`` is a path.
@@ -73,8 +74,7 @@ def source_of(recipe: Path | str) -> Path:
 
 
 def own_recipe(recipe: str) -> Path | str | None:
-    """What ``recipe`` names if that is not a shipped recipe, else None. Raises ``ConfigError`` as
-    ``find_recipe``."""
+    """Return ``find_recipe(recipe)`` for a user's recipe; None for a shipped one."""
     found = find_recipe(recipe)
     shipped = (
         isinstance(found, Path) and found.resolve().parent == shipped_folder("recipes").resolve()
@@ -83,10 +83,10 @@ def own_recipe(recipe: str) -> Path | str | None:
 
 
 def load_recipe(recipe: str) -> ModuleType:
-    """The module that ``recipe`` names, with its ``main(config, shape, context)``.
+    """Import the recipe that ``recipe`` names; it defines ``main(config, shape, context)``.
 
     Raises:
-        ConfigError: no such recipe, or one without ``main``.
+        ConfigError: the recipe does not exist, or has no ``main``.
     """
     found = find_recipe(recipe)
     module = import_recipe(found)
@@ -98,12 +98,14 @@ def load_recipe(recipe: str) -> ModuleType:
 
 
 def import_recipe(found: Path | str) -> ModuleType:
-    """The module that ``find_recipe`` has found."""
+    """Import the file or module that ``find_recipe`` returned."""
     return importlib.import_module(found) if isinstance(found, str) else load_file(found)
 
 
 def load_file(path: str | Path) -> ModuleType:
-    """The module in a file, run once until its text changes; it can import files of its own folder.
+    """Import a file as a module; it runs again only after its text has changed.
+
+    The file's folder is appended to ``sys.path``, so the file can import its neighbours.
 
     Raises:
         ImportError: there is no such file.
@@ -121,17 +123,16 @@ def load_file(path: str | Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # half of a module is not a module
+        del sys.modules[name]  # a later import must not find a half-initialised module
         raise
     return module
 
 
 def copy_recipe(name: str, to: str | None = None) -> Path:
-    """Copy a shipped recipe to ``./recipes/NAME.py``, or to the file ``to``; returns the new file's
-    path.
+    """Copy a shipped recipe to ``./recipes/NAME.py`` or to the file ``to``; return the new path.
 
     Raises:
-        ConfigError: no such recipe, or the file exists already.
+        ConfigError: the recipe does not exist, or the file exists already.
     """
     if _shipped_recipe(name).stem not in list_recipes():
         raise ConfigError(

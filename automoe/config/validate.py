@@ -1,5 +1,4 @@
-"""Every rule of the configuration alone, checked before a rank starts, in milliseconds and without
-torch."""
+"""Check all rules of a configuration in milliseconds, before any rank starts and without torch."""
 
 from __future__ import annotations
 
@@ -31,14 +30,15 @@ from automoe.errors import ConfigError
 
 
 def validate(config: Config, num_ranks: int | None, device: str | None = None) -> MeshShape:
-    """Check a whole configuration and resolve its mesh. ``automoe.launch.prepare`` checks other
-    files as well.
+    """Check a whole configuration and return its resolved mesh.
+
+    ``automoe.launch.prepare`` also checks the files that the configuration names.
 
     Args:
         config: composed configuration; not changed.
         num_ranks: ranks that a derived mesh axis fills (see ``resolve_mesh``).
-        device: ``cpu`` or ``cuda`` where it is known; None takes ``launch.device``, and leaves the
-            rules that depend on the device alone when that is ``auto``.
+        device: ``cpu`` or ``cuda`` if known; None takes ``launch.device``. If that is ``auto``,
+            the rules that depend on the device are not checked.
 
     Returns:
         The mesh with every axis resolved.
@@ -59,13 +59,13 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
 
 
 def _rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Every rule but those of single numbers, in the order in which they are told."""
+    """Yield all rules except the bounds of single numbers, in the order of their reports."""
     yield from mesh_rows(config, shape, device)
     yield from settings_rows(config)
 
 
 def settings_rows(config: Config) -> Iterator[Row]:
-    """The rules that no mesh changes: optimizer, data, checkpoints."""
+    """Yield the rules that do not depend on the mesh: optimizer, data, checkpoints."""
     yield from _optimizer_rows(config)
     yield from _data_rows(config)
     yield from _chat_rows(config)
@@ -73,8 +73,10 @@ def settings_rows(config: Config) -> Iterator[Row]:
 
 
 def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """The rules of how a model meets a mesh; ``config`` has one already that the other rules
-    passed."""
+    """Yield the rules that depend on both model and mesh.
+
+    ``config`` must have passed the other rules.
+    """
     yield from model_rows(config, shape)
     yield from moe_rows(config)
     yield from _batch_rows(config, shape)
@@ -140,7 +142,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def _split_rows(num_layers: int, num_stages: int, sizes: list[int] | None) -> Iterator[Row]:
-    """Every stage has a layer, and every layer a stage."""
+    """Yield the rules of the pipeline split: every stage has a layer, every layer a stage."""
     yield ("model.num_layers", num_layers < num_stages, *too_many_stages(num_stages))
     if sizes is None or num_layers < num_stages:
         return
@@ -165,7 +167,7 @@ def _context_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row
 
 
 def _optimizer_rows(config: Config) -> Iterator[Row]:
-    """The numbers of AdamW, and which parameters may be rounded stochastically."""
+    """Yield the rules of AdamW's numbers and of stochastic rounding."""
     optim, stochastic = config.optim, config.optim.master_weights == "stochastic"
     for i, beta in enumerate(optim.betas):
         yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
@@ -263,7 +265,7 @@ def _chat_rows(config: Config) -> Iterator[Row]:
 
 
 def checkpoint_rows(config: Config) -> Iterator[Row]:
-    """The rules of ``checkpoint``: where to resume from, which steps to keep."""
+    """Yield the rules of ``checkpoint``: where to resume from and which steps to keep."""
     checkpoint, every, val_every = config.checkpoint, config.checkpoint.every, config.train.val_every
     yield ("checkpoint.resume",
            checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).expanduser().is_dir(),
@@ -287,10 +289,10 @@ def checkpoint_rows(config: Config) -> Iterator[Row]:
 
 
 def parse_profile_steps(text: str) -> tuple[int, int] | None:
-    """First and last step to profile; None when ``text`` is empty.
+    """Return the first and last step to profile; None if ``text`` is empty.
 
     Raises:
-        ConfigError: not ``first-last`` with 1 <= first <= last.
+        ConfigError: ``text`` is not ``first-last`` with 1 <= first <= last.
     """
     if not text:
         return None
@@ -303,8 +305,10 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
 
 
 def check_writable(directory: str, key: str = "run_dir") -> None:
-    """Raise ``ConfigError`` where ``key`` names no directory that can be made and written; makes
-    nothing."""
+    """Raise ``ConfigError`` unless the directory under ``key`` can be created and written.
+
+    Nothing is created.
+    """
     if not directory:
         raise ConfigError(key, directory, "names no directory", f"Set {key} to a directory")
     path = Path(directory).absolute()
