@@ -110,8 +110,9 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
 
 
 def side_by_side(overrides: list[str]) -> list[str]:
-    """Replace ``sweep.parallel=N`` in ``overrides`` by settings of Hydra's joblib launcher for N
-    jobs at a time.
+    """Replace the override ``sweep.parallel=N`` by settings of Hydra's joblib launcher.
+
+    The launcher then runs N jobs at a time.
 
     Raises:
         ConfigError: N is not a positive integer, another launcher is set too, or joblib's launcher
