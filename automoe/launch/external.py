@@ -1,5 +1,7 @@
-"""Ranks that torchrun or srun started: how they are recognised, and how rank 0's configuration
-reaches the others."""
+"""Ranks that torchrun or srun started.
+
+The module recognises them from the environment, and sends rank 0's configuration to the others.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 _RENDEZVOUS_S = 300  # nodes of a large job start minutes apart
 _KEY = "automoe/config"
 
-# Variables by which ranks find each other; left over in a shell, they belong to a launch that is
+# Ranks find each other by these variables. Left over in a shell, they belong to a launch that is
 # gone.
 RENDEZVOUS_VARIABLES = (
     "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
@@ -65,14 +67,15 @@ class ExternalLaunch:
 
 
 def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
-    """The outer launch that ``env`` describes, or None where this process is to start the ranks.
+    """Return the outer launch that ``env`` describes; None if this process must start the ranks.
 
-    torchrun is known by ``TORCHELASTIC_RUN_ID``, srun by a step of several tasks. Bare ``RANK`` and
-    ``WORLD_SIZE`` are not enough: they outlive the shell session that exported them.
+    ``TORCHELASTIC_RUN_ID`` identifies torchrun, and a job step of several tasks identifies srun.
+    ``RANK`` and ``WORLD_SIZE`` alone are not enough: they outlive the launch that they belong to if
+    a shell exported them.
 
     Raises:
-        LaunchError: a torchrun environment without the variables that torchrun always sets, or
-            numbers that are none.
+        LaunchError: a variable that torchrun always sets is missing, a variable that must be a
+            number is none, or the numbers contradict each other.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         missing = [name for name in _TORCHRUN_SETS if not env.get(name)]
@@ -94,7 +97,7 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
         )
     # A batch script and `salloc` have SLURM_NTASKS too; only a job step of srun has a step id.
     if "SLURM_STEP_ID" in env and (tasks := _number(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
-        # "8(x3),4": three nodes with 8 tasks, one with 4
+        # The variable is such as "8(x3),4": three nodes have 8 tasks each, and one has 4.
         spread = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))
         runs_of = re.findall(r"(\d+)(?:\(x(\d+)\))?", spread)
         here = [int(each) for each, nodes in runs_of for _ in range(int(nodes or 1))][
@@ -117,7 +120,7 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
 
 
 def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
-    """The variable's value; ``otherwise`` where it is not set or empty."""
+    """Return the variable ``name`` as an int; ``otherwise`` if the variable is unset or empty."""
     text = env.get(name, "")
     if not text and otherwise is not None:
         return otherwise
@@ -129,7 +132,7 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
 
 
 def _checked(launch: ExternalLaunch) -> ExternalLaunch:
-    """``launch``, whose numbers agree with one another."""
+    """Return ``launch``; raise ``LaunchError`` if its numbers contradict each other."""
     rank, ranks, local, locals_ = (
         launch.rank,
         launch.world_size,
@@ -150,7 +153,7 @@ def _checked(launch: ExternalLaunch) -> ExternalLaunch:
 
 
 def first_host(node_list: str) -> str:
-    """First host of a Slurm node list: ``gpu[03-07,12],cpu1`` -> ``gpu03``."""
+    """Return the first host of a Slurm node list: ``gpu[03-07,12],cpu1`` -> ``gpu03``."""
     match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", node_list)
     if match is None:
         raise LaunchError(
@@ -161,12 +164,12 @@ def first_host(node_list: str) -> str:
 
 
 def left_over(env: Mapping[str, str]) -> list[str]:
-    """Rendezvous variables in ``env`` that no outer launcher of this process stands behind."""
+    """Return the rendezvous variables set in ``env``: stale ones if no outer launcher is found."""
     return [name for name in RENDEZVOUS_VARIABLES if name in env]
 
 
 def without_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` without anything that ties a process to another launch's rendezvous."""
+    """Return ``env`` without the variables that tie a process to another launch's rendezvous."""
     return {
         k: v
         for k, v in env.items()
@@ -175,10 +178,11 @@ def without_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:
-    """Make sure that the launcher's store answers, before torch is imported and waits for minutes.
+    """Check that torchrun's store answers, before torch is imported and waits minutes for it.
 
     Raises:
-        LaunchError: nothing listens there: the variables belong to a launch that is gone.
+        LaunchError: nothing listens at the store's address, so the variables belong to a launch
+            that is gone.
     """
     if not launch.agent_store:
         return
@@ -202,15 +206,17 @@ def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:
 
 
 def run_external(args: Arguments, launch: ExternalLaunch) -> int:
-    """Become one rank of an outer launch; returns the rank's exit status.
+    """Run this process as one rank of an outer launch, and return the rank's exit status.
+
+    If the run cannot start, rank 0 prints the reason and every rank returns 2: the other ranks
+    print nothing, so that the reason appears once.
 
     Args:
-        args: of the command line; rank 0 alone composes the configuration.
-        launch: this process's place, from ``detect_external``.
+        args: arguments of the command line; only rank 0 composes the configuration from them.
+        launch: place of this process in the outer launch, from ``detect_external``.
 
     Raises:
-        ConfigError, LaunchError: on rank 0, what keeps the run from starting. The others exit with
-            status 2 and say nothing, so that the reason is printed once.
+        LaunchError: the launcher's store does not answer, or the ranks cannot meet.
     """
     prepare_process()
     check_agent(launch)
@@ -233,7 +239,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
                 print(note, file=sys.stderr, flush=True)
             runs.start_run(run_dir)
         except AutomoeError as error:
-            # now: torch must be imported to tell the others
+            # The error is printed first, because telling the other ranks imports torch.
             print(f"error: {error}", file=sys.stderr, flush=True)
             _cancel(launch)
             return 2
@@ -248,7 +254,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             raise
         store.set(_KEY, json.dumps(message))
         code = _run_as_rank(message, launch, store, run_dir_lost)
-        if config.observe.report:  # a rank that fails leaves before this, and writes it as it goes
+        if config.observe.report:  # a rank that fails has written the report and left before this
             from automoe.observe.report import write_report
 
             if (report := write_report(run_dir)) is not None:
@@ -257,12 +263,12 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
 
 
 def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, Device]:
-    """The mesh and the device of a run whose number of ranks is given from outside.
+    """Check ``config`` for the ranks of an outer launch, and return its mesh and device.
 
     Raises:
-        ConfigError: a configuration that is wrong, or a mesh that holds another number of ranks.
-        LaunchError: more CUDA ranks on this node than it has GPUs.
-        BackendError: a backend that this machine does not have.
+        ConfigError: the configuration breaks a rule, or its mesh holds another number of ranks.
+        LaunchError: this node has more CUDA ranks than GPUs.
+        BackendError: this machine lacks a backend that the configuration names.
     """
     if config.launch.max_restarts:
         raise ConfigError(
@@ -297,11 +303,11 @@ def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, D
 
 
 def check_gpus(launch: ExternalLaunch, visible: int) -> None:
-    """Raise ``LaunchError`` where the ranks on this node do not have a GPU each.
+    """Raise ``LaunchError`` if this node has fewer GPUs than ranks.
 
     Args:
-        visible: GPUs that this rank sees: all of the node's, or under ``srun --gpus-per-task=1``
-            its own alone (see ``automoe.launch.ranks.device_index``).
+        visible: number of GPUs that this rank sees: all GPUs of the node, or only its own under
+            ``srun --gpus-per-task=1`` (see ``automoe.launch.ranks.device_index``).
     """
     own = launch.launcher == "srun" and visible == 1
     if launch.local_world_size > visible and not own:
@@ -332,7 +338,7 @@ def _run_as_rank(
 
     config = parse_config(message["config"], plugins=True, environment=message["environment"])
     run_dir = Path(message["run_dir"])
-    # another node may not share rank 0's disk
+    # Nodes need not share a disk, so this node may not have rank 0's folder.
     (run_dir / runs.LOG_FOLDER).mkdir(parents=True, exist_ok=True)
     place = (launch.rank, launch.world_size, launch.local_rank)
     return run_rank(run_dir, *place, config, store, run_dir_lost=run_dir_lost)
@@ -341,7 +347,7 @@ def _run_as_rank(
 def _open_store(launch: ExternalLaunch) -> Store:
     import torch.distributed as dist
 
-    # What torch's rendezvous and libraries read.
+    # Torch's rendezvous and other libraries read these variables.
     os.environ.update({name: str(getattr(launch, name.lower())) for name in _TORCHRUN_SETS})
     try:
         rendezvous = dist.rendezvous(
@@ -354,12 +360,12 @@ def _open_store(launch: ExternalLaunch) -> Store:
             f"{launch.master_addr}:{launch.master_port}: {str(error).splitlines()[0]}. "
             "Set MASTER_PORT to a free port on the first node, the same for every rank"
         ) from None
-    # A restart by torchrun keeps its store: what an earlier attempt wrote there must not be read.
+    # torchrun keeps its store when it restarts ranks; no rank may read an earlier attempt's keys.
     return dist.PrefixStore(f"automoe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _cancel(launch: ExternalLaunch) -> None:
-    """Tell the waiting ranks that there will be no run, and wait until all have read it."""
+    """Tell the waiting ranks that no run starts, and wait until all have read the message."""
     store = _open_store(launch)
     store.set(_KEY, json.dumps({"config": None}))
     deadline = time.monotonic() + _RENDEZVOUS_S

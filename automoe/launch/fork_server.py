@@ -1,11 +1,12 @@
-"""The pool of ranks on one machine: forks of a process that has imported torch and this package,
-once for all of them.
+"""A server that imports torch and this package once, and forks the ranks of one machine.
 
 A launcher starts the server and sends it jobs through a socket pair. For each job the server forks
-the ranks, and answers with their process ids, and with the exit status of each as it ends. The next
-job (another attempt, the next run of a sweep, new ranks for ``automoe verify``) imports nothing
-again. The server computes nothing and starts no thread, and no rank has touched CUDA before it is a
-process of its own: that is what makes a fork of torch safe.
+the ranks, answers with their process ids, and answers again with the exit status of each rank that
+ends. The next job (another attempt, the next run of a sweep, new ranks for ``automoe verify``)
+imports nothing again.
+
+Forking a process that has imported torch is safe because the server computes nothing, starts no
+thread, and leaves CUDA untouched: a rank initialises CUDA only in its own process.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple, NoReturn
 from automoe.launch.ranks import Imports, prepare_process
 from automoe.launch.worker import STOP_SIGNALS, end_process
 
-# With what these import, ranks have nearly all that a recipe of ours needs.
+# These modules import nearly everything that a shipped recipe needs.
 IMPORTED = (
     "automoe.training.run",
     "automoe.training.weights",
@@ -42,13 +43,15 @@ _MAX_MESSAGE, _MAX_FILES = 1 << 20, 253  # bytes; Linux's SCM_MAX_FD
 
 
 class Job(NamedTuple):
-    """Ranks to fork, and the call that each of them makes.
+    """Ranks to fork, and the call that each rank makes.
 
     Attributes:
-        function: a function of a module, called as ``function(rank=, world_size=, imports=,
-            **options)``; it returns the rank's exit status. If the job comes with a file for each
-            rank, the function gets it as ``file=``.
-        paths: ``sys.path`` of the launcher: ranks find recipes and plugins where the launcher does.
+        function: module-level function, called as ``function(rank=, world_size=, imports=,
+            **options)``; it returns the rank's exit status. If the job has a file descriptor for
+            each rank, the function receives its own as ``file=``.
+        num_ranks: number of ranks, all on this machine.
+        options: further keyword arguments of ``function``.
+        paths: ``sys.path`` of the launcher, so that ranks find the same recipes and plugins.
     """
 
     function: Callable[..., int]
@@ -61,18 +64,18 @@ class ForkedRank:
     """A rank's process, with the methods of ``subprocess.Popen``."""
 
     def __init__(self, server: ForkServer) -> None:
-        self.pid: int | None = None  # until the server has forked it
+        self.pid: int | None = None  # None until the server has forked the rank
         self.returncode: int | None = None
         self._server = server
-        self._signals: list[int] = []  # those that were sent before there was a process
+        self._signals: list[int] = []  # signals to send once the process exists
 
     def poll(self) -> int | None:
-        """Return the exit status, negative after a signal; None while the rank runs."""
+        """Return the exit status (negative after a signal); None while the rank runs."""
         self._server.hear()
         return self.returncode
 
     def send_signal(self, signum: int) -> None:
-        """Send ``signum`` to the rank, now or as soon as it has a process."""
+        """Send ``signum`` to the rank, now or as soon as its process exists."""
         if self.poll() is not None:
             return
         if self.pid is None:
@@ -82,13 +85,13 @@ class ForkedRank:
                 os.kill(self.pid, signum)
 
     def kill(self) -> None:
-        """Kill the rank. If it has no process yet, kill the server instead."""
+        """Kill the rank; kill the server instead if the rank has no process yet."""
         self.send_signal(signal.SIGKILL)
         if self.pid is None:
             self._server.process.kill()
 
     def began(self, pid: int) -> None:
-        """Take the process id, and send the signals that came before it."""
+        """Store the process id, and send the signals that were waiting for it."""
         self.pid = pid
         for signum in self._signals:
             with suppress(ProcessLookupError):
@@ -96,11 +99,11 @@ class ForkedRank:
 
 
 class ForkServer:
-    """The server as the launcher sees it. It and its ranks die with the thread that made it.
+    """The launcher's handle on a fork server; server and ranks die with the thread that made it.
 
     Args:
-        env: environment of the server and its ranks. Libraries such as OpenMP read theirs once, so
-            another environment needs another server.
+        env: environment of the server and its ranks. Libraries such as OpenMP read the environment
+            once, so another environment needs another server.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -110,13 +113,13 @@ class ForkServer:
         self._begin()
 
     def _begin(self) -> None:
-        # Of packets: a message arrives whole or not at all.
+        # A socket of packets delivers a message whole or not at all.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Blocked, a signal waits in a rank that has no handler for it yet.
+        # A blocked signal stays pending in a rank that has not installed its handler yet.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             with theirs:
-                # A session of its own: Ctrl-C in the terminal reaches the launching process alone.
+                # The server has its own session, so Ctrl-C in a terminal reaches only the launcher.
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "automoe.launch.fork_server", str(os.getpid()), str(theirs.fileno())],
                     env=self.env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
@@ -125,30 +128,30 @@ class ForkServer:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def serves(self, env: Mapping[str, str]) -> bool:
-        """Return True if a server that is started now in ``env`` would be the same."""
+        """Return True if the server has this environment and the current working directory."""
         return (self.env, self.folder) == (dict(env), os.getcwd())
 
     def start(self, job: Job, stdout: int = 1, files: Sequence[int] = ()) -> list[ForkedRank]:
-        """Start the ranks of ``job``, which begin once the server has imported its modules. It runs
-        one job at a time.
+        """Start the ranks of ``job``, and return them; the server runs one job at a time.
 
-        A server that was killed is started again: this may be the next attempt.
+        The ranks begin once the server has imported its modules. A server that was killed is
+        started again, because this job may be the next attempt of the one that killed it.
 
         Args:
-            stdout: file descriptor of rank 0's standard output.
-            files: a file descriptor for each rank, or none.
+            stdout: file descriptor that the ranks start with as standard output.
+            files: one file descriptor for each rank, or empty.
         """
         if self.process.poll() is not None:
             self.close()
             self._begin()
         self._ranks = [ForkedRank(self) for _ in range(job.num_ranks)]
-        # the server was killed, which ``hear`` finds out
+        # If the server was killed, ``hear`` finds out and gives its ranks a status.
         with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._socket, [pickle.dumps(tuple(job))], [stdout, 2, *files])
         return self._ranks
 
     def hear(self) -> None:
-        """Read the server's answers. A signal handler may call this, and may interrupt it."""
+        """Read the server's answers; safe to call from a signal handler that interrupts it."""
         if self._hearing:
             return
         self._hearing = True
@@ -163,8 +166,10 @@ class ForkServer:
             self._hearing = False
 
     def _receive(self) -> bytes:
-        """Return the next answer, empty if there is none; a server that has gone leaves its status
-        to its ranks."""
+        """Return the server's next answer; empty if no answer is waiting.
+
+        If the server has ended, its exit status becomes that of every rank that still ran.
+        """
         try:
             answer = self._socket.recv(100, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -178,7 +183,7 @@ class ForkServer:
         return answer
 
     def close(self) -> None:
-        """Kill the server, and its ranks with it."""
+        """Kill the server, and with it its ranks."""
         self.process.kill()
         self.process.wait()
         self._socket.close()
@@ -189,10 +194,11 @@ _kept: ForkServer | None = None
 
 @contextmanager
 def fork_server(env: Mapping[str, str], keep: bool = False) -> Iterator[ForkServer]:
-    """Give a server in ``env``: the one that was kept if it is the same, else a new one.
+    """Yield a fork server with environment ``env``: the kept one if it matches, else a new one.
 
     Args:
-        keep: keep it for the next call, which then imports nothing; it ends with this process.
+        keep: keep the server for the next call, which then imports nothing. A kept server ends with
+            this process. False: close the server when the context ends.
     """
     global _kept
     server, _kept = _kept, None
@@ -217,12 +223,14 @@ def _close_kept() -> None:
         _kept.close()
 
 
-# ---------------------------------------------------------------- in the server
+# ---------------------------------------------------------------- the server's process
 
 
 def main() -> int:
-    """Serve the launcher whose process id is on the command line, through the socket whose number
-    is."""
+    """Serve a launcher until it closes the socket.
+
+    The command line has the launcher's process id and the socket's file descriptor.
+    """
     launcher, number = map(int, sys.argv[1:])
     die_with_parent(launcher)
     prepare_process()
@@ -236,10 +244,9 @@ def main() -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its ``parent`` ends; leave at once if that has
-    happened (Linux).
+    """Ask the kernel to kill this process when ``parent`` ends; exit now if it has ended (Linux).
 
-    Nobody else would end it: it is in a session of its own.
+    Nothing else would end this process, because it has a session of its own.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -261,16 +268,18 @@ def _import_all() -> Imports:
     os.close(terminal)
     output = Path(f"/proc/self/fd/{log}").read_text(errors="replace")
     os.close(log)
-    gc.freeze()  # imported modules stay: the garbage collector of a rank need not look through them
+    gc.freeze()  # imported modules stay, so the garbage collector of a rank need not visit them
     return Imports(error, output)
 
 
 def _serve(job: Job, files: list[int], requests: socket.socket, imports: Imports) -> None:
-    """Fork the ranks of ``job``, and answer as each begins and ends: rank, process id or 0, exit
-    status."""
+    """Fork the ranks of ``job``, and answer whenever a rank begins or ends.
+
+    An answer is "rank pid 0" when the rank begins, and "rank 0 status" when it ends.
+    """
     server, numbers = os.getpid(), {}
     for rank in range(job.num_ranks):
-        # Python 3.12 warns of threads: OpenBLAS has some, and survives a fork
+        # Python 3.12 warns if a process with threads forks; OpenBLAS has threads, and survives it.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
@@ -282,7 +291,7 @@ def _serve(job: Job, files: list[int], requests: socket.socket, imports: Imports
         os.close(file)
     while numbers:
         pid, status = os.wait()
-        # else a process that an import left behind
+        # Other children of this process were left behind by an import.
         if (ended := numbers.pop(pid, None)) is not None:
             requests.send(b"%d 0 %d" % (ended, os.waitstatus_to_exitcode(status)))
 
@@ -290,7 +299,7 @@ def _serve(job: Job, files: list[int], requests: socket.socket, imports: Imports
 def become(
     job: Job, rank: int, parent: int, files: list[int], requests: socket.socket, imports: Imports
 ) -> NoReturn:
-    """Run a rank in this process, a fork of ``parent``, and leave with its exit status."""
+    """Run ``rank`` of ``job`` in this process, a fork of ``parent``, and exit with its status."""
     try:
         requests.close()
         os.setsid()
@@ -311,7 +320,7 @@ def become(
         }
         sys.path += [path for path in job.paths if path not in sys.path]
         if "numpy" in sys.modules:
-            # forks would draw the same numbers; Python's own generator sees to it
+            # Forks would draw the same numbers; Python reseeds its own generator after a fork.
             sys.modules["numpy"].random.seed()
         options = job.options | ({"file": own[rank]} if own else {})
         end_process(job.function(rank=rank, world_size=job.num_ranks, imports=imports, **options))

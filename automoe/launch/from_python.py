@@ -1,5 +1,4 @@
-"""``automoe.train(...)``: the command's run from a script, a notebook or a prompt; a result, or an
-exception."""
+"""``automoe.train(...)``: start a run from a script, a notebook or a Python prompt."""
 
 from __future__ import annotations
 
@@ -25,20 +24,20 @@ from automoe.launch.hardware import missing_hardware
 from automoe.launch.local import train_here
 from automoe.launch.prepare import check_here, compose, settle
 
-# Text that Hydra's grammar reads as that text without quotes.
+# Hydra's grammar reads text that matches this pattern as itself, without quotes.
 _PLAIN = re.compile(r"(?!(?:null|true|false|yes|no|on|off|nan|inf)$)[A-Za-z_./~][\w./~-]*", re.I)
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A run that is done.
+    """Result of a run that is done.
 
     Attributes:
-        config: as it was checked.
-        run_dir: with all that the run left (``docs/launch.md``).
-        objective: the last validation loss, else the last training loss; None of a recipe that has
-            none.
-        export: the HuggingFace checkpoint, or the adapter; None without one.
+        config: configuration of the run, checked.
+        run_dir: run directory with all files of the run (``docs/launch.md``).
+        objective: last validation loss, else last training loss; None if the recipe returns none.
+        export: folder of the exported HuggingFace checkpoint or adapter; None if the run exports
+            nothing.
     """
 
     config: Config
@@ -48,14 +47,14 @@ class TrainResult:
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
-        """One dictionary a step, from ``metrics.jsonl``; empty of a recipe that keeps none."""
+        """One dictionary per step, from ``metrics.jsonl``; empty if the recipe records none."""
         from automoe.observe.metrics import read_metrics
 
         return read_metrics(self.run_dir)
 
     @property
     def loss(self) -> float | None:
-        """Training loss of the last step."""
+        """Training loss of the last step; None if the recipe records no steps."""
         return float(self.records[-1]["loss"]) if self.records else None
 
 
@@ -64,22 +63,24 @@ def train(
     config_name: str = DEFAULT_PRIMARY,
     config_dir: str | os.PathLike[str] | None = None,
 ) -> TrainResult:
-    """Train on this machine, in rank processes of its own, and wait for the end.
+    """Train on this machine in separate rank processes, wait for the end, and return the result.
 
-    Nothing of the calling program runs again in the ranks, so a script needs no ``if __name__ ==
-    "__main__"``; what they are to run besides automoe is named: ``recipe`` and ``plugins``. Ctrl-C
-    lets them save and leave; a second one ends them.
+    The ranks run nothing of the calling program, so a script needs no ``if __name__ ==
+    "__main__"``; the keys ``recipe`` and ``plugins`` name the user's own code that ranks run. Ctrl-C
+    makes the ranks save and leave; a second Ctrl-C kills them.
 
     Args:
         config: overrides as on the command line (``["mesh.ep=2", "model=small_mixtral"]``), as a
             dictionary (``{"mesh": {"ep": 2}, "train.steps": 50}``), or a whole ``Config``.
-        config_name, config_dir: as ``--config-name`` and ``--config-dir``; not for a whole
+        config_name: name of the primary configuration, as ``--config-name``; leave it out with a
+            whole ``Config``.
+        config_dir: further folder of configurations, as ``--config-dir``; leave it out with a whole
             ``Config``.
 
     Raises:
         ConfigError, DataError, BackendError, LaunchError: the run could not be started.
         TrainingError: a rank failed, or a signal ended the run before its last step.
-        KeyboardInterrupt: Ctrl-C; the run has saved, and the same call goes on.
+        KeyboardInterrupt: Ctrl-C stopped the run after it saved; the same call continues it.
     """
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError(
@@ -121,7 +122,7 @@ def _composed(
                 "config_name", config_name, "a Config is composed already", "Leave config_name out"
             )
         load_plugins(config.plugins)
-        return settle(config_from_dict(asdict(config)), [])  # as strict as with what is typed
+        return settle(config_from_dict(asdict(config)), [])  # as strict as for overrides
     if isinstance(config, Mapping):
         overrides = list(_overrides(config, ""))
     elif (
@@ -138,7 +139,7 @@ def _composed(
 
 
 def _overrides(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """``{"mesh": {"ep": 2}}`` as ``mesh.ep=2``."""
+    """Yield the overrides of a nested dictionary: ``{"mesh": {"ep": 2}}`` gives ``mesh.ep=2``."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key not in VALUE_KEYS:
@@ -148,11 +149,11 @@ def _overrides(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _text(value: object) -> str:
-    """A value in Hydra's grammar."""
+    """Return ``value`` in Hydra's override grammar."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, (int, float)):
-        # NumPy's floats are floats too
+        # A NumPy float is a float too, but its repr names NumPy.
         return repr(float(value) if isinstance(value, float) else int(value))
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_text(one)}" for key, one in value.items()) + "}"

@@ -1,4 +1,4 @@
-"""What this machine can run, found without importing torch."""
+"""Checks of what this machine can run, without importing torch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from automoe.config.shipped import own_recipe
 from automoe.errors import BackendError
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
-# Sandboxes that pass a GPU on may have its device, nvidia0, and not the driver's folder.
+# A sandbox may have a GPU's device file, such as nvidia0, and lack the driver's folder.
 DEVICES = Path("/dev")
 NEWEST_TORCH_TRIED = (2, 15)
-MAX_CPU_RANKS_PER_CORE = 8  # beyond it, importing torch alone takes minutes
+MAX_CPU_RANKS_PER_CORE = 8  # with more, importing torch alone takes minutes
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch is a CUDA build; read from its version file, torch is not
-    imported."""
+    """Return True if the installed torch is a CUDA build, according to its ``version.py``."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -38,7 +37,10 @@ def torch_has_cuda() -> bool:
 
 
 def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
-    """CUDA devices that this process may use: the driver's, limited by ``CUDA_VISIBLE_DEVICES``."""
+    """Return the number of GPUs that this process may use.
+
+    The number is that of the driver, limited by ``CUDA_VISIBLE_DEVICES``.
+    """
     present = _present_gpus()
     chosen = env.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not present:
@@ -55,20 +57,19 @@ def _present_gpus() -> int:
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resolve_device(config: Config) -> Device:
-    """``cpu`` or ``cuda``; ``auto`` is cuda where a GPU is visible and torch can use it."""
+    """Return ``launch.device``; ``auto`` becomes cuda if a GPU is visible and torch can use it."""
     if config.launch.device != "auto":
         return config.launch.device
     return "cuda" if visible_gpus() and torch_has_cuda() else "cpu"
 
 
 def cpu_note(config: Config) -> str | None:
-    """Why ``launch.device=auto`` is the CPU where the installed torch says that a GPU was meant;
-    else None."""
+    """Return a note if ``launch.device=auto`` falls back to the CPU under a CUDA build of torch."""
     if config.launch.device != "auto" or _present_gpus() or not torch_has_cuda():
         return None
     return (
@@ -78,8 +79,7 @@ def cpu_note(config: Config) -> str | None:
 
 
 def torch_note(installed: str) -> str | None:
-    """That the installed torch is newer than any that automoe was tried with; None where it is
-    not."""
+    """Return a note if ``installed`` is newer than the newest torch tried with automoe."""
     newest = ".".join(map(str, NEWEST_TORCH_TRIED))
     if tuple(int(number) for number in installed.split(".")[:2]) <= NEWEST_TORCH_TRIED:
         return None
@@ -87,8 +87,10 @@ def torch_note(installed: str) -> str | None:
 
 
 def start_notes(config: Config) -> list[str]:
-    """Lines that a run begins with: an untried torch, a CPU where a GPU was meant, a recipe of the
-    user's own."""
+    """Return the notes that a run prints first.
+
+    They are about an untried torch, a fallback to the CPU, and a recipe of the user's own.
+    """
     recipe = own_recipe(config.recipe)
     recipe_note = None if recipe is None else f"note: recipe={config.recipe} is {recipe}"
     return [
@@ -99,8 +101,12 @@ def start_notes(config: Config) -> list[str]:
 
 
 def default_num_ranks(config: Config, device: str) -> int | None:
-    """Ranks that a derived mesh axis fills: ``launch.num_ranks``, or as many whole meshes as this
-    machine holds."""
+    """Return the number of ranks that a derived mesh axis fills.
+
+    It is ``launch.num_ranks`` if that is set, else as many whole meshes as this machine holds: with
+    ``mesh.preset`` one rank per GPU or core. None if ``launch.num_ranks`` is unset and an axis of
+    the mesh is invalid.
+    """
     mesh = config.mesh
     if config.launch.num_ranks is not None or min(_fixed(mesh)) < 1:
         return config.launch.num_ranks
@@ -113,7 +119,7 @@ def default_num_ranks(config: Config, device: str) -> int | None:
 
 
 def missing_hardware(shape: MeshShape, device: str) -> str | None:
-    """Why this machine alone cannot hold the ranks of ``shape``; None where it can."""
+    """Return why this machine cannot hold the ranks of ``shape``; None if it can."""
     ranks = shape.world_size
     if device == "cuda":
         here = visible_gpus()
@@ -131,8 +137,7 @@ def missing_hardware(shape: MeshShape, device: str) -> str | None:
 
 
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:
-    """Raise ``BackendError`` where this machine cannot run a backend that the configuration
-    names."""
+    """Raise ``BackendError`` if this machine cannot run a backend that ``config`` names."""
     if config.train.compile:
         _check_compile(device)
     if config.launch.numa and device != "cuda":
@@ -153,7 +158,7 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
 
 
 def _tracker_packages(config: Config) -> Iterator[tuple[str, str, str]]:
-    """(key=value, package, remedy) of the packages that trackers need on the machine of rank 0."""
+    """Yield (key=value, package, remedy) of the packages that rank 0's trackers need."""
     observe = config.observe
     if observe.wandb != "off":
         yield (
@@ -169,7 +174,7 @@ def _tracker_packages(config: Config) -> Iterator[tuple[str, str, str]]:
         )
     if observe.mlflow:
         yield "observe.mlflow", "mlflow", "pip install mlflow-skinny, or set observe.mlflow=''"
-    # mlflow-skinny has no database
+    # mlflow-skinny cannot write to a database.
     if re.match(r"(sqlite|postgresql|mysql|mssql)\b", observe.mlflow):
         yield (
             "observe.mlflow with a database",
@@ -179,8 +184,7 @@ def _tracker_packages(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _foreign(config: Config, device: str, deepep: bool) -> Iterator[tuple[str, str, str]]:
-    """(key=value, package, remedy) of every package that ``config`` computes with and not every
-    machine has."""
+    """Yield (key=value, package, remedy) of the optional packages that ``config`` computes with."""
     experts = _experts(config)
     for key, instead in _launching_triton(config, device):
         yield key, "triton", f"Install triton, or set {instead}"
@@ -205,21 +209,20 @@ def _foreign(config: Config, device: str, deepep: bool) -> Iterator[tuple[str, s
     ):
         if value == "te":
             remedy = f"Install transformer-engine with its torch part for this CUDA, or set {key}={instead}"
-            # Its Python part installs anywhere, and imports only together with the part built for
-            # torch.
+            # The Python part of transformer-engine installs anywhere, but imports only together
+            # with the part built for torch.
             for package in ("transformer_engine", "transformer_engine_torch"):
                 yield f"{key}=te", package, remedy
 
 
 def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
-    """(key=value, what to set instead) of everything in ``config`` that launches Triton's
-    kernels."""
+    """Yield (key=value, alternative) of every key in ``config`` that launches Triton kernels."""
     if config.kernels.rope == "triton":
         yield "kernels.rope=triton", "kernels.rope=torch"
     if _experts(config) == "triton":
         yield "moe.experts=triton", "moe.experts=grouped_mm"
     if device != "cuda":
-        return  # torch has operations for the rest
+        return  # on the CPU, torch's own operations do the rest
     if config.train.fp8 != "off":
         yield f"train.fp8={config.train.fp8}", "train.fp8=off"
     if config.optim.master_weights == "stochastic":
@@ -229,13 +232,12 @@ def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
 
 
 def _experts(config: Config) -> str:
-    """``moe.experts`` where the model has any."""
+    """Return ``moe.experts``; "none" if the model has no MoE layers."""
     return config.moe.experts if config.model.num_moe_layers else "none"
 
 
 def _check_compile(device: str) -> None:
-    """What torch.compile needs to make kernels: a Python that torch knows, a compiler and Python's
-    headers."""
+    """Check that torch.compile supports this Python, and finds a compiler and Python's headers."""
     key, remedy = "train.compile=true", "set train.compile=false"
     python = sys.version_info
     if python >= (3, 15) or (sysconfig.get_config_var("Py_GIL_DISABLED") and python < (3, 13, 3)):
@@ -247,8 +249,10 @@ def _check_compile(device: str) -> None:
 
 
 def _check_compiler(key: str, device: str, remedy: str) -> None:
-    """Check for a compiler and Python's headers: Inductor needs them on the CPU, Triton's launchers
-    on CUDA."""
+    """Check for a compiler and Python's headers.
+
+    Inductor needs them for its kernels on the CPU, and Triton for its launchers on CUDA.
+    """
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
     _find_compiler(f"{key} on {device}", variable, names, remedy)
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -260,8 +264,10 @@ def _check_compiler(key: str, device: str, remedy: str) -> None:
 
 
 def _find_compiler(key: str, variable: str, names: list[str], remedy: str) -> None:
-    """Check that the PATH has the command of the environment's ``variable``, or else one of
-    ``names``."""
+    """Check that a compiler is on the PATH.
+
+    The compiler is the environment's ``variable`` if it is set, else one of ``names``.
+    """
     given = os.environ.get(variable, "")
     try:
         words = shlex.split(given)
@@ -278,7 +284,7 @@ def _find_compiler(key: str, variable: str, names: list[str], remedy: str) -> No
 
 
 def _fixed(mesh: MeshConfig) -> tuple[int, int]:
-    """Products of the axes that are given, in the two views without pp."""
+    """Return the products of the given axes, without pp, of the default and the moe view."""
     attention = (
         mesh.dp_replicate * mesh.cp * mesh.tp * (mesh.dp_shard if mesh.dp_shard != -1 else 1)
     )

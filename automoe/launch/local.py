@@ -1,8 +1,7 @@
-"""A run on this machine: its ranks are started, watched, stopped, judged by the status file, and
-started again.
+"""Launcher of a run on this machine: it starts, watches, stops and restarts the ranks.
 
-Ranks are forks of a process that has imported torch (``automoe.launch.fork_server``) and knows
-nothing of runs.
+The ranks are forks of a server that has imported torch (``automoe.launch.fork_server``). The
+launcher judges how a run ended by the run directory's status file.
 """
 
 from __future__ import annotations
@@ -32,21 +31,28 @@ from automoe.launch.ranks import LOOPBACK, check_system, store_file
 from automoe.launch.worker import STOP_SIGNALS, run_rank
 
 _LOST_PEER_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
-_KILL_AFTER_S = 8  # for the other ranks to leave by themselves once one has failed
+_KILL_AFTER_S = 8  # time for the other ranks to leave by themselves once one has failed
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: ``state`` is done, failed or preempted."""
+    """End of a run.
+
+    Attributes:
+        state: done, failed or preempted.
+        objective: validation loss, else training loss; None if the recipe returned none.
+        error: report of the first error, as in ``status.json``; None without one.
+        signum: signal that ended the run early; None without one.
+    """
 
     state: str
     objective: float | None
     error: dict[str, Any] | None
-    signum: int | None = None  # the signal that ended it early
+    signum: int | None = None
 
     @property
     def exit_code(self) -> int:
-        """0 done, 1 failed, 128 + signal preempted (143 after SIGTERM, 130 after Ctrl-C)."""
+        """Exit status: 0 done, 1 failed, 128 + signal preempted (143 SIGTERM, 130 Ctrl-C)."""
         if self.state == "done":
             return 0
         return 128 + self.signum if self.state == "preempted" and self.signum else 1
@@ -58,7 +64,7 @@ def train_here(
     """Run a checked configuration on this machine, print how it ended, and write its report.
 
     Args:
-        another_follows: keep the fork server for another run, which then need not import torch
+        another_follows: keep the fork server for the next run, which then need not import torch
             again.
 
     Raises:
@@ -78,7 +84,7 @@ def train_here(
         from automoe.hf.identity import complete
 
         complete(config)
-        prepare_data(config)  # a bad line or a missing file is found here, before ranks start
+        prepare_data(config)  # reports a bad line or a missing file before ranks start
         result = launch_local(config, shape, device, server)
     if result.error is not None:
         error = runs.describe_error(result.error)
@@ -88,14 +94,14 @@ def train_here(
     if config.observe.report and Path(config.run_dir).is_dir():
         from automoe.observe.report import write_report
 
-        # By this process and not by rank 0: a run that died by SIGKILL has a report too.
+        # This process writes the report, not rank 0, so that a run killed by SIGKILL has one too.
         if (report := write_report(config.run_dir)) is not None:
             print(f"report {report}", flush=True)
     return result
 
 
 def _environment(config: Config, num_ranks: int) -> dict[str, str]:
-    """Return the environment of the ranks."""
+    """Return the environment of the ranks: loopback interfaces and a share of the CPU threads."""
     env = without_rendezvous(os.environ) | LOOPBACK
     share = str(max(1, (os.cpu_count() or 1) // num_ranks))
     env["OMP_NUM_THREADS"] = str(
@@ -107,19 +113,20 @@ def _environment(config: Config, num_ranks: int) -> dict[str, str]:
 def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkServer) -> RunResult:
     """Run every rank of ``shape`` on this machine, as forks of ``server``, and wait for the end.
 
-    Holds the run directory's lock, writes its ``config.yaml``, forwards SIGTERM, SIGHUP and Ctrl-C
-    as a request to stop (a second Ctrl-C kills, and so does the end of ``launch.grace_s``). A run
-    that fails is started again, from its newest checkpoint, up to ``launch.max_restarts`` times.
-    Call it from the main thread: ranks die with the thread that made them.
+    The function holds the run directory's lock, writes its ``config.yaml``, and forwards SIGTERM,
+    SIGHUP and Ctrl-C to the ranks as a request to stop. A second Ctrl-C kills the ranks, and so
+    does the end of ``launch.grace_s`` seconds. A run that fails is started again from its newest
+    checkpoint, up to ``launch.max_restarts`` times. Call this function from the main thread: ranks
+    die with the thread that made them.
 
     Raises:
-        ConfigError: ``run_dir`` cannot be written, or another run is in it.
-        LaunchError: another run holds it.
+        ConfigError: ``run_dir`` cannot be written, or it holds a run with other settings.
+        LaunchError: another run holds the lock of ``run_dir``.
     """
     run_dir, frozen = Path(config.run_dir).absolute(), resolved(config, shape, device)
     limit = config.launch.max_restarts
     with runs.locked(run_dir) as run_dir_lost:
-        # again: another run may have been there until the lock was free
+        # This repeats an earlier check: another run may have been here until the lock was free.
         runs.check_same_run(run_dir, frozen)
         runs.start_run(run_dir)
         save_config(frozen, run_dir)
@@ -137,8 +144,8 @@ def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkS
                 if config.checkpoint.resume == "never" and earlier != _identity(
                     run_dir / "checkpoints"
                 ):
-                    # The first attempt has set aside what was there; the next goes on from its
-                    # checkpoints.
+                    # The first attempt has set the old checkpoints aside; the next attempt
+                    # continues from the first one's.
                     config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
                     save_config(resolved(config, shape, device), run_dir)
             if limit:
@@ -149,8 +156,7 @@ def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkS
 def _start_again(
     run_dir: Path, error: dict[str, Any], failures: list[dict[str, Any]], limit: int
 ) -> bool:
-    """Add a failed attempt to ``failures``, and make room for another one; False if none may
-    follow."""
+    """Add a failed attempt to ``failures`` and prepare the next; False if none may follow."""
     step, number = last_step(run_dir), len(failures) + 1
     failures.append({"attempt": number, "step": step, "error": error})
     if (why_not := refusal(failures, limit)) is not None:
@@ -166,7 +172,7 @@ def _start_again(
 
 
 class _Launch:
-    """The ranks of one run, through all its attempts."""
+    """Ranks of one run, over all its attempts."""
 
     def __init__(
         self,
@@ -184,14 +190,14 @@ class _Launch:
         )
         self.config = config
         self.signum: int | None = None
-        self.kill_at = math.inf  # on the monotonic clock, once asked to stop
-        self.gave_up = False  # the ranks did not leave when asked to, and were killed
+        self.kill_at = math.inf  # monotonic time (s), finite once a signal has asked to stop
+        self.gave_up = False  # True if ranks did not leave in time and were killed
         self.ranks: list[ForkedRank] = []
         self.killed: set[int] = set()  # ranks that this process killed
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
-        """Have SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, between two attempts as well."""
+        """Make SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, also between two attempts."""
         old = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
         try:
             yield
@@ -200,7 +206,7 @@ class _Launch:
                 signal.signal(number, handler)
 
     def attempt(self) -> RunResult:
-        """Start every rank, wait for the end, and return how it ended."""
+        """Start every rank, wait for the end, and return the result."""
         self.ranks, self.killed = [], set()
         with store_file() as store, _rank_output() as stdout:
             options = {"run_dir": self.run_dir, "store": store, "launcher": os.getpid()}
@@ -218,8 +224,7 @@ class _Launch:
         return self._judge()
 
     def _wait(self) -> None:
-        """Wait until every rank has left. Kill ranks that outlive a failed one, or a request to
-        stop."""
+        """Wait until every rank has left; kill ranks that outlive a failure or a stop request."""
         failed_at = math.inf
         while any([rank.poll() is None for rank in self.ranks]):
             now = time.monotonic()
@@ -238,12 +243,13 @@ class _Launch:
         if self.signum is not None and signum == signal.SIGINT:
             self._give_up()
             return
-        # Before the line is written: whoever reads it may send the second signal into this call.
+        # The attribute is set before the message is written: a user who reads the message may send
+        # the second signal during this call.
         first, self.signum = self.signum is None, signum
         if first:
             self.kill_at = time.monotonic() + self.config.launch.grace_s
             name = signal.Signals(signum).name
-            # Not print(): a handler may interrupt one.
+            # os.write replaces print(), which a signal handler may interrupt.
             then = (
                 "save"
                 if self.config.checkpoint.saves
@@ -271,7 +277,7 @@ class _Launch:
             rank.send_signal(signal.SIGTERM)
 
     def _kill(self) -> None:
-        """Kill the ranks that still live: none may be left behind."""
+        """Kill every rank that is still alive."""
         for number, rank in enumerate(self.ranks):
             if rank.poll() is None:
                 self.killed.add(number)
@@ -281,7 +287,7 @@ class _Launch:
         status = runs.read_status(self.run_dir)
         killed = self._killed_rank(status.get("error"))
         if killed is not None and status["state"] not in ("done", "preempted"):
-            # What the other ranks say is a consequence: they lost this one in a collective.
+            # Errors of other ranks are a consequence: they lost the killed rank in a collective.
             runs.record_failure(self.run_dir, killed, overrule=True)
         elif status["state"] in ("starting", "running"):
             if self.gave_up:
@@ -293,7 +299,7 @@ class _Launch:
                     if n not in self.killed
                 ]
                 message = f"ranks ended without a result: {', '.join(ended)}; see above and logs/rank*.log"
-                # Overruled: a report that a rank began and had no room for.
+                # This overrules a report that a rank began to write on a full disk.
                 failure = runs.read_failure(self.run_dir) or runs.launch_failure(None, message)
                 runs.record_failure(self.run_dir, failure, overrule=True)
         status = runs.read_status(self.run_dir)
@@ -301,10 +307,13 @@ class _Launch:
         return RunResult(status["state"], status.get("objective"), status.get("error"), signum)
 
     def _killed_rank(self, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The failure of a rank that a signal ended, and not this process, where that is this run's
-        first error.
+        """Return the failure of a rank that a foreign signal killed; None if it was not the first.
 
-        A rank that dies so cannot report; its peers report that the connection is gone.
+        A killed rank cannot report its own end; its peers report a lost connection.
+
+        Args:
+            recorded: the first error on record, if any. An error other than a lost connection means
+                that no killed rank came first.
         """
         if recorded is not None and recorded["type"] not in _LOST_PEER_TYPES:
             return None
@@ -322,10 +331,10 @@ class _Launch:
 
 @contextlib.contextmanager
 def _rank_output() -> Iterator[int]:
-    """Give a file descriptor for rank 0's standard output: this process's own, if ``print`` writes
-    there.
+    """Yield a file descriptor for rank 0's standard output.
 
-    In a notebook it does not; there a thread prints what rank 0 writes into a pipe.
+    It is this process's own standard output if ``print`` writes there. In a notebook ``print``
+    writes elsewhere, so rank 0 writes into a pipe, and a thread prints its lines.
     """
     own = False
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -351,11 +360,11 @@ def _pass_on(reader: int) -> None:
 
 
 def refusal(failures: Sequence[Mapping[str, Any]], limit: int) -> str | None:
-    """Why no attempt follows the last of ``failures``; None where one does.
+    """Return why no attempt may follow the last of ``failures``; None if one may.
 
     Args:
-        failures: per failed attempt its number, the last step it recorded (None: it kept no record
-            of steps) and its first error.
+        failures: for each failed attempt its number, its last recorded step (None if it recorded no
+            steps) and its first error.
         limit: ``launch.max_restarts``.
     """
     *before, last = failures
@@ -371,8 +380,10 @@ def refusal(failures: Sequence[Mapping[str, Any]], limit: int) -> str | None:
 
 
 def last_step(run_dir: Path) -> int | None:
-    """The last step in ``metrics.jsonl``; None where there is none to read, 0 before its first line
-    is complete."""
+    """Return the last step in ``metrics.jsonl``; 0 without a complete line.
+
+    None if the file does not exist or cannot be read.
+    """
     from automoe.observe.metrics import METRICS_FILE, read_metrics
 
     if not (run_dir / METRICS_FILE).exists():

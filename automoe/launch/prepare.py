@@ -1,9 +1,7 @@
-"""From a command line to a checked configuration, its mesh and its device: the one place that every
-command passes.
+"""Preparation of every command: a command line becomes a configuration, a mesh and a device.
 
-What the configuration alone can say is in ``automoe.config``. Here are the checks that read
-something else: a checkpoint's ``config.json``, a tokenizer, this machine. Nothing here imports
-torch.
+``automoe.config`` has the rules on the configuration alone. This module adds the checks that read
+something else: a checkpoint's ``config.json``, a tokenizer, this machine. It does not import torch.
 """
 
 from __future__ import annotations
@@ -35,10 +33,13 @@ LARGE = 1e9  # parameters
 
 
 def prepare(args: Arguments) -> tuple[Config, MeshShape, Device]:
-    """Compose and check what ``args`` names, for ranks that this process would start.
+    """Compose and check the configuration of ``args`` for ranks that this process would start.
+
+    Returns:
+        The configuration, its resolved mesh and its device.
 
     Raises:
-        ConfigError: the first rule that is broken.
+        ConfigError: a rule is broken; the first one is named.
         BackendError: Hydra is not installed.
     """
     config = compose(args)
@@ -46,19 +47,24 @@ def prepare(args: Arguments) -> tuple[Config, MeshShape, Device]:
 
 
 def compose(args: Arguments) -> Config:
-    """The configuration that ``args`` names, with the model of its checkpoint. Raises as
-    ``prepare``."""
+    """Return the configuration that ``args`` names, with the model of its checkpoint.
+
+    Raises:
+        ConfigError: as ``settle`` does, or a key or value is wrong.
+        BackendError: Hydra is not installed.
+    """
     return settle(compose_config(args.config_name, args.overrides, args.config_dir), args.overrides)
 
 
 def settle(config: Config, overrides: list[str]) -> Config:
-    """``config`` with the model that ``model.hf_path`` holds, if it is set: its config.json is the
-    truth; ids pinned.
+    """Return ``config`` with the model of ``model.hf_path``, and with pinned Hub ids.
+
+    If ``model.hf_path`` is set, the checkpoint's ``config.json`` defines the model.
 
     Raises:
-        ConfigError: no such checkpoint, an unknown family, an override of the model that
-            contradicts it, one of ``launch.num_ranks`` that contradicts the mesh, or a checkpoint
-            without a word on its data.
+        ConfigError: the checkpoint does not exist or has an unknown family; an override contradicts
+            the checkpoint's model; ``launch.num_ranks`` contradicts the mesh; or the configuration
+            has a checkpoint but names no data.
     """
     if "launch.num_ranks" in map(key_of, overrides) and config.launch.num_ranks is not None:
         mesh = expand_preset(config.mesh, config.launch.num_ranks)
@@ -116,11 +122,11 @@ def settle(config: Config, overrides: list[str]) -> Config:
 
 
 def missing_data(config: Config) -> ConfigError | None:
-    """Why there is nothing that a large model could learn from, or to pack; None for a small one,
-    or where there is.
+    """Return an error if a large model has only demonstration data; None if the data suits.
 
-    Large is a model of ``LARGE`` parameters from random weights: a hundred for each byte of the
-    demonstration corpus.
+    A model is large if it has ``LARGE`` parameters from random weights: a hundred for each byte of
+    the demonstration corpus. The function also returns an error if ``lora.base`` packs a
+    checkpoint's matrices and no checkpoint is set.
     """
     parameters = count_params(config.model).total
     if config.lora.base != "weights" and config.model.hf_path is None:
@@ -148,8 +154,10 @@ def missing_data(config: Config) -> ConfigError | None:
 
 
 def _check_fp8_base(config: Config) -> None:
-    """Raise ``ConfigError`` where ``lora.base=fp8`` and the checkpoint is not in FP8 of 128 columns
-    a block."""
+    """Raise ``ConfigError`` if ``lora.base=fp8`` and the checkpoint is not in FP8 blocks.
+
+    A block must have 128 columns, and the family must not store matrices transposed.
+    """
     path = config.model.hf_path
     if config.lora.base != "fp8" or path is None:
         return
@@ -174,14 +182,16 @@ def _check_fp8_base(config: Config) -> None:
 
 
 def _pinned(config: Config) -> Config:
-    """``config`` with a commit in each Hub id, and a day; a run that goes on stays with those that
-    it began with."""
+    """Return ``config`` with a commit in each Hub id, and with the chat template's date.
+
+    A run that is continued keeps the commits and the date that it began with.
+    """
     resume, then = Path(config.checkpoint.resume).expanduser(), dict[str, Any]()
     begun = {"never": [], "auto": [Path(config.run_dir)]}.get(
         str(resume), [resume, resume.parent.parent]
     )
     for folder in begun:
-        with suppress(OSError, ValueError):  # none, or one that the run itself will speak of
+        with suppress(OSError, ValueError):  # the run itself reports an unreadable file
             then = then or flat(read_config(folder))
 
     def pin(key: str, spec: str | None) -> str | None:
@@ -206,21 +216,25 @@ def _pinned(config: Config) -> Config:
         return config
     from automoe.data.chat_template import with_date
 
-    with suppress(ConfigError):  # no tokenizer, no template: that is checked later
+    with suppress(ConfigError):  # a missing tokenizer or template is reported later
         return with_date(config)
     return config
 
 
 def _own_data(config: Config) -> str:
-    """How data of one's own is named, in the place of a demonstration's."""
+    """Return the overrides that name a user's own data, for an error message."""
     if config.data.is_chat:
         return f"data={'preference' if config.data.is_preference else 'chat'} data.path=FILE"
     return "data=jsonl data.path=FILE (or text, parquet, hub)"
 
 
 def check_num_ranks(config: Config, overrides: list[str], num_ranks: int, why: str) -> None:
-    """Raise ``ConfigError`` if ``launch.num_ranks`` is an override of another value than
-    ``num_ranks``, not derived."""
+    """Raise ``ConfigError`` if an override sets ``launch.num_ranks`` to another value.
+
+    Args:
+        num_ranks: number of ranks that the mesh or the outer launcher gives.
+        why: origin of ``num_ranks``, for the message.
+    """
     given = config.launch.num_ranks
     if (
         "launch.num_ranks" in map(key_of, overrides)
@@ -234,19 +248,23 @@ def check_num_ranks(config: Config, overrides: list[str], num_ranks: int, why: s
 
 
 def check_here(config: Config) -> tuple[MeshShape, Device]:
-    """The mesh and device of ``config`` on this machine, all rules checked. Raises
-    ``ConfigError``."""
+    """Check all rules, and return the mesh and device of ``config`` on this machine.
+
+    Raises:
+        ConfigError, CheckpointError: as ``check`` does.
+    """
     device = resolve_device(config)
     return check(config, default_num_ranks(config, device), device), device
 
 
 def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
-    """All rules of ``config``, those on other files too; its mesh, resolved for ``num_ranks``
-    ranks.
+    """Check all rules of ``config``, and return its mesh, resolved for ``num_ranks`` ranks.
+
+    The rules include those on the tokenizer, the chat template, prompts and the export.
 
     Raises:
-        ConfigError, CheckpointError: the first rule that is broken; a folder lies where the run
-            would export to.
+        ConfigError: a rule is broken; the first one is named.
+        CheckpointError: a folder of other content is where the run would export to.
     """
     shape = validate(config, num_ranks, device)
     check_rows(config, adapter_rows(config, shape), shape)
@@ -262,7 +280,7 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
         from automoe.data.prompts import encoded_prompts
 
         encoded_prompts(config, tokenizer)
-    if config.checkpoint.export_hf:  # refused now, and not when the run ends in an export
+    if config.checkpoint.export_hf:  # an export that cannot work is refused before the run
         from automoe.hf.families.registry import family_of
         from automoe.hf.folder import check_target, copied_files
 

@@ -1,4 +1,4 @@
-"""Where ranks of one machine meet, and the process group's beginning and end on one rank."""
+"""Set-up and end of one rank's process group, and the store where ranks of a machine meet."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-# Of the environment of ranks of one machine: gloo and NCCL listen on loopback alone.
+# These variables make gloo and NCCL listen on loopback only, for ranks of one machine.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the latter is the older name
 
 
 class Imports(NamedTuple):
-    """The outcome of importing torch for a rank: an error, which the rank reports, and output to
-    standard error."""
+    """Outcome of the fork server's imports.
+
+    Attributes:
+        error: exception that the rank must report; None if the imports succeeded.
+        output: text that the imports wrote to standard error.
+    """
 
     error: BaseException | None = None
     output: str = ""
@@ -38,11 +42,11 @@ NOT_IMPORTED = Imports()
 
 
 def prepare_process() -> None:
-    """What a rank needs of its process; called before torch is imported.
+    """Set the allocator's environment and the file limit of a rank, before torch is imported.
 
-    Segments of the CUDA allocator that grow, since sizes that change with every step's routing
-    would leave holes; the environment may say otherwise. And as many open files as the system
-    allows: gloo's full meshes take two a rank.
+    The CUDA allocator gets expandable segments, unless the environment sets its options: sizes that
+    change with every step's routing would fragment fixed segments. The limit of open files rises to
+    what the system allows: gloo's full meshes take two file descriptors per rank.
     """
     if not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
@@ -52,8 +56,7 @@ def prepare_process() -> None:
 
 
 def check_system() -> None:
-    """Raise ``LaunchError`` where this machine has no processes as ranks need them: it runs no
-    Linux."""
+    """Raise ``LaunchError`` if this machine does not run Linux, which ranks need."""
     if sys.platform != "linux":
         raise LaunchError(
             f"ranks run on Linux, and this is {sys.platform}. Start the same command in a Linux container or virtual "
@@ -63,12 +66,11 @@ def check_system() -> None:
 
 @contextmanager
 def store_file() -> Iterator[Path]:
-    """Path of an empty file in the memory of this process, for the ``FileStore`` of its children
-    (Linux).
+    """Yield the path of an empty in-memory file, for the ``FileStore`` of child processes (Linux).
 
-    A ``TCPStore`` listens on all interfaces and asks nobody who he is, and torch unpickles what it
-    delivers. This file has no name; only processes of the same user can open it, and it is gone
-    with this process, however that ends.
+    A ``TCPStore`` listens on all interfaces without authentication, and torch unpickles what the
+    store delivers. This file has no name in any folder, only processes of the same user can open
+    it, and it vanishes with this process, even if the process is killed.
     """
     with open(os.memfd_create("automoe-store"), "rb") as file:
         yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
@@ -77,13 +79,17 @@ def store_file() -> Iterator[Path]:
 def init_ranks(
     launch: LaunchConfig, rank: int, world_size: int, local_rank: int, store: Store | Path | None
 ) -> torch.device:
-    """Pick this rank's device and join the process group: gloo on the CPU, NCCL and gloo on CUDA.
+    """Join the process group (gloo on the CPU, NCCL and gloo on CUDA), and return the device.
 
     Args:
-        launch: device (resolved), timeout of collectives until the first step is over, threads per
-            rank.
-        store: where ranks meet; a path is that of a ``FileStore``'s file, None takes torch's
+        launch: resolved device, timeout of collectives until the first step is over, threads per
+            rank, and ``numa``.
+        local_rank: rank on this node.
+        store: store where ranks meet. A path is the file of a ``FileStore``; None uses torch's
             ``env://``.
+
+    Raises:
+        LaunchError: ``launch.numa`` is set and no usable CPU core is next to the GPU.
     """
     import torch
     import torch.distributed as dist
@@ -110,39 +116,43 @@ def init_ranks(
     if isinstance(store, Path):
         store = dist.FileStore(str(store), world_size)
         store.set_timeout(timeout)
-    # Bound to a device, NCCL makes groups by splitting the world's, and one for all sends of a
-    # pipeline in place of one for each pair of ranks.
+    # If the process group is bound to a device, NCCL makes groups by splitting the world's
+    # communicator, and uses one communicator for all sends of a pipeline instead of one for each
+    # pair of ranks.
     bound = device if launch.device == "cuda" else None
     dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=bound)
     return device
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc serve up to a GiB again from what was freed.
+    """Make glibc's malloc reuse freed blocks of up to 1 GiB.
 
-    It maps 32 MiB and more afresh at every call, and each page is then faulted in: 4 to 8% of a
-    step on the CPU.
+    By default malloc maps blocks of 32 MiB and more afresh at every call, and each page then costs
+    a page fault: 4 to 8% of a step on the CPU.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack mallopt
     for option in (-1, -3) if mallopt is not None else ():  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
         mallopt(option, 1 << 30)
 
 
 def device_index(local_rank: int, visible: int) -> int:
-    """CUDA device of a rank that sees ``visible`` of them.
+    """Return the CUDA device index of a rank that sees ``visible`` devices.
 
-    ``srun --gpus-per-task=1`` shows every task its own GPU alone, as device 0 whatever its place on
-    the node.
+    Under ``srun --gpus-per-task=1`` every task sees only its own GPU, always as device 0.
     """
     return 0 if visible == 1 else local_rank
 
 
 def bind_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Bind this thread, and those that it starts, to the CPU cores next to a device that it may
-    use.
+    """Bind this thread, and threads that it starts, to the usable CPU cores next to a device.
+
+    Args:
+        pci_address: address of the device, such as ``0000:17:00.0``.
+        devices: sysfs folder of PCI devices.
 
     Raises:
-        LaunchError: the system does not say which they are, or the process may use none of them.
+        LaunchError: the system does not list the cores next to the device, or this process may use
+            none of them.
     """
     try:
         listed = (devices / pci_address / "local_cpulist").read_text().strip()

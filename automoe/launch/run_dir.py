@@ -1,9 +1,9 @@
-"""The run directory as the one place where ranks, launcher and user agree on what happened.
+"""The run directory's lock, status and error files, which ranks, launcher and user share.
 
 ``status.json`` has ``state`` (starting, running, done, failed, preempted), ``objective``, ``error``
-(rank, type, message, traceback) and ``pid``, and ``failed_attempts`` of a run that was started
-again. A failed state is final: the first error wins, because what follows it on other ranks is a
-consequence (a peer that vanished from a collective).
+(rank, type, message, traceback), ``pid``, and ``failed_attempts`` if the launcher may restart the
+run. The state "failed" is final, and the first error wins: later errors of other ranks are a
+consequence of it (a peer vanished from a collective).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ State = Literal["starting", "running", "done", "failed", "preempted"]
 
 STATUS_FILE = "status.json"
 ERROR_FILE = "first_error.json"
-STUCK_FILE = "stuck"  # a rank asks all others where they are
+STUCK_FILE = "stuck"  # exists while a rank asks all ranks for their positions
 LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
 SWEEP_FILE = "sweep.json"
-# Frames between the start of a rank and a line of the recipe say nothing.
+# Error reports leave out the frames between the start of a rank and the recipe.
 _LOADERS = (
     os.path.join("automoe", "launch", "worker.py"),
     os.path.join("automoe", "config", "shipped.py"),
@@ -44,19 +44,20 @@ _IMPORTS = ("<frozen importlib", os.path.dirname(importlib.__file__) + os.sep)
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
-    """Hold the directory for one run; the kernel lets go when the holder dies, however it dies.
+    """Lock ``run_dir`` for one run; the kernel releases the lock when the holder dies.
 
-    Gives a function that says what is wrong once ``run_dir`` is not that directory any more, and
-    None before.
+    Yields:
+        A function that returns an error message if ``run_dir`` was removed or replaced since, else
+        None.
 
     Raises:
-        ConfigError: the directory cannot be made or written.
-        LaunchError: another run holds it; names that run's process id.
+        ConfigError: the directory cannot be created or written.
+        LaunchError: another run holds the lock; the message has its process id.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         handle = open_lock(run_dir / LOCK_FILE)
-        # held: while it is open, no other gets its number
+        # While this descriptor is open, no other folder can get this folder's inode number.
         folder = os.open(run_dir, os.O_DIRECTORY)
     except OSError as error:
         raise ConfigError(
@@ -88,20 +89,20 @@ def _lost(run_dir: Path, handle: int) -> str | None:
             return None
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError:  # a network file system that is away for a moment
+    except OSError:  # a network file system may be unreachable for a moment
         return None
     return f"run_dir={run_dir} was removed or replaced while the run was under way; what it wrote there is lost"
 
 
 def check_same_run(run_dir: Path, config: Config) -> list[str]:
-    """Refuse a directory in which another run is; notes on what differs from the last start there
-    and may.
+    """Refuse a directory that holds another run; return notes on the allowed differences.
 
     Args:
-        config: with nothing left to derive, as ``automoe.config.frozen.resolved`` makes it.
+        config: configuration with nothing left to derive, from ``automoe.config.frozen.resolved``.
 
     Raises:
-        ConfigError: what differs, with both values, or what cannot be read.
+        ConfigError: a setting differs that may not (the message has both values), or the earlier
+            run's files cannot be read.
     """
     if (run_dir / SWEEP_FILE).exists():
         raise ConfigError(
@@ -111,7 +112,7 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
     try:
         done = read_status(run_dir).get("state") == "done"
     except (OSError, ValueError):
-        done = True  # for all that is known
+        done = True  # an unreadable status may be that of a finished run
     used = done or saved or (metrics.is_file() and metrics.stat().st_size > 0)
     if not used or config.checkpoint.resume == "never":
         return []
@@ -127,7 +128,8 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
         raise ConfigError(
             "run_dir", run_dir, reason, f"Restore that file, name another run_dir, or {over}"
         ) from None
-    # Of another run too, where a start over ended before it had set them aside.
+    # The newest checkpoint may be another run's, if a start over ended before it set the old
+    # checkpoints aside.
     newest = _newest_config(run_dir)
     held = (differences(newest, config) if newest else {}) | changed
     may = {key for key, both in held.items() if goes_on(key, *both) and (saved or not done)}
@@ -148,7 +150,7 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
 
 
 def _newest_config(run_dir: Path) -> dict[str, Any] | None:
-    """The configuration in the newest checkpoint; None where there is none that says it."""
+    """Return the configuration in the newest checkpoint; None if none can be read."""
     steps = [
         path
         for path in run_dir.glob("checkpoints/step-*")
@@ -159,19 +161,22 @@ def _newest_config(run_dir: Path) -> dict[str, Any] | None:
     newest = max(steps, key=lambda path: int(path.name.removeprefix("step-")))
     try:
         return dict(json.loads((newest / "manifest.json").read_bytes())["config"])
-    # the run that goes on says what is wrong with it
+    # The run that continues from this checkpoint reports what is wrong with it.
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """``config.yaml`` as it is, by whatever version it was written. Raises ``OSError``,
-    ``ValueError``."""
+    """Return the content of ``config.yaml``, unchecked: any version may have written it.
+
+    Raises:
+        OSError, ValueError: the file cannot be read.
+    """
     return read_mapping((run_dir / CONFIG_FILE).read_bytes())
 
 
 def refuse_folders(run_dir: Path, files: Iterable[Path]) -> None:
-    """Raise ``ConfigError`` where one of ``files``, which are to be replaced, is a folder."""
+    """Raise ``ConfigError`` if one of ``files``, which will be replaced, is a folder."""
     for path in files:
         if path.is_dir():
             raise ConfigError(
@@ -180,10 +185,13 @@ def refuse_folders(run_dir: Path, files: Iterable[Path]) -> None:
 
 
 def start_run(run_dir: Path) -> None:
-    """Forget an earlier run's outcome (its checkpoints and metrics stay) and write ``starting``.
+    """Delete an earlier run's outcome and logs, and write the state ``starting``.
+
+    Checkpoints and metrics stay.
 
     Raises:
-        ConfigError: a folder is where a file belongs, or the other way round; nothing was changed.
+        ConfigError: a folder is in the place of a file, or a file in that of a folder; nothing was
+            deleted.
     """
     logs, old = run_dir / LOG_FOLDER, [run_dir / name for name in (ERROR_FILE, STUCK_FILE)]
     if logs.exists() and not logs.is_dir():
@@ -191,7 +199,7 @@ def start_run(run_dir: Path) -> None:
             "run_dir", run_dir, f"{logs} is a file, where a folder belongs", "Move it away"
         )
     logs.mkdir(exist_ok=True)
-    old += logs.glob("rank*")  # of a run with more ranks, perhaps
+    old += logs.glob("rank*")  # the earlier run may have had more ranks
     refuse_folders(run_dir, [run_dir / STATUS_FILE, run_dir / CONFIG_FILE, *old])
     for path in old:
         path.unlink(missing_ok=True)
@@ -201,8 +209,7 @@ def start_run(run_dir: Path) -> None:
 
 
 def start_again(run_dir: Path, attempt: int) -> None:
-    """Make room for another attempt of the same run: the logs of ``attempt`` go to
-    ``logs/attempt-N``."""
+    """Move the logs of ``attempt`` to ``logs/attempt-N``, and write the state ``starting``."""
     logs = run_dir / LOG_FOLDER
     aside = logs / f"attempt-{attempt}"
     aside.mkdir(parents=True)  # logs may have been removed
@@ -214,24 +221,27 @@ def start_again(run_dir: Path, attempt: int) -> None:
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
-    """The content of ``status.json``; empty before the first run. Raises ``OSError``,
-    ``ValueError``."""
+    """Return the content of ``status.json``; empty before the first run.
+
+    Raises:
+        OSError, ValueError: the file cannot be read.
+    """
     path = Path(run_dir) / STATUS_FILE
     return read_json(path) if path.is_file() else {}
 
 
 def write_status(run_dir: Path, state: State, **facts: Any) -> None:
-    """Replace ``status.json`` in one step, unless a rank has failed: then that outcome stays."""
+    """Replace ``status.json`` atomically, unless a rank has failed: a recorded failure stays."""
     yields = state not in ("failed", "starting")
     if yields and (run_dir / ERROR_FILE).exists():
         return
     replace_json(run_dir / STATUS_FILE, {"state": state, "time": time.time(), **facts})
-    if yields and (failure := read_failure(run_dir)) is not None:  # written since this looked
+    if yields and (failure := read_failure(run_dir)) is not None:  # a rank failed meanwhile
         write_status(run_dir, "failed", error=failure)
 
 
 def read_failure(run_dir: Path) -> dict[str, Any] | None:
-    """The first error's report; None before there is one, and while it is written."""
+    """Return the first error's report; None if none exists or it is still being written."""
     try:
         return json.loads((run_dir / ERROR_FILE).read_text())
     except (FileNotFoundError, ValueError):
@@ -239,19 +249,23 @@ def read_failure(run_dir: Path) -> dict[str, Any] | None:
 
 
 def add_to_status(run_dir: Path, **facts: Any) -> None:
-    """Add to a status that is final."""
+    """Add ``facts`` to the final content of ``status.json``."""
     replace_json(run_dir / STATUS_FILE, read_status(run_dir) | facts)
 
 
 def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
-    """``error`` as ``status.json`` has it."""
+    """Return the report of ``error`` that ``status.json`` stores.
+
+    Args:
+        rank: rank that raised ``error``; None if the launcher did.
+    """
     lines = [
         f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
         for frame in traceback.extract_tb(error.__traceback__)
         if not (frame.filename.endswith(_LOADERS) or frame.filename.startswith(_IMPORTS))
     ]
     message = str(error)
-    if isinstance(error, SyntaxError):  # of a file that never came to run
+    if isinstance(error, SyntaxError):  # the file was never run, so it has no frame
         message = error.msg
         lines.append(f"{error.filename}:{error.lineno}: {(error.text or '').strip()}")
     return {
@@ -264,7 +278,7 @@ def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
 
 
 def launch_failure(rank: int | None, message: str) -> dict[str, Any]:
-    """The report of a failure that is no exception of a rank."""
+    """Return the report of a failure that no rank raised as an exception."""
     return {
         "rank": rank,
         "type": "LaunchError",
@@ -275,13 +289,16 @@ def launch_failure(rank: int | None, message: str) -> dict[str, Any]:
 
 
 def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False) -> bool:
-    """Write a failure's report unless an earlier one is there, and say so; ``overrule`` replaces
-    that one."""
+    """Write a failure's report if none exists, and return True if it was written.
+
+    Args:
+        overrule: replace an existing report.
+    """
     target = run_dir / ERROR_FILE
     if overrule:
         target.unlink(missing_ok=True)
     try:
-        # exactly one rank wins
+        # O_EXCL lets exactly one rank create the file.
         handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
         return False
@@ -292,14 +309,13 @@ def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False
 
 
 def describe_error(report: dict[str, Any]) -> str:
-    """A failure for a terminal: rank, type, message, and the lines of the project's code it came
-    through."""
+    """Format a failure for a terminal: rank, type, message and frames outside site-packages."""
     where = "" if report["rank"] is None else f"rank {report['rank']}: "
     text = f"{where}{report['type']}: {report['message']}"
     if not report["for_user"]:
         frames = report["traceback"]
         ours = [frame for frame in frames if "site-packages" not in frame]
-        # The first is the recipe's.
+        # The first frame is the recipe's.
         shown = (
             ours[:1] + ours[1:][-4:] + ([frames[-1]] if frames and frames[-1] not in ours else [])
         )

@@ -1,12 +1,12 @@
-"""A collective that does not come to its end: which rank stayed away, and where every rank is.
+"""Diagnosis of a collective that does not end: which rank is missing, and where every rank is.
 
-Torch's flight recorder (gloo and NCCL) knows which collectives this rank has begun and not
-finished. A thread of every rank looks at it; the first to see one that is nearly its timeout old,
-or to have one time out, asks all ranks where they are. Each answers with a file, so a rank need not
-be able to communicate to take part, and the one that asked puts the answers together. A collective
-that may take longer than those of a step, in a save or a load, is only named when it has taken as
-long; the run goes on. Sends and receives of gloo are not in the recorder: of those the call stack
-tells.
+Torch's flight recorder (gloo and NCCL) lists the collectives that this rank has begun and not
+finished. A thread of every rank reads the recorder. The first rank whose collective is close to its
+timeout, or has timed out, asks all ranks for their positions in the code. Each rank answers with a
+file, so a rank can take part without communicating, and the rank that asked evaluates the answers.
+Collectives of saves and loads may take longer than those of a step: one that exceeds a step's
+timeout only causes a warning, and the run continues. The recorder lacks gloo's sends and receives,
+so the call stack identifies those.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from typing import Any, TextIO
 
 from automoe.launch import run_dir as runs
 
-_RECORDED = "512"  # collectives that the recorder remembers: some steps' worth
-_NEARLY = 0.9  # of the timeout: before the backend gives up, which NCCL does by ending the process
-_ANSWER_S = 10.0  # for the other ranks to say where they are
-# a function of this project that is in torch.distributed as those of torch are
+_RECORDED = "512"  # collectives that the recorder keeps: those of some steps
+_NEARLY = 0.9  # fraction of the timeout; at the timeout itself NCCL ends the process
+_ANSWER_S = 10.0  # time for the other ranks to answer
+# A rank inside this function of automoe waits for its peers, as in functions of torch.distributed.
 _WAITS = "wait_for_ranks"
-_SAVES = "checkpoint"  # the group over which saves and loads talk
+_SAVES = "checkpoint"  # process group of saves and loads
 _PACKAGE = Path(__file__).parents[1]
 _NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
 
 
 @dataclass
 class Pending:
-    """A collective that a rank has entered and not left. ``number`` counts those of the group."""
+    """Collective that a rank has entered and not left; ``number`` counts those of its group."""
 
     op: str
     number: int
     group: str
     ranks: list[int]
-    seconds: float  # since it was first seen, soon after it began
-    timeout_s: float  # of the group: one that waits for slow disks has more than those of a step
+    seconds: float  # age since it was first seen, soon after it began
+    timeout_s: float  # timeout of the group, larger for one that waits for slow disks
 
     def __str__(self) -> str:
         return f"{self.op} {self.number} of group {self.group} ({_ranks(self.ranks)})"
@@ -55,22 +55,26 @@ class Pending:
 
 @dataclass
 class Standing:
-    """Where a rank is: its unfinished collectives, oldest first, and its main thread's place in the
-    code.
+    """Position of a rank: its main thread's place in the code, and its unfinished collectives.
 
-    ``saving`` is the place of the thread that saves in the background, where there is one.
+    Attributes:
+        place: place of the main thread, as ``describe_place`` returns it.
+        communicates: True if the main thread is in a function of torch.distributed, or was there
+            until the timeout.
+        pending: unfinished collectives, oldest first.
+        asked: id of the question that this position answers.
+        saving: place of the thread that saves in the background; None without such a thread.
     """
 
     rank: int
     place: str
-    # its main thread is in a function of torch.distributed, or was until that had no more time
     communicates: bool
     pending: list[Pending] = field(default_factory=list)
-    asked: int | None = None  # which question this answers
+    asked: int | None = None
     saving: str | None = None
 
     def of_thread(self, saves: bool) -> Standing:
-        """What concerns one of the two threads alone: the one that saves, or the main one."""
+        """Return the position of one thread only: the saving thread if ``saves``, else the main."""
         if self.saving is None:
             return self
         pending = [one for one in self.pending if (one.group == _SAVES) == saves]
@@ -79,41 +83,41 @@ class Standing:
 
     @property
     def waits_in(self) -> str | None:
-        """What it waits in; None: it does not wait."""
+        """Operation in which the rank waits; None if it does not wait."""
         if self.pending:
             return str(self.pending[0])
         return "a send or receive" if self.communicates else None
 
 
 class StuckWatch:
-    """One rank's part: ``look`` once a second, ``explain`` when a collective has failed. Made
-    before torch is imported.
+    """Watch over one rank's collectives; create it before torch is imported.
+
+    A thread calls ``look`` repeatedly, and the main thread calls ``explain`` after an error.
 
     Args:
-        run_dir: seen by all ranks.
-        terminal: where to name what is slow.
+        run_dir: run directory, which all ranks can read and write.
+        terminal: stream that shows warnings about slow collectives.
     """
 
     def __init__(self, run_dir: Path, rank: int, num_ranks: int, terminal: TextIO) -> None:
         self.run_dir, self.rank, self.num_ranks, self.terminal = run_dir, rank, num_ranks, terminal
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)  # switches the recorder on
-        self.tells_errors = False  # under torchrun and srun, where no launcher of ours does
-        self.timeout_s: float | None = None  # known once the configuration is read
-        self.device: Any = None  # of this rank, once it has one
+        self.tells_errors = False  # True under torchrun and srun, without automoe's launcher
+        self.timeout_s: float | None = None  # None until the configuration is read
+        self.device: Any = None  # this rank's torch.device, once it has one
         self._next_look = 0.0
         self._first_seen: dict[tuple[str, int], float] = {}
         self._named: set[str] = set()
-        # at the last look: the recorder drops one soon after it has run out of time
+        # Collectives at the last look; the recorder drops one soon after its timeout.
         self._lately: list[Pending] = []
-        self._error: BaseException | None = None  # what has ended the main thread's work
-        # the watching thread and a failing main thread may both answer
+        self._error: BaseException | None = None  # error that ended the main thread's work
+        # The watching thread and a failing main thread may both answer.
         self._answer = threading.Lock()
 
     def look(self) -> None:
-        """Answer where another rank has asked; ask where a collective of this rank is nearly out of
-        time."""
+        """Answer another rank's question; ask if a collective of this rank is near its timeout."""
         if self.device is not None and self.device.type == "cuda":
-            # A thread begins on the node's first GPU, where NCCL's recorder would make a context
+            # A new thread uses the node's first GPU, where NCCL's recorder would create a context
             # for every rank.
             sys.modules["torch"].cuda.set_device(self.device)
         if self._asked() is not None:
@@ -136,8 +140,10 @@ class StuckWatch:
                     self._name(str(one), f"{message} It may take up to {one.timeout_s:.0f} s")
 
     def explain(self, error: BaseException) -> None:
-        """If ``error`` is a collective's timeout, see that the outcome on record says who did not
-        join it."""
+        """Record which rank is missing if ``error`` is the timeout of a collective.
+
+        If a rank is already asking, wait until the outcome is recorded, up to 20 s.
+        """
         self._error = error
         if (
             self._asked() is None
@@ -145,22 +151,22 @@ class StuckWatch:
             and self.timeout_s is not None
             and self._ask()
         ):
-            # of the group, which has more than those of a step at times
+            # The message has the group's timeout, which may be larger than that of a step.
             stated = re.search(r"(\d+) ?ms", str(error))
             self._report(*self._find_missing(int(stated[1]) / 1000 if stated else self.timeout_s))
         deadline, outcome = time.monotonic() + 2 * _ANSWER_S, self.run_dir / runs.ERROR_FILE
         while self._asked() is not None and not outcome.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)  # a rank is asking around: what this one has met is a consequence
+            time.sleep(0.1)  # a rank is asking, so this rank's error is a consequence
 
     def _asked(self) -> int | None:
-        """What tells the present question from earlier ones; None: nobody asks."""
+        """Return the id (mtime, ns) of the current question; None if no rank asks."""
         try:
             return (self.run_dir / runs.STUCK_FILE).stat().st_mtime_ns
         except FileNotFoundError:
             return None
 
     def _ask(self) -> bool:
-        """Whether this rank is the first to ask."""
+        """Ask all ranks for their positions; return False if another rank has asked first."""
         try:
             os.close(os.open(self.run_dir / runs.STUCK_FILE, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -173,7 +179,7 @@ class StuckWatch:
             asked = self._asked()
             if self.rank in self._standings(asked):
                 return
-            # by then the main thread is in ``explain``, and what it was at is in the traceback
+            # After an error the main thread is in ``explain``; the traceback has its position.
             error = self._error
             frames = (
                 [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -212,7 +218,7 @@ class StuckWatch:
         return who_is_missing(standings, self.num_ranks, self.rank, waited_s)
 
     def _name(self, what: str, message: str) -> None:
-        """Say what is slow, and take the question back."""
+        """Warn of the slow collective ``what``, and withdraw the question."""
         self._named.add(what)
         for stream in (self.terminal, sys.stderr):
             with contextlib.suppress(OSError):
@@ -243,11 +249,13 @@ class StuckWatch:
 def who_is_missing(
     standings: Mapping[int, Standing], num_ranks: int, asking: int, waited_s: float
 ) -> tuple[int, str]:
-    """The rank to blame and the sentences that say why.
+    """Return the rank to blame, and the sentences that say why.
 
     Args:
-        standings: of the ranks that answered.
-        asking: the rank whose collective is out of time.
+        standings: positions of the ranks that answered.
+        num_ranks: number of all ranks.
+        asking: rank whose collective is out of time.
+        waited_s: seconds that the rank ``asking`` has waited.
     """
     mine = standings[asking]
     what = mine.waits_in or "a send or receive"
@@ -278,7 +286,7 @@ def who_is_missing(
 
 
 def _who_waits_where(standings: Mapping[int, Standing], first: str) -> list[str]:
-    """One phrase for each thing waited for, that of the asking rank first."""
+    """Return a phrase for each operation in which ranks wait, ``first`` in front."""
     groups: dict[str, list[Standing]] = {}
     for standing in standings.values():
         if (what := standing.waits_in) is not None:
@@ -293,14 +301,14 @@ def _who_waits_where(standings: Mapping[int, Standing], first: str) -> list[str]
 
 
 def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pending]:
-    """Collectives of this process that have begun and not ended, the oldest first.
+    """Return the collectives that this process has begun and not ended, oldest first.
 
     Args:
-        first_seen: when each of them was first pending here, on the monotonic clock; kept by the
-            caller from call to call and brought up to date. The recorder has times of the wall
-            clock alone, which may jump.
+        first_seen: monotonic time (s) at which each collective was first found pending. The caller
+            keeps the dictionary between calls, and this function updates it. The recorder has only
+            wall clock times, which may jump.
     """
-    if "torch.distributed" not in sys.modules:  # nothing has begun before torch is there
+    if "torch.distributed" not in sys.modules:  # no collective begins before torch is imported
         return []
     import torch.distributed as dist
 
@@ -335,8 +343,7 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
 
 
 def _records() -> Iterator[tuple[str, bytes]]:
-    """Yield (name, pickled record) of the flight recorders; nothing before torch.distributed is
-    imported."""
+    """Yield (name, pickled record) of each flight recorder, once torch.distributed is imported."""
     if "torch.distributed" in sys.modules:
         from automoe.interop.torch_private import flight_records
 
@@ -344,12 +351,13 @@ def _records() -> Iterator[tuple[str, bytes]]:
 
 
 def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
-    """``module of the model: file:line in function``, and whether torch.distributed is at work
-    there.
+    """Return the place of a call stack, and True if torch.distributed is at work there.
+
+    The place is ``module of the model: file:line in function``. It is that of the innermost frame
+    that belongs to neither Python nor an installed library.
 
     Args:
-        frames: a call stack, outermost first. The place is the innermost that belongs to neither
-            Python nor an installed library.
+        frames: a call stack, outermost frame first.
     """
     place, communicates, modules = "the interpreter", False, []
     for frame in frames:
@@ -376,14 +384,16 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 
 
 def _live_frames(thread: threading.Thread | None = None) -> list[FrameType]:
-    """The call stack of a thread, by default the main one, outermost first; empty if it has just
-    ended."""
+    """Return the call stack of a thread (default: the main thread), outermost frame first.
+
+    The stack is empty if the thread has just ended.
+    """
     innermost = sys._current_frames().get((thread or threading.main_thread()).ident or 0)
     return [frame for frame, _ in traceback.walk_stack(innermost)][::-1] if innermost else []
 
 
 def _saves(thread: threading.Thread) -> bool:
-    return thread.name.startswith("save_")  # of ``CheckpointStore.begin``
+    return thread.name.startswith("save_")  # ``CheckpointStore.begin`` names its threads so
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -1,9 +1,9 @@
-"""Hydra's multirun: one process tree per job, impossible shapes skipped with the reason, one table
-and plot at the end.
+"""Sweeps with Hydra's multirun: each job has its own ranks, and all share a table and a plot.
 
-A sweep's directory belongs to its definition, and a job's folder in it to the values that were
-swept. Jobs may run in other processes than this one (joblib, submitit), so each writes a record of
-its own, ``jobs/NAME.json``, and this process collects them in ``sweep.json``.
+A job whose mesh cannot run is skipped with the reason. The sweep's definition names its directory,
+and the swept values name a job's folder in it. Hydra launchers such as joblib and submitit run jobs
+in other processes, so each job writes its own record, ``jobs/NAME.json``, and this process collects
+the records in ``sweep.json``.
 """
 
 from __future__ import annotations
@@ -64,28 +64,27 @@ NO_SHAPE = (
     "plugins",
     "run_dir",
     PARALLEL,
-)  # keys that a person must mend
+)  # errors in these keys end the job as failed, not as skipped: no mesh would change them
 Record = dict[str, Any]
-# a function of a module: jobs may run in other processes
+# Predict is a module-level function, because jobs may run in other processes.
 Predict = Callable[[Config, MeshShape], Record]
 
 
 def run_sweep(args: Arguments, predict: Predict) -> int:
-    """Run every combination of the comma-separated overrides; returns the exit status.
+    """Run every combination of the comma-separated overrides, and return the exit status.
 
-    0: every job that could run is done; 1: one is not; 2: no job could run; 130, 143, 129: stopped
-    by Ctrl-C, SIGTERM, SIGHUP.
+    The status is 0 if every job that could run is done, 1 if one is not, 2 if no job could run, and
+    130, 143 or 129 if Ctrl-C, SIGTERM or SIGHUP stopped the sweep.
 
-    The objective of a job (final validation loss, else training loss; infinity if there is none) is
-    what the job function returns, so Hydra sweepers such as Optuna minimise it. With
-    ``observe.objective=tokens_per_second`` it is their median, negative.
+    Hydra sweepers such as Optuna minimise a job's objective: its final validation loss, else its
+    training loss, else infinity. With ``observe.objective=tokens_per_second`` the objective is the
+    negative median of tokens per second.
 
     Args:
-        predict: returns what a job is predicted to reach, under the names of ``_measured``.
+        predict: function that returns a job's predicted results, with the keys of ``_measured``.
 
     Raises:
-        ConfigError: an override that no job could use, or a directory in which another sweep or a
-            run is.
+        ConfigError: no job could use an override, or the directory holds another sweep or a run.
         LaunchError: the sweep is running already.
     """
     args = replace(args, overrides=side_by_side(args.overrides))
@@ -111,11 +110,13 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
 
 
 def side_by_side(overrides: list[str]) -> list[str]:
-    """Replace ``sweep.parallel=N`` in ``overrides`` by settings of Hydra's joblib launcher for N
-    jobs at a time.
+    """Replace the override ``sweep.parallel=N`` by settings of Hydra's joblib launcher.
+
+    The launcher then runs N jobs at a time.
 
     Raises:
-        ConfigError: N is no such number, another launcher is set too, or joblib's is not installed.
+        ConfigError: N is not a positive integer, another launcher is set too, or joblib's launcher
+            is not installed.
     """
     given = [text.partition("=")[2] for text in overrides if key_of(text) == PARALLEL]
     rest = [text for text in overrides if key_of(text) != PARALLEL]
@@ -138,7 +139,7 @@ def side_by_side(overrides: list[str]) -> list[str]:
 
 
 def _exit_status(status: int, jobs: list[Record]) -> int:
-    """Return the sweep's exit status, from that of Hydra and the jobs of this start."""
+    """Return the sweep's exit status from Hydra's ``status`` and the jobs of this start."""
     stops = [job["exit_code"] for job in jobs if job["state"] == "preempted"]
     if stops or status == STOPPED:
         print("\nsweep stopped; the same command goes on where it left off", file=sys.stderr)
@@ -150,8 +151,13 @@ def _exit_status(status: int, jobs: list[Record]) -> int:
 
 
 def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
-    """Return the sweep's directory and the overrides without ``run_dir``, by which it is named if
-    that is not given."""
+    """Return the sweep's directory, and the overrides without ``run_dir``.
+
+    If ``run_dir`` is not set, the overrides that define the sweep name the directory.
+
+    Raises:
+        ConfigError: ``run_dir`` is swept.
+    """
     given = [text.partition("=")[2] for text in args.overrides if key_of(text) == "run_dir"]
     rest = [text for text in args.overrides if key_of(text) != "run_dir"]
     if "run_dir" in swept_keys(args.overrides):
@@ -169,8 +175,7 @@ def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
 
 
 def _definition(overrides: list[str]) -> list[str]:
-    """Return the overrides that define the sweep: swept ones, and fixed ones that make its jobs
-    other runs."""
+    """Return the overrides that define the sweep: swept ones, and fixed ones that change runs."""
     swept = swept_keys(overrides)
     own = [text.removeprefix(SWEPT_BY_SWEEPER) for text in overrides]
     return sorted(
@@ -185,10 +190,10 @@ class Sweep:
     """One start of a sweep.
 
     Attributes:
-        args: with the overrides of all jobs.
-        directory: takes the journal and a folder for each job.
-        predict: as for ``run_sweep``.
-        start: random id by which jobs of this start are told from those of an earlier one.
+        args: arguments with the overrides of all jobs.
+        directory: folder of the journal and of one folder for each job.
+        predict: function that predicts a job's results, as in ``run_sweep``.
+        start: random id of this start, which its jobs' records have.
     """
 
     args: Arguments
@@ -197,10 +202,10 @@ class Sweep:
     start: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def claim(self) -> None:
-        """Write the sweep's definition into its directory, if there is none yet.
+        """Write the sweep's definition into its directory, after checking the directory.
 
         Raises:
-            ConfigError: another sweep or a run is there, or a file that a sweep cannot use.
+            ConfigError: the directory holds another sweep, a run, or a file that cannot be used.
         """
         directory, path = self.directory, self.directory / runs.SWEEP_FILE
         now = [f"--config-name={self.args.config_name}", *_definition(self.args.overrides)]
@@ -244,8 +249,7 @@ class Sweep:
         replace_json(path, {"definition": now, "jobs": _records(directory)})
 
     def run(self) -> int:
-        """Let Hydra's sweeper run every job, in the processes of its launcher. Returns 0, 130 or
-        Hydra's status."""
+        """Run every job with Hydra's sweeper and launcher; return 0, 130 or Hydra's status."""
         import hydra
 
         register_base()
@@ -263,7 +267,7 @@ class Sweep:
         interrupts, status = [], 0
 
         def interrupt(signum: int, frame: object) -> None:
-            interrupts.append(signum)  # a library may make another error of it
+            interrupts.append(signum)  # a library may turn the exception into another
             raise KeyboardInterrupt
 
         saved, sys.argv = sys.argv, ["automoe", *options, *args.overrides]
@@ -275,7 +279,7 @@ class Sweep:
             )()
         except KeyboardInterrupt:
             status = STOPPED
-        except SystemExit as error:  # of a sweeper or launcher, which has said why
+        except SystemExit as error:  # a sweeper or launcher has printed why
             status = error.code if isinstance(error.code, int) else 1
         finally:
             signal.signal(signal.SIGINT, handler)
@@ -286,11 +290,12 @@ class Sweep:
         return status
 
     def job(self, composed: Any) -> float:
-        """Run one job, in the process that Hydra's launcher chose, and return its objective; an
-        error is its result.
+        """Run one job in the process that Hydra's launcher chose, and return its objective.
+
+        The job's record stores its errors.
 
         Raises:
-            KeyboardInterrupt: the job was stopped, so the sweep is to end.
+            KeyboardInterrupt: the job was stopped, so the sweep must end.
         """
         from hydra.core.hydra_config import HydraConfig
 
@@ -320,7 +325,7 @@ class Sweep:
                 and earlier["start"] == self.start
                 and earlier["state"] != "running"
             ):
-                # Optuna may draw values twice, and two at once
+                # Optuna may draw the same values twice, also for two jobs at a time.
                 print(f"done as job {earlier['job']} of this sweep")
                 record = earlier
             else:
@@ -329,7 +334,7 @@ class Sweep:
                     composed, name, task, earlier, mine.launcher.get("n_jobs", 1)
                 )
                 replace_json(path, record)
-        # the person or the scheduler wants the sweep to end, not one job
+        # A user or scheduler who stops one job wants the whole sweep to end.
         if record["state"] == "preempted":
             raise KeyboardInterrupt
         if record["state"] != "done":
@@ -341,7 +346,7 @@ class Sweep:
     def _result(
         self, composed: Any, name: str, task: list[str], earlier: Record | None, num_jobs: int
     ) -> Record:
-        """Run one job and return what is to stand in its record, errors too."""
+        """Run one job, and return the entries of its record, errors included."""
         began = time.monotonic()
         try:
             run_dir = {"run_dir": str(self.directory / name)}
@@ -358,8 +363,7 @@ class Sweep:
         }
 
     def _run_job(self, raw: dict[str, Any], overrides: list[str], num_jobs: int) -> Record:
-        """Check a job that is one of ``num_jobs`` at a time, run it, and return what is to stand in
-        its record."""
+        """Check and run one of ``num_jobs`` jobs at a time; return the entries of its record."""
         try:
             load_plugins(raw["plugins"])
             config = settle(config_from_dict(raw), overrides)
@@ -398,8 +402,10 @@ class Sweep:
         return found | {"tokens_per_second": measured["tokens_per_second"], "measured": measured}
 
     def collect(self, stopped: bool) -> list[Record]:
-        """Write all records into ``sweep.json`` and return them; jobs that never ended become
-        failed or stopped."""
+        """Write all records into ``sweep.json``, and return them.
+
+        A job that never ended becomes "stopped" if the sweep was stopped, else "failed".
+        """
         jobs = _records(self.directory)
         for path in self.directory.glob(f"{RECORDS}/*.json"):
             if _read(path) is None:
@@ -413,8 +419,7 @@ class Sweep:
         return jobs
 
     def _end_others(self) -> None:
-        """Ask jobs of this start in other processes of this machine to stop: submitit's would
-        outlive this one."""
+        """Stop jobs of this start in other local processes: submitit's would outlive this one."""
         here = socket.gethostname()
         for job in _records(self.directory):
             other = job["process"] != [here, os.getpid()]
@@ -428,8 +433,7 @@ class Sweep:
 
 
 def check_alone(device: Device, num_jobs: int) -> None:
-    """Refuse jobs side by side on the GPUs of one machine: ranks of each take them from the first
-    on."""
+    """Raise ``ConfigError`` for parallel jobs on CUDA: each would use the first GPUs of a node."""
     if device == "cuda" and num_jobs != 1:
         rule = "jobs that run side by side would train on the same GPUs, of which each job takes the first"
         raise ConfigError(
@@ -441,8 +445,11 @@ def check_alone(device: Device, num_jobs: int) -> None:
 
 
 def _measured(config: Config, shape: MeshShape) -> Record:
-    """Of the run's record: medians of tokens/s, MFU and the busiest rank's rows over the mean; the
-    most bytes."""
+    """Return a run's measured results.
+
+    These are the medians of tokens/s and MFU, the peak memory (bytes), and the busiest rank's rows
+    over the mean.
+    """
     from automoe.observe.metrics import rank_balance, read_expert_load, read_metrics, series
     from automoe.observe.summary import median
 
@@ -457,15 +464,14 @@ def _measured(config: Config, shape: MeshShape) -> Record:
 
 
 def _finished(config: Config) -> dict[str, Any] | None:
-    """Status of an earlier, completed run of this configuration in its directory; None where there
-    is none."""
+    """Return the status of a completed run of this configuration in its directory, else None."""
     try:
         status, then = runs.read_status(config.run_dir), runs.read_config(Path(config.run_dir))
         same = status.get("state") == "done" and not differences(then, config)
-        # else it is asked for by now
+        # A run without an export must run again if an export is now configured.
         same &= then["checkpoint"]["export_hf"] or not config.checkpoint.export_hf
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # training goes on there, or says what is wrong
+        return None  # training continues there, or reports what is wrong
     return status if same else None
 
 
@@ -480,7 +486,7 @@ def _records(directory: Path) -> list[Record]:
 
 
 def _read(path: Path) -> Record | None:
-    """A job's record; None where there is none that can be read: the job writes it again."""
+    """Return a job's record; None if it cannot be read, in which case the job writes it again."""
     try:
         record = read_json(path)
         return (

@@ -1,7 +1,7 @@
-"""One rank: frozen configuration in, exit status out.
+"""Process of one rank: it reads the frozen configuration, runs the recipe and reports the outcome.
 
-Under torchrun and srun torch is imported late, after signal handlers, log files and the process id
-are in place: a rank that is asked to stop while it is still importing must hear of it.
+Under torchrun and srun, torch is imported after the signal handlers, log files and process id file
+are in place, so that a rank can be stopped while it is still importing.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from automoe.training.context import RunContext, StopRequest
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# They ask a run to save and leave. nohup has SIGHUP ignored, and that is to stay.
+# These signals ask a run to save and leave. Under nohup, SIGHUP is ignored and stays so.
 _HANG_UP = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *_HANG_UP)
-_LONGEST_PAUSE_S = 4.0  # other ranks wait for ten seconds to hear where this one is
-_GRACE_S = 5.0  # for a rank to end on its own once another has failed
+_LONGEST_PAUSE_S = 4.0  # other ranks wait ten seconds for this rank's position
+_GRACE_S = 5.0  # time for a rank to end on its own once another has failed
 _leaving = threading.Lock()
 
 
 class Outlet:
-    """Text stream to one or more others. A line that one of them does not take is lost there, and
-    the run goes on.
+    """Text stream that writes to one or more streams, and ignores their ``OSError``.
 
-    Whatever else is asked of it, the first one answers.
+    A full disk or a closed terminal thus loses output but does not end the run. All other
+    attributes are those of the first stream.
     """
 
     def __init__(self, *streams: TextIO) -> None:
@@ -67,10 +67,10 @@ class Outlet:
 
 
 def outlive_streams() -> None:
-    """From now on neither this process nor its children depend on who reads their standard output
-    and error."""
+    """Make this process and its children survive closed or failing standard streams."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        # closed: the next file that is opened would be every child's standard output
+        # If a standard stream is closed, the next file that opens would take its number, and
+        # children would inherit that file as their standard stream.
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
             os.set_inheritable(number, True)
@@ -88,16 +88,17 @@ def run_rank(
     run_dir_lost: Callable[[], str | None] = lambda: None,
     imports: ranks.Imports = ranks.NOT_IMPORTED,
 ) -> int:
-    """Run the recipe on this rank and return its exit status; never raises.
+    """Run the recipe on this rank and return exit status 0; on an error, end the process with 1.
 
     Args:
-        run_dir: takes logs, status and everything the recipe writes.
+        run_dir: folder of logs, status and all files that the recipe writes.
         local_rank: rank on this machine; default: ``rank``.
         config: resolved configuration; None reads ``run_dir/config.yaml``.
-        store: where ranks meet, as in ``init_ranks``.
-        launcher: process id of the process that started the ranks; None under torchrun and srun.
-        run_dir_lost: says what is wrong if the run directory is not the one that the run began in.
-        imports: what came of importing torch for this rank, if that was done already.
+        store: store where ranks meet, as in ``init_ranks``.
+        launcher: process id of automoe's launcher; None under torchrun and srun.
+        run_dir_lost: function that returns an error message if the run directory was removed or
+            replaced, else None.
+        imports: outcome of the fork server's imports, if it started this rank.
     """
     local_rank = rank if local_rank is None else local_rank
     ranks.prepare_process()
@@ -106,8 +107,8 @@ def run_rank(
     stop = StopRequest()
     _handle_signals(stop)
     (run_dir / runs.LOG_FOLDER / f"rank{rank}.pid").write_text(str(os.getpid()))
-    # Where this project's launcher outlives the ranks it writes the report, and under torchrun and
-    # srun rank 0.
+    # automoe's launcher outlives the ranks and writes the report; under torchrun and srun rank 0
+    # writes it.
     report = rank == 0 and launcher is None and config is not None and config.observe.report
     watch = stuck.StuckWatch(run_dir, rank, world_size, terminal)
     watch.tells_errors = launcher is None
@@ -123,7 +124,7 @@ def run_rank(
                 f"the mesh holds {shape.world_size} ranks, and {world_size} were started"
             )
         recipe = load_recipe(config.recipe)
-        complete(config)  # a node that the launcher did not run on
+        complete(config)  # the launcher may have done this on another node only
         device = watch.device = ranks.init_ranks(config.launch, rank, world_size, local_rank, store)
         if rank == 0:
             runs.write_status(run_dir, "running", pid=launcher or os.getpid())
@@ -135,7 +136,7 @@ def run_rank(
         if rank == 0:
             _write_result(config, context, objective)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # a full disk, which _fail survives too
+        with contextlib.suppress(OSError):  # the disk may be full
             watch.explain(error)
         _fail(run_dir, rank, error, terminal if launcher is None else None, report)
     return 0
@@ -152,11 +153,10 @@ def _write_result(config: Config, context: RunContext, objective: float | None) 
 
 
 def _redirect(run_dir: Path, rank: int) -> TextIO:
-    """Keep this rank's output in ``logs/rankN.log``; rank 0's stdout goes to the terminal as well.
+    """Send this rank's output to ``logs/rankN.log``, and return the stderr it was started with.
 
-    Returns the stderr that this process was started with.
-
-    File descriptors, not only ``sys.stderr``: C++ warnings must not tear the progress line.
+    Rank 0's stdout also goes to the terminal. File descriptor 2 is redirected, not only
+    ``sys.stderr``, so that warnings from C++ do not break the progress line.
     """
     log = open(run_dir / runs.LOG_FOLDER / f"rank{rank}.log", "w", buffering=1, encoding="utf-8")
     terminal = os.fdopen(os.dup(2), "w")
@@ -173,23 +173,25 @@ def _redirect(run_dir: Path, rank: int) -> TextIO:
 
 def _handle_signals(stop: StopRequest) -> None:
     for number in STOP_SIGNALS:
-        # Nothing that takes a lock, such as starting a thread: the main thread, interrupted here,
-        # may hold it.
+        # The handler must take no lock (starting a thread takes one): it interrupts the main
+        # thread, which may hold that lock.
         signal.signal(number, lambda signum, frame: stop.set())
-    # our launcher starts ranks with them blocked
+    # automoe's launcher starts ranks with these signals blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
-    """Leave soon after another rank has failed, even from inside a collective that nobody will
-    join."""
+    """Watch the run directory, and end this process soon after any rank has failed.
+
+    This runs in a thread, so it also ends a rank whose collective its peers will never join.
+    """
     pause = look_every_s(watch.num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", watch.num_ranks)))
     while not (run_dir / runs.ERROR_FILE).exists():
         try:
             watch.look()
         except Exception:
-            # It reads what the main thread is changing, and this rank must be able to leave all the
-            # same.
+            # The watch reads state that the main thread changes and may fail; this loop must still
+            # see another rank's error.
             traceback.print_exc()
         time.sleep(pause)
     time.sleep(_GRACE_S)
@@ -197,14 +199,17 @@ def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
 
 
 def look_every_s(num_ranks: int, ranks_here: int) -> float:
-    """Between two looks at the run directory: a disk that nodes share is asked as often by a node
-    as by one rank."""
+    """Return the seconds between two looks of a rank at the run directory, 0.5 on one node.
+
+    With several nodes, which share a disk, the pause grows with the ranks of a node (up to 4 s), so
+    that a node reads the disk as often as one rank would.
+    """
     return min(0.5 * ranks_here, _LONGEST_PAUSE_S) if num_ranks > ranks_here else 0.5
 
 
 def _leave(run_dir: Path, report: bool) -> None:
-    """End this process at once, after writing the report where that is this rank's to do."""
-    _leaving.acquire()  # the rank's own error and the watch over the others may both come here
+    """End this process with status 1, after writing the report if ``report`` is True."""
+    _leaving.acquire()  # the main thread and the watching thread may both call this
     try:
         if report:
             from automoe.observe.report import write_report
@@ -213,20 +218,23 @@ def _leave(run_dir: Path, report: bool) -> None:
     except Exception:
         traceback.print_exc()
     finally:
-        # whatever became of the report: threads that wait for a lost peer would keep the process
+        # A normal exit would wait for threads that wait for a lost peer.
         os._exit(1)
 
 
 def _fail(
     run_dir: Path, rank: int, error: BaseException, terminal: TextIO | None, report: bool
 ) -> None:
-    """Report the error and leave at once: closing a broken process group can wait for the lost
-    peer.
+    """Report the error and end this process with status 1.
 
-    ``terminal`` is where to show it if it is the first; None where the launcher does that.
+    The process group stays open: closing a broken one can wait for the lost peer forever.
+
+    Args:
+        terminal: stream that shows the error if it is the run's first; None if the launcher shows
+            it.
     """
     failure, first = runs.error_report(error, rank), True
-    with contextlib.suppress(OSError):  # a full disk: this rank must leave all the same
+    with contextlib.suppress(OSError):  # this rank must leave even if the disk is full
         first = runs.record_failure(run_dir, failure)
     if first and terminal is not None:
         with contextlib.suppress(OSError):
@@ -238,10 +246,10 @@ def _fail(
 
 
 def end_process(status: int) -> NoReturn:
-    """Leave without unloading torch: everything is written and closed by now.
+    """Flush the standard streams and end this process without unloading torch.
 
-    Seen without this: now and then a thread of the communication library is still there when the
-    interpreter goes, and a run that had ended well ends in SIGABRT.
+    A normal exit sometimes ends in SIGABRT after a run that went well, because a thread of the
+    communication library outlives the interpreter.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""``automoe verify``: one step on one rank and on the configured mesh, every number compared."""
+"""``automoe verify``: compare a step on the configured mesh with the same step on one rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from automoe.errors import exit_status
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Verify the configuration that ``argv`` names; returns the exit status. Imports the package
-    when it is called."""
+    """Verify the configuration that ``argv`` names, and return the exit status.
+
+    The implementation is imported only when this function is called.
+    """
     return importlib.import_module("automoe.verify.run").main(argv)

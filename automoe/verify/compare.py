@@ -1,5 +1,4 @@
-"""Two trajectories side by side: every number that both runs must share, and how far apart it
-is."""
+"""Comparison of two trajectories: relative errors of every number and tensor of both runs."""
 
 from __future__ import annotations
 
@@ -24,15 +23,18 @@ NUMBERS = {  # kind of quantity -> attribute of ``Trajectory``
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor or number of both runs.
+    """Comparison of one tensor or number of both runs.
 
     Attributes:
-        kind: what it is: ``loss``, ``gradient``, ``parameter``, ...
-        name: of the parameter or buffer; empty for a number of the whole model.
-        step: optimizer step it belongs to, counted from 0.
-        error: ||got - expected|| / ||expected||; infinite if one side lacks the tensor or its shape
-            differs, or if only one side is zero.
-        index, got, expected: the element that is farthest off, and its two values.
+        kind: kind of quantity: ``loss``, ``gradient``, ``updated parameter``, ...
+        name: name of the parameter or buffer; empty for a number of the whole model.
+        step: optimizer step of the quantity, counted from 0.
+        error: ||got - expected|| / ||expected||. It is infinite if one run lacks the tensor, if the
+            shapes differ, or if ``expected`` is zero and ``got`` is not; 0 if both are zero.
+        index: index of the element with the largest difference.
+        got: value at ``index`` in the run under test.
+        expected: value at ``index`` in the reference.
+        absent: why the values cannot be compared; empty if they can.
     """
 
     kind: str
@@ -45,7 +47,7 @@ class Comparison:
     absent: str = ""
 
     def within(self, tolerance: float) -> bool:
-        """Equal at ``tolerance``; an error of NaN is not."""
+        """Return True if the error is at most ``tolerance``; False if it is NaN."""
         return self.error <= tolerance
 
     def __str__(self) -> str:
@@ -59,8 +61,7 @@ class Comparison:
 def compare_tensors(
     kind: str, name: str, step: int, got: Numbers | None, expected: Numbers | None
 ) -> Comparison:
-    """Compare a tensor or plain numbers of the two runs, in float64; None is what this side does
-    not have."""
+    """Compare a tensor or plain numbers of the two runs in float64; None if a run lacks them."""
     if got is None or expected is None:
         missing = (
             "absent here, present in the reference"
@@ -84,7 +85,7 @@ def compare_tensors(
     size, off = float(expected.norm()), float(delta.norm())
     if size:
         error = off / size
-    else:  # 0 if both are 0, NaN if one has a NaN
+    else:  # the error is 0 if both norms are 0, and NaN if a value is NaN
         error = off * inf if off else 0.0
     if delta.numel() == 0:
         return Comparison(kind, name, step, error)
@@ -94,7 +95,7 @@ def compare_tensors(
 
 
 def compare_trajectories(got: Trajectory, expected: Trajectory) -> list[Comparison]:
-    """Every number and tensor of both runs, in the order in which a step makes them."""
+    """Compare every number and tensor of both runs, in the order in which a step computes them."""
     steps = len(expected.losses)
     assert steps and len(got.losses) == steps, "runs of different lengths"
     compared = []

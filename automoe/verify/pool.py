@@ -1,10 +1,9 @@
-"""Functions run as gloo ranks of one machine, in processes that serve many calls: torch is imported
-once for all.
+"""Pool of gloo ranks on one machine that run one function after another.
 
-The processes are forks of a ``ForkServer``. Each case gets a process group of its own, on an empty
-store, and loses it afterwards together with every cache that remembers a mesh: a mesh left behind
-costs dozens of file descriptors and threads a rank, and an equal mesh of a later case would be
-answered with the earlier one's dead groups.
+The ranks are forks of a ``ForkServer``, so torch is imported once for all of them. Each case (one
+function call) gets a new process group on an empty store. After the case the group is destroyed,
+and with it every cache that holds a mesh: a mesh left behind costs dozens of file descriptors and
+threads per rank, and a later case with an equal mesh would get the dead groups of the earlier one.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from automoe.launch.fork_server import ForkedRank, ForkServer, Job
 from automoe.launch.ranks import LOOPBACK, Imports, check_system, init_ranks, store_file
 from automoe.launch.worker import STOP_SIGNALS
 
-# from the end of a process until the server has reported it, with room for a busy machine
+# Time until the server has reported the end of a process, with room for a busy machine.
 _DEATH_NOTICE_S = 0.5
-_STACKS_S = 2.0  # for a rank that hangs to write its threads' stacks
-_PAUSE_S = 0.01  # between two looks at the ranks
+_STACKS_S = 2.0  # time for a hanging rank to write the stacks of its threads
+_PAUSE_S = 0.01  # pause between two looks at the ranks
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class RankError(RuntimeError):
-    """A rank of a case raised, died or did not answer in time.
+    """Error of a case in which a rank raised, died or did not answer in time.
 
     Attributes:
-        rank: the rank whose failure was seen first, or the lowest one that is still busy.
-        kind: name of the exception type on that rank; ``died`` or ``timeout`` if it raised none.
+        rank: rank whose failure was seen first; after a timeout the lowest rank that is still busy.
+        kind: name of the exception type on that rank; ``died`` or ``timeout`` without an exception.
     """
 
     def __init__(self, rank: int, kind: str, message: str) -> None:
@@ -53,12 +52,12 @@ class RankError(RuntimeError):
 
 
 class RankPool:
-    """Up to ``max_ranks`` processes that run functions as ranks of a gloo world.
+    """Pool of ``max_ranks`` processes that run functions as ranks of a gloo world.
 
     Args:
-        max_ranks: largest world; the processes start with the first case.
-        timeout_s: a case that takes longer is a hang: its ranks are killed and named. A safety net,
-            so it is far above what any case needs.
+        max_ranks: largest world size; the processes start with the first case.
+        timeout_s: seconds after which a case counts as hanging: its ranks are killed and named. The
+            value is a safety net, far above the duration of any case.
     """
 
     def __init__(self, max_ranks: int = 16, timeout_s: float = 600.0) -> None:
@@ -68,25 +67,27 @@ class RankPool:
         self._ranks: list[ForkedRank] = []
         self._pipes: list[connection.Connection] = []
         self._files = contextlib.ExitStack()
-        # A store that outlives its case reads its file once more when it is destroyed. If another
-        # case has written there, that read never ends. So each case has a file of its own.
+        # A store that outlives its case reads its file once more when it is destroyed, and this
+        # read never ends if another case has written to the file. So each case has its own file.
         self._stores = Path(self._files.enter_context(TemporaryDirectory(prefix="automoe-ranks-")))
         self._cases = itertools.count()
         self._stacks = self._files.enter_context(store_file())
         atexit.register(self.close)
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on ranks 0..world_size-1 and return their results in rank
-        order.
+        """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks; return the results in rank order.
 
-        ``fn`` is a function of a module (not a closure: ranks import it), called with
-        ``torch.distributed`` initialised for exactly ``world_size`` gloo ranks, seed 0, float32 as
-        the default dtype and one CPU thread. Results travel as pickles: return local tensors, not
-        DTensors.
+        During the call ``torch.distributed`` is initialised for exactly ``world_size`` gloo ranks,
+        the seed is 0, the default dtype float32, and each rank has one CPU thread. Results travel
+        as pickles, so ``fn`` must return local tensors, not DTensors.
+
+        Args:
+            fn: module-level function, not a closure, because ranks import it.
 
         Raises:
-            RankError: the first failure among the ranks, with its traceback; the pool starts
-                afresh.
+            RankError: a rank failed; the error has the first failure and its traceback. The next
+                call starts new ranks.
+            ValueError: ``world_size`` is not within 1 and ``max_ranks``.
         """
         if not 1 <= world_size <= self.max_ranks:
             raise ValueError(f"world_size={world_size}: this pool has 1 to {self.max_ranks} ranks")
@@ -96,11 +97,11 @@ class RankPool:
             self._start()
             pipes = self._pipes[:world_size]
             for pipe in pipes:
-                # callers may have added directories to sys.path since: ranks import from them too
+                # Callers may have extended sys.path since the ranks started, which import from it.
                 pipe.send((store, world_size, sys.path, self.timeout_s))
                 pipe.send_bytes(payload)
             results = self._gather(pipes)
-            # only now may groups go: a peer could still be reading from this rank
+            # A rank may destroy its groups only now: until here a peer could still read from it.
             for pipe in pipes:
                 pipe.send("release")
             self._gather(pipes)
@@ -117,7 +118,7 @@ class RankPool:
         self._server = None
 
     def _start(self) -> None:
-        """Start all ranks, unless they run, and wait until they have their processes."""
+        """Start all ranks unless they run, and wait until their processes exist."""
         if self._ranks:
             return
         self._server = self._server or ForkServer(os.environ | _THREADS)
@@ -160,7 +161,7 @@ class RankPool:
                 except (EOFError, ConnectionResetError):
                     self._raise_death(len(pipes), math.inf)
                 if kind is not None:
-                    # A rank that dies makes its peers raise, and they may be heard first.
+                    # A rank that dies makes its peers raise, and their errors may arrive first.
                     self._raise_death(len(pipes), _DEATH_NOTICE_S)
                     raise RankError(rank, kind, f"rank {rank} of {len(pipes)} raised\n{body}")
                 answers[rank] = body
@@ -176,8 +177,7 @@ class RankPool:
             time.sleep(_PAUSE_S)
 
     def _stacks_of(self, rank: ForkedRank) -> str:
-        """Return the stacks of the threads of a rank that hangs; empty if it does not even write
-        these."""
+        """Return the stacks of a hanging rank's threads; empty if it fails to write them."""
         os.truncate(self._stacks, 0)
         rank.send_signal(signal.SIGUSR1)
         deadline, text = time.monotonic() + _STACKS_S, ""
@@ -188,17 +188,19 @@ class RankPool:
 
 
 def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path) -> NoReturn:
-    """Run cases in this rank until it is killed. SIGUSR1 has it write the stacks of its threads
-    into ``stacks``."""
+    """Run cases in this rank until it is killed.
+
+    On SIGUSR1 the rank writes the stacks of its threads into ``stacks``.
+    """
     if imports.error is not None:
         raise imports.error
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     faulthandler.register(signal.SIGUSR1, stacks.open("a"))
     from automoe.interop.torch_private import cached_functions
 
-    gc.unfreeze()  # the server's imports are frozen, and their caches are looked for here
+    gc.unfreeze()  # ``cached_functions`` must see the server's imports, which are frozen
     imported = cached_functions()
-    gc.freeze()  # what is imported by now stays: leave it out of the collection after each case
+    gc.freeze()  # imported modules stay, so the collection after each case need not visit them
     pipe = connection.Connection(file)
     while True:
         store, world_size, path, timeout_s = pipe.recv()
@@ -208,7 +210,7 @@ def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path)
             _join_world(store, rank, world_size, timeout_s)
             fn, args, kwargs = pickle.loads(payload)
             answer = pickle.dumps(fn(*args, **kwargs))
-        except BaseException as error:  # handed to the caller, which ends this process
+        except BaseException as error:  # the caller raises it and kills this process
             pipe.send((type(error).__name__, traceback.format_exc()))
             continue
         pipe.send((None, answer))
@@ -229,10 +231,11 @@ def _join_world(store: Path, rank: int, world_size: int, timeout_s: float) -> No
 
 
 def leave_world(imported_caches: list[Any]) -> None:
-    """Destroy every process group of this process, with all that remembers a mesh.
+    """Destroy every process group of this process, and clear the caches that hold a mesh.
 
-    ``imported_caches`` are those of ``torch_private.cached_functions()`` that a ``gc.freeze()`` has
-    hidden since.
+    Args:
+        imported_caches: result of ``torch_private.cached_functions()`` before a ``gc.freeze()``,
+            which hides these caches from a later search.
     """
     import torch.distributed as dist
 

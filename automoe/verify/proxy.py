@@ -1,8 +1,8 @@
-"""A small stand-in for a configuration that is too large to run here: same structure, small
-numbers. No torch.
+"""Proxy of a configuration that is too large to run here: the same structure with small sizes.
 
-Every axis, kind of layer, routing rule, schedule and backend stays; sizes shrink. What was cut is
-part of the result, so that nobody takes the stand-in for the thing.
+The proxy keeps every mesh axis, kind of layer, routing rule, schedule and backend. ``list_cuts``
+lists the changed keys, so that nobody takes the proxy for the configuration itself. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_AXIS = 2
 MAX_LAYERS, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K = 4, 16, 4, 4
 MAX_SEQ_LEN, MAX_MICRO_BATCHES = 64, 4
 MAX_WINDOW = 16
-# Sizes of attention by its kind.
+# Largest sizes in the proxy, by kind of attention.
 MAX_ATTENTION = {
     "mla": dict(
         q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
@@ -51,20 +51,20 @@ MAX_ATTENTION = {
 HEAD_WIDTHS = (
     "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
-# Of a width in which blocks of 8-bit scales must meet, so that there is more than one.
+# A width that is divided into blocks of 8-bit scales keeps two blocks, so that blocks can meet.
 MAX_BLOCKED = 2 * BLOCK
 
 
 def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Config, MeshShape]:
-    """Cut every mesh axis to at most 2, and the model, rows and batch to what a laptop runs in
-    seconds.
+    """Cut every mesh axis to at most 2, and model and batch to sizes a laptop runs in seconds.
 
     Args:
-        config: a configuration that is valid with ``shape``; not changed.
-        num_token_ids: of its tokenizer, all of which the embedding must hold.
+        config: a configuration that is valid with ``shape``; it is not changed.
+        shape: resolved mesh of ``config``.
+        num_token_ids: number of ids of the tokenizer; the proxy's vocabulary holds all of them.
 
     Returns:
-        The proxy and its resolved mesh: at most 2 ranks on an axis, ``ep_shard`` whatever is left.
+        The proxy and its resolved mesh: at most 2 ranks per axis, and ``ep_shard`` derived.
     """
     sizes = {a: min(getattr(shape, a), MAX_AXIS) for a in dict.fromkeys(DEFAULT_AXES + MOE_AXES)}
     small = resolve_mesh(MeshConfig(**(sizes | {"ep_shard": -1})), None)
@@ -75,12 +75,12 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     blocked = config.train.fp8 == "blockwise"
     model = _cut_model(config.model, small, num_stages, num_token_ids, blocked)
     if parallel.layers_per_stage is not None:
-        # Stages of different sizes stay of different sizes.
+        # Stages of different sizes keep different sizes.
         parallel = replace(
             parallel, layers_per_stage=[model.num_layers - num_stages + 1] + [1] * (num_stages - 1)
         )
     if isinstance(parallel.recompute_layers, list):
-        # Some layers recompute, and where only later ones did, the last one.
+        # The listed layers that exist recompute; if none exists, the last layer does.
         there = [layer for layer in parallel.recompute_layers if layer < model.num_layers]
         parallel = replace(parallel, recompute_layers=there or [model.num_layers - 1])
     mesh, train = MeshConfig(**asdict(small)), _cut_train(config, shape, small)
@@ -92,8 +92,10 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
 
 
 def list_cuts(full: Config, proxy: Config) -> list[tuple[str, object, object]]:
-    """(key, value in ``full``, value in ``proxy``) of every key that differs, in the schema's
-    order."""
+    """Return (key, value in ``full``, value in ``proxy``) of each key that differs.
+
+    The keys are in the schema's order.
+    """
     pairs = [(key, attrgetter(key)(full), attrgetter(key)(proxy)) for key in leaf_keys()]
     return [(key, before, after) for key, before, after in pairs if before != after]
 
@@ -108,11 +110,11 @@ def _cut_model(
     return replace(
         model,
         vocab_size=min(model.vocab_size, _multiple(num_token_ids + 7, 8)),
-        # Rows that every ep_shard divides, in multiples of the 16 bytes that grouped_mm wants.
+        # Every ep_shard divides these rows, and they are multiples of grouped_mm's 16 bytes.
         hidden_size=_multiple(min(model.hidden_size, MAX_BLOCKED if blocked else 64), 8),
         num_layers=num_layers,
         intermediate_size=min(model.intermediate_size, MAX_BLOCKED if blocked else 96),
-        # One dense layer stands for several, and none for none.
+        # One dense layer stands for several; a model without dense layers keeps none.
         first_k_dense=min(model.first_k_dense, 1) if model.num_moe_layers else num_layers,
         num_experts=num_experts,
         num_experts_per_token=min(model.num_experts_per_token, MAX_TOP_K, allowed),
@@ -131,7 +133,7 @@ def _cut_model(
 
 
 def _multiple(size: int, unit: int) -> int:
-    """The largest multiple of ``unit`` up to ``size``, at least one unit."""
+    """Return the largest multiple of ``unit`` up to ``size``, at least ``unit``."""
     return max(size // unit, 1) * unit
 
 
@@ -152,8 +154,10 @@ def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
 
 
 def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
-    """Heads as wide as they are, and so few of them that tp just cuts where blocks of 8-bit scales
-    meet."""
+    """Keep the width of heads, and cut their number.
+
+    Enough heads stay for tp to cut where two blocks of 8-bit scales meet.
+    """
     few = replace(
         _cut_attention(attention),
         q_lora_rank=attention.q_lora_rank and min(attention.q_lora_rank, MAX_BLOCKED),
@@ -165,7 +169,7 @@ def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
         widths = [no_position + attention.qk_rope_head_dim, no_position + value, value]
     else:
         widths = [attention.head_dim]
-    # heads that fill whole blocks
+    # A rank's heads fill whole blocks.
     heads_per_rank = max(BLOCK // gcd(BLOCK, width) for width in widths)
     if attention.kind == "mla" or attention.num_kv_heads == attention.num_heads:
         heads = min(max(few.num_heads, heads_per_rank * tp), attention.num_heads)
@@ -190,7 +194,7 @@ def _cut_train(config: Config, full: MeshShape, small: MeshShape) -> TrainConfig
     train = config.train
     unit = 2 * small.cp
     micro_batches = train.global_batch_size // (full.dp * train.micro_batch_size)
-    # as interleaving wants them
+    # Interleaved schedules need a multiple of pp micro-batches.
     micro_batches = _multiple(min(micro_batches, MAX_MICRO_BATCHES), small.pp)
     rows = min(train.micro_batch_size, 2)
     return replace(

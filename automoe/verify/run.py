@@ -1,6 +1,6 @@
-"""``python -m automoe.verify``: does a configuration's mesh train like one rank?
+"""``python -m automoe.verify``: check that a configuration's mesh trains like one rank.
 
-python -m automoe.verify --config-name X mesh.ep=4
+Example: ``python -m automoe.verify --config-name X mesh.ep=4``
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from automoe.model.params import count_params
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.proxy import list_cuts, make_proxy
 
-if TYPE_CHECKING:  # these import torch, which waits for a configuration that is valid
+if TYPE_CHECKING:  # these import torch, which the configuration's checks need not wait for
     from automoe.data.loader import StepBatch
     from automoe.verify.compare import Comparison
     from automoe.verify.trajectory import Trajectory
@@ -30,22 +30,23 @@ if TYPE_CHECKING:  # these import torch, which waits for a configuration that is
 EXIT_DIFFERENT, EXIT_FAILED = 1, 3
 
 MAX_RANKS = 8
-MAX_PARAMETERS = 16_000_000  # every tensor of both runs is kept whole, in float64
-MAX_TOKENS, MAX_SEQ_LEN = 8192, 1024  # of one step; a row
+MAX_PARAMETERS = 16_000_000  # every full tensor of both runs is kept in float64
+MAX_TOKENS, MAX_SEQ_LEN = 8192, 1024  # tokens per step, tokens per row
 
-# ||difference|| / ||reference|| of every tensor. float64 leaves nothing but the order of sums;
-# bfloat16 has 8 bits, and what it rounds depends on how a sum is cut.
+# Tolerances bound ||difference|| / ||reference|| of every tensor. In float64 runs differ only by
+# the order of sums; bfloat16 has 8 bits, and its rounding depends on how a sum is split.
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
-# In 8 bits, below float64: a rounding tips a code to its neighbour, an eighth away, and the next
-# product tips more (docs/fp8.md). Of a mean over all tokens it moves little. Rounding to bfloat16
-# tips more codes than to float32.
+# With 8-bit products in a dtype below float64, rounding tips a code to its neighbour, an eighth
+# away, and the next product tips more codes (docs/fp8.md). A mean over all tokens moves little.
+# Rounding to bfloat16 tips more codes than rounding to float32.
 FP8_TOLERANCE = 0.02
 FP8_GRADIENTS = {"float64": 0.25, "float32": 0.25, "bfloat16": 0.5}
-# Of gradients: where scales of 128 tokens hold other tokens, what is far below the largest differs.
+# Tolerance of gradients: if a scale's 128 tokens are other tokens, values far below their largest
+# one differ.
 FP8_LINES = 1e-5
 GRADIENTS = ("gradient", "gradient norm")
-# Left out where gradients are not held to 1e-10: Adam divides by the gradient's own size, so the
-# rounding of a gradient that is almost zero becomes a whole learning rate.
+# These kinds are compared only if gradients must agree to 1e-10: Adam divides by the gradient's own
+# size, so the rounding of a gradient that is almost zero becomes a whole learning rate.
 AMPLIFIED = ("updated parameter",)
 
 USAGE = """usage: automoe verify [--config-name NAME] [--proxy] [key=value ...]
@@ -72,8 +73,13 @@ configuration is wrong, 3 a rank failed.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Verify the configuration that ``argv`` names; returns the exit status. Raises
-    ``AutomoeError``."""
+    """Verify the configuration that ``argv`` names, and return the exit status.
+
+    The status is 0 if all values are equal, 1 if some differ, 3 if a rank failed.
+
+    Raises:
+        AutomoeError: the configuration is wrong.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     force_proxy = "--proxy" in argv
     args = parse_arguments([word for word in argv if word != "--proxy"], ["--proxy"])
@@ -96,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         prepare_data(runnable)
         results = []
         for config_pass in passes(runnable):
-            # nothing off a terminal
+            # rich shows this status only on a terminal.
             with console.status(f"{name_of(config_pass)}: one rank, then the mesh"):
                 results.append(verify_pass(config_pass, shape, pool))
             show_result(console, results[-1])
@@ -111,13 +117,14 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class PassResult:
-    """One dtype's comparison of the mesh with one rank.
+    """Comparison of the mesh with one rank in one of the ``passes``.
 
     Attributes:
-        config: as ``passes`` gives it.
-        forced: the mesh repeated the one rank's routing.
-        gradient_tolerance: of gradients and their norm; ``tolerance`` is that of everything else.
-        compared: every number and tensor, in the order in which a step makes them.
+        config: configuration of the pass.
+        forced: True if the mesh repeated the routing of the one-rank run.
+        tolerance: largest relative error of everything but gradients.
+        gradient_tolerance: largest relative error of gradients and their norm.
+        compared: every number and tensor, in the order in which a step computes them.
     """
 
     config: Config
@@ -128,7 +135,7 @@ class PassResult:
 
     @property
     def different(self) -> list[Comparison]:
-        """What is off by more than its tolerance; the first of them is where to look."""
+        """Comparisons beyond their tolerance; the first one is nearest to the cause."""
         return [c for c in self.compared if not self.equal(c)]
 
     def equal(self, comparison: Comparison) -> bool:
@@ -140,15 +147,17 @@ class PassResult:
 def make_runnable(
     config: Config, force_proxy: bool = False
 ) -> tuple[Config, MeshShape, list[tuple[str, object, object]]]:
-    """The configuration, or its proxy if it is too large, ready to run on CPU ranks with random
-    weights.
+    """Adapt the configuration, or its proxy if it is too large, to CPU ranks and random weights.
+
+    Args:
+        force_proxy: use the proxy even if the configuration would fit.
 
     Returns:
-        The configuration to run, its mesh, and what was changed: (key, configured, here); nothing
-        if the configuration runs as it is.
+        The configuration to run, its mesh, and the changes as (key, configured, here), empty if the
+        configuration runs unchanged.
 
     Raises:
-        ConfigError: the configuration is not valid, or depends on the mesh by intention.
+        ConfigError: the configuration is invalid, or its results depend on the mesh by design.
     """
     from automoe.data.tokenizer import BYTE_VOCAB_SIZE, load_tokenizer
 
@@ -170,8 +179,10 @@ def make_runnable(
 
 
 def _for_a_cpu(config: Config) -> Config:
-    """Random weights, own routing, torch in the place of what needs CUDA; Triton's stays where it
-    is interpreted."""
+    """Return ``config`` with random weights, its own routing and torch in place of CUDA backends.
+
+    Triton kernels stay if Triton is interpreted.
+    """
     moe, kernels = (
         replace(config.moe, record_routing=None, replay_routing=None),
         replace(config.kernels, norm="torch"),
@@ -184,7 +195,7 @@ def _for_a_cpu(config: Config) -> Config:
         kernels = replace(kernels, attention="sdpa")
     if kernels.rope == "triton" and not triton_is_interpreted():
         kernels = replace(kernels, rope="torch")
-    # meshes are compared by the cross-entropy of rows, which conversations have too
+    # Verification compares the cross-entropy of rows, so conversations stand for preference pairs.
     if config.data.is_preference:
         config = replace(
             config,
@@ -196,9 +207,11 @@ def _for_a_cpu(config: Config) -> Config:
     return replace(
         config,
         model=replace(config.model, hf_path=None),
-        lora=replace(config.lora, export="merged", base="weights"),  # the others need a checkpoint
+        lora=replace(
+            config.lora, export="merged", base="weights"
+        ),  # other values need a checkpoint
         moe=moe,
-        # Gathering keys and values is the arithmetic of a ring.
+        # Gathering keys and values has the same arithmetic as a ring.
         parallel=replace(config.parallel, context="gather"),
         kernels=kernels,
         launch=replace(config.launch, device="cpu"),
@@ -207,7 +220,7 @@ def _for_a_cpu(config: Config) -> Config:
 
 # fmt: off
 def _mesh_dependent_rows(config: Config) -> Iterator[Row]:
-    """What depends on the mesh by intention."""
+    """Yield a rule for each setting whose results depend on the mesh by design."""
     moe = config.moe
     yield ("moe.drop_scope", moe.capacity_factor > 0 and moe.drop_scope == "rank",
            "with a capacity, what a rank drops depends on which tokens it holds, so no two meshes are equal",
@@ -219,8 +232,7 @@ def _mesh_dependent_rows(config: Config) -> Iterator[Row]:
 
 
 def too_large(config: Config, shape: MeshShape) -> bool:
-    """Whether both runs of the whole configuration are more than a laptop's CPU does in a minute or
-    two."""
+    """Return True if a laptop's CPU needs more than a minute or two for both runs."""
     train = config.train
     return (
         shape.world_size > MAX_RANKS
@@ -231,17 +243,17 @@ def too_large(config: Config, shape: MeshShape) -> bool:
 
 
 def passes(config: Config) -> list[Config]:
-    """The configuration in float64 with the reference experts and rotation, then in its own dtype
-    and backend.
+    """Return the configurations to compare: one in float64, then ``config`` itself.
 
-    With ``train.fp8`` also in float64 around its 8-bit products: there no order of sums tips a code
-    to its neighbour.
+    The first uses float64 with the reference experts and rotary embedding. With ``train.fp8``, the
+    second uses float64 around the 8-bit products, where no order of sums tips a code to its
+    neighbour. The last is ``config`` in its own dtype and backend, unless that is float64.
     """
     in_float64 = replace(
         config,
         train=replace(config.train, dtype="float64"),
         optim=replace(config.optim, master_weights="float32"),
-        kernels=replace(config.kernels, rope="torch"),  # the other one has no float64
+        kernels=replace(config.kernels, rope="torch"),  # the Triton kernel has no float64
     )
     runs = [
         replace(
@@ -258,16 +270,22 @@ def passes(config: Config) -> list[Config]:
 
 
 def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
-    """Of everything but gradients, and of gradients, for one of the ``passes`` on ``shape``
-    (reasons: docs/fp8.md)."""
+    """Return the tolerances of everything but gradients, and of gradients, for one pass.
+
+    docs/fp8.md has the reasons.
+
+    Args:
+        config: one of the ``passes``.
+        shape: mesh that is compared with one rank.
+    """
     dtype = config.train.dtype
     tolerance = TOLERANCES[dtype]
     if config.train.fp8 == "off":
         return tolerance, tolerance
     if dtype != "float64":
         return max(FP8_TOLERANCE, tolerance), FP8_GRADIENTS[dtype]
-    # Ranks that make keys and values of the same latents, each for queries of its own, round their
-    # terms of a gradient.
+    # With cp and MLA, ranks compute keys and values from the same latents, each for its own
+    # queries, and each rank rounds its own term of the latents' gradient.
     if shape.cp > 1 and config.model.attention.kind == "mla":
         return tolerance, FP8_GRADIENTS[dtype]
     return tolerance, FP8_LINES if config.train.fp8 == "blockwise" else tolerance
@@ -276,12 +294,13 @@ def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
 def verify_pass(
     config: Config, shape: MeshShape, pool: RankPool, run: Callable[..., Trajectory] | None = None
 ) -> PassResult:
-    """One step on one rank and one on ``shape``, compared.
+    """Run one step on one rank and one on ``shape``, and compare them.
 
     Args:
-        config: as ``passes`` gives it; the dtype decides on tolerance and forced routing.
-        run: what a rank of the mesh does, with the signature of ``run_trajectory``, which is the
-            default.
+        config: one of the ``passes``; its dtype decides on tolerance and forced routing.
+        pool: ranks that run both steps.
+        run: function of each rank of the mesh, with the signature of ``run_trajectory``; default:
+            ``run_trajectory``.
 
     Raises:
         RankError: a rank failed.
@@ -291,8 +310,8 @@ def verify_pass(
 
     train = config.train
     forced = train.dtype != "float64" and config.model.num_moe_layers > 0
-    # One micro-batch of all rows, or, where a scale is that of a micro-batch, the mesh's, with the
-    # same rows in each.
+    # The reference has one micro-batch of all rows. With fp8 a scale depends on its micro-batch, so
+    # the reference has as many micro-batches as the mesh, with the same rows in each.
     num_rows = train.global_batch_size if train.fp8 == "off" else shape.dp * train.micro_batch_size
     mesh = MeshConfig(dp_shard=1, ep_shard=1)
     one_rank = replace(
@@ -317,7 +336,7 @@ def verify_pass(
 
 
 def loader_rows(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
-    """The first rows that training on this configuration would read."""
+    """Return the rows of step 0 that training on this configuration would read."""
     from automoe.data.loader import Loader
 
     assert step == 0

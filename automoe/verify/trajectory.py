@@ -1,4 +1,4 @@
-"""A few optimizer steps on one mesh, everything kept: what mesh comparisons are made of."""
+"""A few optimizer steps on one mesh with all results kept, as input to mesh comparisons."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from automoe.training.step import forward_backward, optimizer_step, prepare_inpu
 Batches = Callable[[Config, int, int, int], StepBatch]  # (config, step, dp_rank, dp_size)
 
 
-# Of a step's ``StepStats``, kept under the same names.
+# These fields of a step's ``StepStats`` keep their names in a ``Trajectory``.
 BALANCE = (*LOSSES, "dropped_share", "expert_counts")
 
 
 @dataclass
 class Trajectory:
-    """What one rank saw; ``merge_trajectories`` joins the pipeline stages of a world.
+    """Results of one rank's steps; ``merge_trajectories`` joins the pipeline stages of a world.
 
-    Tensors are whole (gathered over the mesh) and on the CPU; gradients are unclipped.
+    Lists have one entry per step. Tensors are full (gathered over the mesh) and on the CPU;
+    gradients are unclipped.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -54,12 +55,12 @@ class Trajectory:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor on the CPU, gathered if it is a DTensor (then a collective)."""
+    """Return the full tensor on the CPU. Collective if ``tensor`` is a DTensor."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 def named_parameters(parts: dict[int, Decoder]) -> dict[str, nn.Parameter]:
-    """Global name -> parameter of this rank's stages."""
+    """Return the parameters of this rank's stages by global name."""
     return {
         name: parameter for part in parts.values() for name, parameter in part.named_parameters()
     }
@@ -77,16 +78,17 @@ def run_trajectory(
     device: str = "cpu",
     order: torch.Tensor | None = None,
 ) -> Trajectory:
-    """Train ``steps`` steps on the mesh ``shape`` over the initialised process group, and keep
-    everything.
+    """Train ``steps`` steps on the mesh ``shape``, and return all results of this rank.
+
+    The process group must be initialised.
 
     Args:
-        batches: gives one data-parallel rank's rows of a step.
-        record: keep every step's routing (one rank, one stage only).
-        forced: per step [global rows, R, L, 2, K] routing to repeat.
+        batches: function that returns one data-parallel rank's rows of a step.
+        record: keep every step's routing (one rank and one stage only).
+        forced: routing to repeat, per step [global rows, R, L, 2, K]; None: the model's own.
         keep_tensors: gather gradients and parameters too.
-        order: [rows] of this data-parallel rank as its micro-batches take them; as they come where
-            None.
+        order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
+            into micro-batches; None keeps their order.
     """
     load_plugins(config.plugins)  # this process is a rank of the pool and has read no command line
     on = torch.device(device)
@@ -94,7 +96,7 @@ def run_trajectory(
     parts = build_parts(config, meshes)
     materialize(parts, config, on)
     runner = build_runner(parts, meshes, config, on)
-    # The same rate in every step: after the first of a warm-up little would show.
+    # The learning rate is constant: the first step of a warm-up would hardly change the weights.
     config = replace(config, optim=replace(config.optim, schedule="constant", warmup_steps=0))
     state = TrainState(
         parts, build_optimizer(list(parts.values()), config.optim, config.train.seed)
@@ -148,7 +150,7 @@ def run_trajectory(
 
 
 def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:
-    """Rank 0's scalars with the tensors of every pipeline stage."""
+    """Return rank 0's trajectory with the tensors of every pipeline stage; rank 0's is modified."""
     merged = ranks[0]
     for other in ranks[1:]:
         for mine, theirs in zip(merged.gradients, other.gradients, strict=True):
@@ -159,10 +161,10 @@ def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:
 
 
 def micro_batch_order(num_rows: int, dp: int, micro_batch_size: int) -> torch.Tensor:
-    """[num_rows] of a global batch: the first micro-batch of each of ``dp`` ranks, then the second
-    of each, and so on.
+    """Return the [num_rows] order of a global batch in which the mesh's ranks read it.
 
-    One rank with this ``order`` and micro-batches of ``dp * micro_batch_size`` rows has the same
-    rows in each.
+    The first micro-batch of each of ``dp`` ranks comes first, then the second of each, and so on.
+    One rank with this order and micro-batches of ``dp * micro_batch_size`` rows thus has the same
+    rows in each micro-batch as the mesh.
     """
     return torch.arange(num_rows).view(dp, -1, micro_batch_size).transpose(0, 1).flatten()

@@ -1,5 +1,4 @@
-"""What ``automoe verify`` prints: what is compared with what, a table a dtype, the first
-difference."""
+"""Output of ``automoe verify``: the two runs, a table for each pass, and the first difference."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 def show_start(
     console: Console, config: Config, shape: MeshShape, cuts: list[tuple[str, object, object]]
 ) -> None:
-    """What will run, and what it stands for."""
+    """Print the cuts to the configuration, and the mesh, reference and step that will run."""
     if cuts:
         if any(key.startswith(("mesh.", "train.")) for key, _, _ in cuts):
             console.print(
@@ -52,8 +51,10 @@ def show_start(
 
 
 def show_result(console: Console, result: PassResult) -> None:
-    """One row a kind of quantity: how many, the worst of them, and whether it is within
-    tolerance."""
+    """Print a table of one pass, and the first difference.
+
+    Each kind of quantity has a row: how many were compared, the largest error, and the verdict.
+    """
     routing = "routing repeated from the reference" if result.forced else "own routing"
     tolerance = f"{result.tolerance:g}"
     if result.gradient_tolerance != result.tolerance:
@@ -84,7 +85,7 @@ def show_result(console: Console, result: PassResult) -> None:
 
 
 def show_verdict(console: Console, results: list[PassResult], shape: MeshShape) -> None:
-    """The last lines: the verdict, and what it is about."""
+    """Print the verdict, and the mesh and reference that it is about."""
     num_different = sum(len(result.different) for result in results)
     compared = (
         f"{sum(len(result.compared) for result in results):,} numbers and tensors of the mesh are"
@@ -109,6 +110,6 @@ def _both_views(shape: MeshShape) -> str:
 
 
 def name_of(config: Config) -> str:
-    """What one of the passes computes in."""
+    """Return the name of a pass: its dtype, and the format of its 8-bit products if any."""
     dtype, fp8 = config.train.dtype, config.train.fp8
     return dtype if fp8 == "off" else f"{dtype} around {fp8} 8-bit products"
