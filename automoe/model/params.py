@@ -65,8 +65,9 @@ class ParamSpec:
             matrix are contiguous in a HuggingFace file, and dim 0 already belongs to the ep axis.
         fp8: whether ``train.fp8`` multiplies by it in 8 bits.
         lora: its name in ``lora.targets``; None: it gets no adapter.
-        hf: its key below ``model.layers.N.`` in published files, if that is not its own name; gate
-            and up have one each. A family states what it spells otherwise (``automoe.hf.keys``).
+        hf: its key below ``model.layers.N.`` in published files, if that differs from its name;
+            gate and up have one key each. A family lists its other spellings
+            (``automoe.hf.keys``).
         when: the key of ``ModelConfig`` that gives a module this parameter, or takes it away after
             ``not``.
         part: one of ``PARTS``; set by the module.
@@ -99,7 +100,7 @@ class ParamSpec:
 
     @property
     def per_kv_head(self) -> bool:
-        """Whether it projects to keys or values, whose heads may be fewer than the ranks."""
+        """Whether the matrix projects to keys or values; ranks may outnumber their heads."""
         return "G" in self.shape
 
 
@@ -215,7 +216,7 @@ class _Module:
     """A module of some layers, and its rows of the table.
 
     Attributes:
-        when: whether a layer has it.
+        when: condition on which a layer has the module.
         group: the name of its part in ``lora.targets``.
     """
 
@@ -419,7 +420,7 @@ class Param:
 
     @property
     def multiplies(self) -> bool:
-        """Whether tokens are multiplied by it as a matrix."""
+        """Whether tokens are multiplied by the tensor as a matrix."""
         return self.spec.kind == "matrix"
 
     def tp_dim(self, tp: int) -> int | None:
