@@ -1,8 +1,8 @@
-"""Random numbers that depend on a name, a seed and an index alone, never on rank, device or order
-of calls.
+"""Random numbers that depend on a name, a seed and an index alone.
 
-The generator is counter-based: SplitMix64 (Steele et al. 2014) over the index. Any rank can make
-the numbers of any element, so what is random is equal on every mesh.
+They do not depend on rank, device or order of calls. The generator is counter-based: SplitMix64
+(Steele et al. 2014) over the index. Any rank can compute the numbers of any element, so random
+values are equal on every mesh.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MIX_2 = 0x94D049BB133111EB
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of a 64-bit unsigned number; torch multiplies modulo 2^64."""
+    """Return the int64 with the bits of a 64-bit unsigned number; torch multiplies modulo 2^64."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift; torch's own copies the sign."""
+    """Shift right logically; torch's own shift copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -53,24 +53,29 @@ def stream_key(name: str, seed: int) -> int:
 
 
 def bits_at(index: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
-    """64 random bits as int64 for each of ``index`` (int64, any shape) in the stream(s) ``key``."""
+    """Return 64 random bits as int64 for each of ``index`` (int64, any shape).
+
+    ``key`` is a stream, or one stream for each index.
+    """
     return _mix((index + 1) * _signed(GOLDEN_GAMMA) + key)
 
 
 def normal_at(index: torch.Tensor, name: str, seed: int) -> torch.Tensor:
-    """Standard normal numbers, float64, for the elements ``index`` (int64, any shape) of tensor
-    ``name``."""
+    """Return standard normal float64 numbers for elements of the tensor ``name``.
+
+    ``index`` holds the elements' indices (int64, any shape).
+    """
     bits = bits_at(index, stream_key(name, seed))
-    # Two 32-bit halves make two uniforms; the half step keeps the logarithm's argument above zero.
+    # Two 32-bit halves give two uniforms; the half step keeps the logarithm's argument above zero.
     radius = (_shift_right(bits, 32).to(torch.float64) + 0.5) * 2.0**-32
     angle = (bits & 0xFFFFFFFF).to(torch.float64) * (2.0**-32 * 2 * torch.pi)
     return torch.sqrt(-2 * torch.log(radius)) * torch.cos(angle)
 
 
 def uniform_from(bits: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Uniform numbers strictly between 0 and 1 from ``bits_at``; the same in any dtype up to its
-    rounding.
+    """Return uniform numbers strictly between 0 and 1 from ``bits_at``.
 
-    The upper 23 bits and a half: float32 holds every one of these exactly.
+    Numbers are equal in any dtype up to its rounding. They are the upper 23 bits and a half:
+    float32 holds every one of these numbers exactly.
     """
     return (_shift_right(bits, 41).to(dtype) + 0.5) * 2.0**-23

@@ -1,13 +1,14 @@
-"""Kernels for 8-bit numbers with block scales: quantizing, and the grouped products that torch has
-none of for Hopper.
+"""Kernels for 8-bit numbers with block scales: quantization, and grouped products.
 
-Quantizing is one pass over memory: each tile's largest number, its scale and its codes. The numbers
-are those of ``automoe.quantize.formats`` in plain torch, except that zeros have no sign here.
+Torch has no such grouped products for Hopper. Quantization is one pass over memory: it computes
+each tile's largest number, its scale and its codes. The results equal those of
+``automoe.quantize.formats`` in plain torch, except that zeros have no sign here.
 
 A product's scale holds for 128 numbers of the summed dim. So each step sums 128 products on the
 matrix units and is then scaled into the float32 accumulator (DeepSeek-V3, arXiv 2412.19437, section
-3.3.2). Each number is written once, without atomics. Compiled for Hopper and run in Triton's
-interpreter; not run on a GPU yet. Shapes: R rows sorted by expert, E experts, K summed.
+3.3.2). Each number is written once, without atomics. The kernels have compiled for Hopper and run
+in Triton's interpreter; they have not run on a GPU yet. Shapes: R rows sorted by expert, E experts,
+K summed.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ FORMATS = {
 
 @triton.jit
 def _scales_of_rows(numbers, largest, BLOCK: tl.constexpr, HEIGHT: tl.constexpr):
-    """[HEIGHT] scale of each row of numbers [HEIGHT, 128], one for all if BLOCK; NaN where a number
-    is not finite."""
+    """Return the scale of each row of numbers [HEIGHT, 128]: [HEIGHT].
+
+    If BLOCK all rows share one scale. The scale is NaN if a number is not finite.
+    """
     size = tl.max(tl.abs(numbers), axis=1)
-    # Checked apart, since a maximum may ignore NaN.
+    # NaN is checked separately, since a maximum may ignore it.
     finite = tl.min((tl.abs(numbers) < float("inf")).to(tl.int32), axis=1)
     if BLOCK:
         size = tl.max(size, axis=0) + tl.zeros((HEIGHT,), tl.float32)
@@ -50,8 +53,10 @@ def _scales_of_rows(numbers, largest, BLOCK: tl.constexpr, HEIGHT: tl.constexpr)
 
 @triton.jit
 def _rounded(numbers, largest, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
-    """The nearest numbers of a format, ties to even; beyond ``largest`` the largest, and NaN for
-    infinite ones."""
+    """Return the nearest numbers of a format, ties to even.
+
+    Numbers beyond ``largest`` become the largest, infinite ones NaN.
+    """
     infinite = tl.abs(numbers) == float("inf")
     numbers = tl.where(numbers > largest, largest, tl.where(numbers < -largest, -largest, numbers))
     numbers = tl.where(infinite, float("nan"), numbers)
@@ -81,11 +86,10 @@ def encode_tiles(
     MANTISSA: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """A program quantizes HEIGHT rows of 128 columns, with one scale for all if BLOCK, else one for
-    each row.
+    """Quantize HEIGHT rows of 128 columns per program, with one scale per row, or for all if BLOCK.
 
-    FORMAT is the dtype of the codes, MANTISSA its bits, LEAST the exponent of its smallest normal
-    number.
+    FORMAT is the dtype of the codes, MANTISSA its number of bits, LEAST the exponent of its
+    smallest normal number.
     """
     batch = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT).to(tl.int64)
@@ -116,12 +120,12 @@ def encode_tiles(
 def encode_in_one_pass(
     x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, largest: float, height: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [..., R, C] and scales of ``x`` [..., R, C]; scales are found where none are given.
+    """Return codes [..., R, C] and scales of ``x`` [..., R, C].
 
     Args:
-        scales: [..., tiles down, tiles across] or None.
-        largest: number of ``dtype``.
-        height: rows of a tile, 1 or 128; it has 128 columns.
+        scales: [..., tiles down, tiles across]; None: scales are computed.
+        largest: largest number of ``dtype``.
+        height: rows of a tile, 1 or 128; a tile has 128 columns.
     """
     rows, cols = x.shape[-2:]
     flat = x.detach().reshape(prod(x.shape[:-2]), rows, cols)
@@ -159,7 +163,7 @@ def rows_by_blocks(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """out = a @ w.T of each row's expert."""
+    """Compute out = a @ w.T with the weight of each row's expert."""
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(N, _SIDE), BLOCK_M
     )
@@ -206,7 +210,7 @@ def weights_by_lines(
     N,
     PRECISION: tl.constexpr,
 ):
-    """out[e] = a @ b.T over the columns of e, which begin and end where lines do."""
+    """Compute out[e] = a @ b.T over the columns of e, which begin and end at line borders."""
     num_columns = tl.cdiv(N, _COLUMNS)
     blocks = tl.cdiv(M, _SIDE) * num_columns
     expert = tl.program_id(0) // blocks
@@ -248,9 +252,10 @@ def block_scaled_product(
     offsets: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """a [R, K] @ b[e] [E, N, K].T -> [R, N], or a [M, R] @ b [N, R].T -> [E, M, N], in ``dtype``.
+    """Multiply block-scaled operands by expert, with a result in ``dtype``.
 
-    Shapes of scales and offsets as ``rows_by_blocks`` and ``weights_by_lines`` have them, all
+    Either a [R, K] @ b[e] [E, N, K].T -> [R, N], or a [M, R] @ b [N, R].T -> [E, M, N]. Scales and
+    offsets have the shapes that ``rows_by_blocks`` and ``weights_by_lines`` list; all tensors are
     contiguous.
     """
     fixed = dict(PRECISION=precision(a.dtype), num_warps=WARPS, num_stages=STAGES)

@@ -1,7 +1,7 @@
-"""Each kernel of ``products`` as a function of tensors, all contiguous; shapes as there.
+"""Each kernel of ``products`` as a function of contiguous tensors; ``products`` lists the shapes.
 
-Where rows and tensors begin at multiples of 16 bytes and ``Blocks.tma`` is set, the tensor memory
-accelerator copies all operands but gathered rows. Elsewhere threads copy. Both give the same
+If rows and tensors begin at multiples of 16 bytes and ``Blocks.tma`` is set, the tensor memory
+accelerator copies all operands but gathered rows. Otherwise threads copy. Both give the same
 numbers.
 """
 
@@ -31,7 +31,7 @@ def gather_up_activate(
     clamp: Clamp,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
+    """Return gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
     (num_rows,), (_, _, width, hidden) = gather_idx.shape, gate_up_proj.shape
     pre, act = x.new_empty(num_rows, 2 * width), x.new_empty(num_rows, width)
     step = _step(x, gate_up_proj, act)
@@ -57,10 +57,10 @@ def rows_times_weights(
     probs: torch.Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> torch.Tensor:
-    """[R, N]: rows [R, K] times [E, N, K] (``down``) or [E, K, N] (``grad_rows``) of each row's
-    expert.
+    """Return rows [R, K] times the weight of each row's expert: [R, N].
 
-    ``probs`` [R] times ``bias`` [E, N] is added if there is one.
+    Weights are [E, N, K] for ``down`` or [E, K, N] for ``grad_rows``. If ``bias`` [E, N] is given,
+    ``probs`` [R] times the bias is added.
     """
     by_columns = product == "down"
     num_columns, summed = weights.shape[1:] if by_columns else weights.shape[:0:-1]
@@ -87,8 +87,11 @@ def grad_down_activate(
     clamp: Clamp,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient of gate and up [R, 2I], probs * activation [R, I], and shares of the gradient of
-    probs [R, ...]."""
+    """Return three results of the backward pass through the down projection.
+
+    They are the gradient of gate and up [R, 2I], probs * activation [R, I], and partial sums of the
+    gradient of probs [R, ...].
+    """
     step = _step(grad_out, down_proj)
     blocks = blocks or blocks_of("back", pre.dtype, step > 1)
     _, hidden, width = down_proj.shape
@@ -115,8 +118,10 @@ def grad_weights(
     out: torch.Tensor,
     blocks: Blocks | None = None,
 ) -> torch.Tensor:
-    """``out`` [E, ..., N] with each expert's left.T @ right; ``right`` is read through
-    ``gather_idx`` if given."""
+    """Fill ``out`` [E, ..., N] with each expert's left.T @ right, and return it.
+
+    ``right`` is read through ``gather_idx`` if given.
+    """
     gathered, step = gather_idx is not None, _step(left, right)
     blocks = blocks or blocks_of(
         "grad_weights_gathered" if gathered else "grad_weights", left.dtype, step > 1
@@ -135,7 +140,7 @@ def grad_weights(
 def sum_of_tokens(
     rows: torch.Tensor, gather_idx: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    """[R, H] gradients of gathered rows -> [N, H] of what they were read from."""
+    """Sum the gradients of gathered rows [R, H] by the token that each row read: [N, H]."""
     num_tokens, hidden = x.shape
     # Rows past the last offset were never computed: they go to a token number that does not exist.
     row = torch.arange(gather_idx.numel(), device=x.device)
@@ -155,7 +160,7 @@ def _over_rows(
     kernel: Any, tiles: RowTiles, num_columns: int, blocks: Blocks, dtype: torch.dtype, *operands: Any,
     sizes: tuple[float, ...], **constants: int,
 ) -> None:  # fmt: skip
-    """One program for each tile of rows and block of columns."""
+    """Launch one program for each tile of rows and block of columns."""
     kernel[(tiles.slots * triton.cdiv(num_columns, blocks.columns),)](
         *operands,
         tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, tiles.offsets.numel(),
@@ -166,20 +171,21 @@ def _over_rows(
 
 
 def _step(*tensors: torch.Tensor) -> int:
-    """Numbers in 16 bytes if every row of every tensor begins at a multiple of 16 bytes, else 1.
-    Storage is aligned."""
+    """Return how many numbers fill 16 bytes if all rows begin at multiples of 16 bytes, else 1.
+
+    Storage itself is aligned.
+    """
     step = 16 // tensors[0].element_size()
     starts = [start for tensor in tensors for start in (tensor.shape[-1], tensor.storage_offset())]
     return step if all(start % step == 0 for start in starts) else 1
 
 
 def _described(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    # Of a dim of size 1 its own may be anything.
+    # The stride of a dim of size 1 may be anything.
     strides = [prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
     return TensorDescriptor(tensor, list(tensor.shape), strides, list(box))
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or ``other`` for None: a kernel wants a pointer even for what it does not
-    read."""
+    """Return ``tensor``, or ``other`` for None: a kernel needs a pointer even to unread data."""
     return other if tensor is None else tensor

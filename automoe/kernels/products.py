@@ -11,15 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# This many tiles run together through all columns, so that the weights that they share come from L2
-# and are not read from memory once for each tile.
+# This many tiles run together through all columns, so that the weights that they share come from
+# L2 and are not read from memory once for each tile.
 _TILES_TOGETHER = tl.constexpr(8)
 
 
 @triton.jit
 def _known(size, STEP: tl.constexpr):
-    """``size``, as a multiple of STEP that the compiler can see. By itself it sees only multiples
-    of 16, and copies rows of other lengths one number at a time.
+    """Return ``size`` as a multiple of STEP that the compiler can see.
+
+    By itself the compiler sees only multiples of 16, and copies rows of other lengths one number at
+    a time.
     """
     return size // STEP * STEP
 
@@ -28,9 +30,11 @@ def _known(size, STEP: tl.constexpr):
 def _rows_of_tile(
     tile_expert, tile_row, offsets, num_tiles, num_experts, num_columns, BLOCK_M: tl.constexpr
 ):
-    """What this program computes: its expert (``num_experts`` if it has no tile), its block of
-    columns, its first row, the row numbers from there, and which of them are real. The first row
-    has 64 bits, for addresses; the numbers within the tile have 32, since 64 would spill.
+    """Return the expert, columns and rows that this program computes.
+
+    The values are its expert (``num_experts`` if it has no tile), its block of columns, its first
+    row, the row numbers from there, and which of these rows are real. The first row has 64 bits,
+    for addresses; the numbers within the tile have 32, since 64 would spill.
     """
     pid = tl.program_id(0)
     together = _TILES_TOGETHER * num_columns
@@ -46,14 +50,16 @@ def _rows_of_tile(
 
 @triton.jit
 def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] -> the left and the right half of its columns, within registers."""
+    """Split [ROWS, COLUMNS] into the left and right half of its columns, within registers."""
     return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b; None is no acc. ``ieee``: in full float32, which the interpreter also needs for
-    narrower numbers."""
+    """Return acc + a @ b; None is no acc.
+
+    ``ieee`` multiplies in full float32, which the interpreter also needs for narrower numbers.
+    """
     if PRECISION == "ieee":
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -61,8 +67,10 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
-    """``value`` (float32) as ``to``, rounded to nearest even as on GPUs; the interpreter's cast
-    truncates bfloat16."""
+    """Cast ``value`` (float32) to ``to``, rounded to nearest even as on GPUs.
+
+    The interpreter's own cast truncates bfloat16.
+    """
     if PRECISION == "ieee" and to == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -71,7 +79,7 @@ def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """The activation, and its derivatives by gate and by up."""
+    """Return the activation, and its derivatives by gate and by up."""
     if CLAMPED:
         low = tl.minimum(gate, limit)
         raised = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
@@ -111,7 +119,7 @@ def gather_up_activate(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Rows are read through ``gather_idx`` into the product: there is no permuted copy of x."""
+    """Compute gate, up and activation, reading rows through ``gather_idx``: x is never permuted."""
     hidden, width = _known(hidden, STEP), _known(width, STEP)
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(width, BLOCK_N), BLOCK_M
@@ -150,11 +158,13 @@ def gather_up_activate(
 def _store_activation(
     gate, up, row, cols, real, probs, pre, act, width, alpha, limit, CLAMPED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Writes gate, up and probs * activation of a block; ``probs``, ``pre``, ``act`` start at the
-    tile's first row."""
+    """Write gate, up and probs * activation of a block.
+
+    ``probs``, ``pre`` and ``act`` start at the tile's first row.
+    """
     mask = real[:, None] & (cols < width)[None, :]
     to = pre + row[:, None] * (2 * width) + cols[None, :]
-    # Rounded first: the backward activates what is stored here.
+    # Values are rounded first, since the backward activates the stored values.
     gate, up = (
         _narrow(gate, pre.dtype.element_ty, PRECISION),
         _narrow(up, pre.dtype.element_ty, PRECISION),
@@ -193,8 +203,10 @@ def rows_times_weights(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out = a @ w of each row's expert: the down projection, and the gradient of the gathered
-    rows."""
+    """Compute out = a @ w with the weight of each row's expert.
+
+    The kernel serves the down projection and the gradient of the gathered rows.
+    """
     K, N = _known(K, STEP), _known(N, STEP)
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(N, BLOCK_N), BLOCK_M
@@ -234,8 +246,10 @@ def _product(
     a, w, real, inside, K, stride_w_k,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] of rows that start at ``a`` [BLOCK_M, 1] times columns at ``w`` [1,
-    BLOCK_N]."""
+    """Return rows from ``a`` [BLOCK_M, 1] times columns from ``w`` [1, BLOCK_N].
+
+    ``a`` and ``w`` point to the first numbers; the result is [BLOCK_M, BLOCK_N].
+    """
     k = tl.arange(0, BLOCK_K)
     a += k[None, :]
     w += k[:, None].to(tl.int64) * stride_w_k
@@ -258,12 +272,11 @@ def _described_product(
     a, first, real, w, expert, col, K, GATHERED: tl.constexpr, BY_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``_product`` with blocks copied by the tensor memory accelerator: one instruction each,
-    without addresses.
+    """Return ``_product`` of blocks that the tensor memory accelerator copies.
 
-    ``w`` describes [.., N, K] if BY_COLUMNS, else [.., K, N]; ``a`` describes [R, K], or points to
-    rows if GATHERED. Rows read past the last real one are other rows or zeros, and do not change
-    the real ones.
+    A copy is one instruction, without addresses. ``w`` describes [.., N, K] if BY_COLUMNS, else
+    [.., K, N]; ``a`` describes [R, K], or points to rows if GATHERED. Rows read past the last real
+    one are other rows or zeros, and do not change the real ones.
     """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
@@ -309,8 +322,11 @@ def grad_down_activate(
     BLOCK_K: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
-    """The gradient of the activation stays on the chip; the gradient of probs is its product with
-    the activation."""
+    """Compute the gradients of gate, up and probs from the output's gradient.
+
+    The gradient of the activation stays on the chip; its product with the activation is the
+    gradient of probs.
+    """
     hidden, width = _known(hidden, STEP), _known(width, STEP)
     num_columns = tl.cdiv(width, BLOCK_N)
     expert, column, first, row, real = _rows_of_tile(
@@ -343,11 +359,10 @@ def _grad_activation(
     CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes gradients and activation of these columns; returns their share of the gradient of
-    probs.
+    """Write gradients and activation of these columns; return their share of the gradient of probs.
 
-    A few columns at a time: gate, up and four results of all columns do not fit the registers with
-        the accumulator.
+    Columns are processed a few at a time: gate, up and four results of all columns do not fit the
+    registers together with the accumulator.
     """
     if COLUMNS > COLUMNS_AT_ONCE:
         left, right = _halves(grad, BLOCK_M, COLUMNS)
@@ -400,7 +415,7 @@ def grad_weights(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """out[e] = left.T @ right over the rows of e."""
+    """Compute out[e] = left.T @ right over the rows of e."""
     M, N = _known(M, STEP), _known(N, STEP)
     num_columns = tl.cdiv(N, BLOCK_N)
     blocks = tl.cdiv(M, BLOCK_M) * num_columns
@@ -446,7 +461,7 @@ def sum_rows_of_token(
     PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The gradient of each token: those of its rows, added in the order of the experts."""
+    """Sum the gradients of each token's rows, in the order of the experts."""
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     acc = tl.zeros((BLOCK_H,), tl.float32)

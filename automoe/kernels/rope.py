@@ -1,14 +1,14 @@
-"""``kernels.rope=triton``: heads are rotated in the pass that copies them, and keys of MLA are
-joined in one kernel.
+"""``kernels.rope=triton``: one kernel rotates heads while it copies them, one joins MLA's keys.
 
-    turn_dims   x [B, S, N, D] -> the same with R dims from ``start`` on turned, from and to pairs or halves
+    turn_dims   x [B, S, N, D] -> the same with R dims from ``start`` on rotated; input and output
+                are laid out in pairs or halves
     join_keys   kv [B, R, N, P + V], k_rope [B, R, D] -> k [B, R, N, P + D] and v, a view of kv
 
 Each number is read once and written once, in both passes, and gradients of kv, k_rope and x need no
 sum over views. One program sums the gradient of k_rope over heads, in order: a run repeats bit for
 bit. Angles and products are float32. The kernels have compiled for Hopper and run in Triton's
 interpreter; they have not run on a GPU yet. Shapes: B rows, S positions, N heads, D head dim; P
-dims of a key head that do not turn, V of a value head.
+dims of a key head without rotation, V of a value head.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def turn_heads(
     START: tl.constexpr,
     HALF: tl.constexpr,  # R / 2
     FROM_PAIRS: tl.constexpr,  # pairs (2i, 2i + 1) are read, else (i, i + R/2)
-    TO_PAIRS: tl.constexpr,  # the same of what is written
-    BACK: tl.constexpr,  # turns the other way
+    TO_PAIRS: tl.constexpr,  # the same choice for the output
+    BACK: tl.constexpr,  # rotates backwards
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_KEPT: tl.constexpr,
 ):
-    """Programs: tokens x blocks of heads."""
+    """Rotate heads; the grid is tokens x blocks of heads."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     real = (head < num_heads)[:, None]
@@ -102,7 +102,7 @@ def join_heads(
     BLOCK_KEEP: tl.constexpr,
     BLOCK_TURN: tl.constexpr,
 ):
-    """Programs: tokens x blocks of heads."""
+    """Join keys; the grid is tokens x blocks of heads."""
     token = tl.program_id(0).to(tl.int64)
     row, place = token // seq_len, token % seq_len
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -142,7 +142,7 @@ def part_heads(
     BLOCK_TURN: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
 ):
-    """Programs: tokens. Each program sums over all heads of its token."""
+    """Split the gradients of joined keys; each program sums over all heads of its token."""
     token = tl.program_id(0).to(tl.int64)
     row, place = token // seq_len, token % seq_len
     grad_k += row * k_stride_b + place * k_stride_s
@@ -179,10 +179,12 @@ def turn_dims(
     to_pairs: bool,
     back: bool,
 ) -> torch.Tensor:
-    """``automoe.model.rope.turn_dims`` in one kernel; bfloat16, float16 and float32, on CUDA.
+    """Compute ``automoe.model.rope.turn_dims`` in one kernel.
+
+    It takes bfloat16, float16 and float32 on CUDA.
 
     Raises:
-        BackendError: tensors on the CPU, or of another dtype.
+        BackendError: tensors are on the CPU, or of another dtype.
     """
     check_served(x, *_CHOICES)
     x = _dense(x)
@@ -203,8 +205,10 @@ def turn_dims(
 def join_keys(
     kv: torch.Tensor, k_rope: torch.Tensor, nope_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``automoe.model.rope.join_keys`` in one kernel; devices, dtypes and errors as
-    ``turn_dims``."""
+    """Compute ``automoe.model.rope.join_keys`` in one kernel.
+
+    Devices, dtypes and errors are those of ``turn_dims``.
+    """
     check_served(kv, *_CHOICES)
     return _JoinKeys.apply(kv, k_rope, nope_dim)
 
@@ -244,5 +248,5 @@ class _JoinKeys(torch.autograd.Function):
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with its last dim dense, a copy only where it is not."""
+    """Return ``x`` with its last dim dense, as a copy only if needed."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

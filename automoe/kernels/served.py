@@ -1,4 +1,4 @@
-"""What the Triton kernels serve; imported, with triton, only where a setting asks for them."""
+"""Check of the tensors that the Triton kernels serve; needs triton, so import it only on demand."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def check_served(x: torch.Tensor, choice: str, instead: str, any_dtype: str) -> 
     """Raise ``BackendError`` for a tensor on the CPU, or of a dtype that the kernels do not take.
 
     Args:
-        choice: the setting that asked for a kernel, e.g. ``kernels.rope=triton``.
-        instead: the one for the CPU.
-        any_dtype: the one for other dtypes.
+        choice: the setting that selected a kernel, e.g. ``kernels.rope=triton``.
+        instead: the setting that works on the CPU.
+        any_dtype: the setting that works for other dtypes.
     """
     if x.dtype not in _DTYPES:
         raise BackendError(

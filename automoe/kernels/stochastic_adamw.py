@@ -1,9 +1,8 @@
-"""``optim.master_weights=stochastic`` on a GPU: one kernel updates a parameter, and reads and
-writes each number once.
+"""Kernel for ``optim.master_weights=stochastic``: reads and writes each number once.
 
 It does the operations of ``automoe.optim.stochastic.update_in_torch`` in the same order and rounds
-each of them (no product is fused with a sum), so the numbers are equal to the bit. Compiled for
-Hopper and run in Triton's interpreter; not run on a GPU yet.
+each of them (no product is fused with a sum), so the numbers are equal to the bit. The kernel has
+compiled for Hopper and run in Triton's interpreter; it has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _GOLDEN_GAMMA, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN_GAMMA), tl.constexpr(MIX_1),
 
 @triton.jit
 def random_bits(index, key):
-    """``automoe.kernels.counter_random.bits_at``, as uint64."""
+    """Compute ``automoe.kernels.counter_random.bits_at`` as uint64."""
     x = (index + 1).to(tl.uint64) * _GOLDEN_GAMMA + key.to(tl.uint64)
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2
@@ -32,7 +31,7 @@ def random_bits(index, key):
 
 @triton.jit
 def _load(source, at, mask):
-    """As float32. The interpreter's own cast is wrong for the smallest bfloat16 numbers."""
+    """Load as float32; the interpreter's own cast is wrong for the smallest bfloat16 numbers."""
     x = tl.load(source + at, mask=mask, other=0.0)
     if source.dtype.element_ty == tl.bfloat16:
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -41,7 +40,7 @@ def _load(source, at, mask):
 
 @triton.jit
 def _store(to, at, x, bits, mask):
-    """``x`` (float32), rounded by the lowest 16 of ``bits`` where bfloat16 is written."""
+    """Store ``x`` (float32); bfloat16 is rounded stochastically by the lowest 16 of ``bits``."""
     if to.dtype.element_ty == tl.bfloat16:
         stored = x.to(tl.uint32, bitcast=True)
         finite = (stored & 0x7F800000) != 0x7F800000
@@ -80,7 +79,7 @@ def update_part(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Programs: blocks of rows x blocks of columns."""
+    """Update this rank's part; the grid is blocks of rows x blocks of columns."""
     blocks = tl.cdiv(num_cols, COLS)
     row = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
     col = (tl.program_id(0) % blocks).to(tl.int64) * COLS + tl.arange(0, COLS)
@@ -105,15 +104,16 @@ def update_part(
 def update_in_one_pass(
     tensors: list[torch.Tensor], first_index: int, runs: list[tuple[int, int]], numbers: Any
 ) -> None:
-    """Update a parameter and its moments by its gradient, in one launch; all bfloat16 or float32
-    and contiguous.
+    """Update a parameter and its moments by its gradient, in one launch.
+
+    All tensors are bfloat16 or float32 and contiguous.
 
     Args:
-        tensors: the parameter, its gradient, its first and second moments; this rank's parts.
-        first_index: index of the part's first element in the whole parameter.
-        runs: (size, stride in the whole parameter) of its dims, at most three; the last stride is
+        tensors: this rank's parts of the parameter, its gradient, its first and second moments.
+        first_index: index of the part's first element in the full parameter.
+        runs: (size, stride in the full parameter) of its dims, at most three; the last stride is
             one.
-        numbers: ``automoe.optim.stochastic.Numbers``.
+        numbers: step sizes and coefficients (``automoe.optim.stochastic.Numbers``).
     """
     num_values = tensors[0].numel()
     if not num_values:

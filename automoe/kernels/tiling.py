@@ -1,11 +1,11 @@
-"""How the products of the experts are tiled: blocks for Hopper, and the tiles of rows.
+"""Tiling of the experts' products: blocks for Hopper, and tiles of rows.
 
-A program sums over ``summed`` elements a step, with ``num_stages`` steps in flight. A warpgroup
+A program sums over ``summed`` elements per step, with ``num_stages`` steps in flight. A warpgroup
 (four warps) multiplies 64 rows by up to 256 columns. It reads its rows and all columns from shared
-memory, of which a multiprocessor has 227 KB at 128 bytes a cycle. So the limit is the number of
-bytes that the loads write and a cycle's 2,048 multiplications read there: blocks of 128 x 256 need
-128 bytes, 128 x 128 need 160, 128 x 64 need 224. No block has been timed on a GPU yet;
-``benchmarks/tune_kernels.py`` times ``candidates``.
+memory, of which a multiprocessor has 227 KB at 128 bytes per cycle. The limit is therefore the
+number of bytes that the loads write, and that a cycle's 2,048 multiplications read: blocks of
+128 x 256 need 128 bytes, 128 x 128 need 160, 128 x 64 need 224. No block has been timed on a GPU
+yet; ``benchmarks/tune_kernels.py`` times ``candidates``.
 
 The tiles of rows are found on the device: no host ever waits for the routing.
 """
@@ -21,8 +21,10 @@ from automoe.kernels.served import INTERPRETED
 
 @dataclass(frozen=True)
 class Blocks:
-    """The block of one program and how it runs. Only gradients of weights use ``rows``; others take
-    a tile's."""
+    """Block of one program and its launch parameters.
+
+    Only gradients of weights use ``rows``; other products take the height of a tile.
+    """
 
     columns: int
     num_stages: int = 4
@@ -34,13 +36,15 @@ class Blocks:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How operands of ``dtype`` are multiplied: float32 in full; for narrower ones there is only
-    one way on a GPU."""
+    """Return how Triton multiplies operands of ``dtype``: float32 in full ("ieee").
+
+    Narrower dtypes are multiplied in only one way on a GPU.
+    """
     return "ieee" if dtype == torch.float32 or INTERPRETED else "tf32"
 
 
 HOPPER = {
-    # Gate and up: 256 columns of products.
+    # Gate and up together have 256 columns of products.
     "up": Blocks(128, tma=True),
     "down": Blocks(256, tma=True),
     "back": Blocks(256, columns_at_once=32, tma=True),
@@ -61,10 +65,10 @@ _INTERPRETED = Blocks(
 
 
 def blocks_of(product: str, dtype: torch.dtype, aligned: bool) -> Blocks:
-    """Blocks of one of ``HOPPER``'s products; the smallest in the interpreter, which takes time for
-    each element.
+    """Return the blocks of one of ``HOPPER``'s products.
 
-    ``aligned``: all rows begin at multiples of 16 bytes.
+    The interpreter gets the smallest blocks, since it takes time for each element. ``aligned``
+    means that all rows begin at multiples of 16 bytes.
     """
     if INTERPRETED:
         return _INTERPRETED
@@ -72,7 +76,7 @@ def blocks_of(product: str, dtype: torch.dtype, aligned: bool) -> Blocks:
 
 
 def candidates(product: str) -> list[Blocks]:
-    """Blocks to try against ``HOPPER``'s choice, which comes first."""
+    """Return blocks to try against ``HOPPER``'s choice, which comes first."""
     chosen = HOPPER[product]
     narrow = replace(chosen, columns=chosen.columns // 2)
     found = [chosen, narrow] + [replace(chosen, tma=False)] * chosen.tma
@@ -115,9 +119,9 @@ class RowTiles:
 
 
 def row_tiles(offsets: torch.Tensor, num_rows: int, height: int | None = None) -> RowTiles:
-    """Tiles of ``height`` rows for experts that end at ``offsets`` [E] among ``num_rows`` rows.
+    """Return tiles of ``height`` rows for experts that end at ``offsets`` [E] of ``num_rows`` rows.
 
-    The default is ``tile_height``, and 16 in the interpreter.
+    The default height is ``tile_height``, and 16 in the interpreter.
     """
     num_experts = offsets.numel()
     if height is None:
@@ -134,7 +138,9 @@ def row_tiles(offsets: torch.Tensor, num_rows: int, height: int | None = None) -
 
 
 def tile_height(num_rows: int, num_experts: int) -> int:
-    """Rows of a tile: an expert's average number of rows, at least 16 (a matrix instruction's
-    minimum), at most 128."""
+    """Return the rows of a tile: an expert's average number of rows, between 16 and 128.
+
+    16 rows are the minimum of a matrix instruction.
+    """
     average = max(1, num_rows // max(num_experts, 1))
     return min(128, max(16, 1 << (average - 1).bit_length()))

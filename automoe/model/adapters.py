@@ -1,7 +1,7 @@
-"""What is trained of a model: low-rank adapters (``lora``), and what is frozen by name; names and
-shapes. No torch.
+"""Which parameters of a model are trained: low-rank adapters (``lora``) and freezing by name.
 
-Letters: r rank, O output and I input features (of experts: I width), E experts, H hidden.
+The file handles names and shapes alone and needs no torch. Letters: r rank, O output and I input
+features (of experts: I width), E experts, H hidden.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from automoe.config.rules_kernels import BASE_BLOCKS, ELEMENT_BYTES, ROW_BYTES
 from automoe.config.schema import Config, LoraConfig
 from automoe.model.params import LORA_GROUPS, Param, adapter_specs, layer_params, model_params
 
-_BACKENDS = ("grouped_mm", "loop")  # of experts; the others multiply by no adapters
+_BACKENDS = ("grouped_mm", "loop")  # expert backends that support adapters
 
 
 def target_names(param: Param) -> tuple[str, ...]:
-    """What ``lora.targets`` may call this parameter: its group, and its own name; nothing if it has
-    no adapter."""
+    """Return the names that ``lora.targets`` may use for this parameter: its group and its own.
+
+    The result is empty if the parameter gets no adapter.
+    """
     return () if param.spec.lora is None else (param.spec.group, param.spec.lora)
 
 
 def is_target(param: Param, lora: LoraConfig) -> bool:
-    """Whether ``param`` gets an adapter."""
+    """Return whether ``param`` gets an adapter."""
     return lora.rank > 0 and any(name in lora.targets for name in target_names(param))
 
 
 def adapters(param: Param, rank: int) -> list[Param]:
-    """The adapter of a target: A [r, I] and B [O, r]; of experts stacks of them, one A for gate and
-    up."""
+    """Return the adapter of a target: A [r, I] and B [O, r].
+
+    Experts have stacks of adapters, with one A for gate and up.
+    """
     stack = param.shape[:1] if param.expert else ()
     shapes = (*stack, rank, param.shape[-1]), (*param.shape[:-1], rank)
     before = param.name.removesuffix(param.spec.name)
@@ -43,8 +47,10 @@ def adapters(param: Param, rank: int) -> list[Param]:
 
 
 def is_trained(name: str, config: Config) -> bool:
-    """Whether the parameter ``name`` of the model itself is trained: with LoRA none is but
-    ``train.trainable``."""
+    """Return whether the model's own parameter ``name`` is trained.
+
+    With LoRA only parameters in ``train.trainable`` are.
+    """
     frozen = ["*"] if config.lora.rank else config.train.freeze
     return not _matches(name, frozen) or _matches(name, config.train.trainable)
 
@@ -54,8 +60,10 @@ def _matches(name: str, patterns: list[str]) -> bool:
 
 
 def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
-    """[..., rows, blocks, bytes] of a frozen matrix that ``lora.base`` packs; None of another
-    parameter."""
+    """Return the packed shape [..., rows, blocks, bytes] of a frozen matrix, or None.
+
+    None means that ``lora.base`` does not pack the parameter.
+    """
     stays = config.lora.base == "weights" or param.spec.lora is None
     if stays or is_trained(param.name, config):
         return None
@@ -64,7 +72,7 @@ def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
 
 
 def as_stored(params: list[Param], config: Config) -> list[Param]:
-    """``params``, packed ones with the shape of their bytes."""
+    """Return ``params``, with packed parameters in the shape of their bytes."""
     shapes = [packed_shape(param, config) for param in params]
     return [
         param
@@ -75,7 +83,7 @@ def as_stored(params: list[Param], config: Config) -> list[Param]:
 
 
 def with_adapters(params: list[Param], config: Config) -> list[Param]:
-    """``params`` of the model, each target followed by its adapter; what is not trained says so."""
+    """Return ``params``, each target followed by its adapter, with ``Param.trained`` set."""
     made: list[Param] = []
     for param in params:
         made.append(replace(param, trained=is_trained(param.name, config)))
@@ -84,7 +92,7 @@ def with_adapters(params: list[Param], config: Config) -> list[Param]:
     return made
 
 
-# Parts of a layer that recomputation runs again, and the adapters in them.
+# Each part of a layer that recomputation runs again, with the part of its adapters.
 _RUN_AGAIN = {"mlp": "dense_ffn", "shared_experts": "shared_experts", "moe": "routed_experts"}
 
 
@@ -96,13 +104,15 @@ def adapter_activation_bytes(
     number_bytes: int,
     recompute: frozenset[str],
 ) -> float:
-    """What the adapters of a layer keep for their backward pass: ``x A.T``, r numbers a token, or a
-    row of gate and up.
+    """Return the bytes that a layer's adapters keep for their backward pass.
+
+    An adapter keeps ``x A.T``, r numbers per token, or per expert row for gate and up.
 
     Args:
-        tokens: of a micro-batch on one rank; ``expert_rows`` its (token, expert) pairs,
-            ``number_bytes`` an activation.
-        recompute: what the layer runs again.
+        tokens: tokens of a micro-batch on one rank.
+        expert_rows: (token, expert) pairs of a micro-batch on one rank.
+        number_bytes: bytes of one activation number.
+        recompute: parts of the layer that are recomputed.
     """
     again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
     kept = 0.0
@@ -116,7 +126,7 @@ def adapter_activation_bytes(
 
 
 def describe_training(config: Config) -> list[str]:
-    """What is trained and what is not, a line each; nothing where all of the model is trained."""
+    """Return lines that say what is trained and frozen; none if all of the model is trained."""
     model, lora = config.model, config.lora
     if not (lora.rank or config.train.freeze):
         return []
@@ -156,12 +166,14 @@ def describe_training(config: Config) -> list[str]:
     return lines
 
 
-# Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
+# Rows form a table: the key, whether its rule is broken, the rule with its numbers, the remedy.
 # fmt: off
 
 def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row]:
-    """The rules of ``lora``, ``train.freeze`` and ``train.trainable``; those of cuts where
-    ``shape`` is known."""
+    """Yield the rules of ``lora``, ``train.freeze`` and ``train.trainable``.
+
+    Rules about sharding are checked only if ``shape`` is given.
+    """
     params = model_params(config.model)
     names = [param.name for param in params]
     for key, patterns in (("train.freeze", config.train.freeze), ("train.trainable", config.train.trainable)):

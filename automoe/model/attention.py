@@ -1,9 +1,8 @@
-"""Attention: grouped-query (arXiv 2305.13245) and multi-head latent (DeepSeek-V2, arXiv 2405.04434,
-section 2.1).
+"""Grouped-query attention (arXiv 2305.13245) and multi-head latent attention (DeepSeek-V2).
 
-Letters: B rows, S positions of this rank's queries, R positions of its keys (the whole row), s
-positions of this rank between two blocks (sequence parallelism); H hidden, N query heads, G key and
-value heads, D head dim, L latent.
+Latent attention is section 2.1 of arXiv 2405.04434. Letters: B rows, S positions of this rank's
+queries, R positions of its keys (the whole row), s positions of this rank between two blocks
+(sequence parallelism); H hidden, N query heads, G key and value heads, D head dim, L latent.
 """
 
 from __future__ import annotations
@@ -23,13 +22,15 @@ from automoe.moe.local_shard import local_shard
 from automoe.moe.process_groups import SINGLE_RANK, Communicator, first_of_rank
 from automoe.moe.tokens import Tokens
 
-# DeepSeek's latent norms keep this epsilon whatever the model's own is.
+# DeepSeek's latent norms use this epsilon for any value of the model's own epsilon.
 LATENT_NORM_EPS = 1e-6
 
 
 class AttentionContext:
-    """What all layers of one forward share: rotation angles, masks, how keys and values are
-    gathered and used."""
+    """Rotation angles, masks and the attention kernel that all layers of one forward share.
+
+    It also holds the ranks from which keys and values are gathered.
+    """
 
     def __init__(
         self, config: ModelConfig, tokens: Tokens, backend: BackendConfig, dtype: torch.dtype
@@ -58,8 +59,10 @@ class AttentionContext:
     def attend(
         self, q_BSND, k_BRGD, v_BRGD, scale: float, window: int = 0, sinks_N=None
     ) -> torch.Tensor:
-        """An ``AttentionFn`` whose mask is that of these rows, and of the layer's ``window`` if it
-        has one."""
+        """Attend as an ``AttentionFn``, with the mask of these rows and of the layer's window.
+
+        ``window`` is 0 for a layer without a sliding window.
+        """
         assert window in (0, self.window)
         mask = self.window_mask if window else self.mask
         if self.keys.num_ranks == 1:
@@ -72,7 +75,7 @@ class AttentionContext:
 
 
 def gather_row(x_BS: torch.Tensor, keys: Communicator) -> torch.Tensor:
-    """[B, S, ...] of the ranks that share rows -> [B, R, ...] in the order of the row."""
+    """Gather [B, S, ...] of the ranks that share rows: [B, R, ...] in the order of the row."""
     if keys.num_ranks == 1:
         return x_BS
     chunks = keys.all_gather(x_BS).split(x_BS.shape[1] // 2, dim=1)
@@ -82,19 +85,20 @@ def gather_row(x_BS: torch.Tensor, keys: Communicator) -> torch.Tensor:
 def attention_mask(
     tokens: Tokens, keys: Communicator = SINGLE_RANK, window: int = 0, always: bool = False
 ) -> torch.Tensor | None:
-    """[B, 1, S, R] True where a query may look at a key of the row, or None where plain causality
-    says it all.
+    """Return a mask [B, 1, S, R], True where a query may attend to a key; None for plain causality.
 
-    With ``window`` no further back than that many positions of the row, its own included. With
-    ``always`` rows with document ids get a mask whatever the ids are: compiled code is made for one
-    case.
+    Args:
+        window: a query attends to at most this many positions of the row, its own included; 0: no
+            limit.
+        always: rows with document ids get a mask for any values of the ids, since compiled code is
+            made for one case.
     """
     whole = keys.num_ranks == 1
     docs_BS = tokens.doc_ids
     if docs_BS is not None and docs_BS.device.type == "cpu" and whole and not always:
-        # One document a row is the common case and lets SDPA take its causal kernel. Only asked on
-        # the CPU: on a GPU the answer would cost a host sync. With a context axis this rank sees a
-        # part of the row only.
+        # One document per row is the common case and lets SDPA take its causal kernel. The ids are
+        # only compared on the CPU: on a GPU the comparison would cost a host sync. With a context
+        # axis this rank sees only a part of the row.
         docs_BS = None if bool((docs_BS == docs_BS[:, :1]).all()) else docs_BS
     if docs_BS is None and whole and not window:
         return None
@@ -110,7 +114,7 @@ def attention_mask(
 
 
 class GroupedQueryAttention(nn.Module):
-    """num_heads query heads share num_kv_heads key and value heads.
+    """Attention in which num_heads query heads share num_kv_heads key and value heads.
 
     Optional: biases, RMSNorm on q and k, an output gate (Qwen3-Next), a sliding window (by layer),
     attention sinks (GPT-OSS, arXiv 2508.10925, section 2.3).
@@ -126,7 +130,7 @@ class GroupedQueryAttention(nn.Module):
         self.head_dim = attention.head_dim
         bias, kv_rows = attention.qkv_bias, self._kv_rows(attention.num_kv_heads)
         self.output_gate = attention.output_gate
-        # With an output gate a head's rows are those of its query, then those of its gate.
+        # With an output gate each head has the rows of its query first, then the rows of its gate.
         self.q_proj = Linear(
             hidden, (1 + self.output_gate) * attention.num_heads * self.head_dim, bias
         )
@@ -142,15 +146,18 @@ class GroupedQueryAttention(nn.Module):
         self.scale = softmax_scale(config.rope, self.head_dim)
 
     def _kv_rows(self, num_heads: int) -> slice | None:
-        """Output rows that this rank uses where key and value heads are fewer than the ranks, which
-        keep them all."""
+        """Return the output rows that this rank uses of key and value projections.
+
+        If ranks outnumber key and value heads, every rank keeps all heads and uses one. None
+        means that the rank uses all its rows.
+        """
         if num_heads >= self.sequence.num_ranks:
             return None
         start = first_of_rank(self.sequence, num_heads) * self.head_dim
         return slice(start, start + self.head_dim)
 
     def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """[B, s, H] -> [B, s, H]."""
+        """Return the attention output [B, s, H] for hidden states [B, s, H]."""
         x_BSH = self.sequence.all_gather(x_BsH)
         heads = (*x_BSH.shape[:2], -1, self.head_dim)
         q_BSND, gate = self.q_proj(x_BSH), None
@@ -168,7 +175,7 @@ class GroupedQueryAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """MLA: keys and values are expanded from one latent of kv_lora_rank numbers a token."""
+    """MLA: keys and values are expanded from one latent of kv_lora_rank numbers per token."""
 
     def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
         super().__init__()
@@ -199,9 +206,9 @@ class LatentAttention(nn.Module):
         self.scale = softmax_scale(config.rope, qk_dim)
 
     def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """[B, s, H] -> [B, s, H]."""
-        # Latents are made of this rank's s positions and gathered, being narrower than x. The
-        # projections up from them are sharded by heads.
+        """Return the attention output [B, s, H] for hidden states [B, s, H]."""
+        # Each rank computes the latents of its s positions and gathers latents, which are narrower
+        # than x. The projections up from the latents are sharded by heads.
         query = x_BsH if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x_BsH))
         query_BSL = self.sequence.all_gather(query)
         latent, k_rope = self.kv_a_proj_with_mqa(x_BsH).split(
@@ -228,13 +235,13 @@ class LatentAttention(nn.Module):
         k_rope_BRD: torch.Tensor,
         context: AttentionContext,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of this rank's heads.
+        """Return queries, keys and values of this rank's heads.
 
         Args:
-            query_BSL: the latent of queries, or the hidden states where they have none.
-            latent_BRL: the latent of keys and values; of this rank's positions where what it
-                expands to is gathered.
-            k_rope_BRD: the dims of keys that turn with the position, rotated.
+            query_BSL: the latent of queries, or the hidden states if queries have no latent.
+            latent_BRL: the latent of keys and values; this rank's positions only, if keys and
+                values are gathered after their expansion.
+            k_rope_BRD: the rotary dims of keys, already rotated.
         """
         q_proj = self.q_proj if self.q_lora_rank is None else self.q_b_proj
         q_BSND = q_proj(query_BSL).unflatten(-1, (-1, self.nope_dim + self.rope_dim))

@@ -1,18 +1,18 @@
-"""Softmax attention. ``kernels.attention`` says which kernel computes; it is not left to torch.
+"""Softmax attention with the kernel that ``kernels.attention`` names; torch does not choose.
 
 Letters: B rows, S positions of queries, R of keys, N query heads, G key and value heads, D head dim
-(Dv of values). What torch asks of q and k [B, N, S, D] and v [B, N, S, Dv] on CUDA (its
+(Dv of values). Torch's kernels on CUDA require of q and k [B, N, S, D] and v [B, N, S, Dv] (its
 ``sdp_utils.cpp``):
 
-    cuDNN      bfloat16, float16; D, Dv multiples of 8, to 128 or exactly 192 and 128 (MLA); mask, grouped heads;
-               not with a mask where R mod 128 = 64 (``cudnn_serves``)
-    flash      bfloat16, float16; D = Dv to 256; no mask; grouped heads
+    cuDNN      bfloat16, float16; D, Dv multiples of 8, up to 128 or exactly 192 and 128 (MLA);
+               mask, grouped heads; not with a mask where R mod 128 = 64 (``cudnn_serves``)
+    flash      bfloat16, float16; D = Dv up to 256; no mask; grouped heads
     efficient  float32 as well; D and Dv multiples of 8 (float32: of 4); mask; no grouped heads
     math       everything, and keeps every score [B, N, S, S]
 
-Torch itself lets cuDNN take any dims to 256 on Hopper, also where cuDNN then finds no plan for the
-backward pass, and puts it first, or does not, by version. The CPU has flash (D = Dv, any dtype,
-mask) and math.
+On Hopper torch itself lets cuDNN take any dims up to 256, even if cuDNN then finds no plan for the
+backward pass. Whether torch tries cuDNN first depends on its version. The CPU has flash (D = Dv,
+any dtype, mask) and math.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from automoe.errors import BackendError
 
-# q_BSND, k_BRGD, v_BRGD, mask [B, 1, S, R] or None (causal), scale, sinks_N or None -> [B, S, N,
-# Dv]
+# The arguments are q_BSND, k_BRGD, v_BRGD, mask [B, 1, S, R] or None (causal), scale, and sinks_N
+# or None; the result is [B, S, N, Dv].
 AttentionFn = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, torch.Tensor | None],
     torch.Tensor,
@@ -41,31 +41,33 @@ FORCED = {
     "math": SDPBackend.MATH,
 }
 _PLAIN_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# Older ones are wrong where the length of a row is not a multiple of 128.
+# Older versions of cuDNN are wrong if the length of a row is not a multiple of 128.
 _MIN_CUDNN = 91501
-cudnn_first: bool | None = None  # on this machine's GPU; None until attention has run there
+cudnn_first: bool | None = None  # for this machine's GPU; None until attention has run on it
 
 
 def prepare_cuda() -> None:
-    """Before attention on CUDA, outside compiled code: settle torch's own order, and whether cuDNN
-    goes first in ours.
+    """Settle torch's own order of kernels, and whether cuDNN goes first in ours.
 
-    Asked when attention gets tensors there and not when a model is built: the answer takes a CUDA
-    context, which a process that computes on the CPU must not open.
+    Call it before attention on CUDA, outside compiled code. It runs when attention gets CUDA
+    tensors and not when a model is built: it needs a CUDA context, which a process that computes on
+    the CPU must not open.
     """
     global cudnn_first
     if cudnn_first is None:
-        # Torch sets up its own order of kernels at its first choice on CUDA, and only then. Were
-        # that choice within ours, leaving ours would restore an order without cuDNN for whoever
-        # else computes attention in this process.
+        # Torch sets up its own order of kernels at its first choice on CUDA, and only then. If
+        # that choice happened within our order, leaving our order would restore one without
+        # cuDNN for all other attention in this process.
         probe = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="cuda")
         F.scaled_dot_product_attention(probe, probe, probe)
         cudnn_first = cudnn_is_first()
 
 
 def cudnn_is_first() -> bool:
-    """Whether cuDNN's attention goes before flash here: Hopper or datacenter Blackwell, cuDNN
-    9.15.1 or later."""
+    """Return whether cuDNN's attention goes before flash on this GPU.
+
+    It does on Hopper or datacenter Blackwell, with cuDNN 9.15.1 or later.
+    """
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         return False
     version = torch.backends.cudnn.version()
@@ -73,12 +75,11 @@ def cudnn_is_first() -> bool:
 
 
 def cudnn_serves(mask: torch.Tensor | None) -> bool:
-    """Whether the gradient of queries is right: with a mask over R keys, R mod 128 = 64, it may be
-    NaN.
+    """Return whether cuDNN computes the right gradient of queries for this mask.
 
-    Half of the last tile of 128 keys is then scored 0 instead of not at all, which overflows where
-    a query's scores are all below -88.7 (pytorch#196678: cuDNN 9.15 and later on Hopper; causality
-    without a mask is right).
+    With a mask over R keys, R mod 128 = 64, the gradient may be NaN. Half of the last tile of 128
+    keys is then scored 0 instead of being left out, which overflows if all scores of a query are
+    below -88.7 (pytorch#196678: cuDNN 9.15 and later on Hopper; causality without a mask is right).
     """
     return mask is None or mask.shape[-1] % 128 != 64
 
@@ -86,8 +87,7 @@ def cudnn_serves(mask: torch.Tensor | None) -> bool:
 def cuda_order(
     query_dim: int, value_dim: int, mask: torch.Tensor | None = None
 ) -> list[SDPBackend]:
-    """The kernels that may compute on CUDA, the best first, for heads of these dims and this
-    mask."""
+    """Return the kernels that may compute on CUDA for these head dims and mask, the best first."""
     served = (
         max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)
     ) and cudnn_serves(mask)
@@ -101,10 +101,9 @@ def cuda_order(
 def only_kernels(
     kernel: str, device_type: str, query_dim: int, value_dim: int, mask: torch.Tensor | None = None
 ) -> AbstractContextManager[object]:
-    """Within it SDPA runs the kernel that ``kernels.attention`` names, or the first of the order
-    that can.
+    """Return a context in which SDPA runs ``kernel``, or the first usable kernel of the order.
 
-    A named kernel that cannot serve its tensors makes SDPA raise: none takes its place.
+    A named kernel that cannot serve its tensors makes SDPA raise; no other kernel takes its place.
     """
     if kernel == "cudnn" and not cudnn_serves(mask):
         raise BackendError(
@@ -127,12 +126,14 @@ def attend(
     sinks_N: torch.Tensor | None = None,
     kernel: str = "sdpa",
 ) -> torch.Tensor:
-    """Softmax attention, G dividing N; values may have another width than queries and keys.
+    """Compute softmax attention.
+
+    G must divide N. Values may have another width than queries and keys.
 
     Args:
-        mask: [B, 1, S, R] True where a query may look; None: plain causality.
-        sinks_N: scores of one more key a head, which every query sees and which has no value.
-        kernel: that of ``kernels.attention``.
+        mask: [B, 1, S, R] True where a query may attend to a key; None: plain causality.
+        sinks_N: per head, the score of one more key that every query sees and that has no value.
+        kernel: the value of ``kernels.attention``.
 
     Returns:
         [B, S, N, width of values].
@@ -147,11 +148,11 @@ def attend(
     if value_dim < q_BNSD.shape[-1] and (
         kernel == "flash" or (kernel == "sdpa" and device == "cpu")
     ):
-        # Flash wants equal head dims; on the CPU zero columns cost less than the unfused path.
+        # Flash needs equal head dims; on the CPU zero columns cost less than the unfused path.
         v_BGRD = F.pad(v_BGRD, (0, q_BNSD.shape[-1] - value_dim))
     if k_BGRD.shape[1] != num_heads and device == "cuda" and kernel == "sdpa":
         if mask is not None or q_BNSD.dtype not in HALF:
-            # The efficient kernel may be the only fused one left, and takes no grouped heads.
+            # The efficient kernel may be the only fused kernel left, and takes no grouped heads.
             repeats = num_heads // k_BGRD.shape[1]
             k_BGRD, v_BGRD = (x.repeat_interleave(repeats, dim=1) for x in (k_BGRD, v_BGRD))
     with only_kernels(kernel, device, q_BNSD.shape[-1], v_BGRD.shape[-1], mask):
@@ -170,16 +171,15 @@ def attend(
 def _with_sink_key(
     q_BSND, k_BRGD, v_BRGD, mask: torch.Tensor | None, scale: float, sinks_N: torch.Tensor
 ):
-    """q, k, v and mask of an attention without sinks that computes one with them, so that fused
-    kernels serve both.
+    """Return q, k, v and mask with sinks as an ordinary key, so that fused kernels serve both.
 
-    A key is put in front of all others, with a value of zeros. One more dim of the queries holds
-    the head's sink, and is one in that key and zero in the others. Without a mask a query of zeros
-    goes in front as well: the others then see the new key and what they saw before by causality
-    alone.
+    A key with a value of zeros is put in front of all others. One more dim of the queries holds the
+    head's sink; this dim is one in the new key and zero in the others. Without a mask a query of
+    zeros goes in front as well: by causality alone the other queries then see the new key and the
+    keys that they saw before.
     """
     dim = k_BRGD.shape[-1]
-    extra = 8 - dim % 8  # at least one dim, and as many as fused kernels want
+    extra = 8 - dim % 8  # at least one dim, padded to a multiple of 8 for fused kernels
     column_ND = F.pad((sinks_N.to(q_BSND.dtype) / scale).unsqueeze(1), (0, extra - 1))
     q_BSND = torch.cat((q_BSND, column_ND.expand(*q_BSND.shape[:3], extra)), dim=-1)
     k_BRGD = F.pad(k_BRGD, (0, extra, 0, 0, 1, 0))
@@ -191,10 +191,10 @@ def _with_sink_key(
 
 
 def attention_fn(kernel: str) -> AttentionFn:
-    """``attend`` with the kernel that ``kernels.attention`` names.
+    """Return ``attend`` with the kernel that ``kernels.attention`` names.
 
     Raises:
-        BackendError: cuDNN is to be forced, and this machine's is wrong.
+        BackendError: cuDNN is forced, and this machine's cuDNN computes wrong results.
     """
     if kernel == "cudnn":
         version = torch.backends.cudnn.version() if torch.cuda.is_available() else _MIN_CUDNN

@@ -1,5 +1,7 @@
-"""What a model is given besides its configuration: decided by the mesh and the machine before it is
-built."""
+"""Communicators and implementations that a model receives next to its configuration.
+
+The mesh and the machine decide these before the model is built.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,20 @@ from automoe.moe.process_groups import ProcessGroupCollection
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """ProcessGroupCollection and implementations; the defaults are one rank and plain torch.
+    """Process groups and implementations of a model; the defaults are one rank and plain torch.
 
     Attributes:
         pg_collection: the groups of ranks that share rows, weights and micro-batches.
-        experts: multiplies by the experts' weights; None: the backend of this package that
-            ``moe.experts`` names.
+        experts: function that multiplies by the experts' weights; None: the backend of this package
+            that ``moe.experts`` names.
         attend: softmax attention.
         rope: rotation of heads.
-        norm: makes a norm, with the arguments of ``RMSNorm``.
+        norm: constructor of a norm, with the arguments of ``RMSNorm``.
         chunk_loss: the cross-entropy of a chunk of tokens.
-        loss: what is made of single tokens' losses; None: their mean, the cross-entropy.
-        always_masked: rows with document ids get a mask whatever the ids are (``attention_mask``).
-        seed: of the router's jitter.
+        loss: reduction of per-token losses; None: mean cross-entropy.
+        always_masked: rows with document ids get a mask for any values of the ids
+            (``attention_mask``).
+        seed: seed of the router's jitter.
     """
 
     pg_collection: ProcessGroupCollection = field(default_factory=ProcessGroupCollection)

@@ -1,7 +1,7 @@
 """One decoder layer: attention and feed-forward, each behind a norm, each added to the residual.
 
 Letters: B rows, S positions, s of them on this rank between two blocks (sequence parallelism), H
-    hidden.
+hidden.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from automoe.moe.tokens import Tokens
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward (arXiv 2002.05202, eq. 5): down(silu(gate(x)) * up(x)), [B, s, H] -> [B,
-    s, H].
+    """SwiGLU feed-forward (arXiv 2002.05202, eq. 5): down(silu(gate(x)) * up(x)).
 
-    With ``gated_output`` (Qwen2-MoE's shared expert) the result is multiplied by sigmoid(x @ w),
-    one number a token.
+    Input and output are [B, s, H]. With ``gated_output`` (Qwen2-MoE's shared expert) the result is
+    multiplied by sigmoid(x @ w), one number per token.
     """
 
     def __init__(
@@ -47,12 +46,12 @@ class MLP(nn.Module):
         out_BsH = self.sequence.reduce_scatter(
             self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
         )
-        # The gate sees this rank's positions alone, as the result here holds no others.
+        # The gate sees only this rank's positions, since the result holds no others.
         return out_BsH if self.output_gate is None else self.output_gate(x_BsH).sigmoid() * out_BsH
 
 
 class Block(nn.Module):
-    """Pre-norm decoder layer ``layer``; dense below ``first_k_dense``, MoE from there on."""
+    """Pre-norm decoder layer ``layer``: dense below ``first_k_dense``, MoE from that layer on."""
 
     def __init__(
         self, config: ModelConfig, moe: MoEConfig, layer: int, backend: BackendConfig
@@ -81,20 +80,22 @@ class Block(nn.Module):
 
     @property
     def attention(self) -> nn.Module:
-        """What mixes positions, by whichever name it has."""
+        """The module that mixes positions: softmax attention or a delta net."""
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
     def forward(
         self, x_BsH: torch.Tensor, context: AttentionContext, tokens: Tokens
     ) -> torch.Tensor:
-        """[B, s, H] -> [B, s, H]; ``tokens`` are those of x, ``context`` belongs to all
-        positions."""
+        """Return the layer's output [B, s, H].
+
+        ``tokens`` belongs to the positions of x, ``context`` to all positions.
+        """
         x_BsH, h_BsH = self.mix(x_BsH, context)
         return x_BsH + (self.mlp(h_BsH, tokens) if isinstance(self.mlp, MoE) else self.mlp(h_BsH))
 
     def mix(
         self, x_BsH: torch.Tensor, context: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x with attention's output added, and its norm, which the feed-forward takes."""
+        """Return x plus attention's output, and the norm of that sum for the feed-forward."""
         x_BsH = x_BsH + self.attention(self.input_layernorm(x_BsH), context)
         return x_BsH, self.post_attention_layernorm(x_BsH)

@@ -1,7 +1,7 @@
-"""The decoder that every family is a declaration of, whole or as one pipeline stage.
+"""The decoder that every model family declares, whole or as one pipeline stage.
 
 Letters: B rows, S positions, s positions of this rank between two blocks, H hidden, V vocabulary, K
-    top-k.
+top-k.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Decoder(nn.Module):
 
     Args:
         layers: which of the model's layers this part holds; None means all.
-        embeds: holds the token embedding.
-        predicts: holds the final norm and the vocabulary head.
+        embeds: whether this part holds the token embedding.
+        predicts: whether this part holds the final norm and the vocabulary head.
         backend: communicators and implementations; default: one rank and plain torch.
 
     Attributes:
-        loss: what is made of single tokens' losses, that of the backend; a recipe may set its own.
-        reported: sums of what the loss reports, by name.
+        loss: reduction of per-token losses, by default the backend's; a recipe may set its own.
+        reported: sums of the values that the loss reports, by name.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         layers = range(config.num_layers) if layers is None else layers
         vocab, hidden = config.vocab_size, config.hidden_size
         tied = config.tie_embeddings
-        # Token id of the first row of embedding and head that this rank holds.
+        # This is the token id of the first row of embedding and head on this rank.
         self.first_id = first_of_rank(self.backend.pg_collection.sequence, vocab)
         self.embed_tokens = (
             Embedding(vocab, hidden, self.first_id) if embeds or (predicts and tied) else None
@@ -69,7 +69,7 @@ class Decoder(nn.Module):
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
 
     def moe_layers(self) -> Iterator[tuple[int, MoE]]:
-        """(layer number, MoE module) of this part, in order."""
+        """Yield (layer number, MoE module) of this part, in order."""
         for name, block in self.layers.items():
             if isinstance(block.mlp, MoE):
                 yield int(name), block.mlp
@@ -92,21 +92,22 @@ class Decoder(nn.Module):
         """Run this part.
 
         Args:
-            x: [B, S] int64 tokens where this part embeds, else [B, s, H] from the part before.
-            labels: [B, S] next tokens, ``IGNORE`` where none is trained.
-            token_counts: of the global batch, which the losses are divided by. Default: this
-            micro-batch's own. positions, index, doc_ids, forced_ids, row_ids, not_padding: see
-            ``Tokens``. Defaults: positions are the
-                index within the row, index 0 ... S-1, row_ids 0 ... B-1, and a row is one document.
-            next_token_at: [B, S] bool, alike on all ranks that share the vocabulary: positions to
+            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the part before.
+            labels: [B, S] next tokens; ``IGNORE`` marks positions that are not trained.
+            token_counts: counts of the global batch, which the losses are divided by. Default: this
+                micro-batch's own counts.
+            positions, index, doc_ids, forced_ids, row_ids, not_padding: see ``Tokens``. Defaults:
+                positions are the index within the row, index 0 ... S-1, row_ids 0 ... B-1, and a
+                row is one document.
+            next_token_at: [B, S] bool, equal on all ranks that share the vocabulary: positions to
                 generate from.
-            given: [B, ...] what the loss takes besides.
+            given: [B, ...] further inputs of the loss, by name.
 
         Returns:
-            [B, s, H] hidden states from a part that does not predict; [B, S, V] logits without
-            labels; with labels, [1] this micro-batch's share of the loss: of the mean cross-entropy
-            in nats; with ``next_token_at``, [B, S] the likeliest next tokens, ``IGNORE`` at other
-            positions.
+            [B, s, H] hidden states, if this part does not predict. [B, S, V] logits, without
+            labels. [1] this micro-batch's share of the loss, with labels; the default loss is the
+            mean cross-entropy in nats. [B, S] likeliest next tokens, with ``next_token_at``;
+            ``IGNORE`` at other positions.
         """
         if index is None:
             index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
@@ -122,7 +123,7 @@ class Decoder(nn.Module):
             assert self.embed_tokens is not None
             x = sequence.reduce_scatter(self.embed_tokens(x))
             if torch.is_grad_enabled() and not (x.requires_grad or self.predicts):
-                # of a frozen embedding: the next pipeline stage sends a gradient in every case
+                # a frozen embedding needs no gradient, but the next pipeline stage always sends one
                 x.requires_grad_()
         context = AttentionContext(self.config, tokens, self.backend, x.dtype)
         local_tokens = tokens.local_shard(sequence)
@@ -141,8 +142,7 @@ class Decoder(nn.Module):
     def _predict(
         self, x_BsH: torch.Tensor, inputs: LossInputs | None, next_token_at: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return next tokens, logits, or with labels the loss, of hidden states from the last
-        layer."""
+        """Return next tokens, logits, or (with labels) the loss of the last hidden states."""
         assert self.norm is not None
         sequence, weight_VH = self.backend.pg_collection.sequence, local_shard(self.head_weight)
         x_BSH = sequence.all_gather(self.norm(x_BsH))
@@ -164,12 +164,12 @@ class Decoder(nn.Module):
             x_TH, weight_VH, labels_T, self.first_id, sequence, self.backend.chunk_loss
         )
         # A step without one trained label has a loss of zero, not NaN.
-        # Stacked and not viewed: FSDP hooks a stage's output, and a view could lose the hook.
+        # The loss is stacked and not viewed: FSDP hooks outputs, and a view could lose the hook.
         return torch.stack([loss / inputs.counts.trained.clamp_min(1)])
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[V, H] vocabulary head; the embedding itself where the two are tied."""
+        """Vocabulary head [V, H]; the embedding itself if the two are tied."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         assert head is not None
         return head.weight

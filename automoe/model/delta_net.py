@@ -1,13 +1,12 @@
-"""Gated delta net (arXiv 2412.06464): attention with a state of fixed size, as Qwen3-Next has it in
-most layers.
+"""Gated delta net (arXiv 2412.06464): attention with a state of fixed size, as in Qwen3-Next.
 
-A head keeps a matrix S that maps keys to values. For each token it forgets by a factor exp(g) and
-moves what S says of the token's key towards the token's value, by a share beta:
+A head keeps a matrix S that maps keys to values. For each token the state decays by a factor
+exp(g), and its value for the token's key moves towards the token's value by a share beta:
 
     S <- exp(g) S;   S <- S + beta k (v - S^T k)^T;   o = S^T q
 
 Letters: B rows, S positions, H hidden, G key heads (queries too) of width K, N value heads of width
-V, r = N / G value heads a key head, C positions of a chunk, M chunks.
+V, r = N / G value heads per key head, C positions of a chunk, M chunks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from automoe.moe.local_shard import local_shard
 from automoe.moe.process_groups import first_of_rank
 
 CHUNK = 64
-UNIT_EPS = 1e-6  # under the root of a squared length
+UNIT_EPS = 1e-6  # added to a squared length under the root
 
 
 def gated_delta_rule(
@@ -35,23 +34,26 @@ def gated_delta_rule(
     beta_BSN: torch.Tensor,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
-    """The recurrence above, from a state of zeros, a chunk of positions at a time.
+    """Compute the module's recurrence from a state of zeros, a chunk of positions at a time.
 
-    Within a chunk the values that each token adds to the state depend on the tokens before it; with
+    Within a chunk the values that each token adds to the state depend on the tokens before it. With
     the decays c_i summed from the chunk's start they solve a unit lower triangular system (the WY
     form, section 3.3 and arXiv 2406.06484):
 
         (I + strictly lower of [beta_i exp(c_i - c_j) k_i.k_j]) U = beta (V - exp(c) K S)
 
-    Queries and keys are brought to length one first, and queries divided by sqrt(K).
-    ``log_decay_BSN`` is g of the formula, none positive; ``beta_BSN`` is between 0 and 1.
+    Queries and keys are normalised to length one first, and queries divided by sqrt(K).
+
+    Args:
+        log_decay_BSN: g of the formula, never positive.
+        beta_BSN: beta of the formula, between 0 and 1.
 
     Returns:
         [B, S, N, V] in the dtype of v; computed in at least float32.
     """
     dtype, size, repeats = v_BSNV.dtype, v_BSNV.shape[1], v_BSNV.shape[2] // k_BSGK.shape[2]
     wide = torch.promote_types(dtype, torch.float32)
-    # Positions behind the row change no state, with a beta of zero, and are cut off at the end.
+    # Padding behind the row has a beta of zero, so it changes no state, and is cut off at the end.
     q_BNMCK, k_BNMCK, v_BNMCV, log_decay_BNMC1, beta_BNMC1 = (
         _chunked(x.to(wide), chunk)
         for x in (
@@ -63,8 +65,8 @@ def gated_delta_rule(
         )
     )
     to_here_BNMC1 = log_decay_BNMC1.cumsum(3).exp()
-    # [..., i, j]: from after j to i. Sums of their own, since differences of long sums would lose
-    # the short ones.
+    # Entry [..., i, j] sums from after j to i. Each entry is summed by itself, since differences of
+    # long sums would lose the short ones.
     square_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=v_BSNV.device)
     steps_BNMCC = log_decay_BNMC1.expand(*log_decay_BNMC1.shape[:4], chunk).masked_fill(
         square_CC.triu(), 0
@@ -99,24 +101,24 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _chunked(x_BSND: torch.Tensor, chunk: int) -> torch.Tensor:
-    """[B, S, N, D] of any width D -> [B, N, M, C, D], zeros behind the row."""
+    """Split [B, S, N, D], for any width D, into [B, N, M, C, D], with zeros behind the row."""
     x_BNSD = F.pad(x_BSND.transpose(1, 2), (0, 0, 0, -x_BSND.shape[1] % chunk))
     return x_BNSD.unflatten(2, (-1, chunk))
 
 
 def causal_conv(x_BSD: torch.Tensor, weight_D1W: torch.Tensor) -> torch.Tensor:
-    """Each of D channels over its own past of W positions, the last one the position itself."""
+    """Convolve each of D channels over its W last positions, the current one included."""
     width, size = weight_D1W.shape[-1], x_BSD.shape[1]
     padded_BSD = F.pad(x_BSD, (0, 0, width - 1, 0))
     return sum(padded_BSD[:, i : i + size] * weight_D1W[:, 0, i] for i in range(width))  # type: ignore[return-value]
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, a short convolution over queries, keys and values, the delta rule, a gated norm.
+    """Projections, a short convolution over queries, keys and values, delta rule and gated norm.
 
-    in_proj_qkvz has, a key head after the other, K rows of queries, K of keys, r V of values and r
-    V of output gates; in_proj_ba r of betas and r of decays. The convolution's channels are all
-    queries, all keys, all values.
+    in_proj_qkvz holds for each key head K rows of queries, K of keys, r V of values and r V of
+    output gates; in_proj_ba holds for each key head r rows of betas and r of decays. The
+    convolution's channels are all queries, all keys, all values.
     """
 
     first_values = {"dt_bias": "ones", "A_log": "log_uniform"}
@@ -143,7 +145,7 @@ class GatedDeltaNet(nn.Module):
         self.attend = gated_delta_rule
 
     def forward(self, x_BSH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]; a state runs through the row, whatever documents are in it."""
+        """Return the output [B, S, H]; the state runs through the row, across its documents."""
         assert context.keys.num_ranks == 1 and context.mask is None, (
             "a recurrent layer sees one whole document a row"
         )
@@ -172,8 +174,10 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj.reduce_scatter(out_BSNV.flatten(2), self.sequence)
 
     def _conv_weight(self, heads: int) -> torch.Tensor:
-        """[channels of ``heads`` key heads, 1, W]: all of it, or where tp cuts heads, this rank's
-        three pieces."""
+        """Return the weight [channels of ``heads`` key heads, 1, W].
+
+        If tp shards heads, it consists of this rank's three pieces.
+        """
         weight = local_shard(self.conv1d.weight)
         if heads == self.key_heads:
             return weight

@@ -17,18 +17,22 @@ from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linea
 from automoe.model.adapters import with_adapters
 from automoe.model.params import NUM_PLACES, SCORES, Param, model_params
 
-_LORA_B = (".lora.B", ".lora.B13", ".lora.B2")  # adapters multiply by A first, which is trained
+_LORA_B = (
+    ".lora.B",
+    ".lora.B13",
+    ".lora.B2",
+)  # the input of B needs a gradient, since A is trained
 
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Training FLOPs per token. ``causal`` counts the half of the attention matrix that is used."""
+    """Training FLOPs per token; ``causal`` counts only the used half of the attention matrix."""
 
     causal: float
     full_attention: float
 
     def mfu(self, tokens_per_second: float, peak_flops: float) -> tuple[float, float]:
-        """(``mfu``, ``mfu_full_attention``) as fractions of ``peak_flops`` of all GPUs together."""
+        """Return (``mfu``, ``mfu_full_attention``), fractions of the ``peak_flops`` of all GPUs."""
         return (
             self.causal * tokens_per_second / peak_flops,
             self.full_attention * tokens_per_second / peak_flops,
@@ -41,21 +45,22 @@ def train_flops_per_token(
     num_mtp: int = 0,
     made: Callable[[list[Param]], list[Param]] = list,
 ) -> TokenFlops:
-    """Forward and backward FLOPs per token of rows with ``seq_len`` tokens.
+    """Return forward and backward FLOPs per token of rows with ``seq_len`` tokens.
 
     Args:
         model: the architecture.
-        seq_len: tokens a row; attention is taken over whole rows, whatever the documents in them.
+        seq_len: tokens per row; attention is counted over whole rows, for any documents in them.
         num_mtp: multi-token-prediction modules, each one more (last) layer, a 2H -> H projection
             and another use of the head (arXiv 2412.19437, section 2.2).
-        made: of the model's parameters, what there is to multiply by: frozen ones, adapters.
+        made: function that turns the model's parameters into the ones to multiply by, with frozen
+            parameters marked and adapters added.
     """
     attention, params = model.attention, made(model_params(model))
     by_layer: dict[int | None, list[Param]] = {}
     for param in params:
         by_layer.setdefault(param.layer, []).append(param)
     embedding, *tail = by_layer[None]
-    flows = embedding.trained  # whether what comes next is given something that has a gradient
+    flows = embedding.trained  # whether the input of the next parameters needs a gradient
     matmul = causal = full = 0.0
     for layer in [*range(model.num_layers), *[model.num_layers - 1] * num_mtp]:
         for place in range(NUM_PLACES):
@@ -71,8 +76,8 @@ def train_flops_per_token(
                 causal += passes * attention.linear_num_value_heads * state * 3
                 full += passes * attention.linear_num_value_heads * state * 3
                 continue
-            # The band of the attention matrix that a window leaves, of which the first rows are cut
-            # by the border.
+            # A window leaves a band of the attention matrix, whose first rows are cut by the
+            # matrix's border.
             keys = min(window_of(attention, layer) or seq_len, seq_len)
             causal += passes * _score_dims(attention) * keys * (1 - keys / (2 * seq_len))
             full += passes * _score_dims(attention) * keys
@@ -84,20 +89,24 @@ def train_flops_per_token(
 
 
 def step_flops_per_token(config: Config) -> TokenFlops:
-    """FLOPs per token of what ``config`` trains: frozen weights have no gradient, adapters are
-    multiplied too."""
+    """Return FLOPs per token of training ``config``, with freezing and adapters.
+
+    Frozen weights have no gradient; adapters are multiplied as well.
+    """
     made = partial(with_adapters, config=config)
     return train_flops_per_token(config.model, config.train.seq_len, made=made)
 
 
 def _passes(param: Param, flows: bool) -> int:
-    """FLOPs of one weight and token: forward, for the gradient of its input if that has one, for
-    its own."""
+    """Return FLOPs per token of one number of a weight.
+
+    They consist of the forward product, the gradient of the input if needed, and the weight's.
+    """
     return 2 + 2 * (flows or param.name.endswith(_LORA_B)) + 2 * param.trained
 
 
 def _active(model: ModelConfig, param: Param) -> int:
-    """Numbers of ``param`` that one token is multiplied by."""
+    """Return how many numbers of ``param`` one token is multiplied by."""
     if not param.multiplies:
         return 0
     if param.part == "routed_experts":
@@ -106,7 +115,7 @@ def _active(model: ModelConfig, param: Param) -> int:
 
 
 def _score_dims(attention: AttentionConfig) -> int:
-    """Heads x (query-key dim + value dim): what one query does with one key."""
+    """Return heads x (query-key dim + value dim): multiply-adds of one query with one key."""
     if attention.kind == "gqa":
         return attention.num_heads * 2 * attention.head_dim
     qk = attention.qk_nope_head_dim + attention.qk_rope_head_dim

@@ -1,8 +1,8 @@
 """Initialisation that depends on a parameter's name and an element's index alone.
 
-Never on the mesh, the rank or the order of calls: a rank fills only its own shard, and any two
-meshes start from the same numbers (``automoe.kernels.counter_random`` over the element's global
-index).
+It does not depend on the mesh, the rank or the order of calls: a rank fills only its own shard, and
+any two meshes start from the same numbers (``automoe.kernels.counter_random`` over the element's
+global index).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from automoe.kernels.counter_random import bits_at, normal_at, stream_key, uniform_from
 from automoe.moe.local_shard import global_offset, local_shard
 
-_CHUNK = 1 << 22  # elements filled at once, which bounds the scratch memory
+_CHUNK = 1 << 22  # elements filled at once; bounds scratch memory
 
 
 @torch.no_grad()
@@ -28,12 +28,11 @@ def fill_normal_(parameter: torch.Tensor, name: str, std: float, seed: int) -> N
 
 
 def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """This rank's part of ``parameter`` (a tensor or a DTensor), some rows of its first dim at a
-    time.
+    """Walk over this rank's part of ``parameter`` (a tensor or a DTensor), some rows at a time.
 
     Yields:
-        The rows, and the index in the whole parameter, laid out row by row, of each of their
-        elements (int64).
+        The rows of the part's first dim, and for each of their elements the index in the full
+        parameter, laid out row by row (int64).
     """
     local, offset = local_shard(parameter), global_offset(parameter)
     if local.numel() == 0:
@@ -56,12 +55,13 @@ def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tenso
 
 
 def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """Where this rank's part of ``parameter`` lies in the whole: the indices of ``indexed_blocks``,
-    in a few numbers.
+    """Return where this rank's part of ``parameter`` lies in the full parameter, in a few numbers.
+
+    These describe the same indices as ``indexed_blocks``.
 
     Returns:
-        The index of the part's first element, and (size, stride in the whole) of its dims. Dims
-        that follow each other there without a gap are one; the last has stride one.
+        The index of the part's first element, and (size, stride in the full parameter) of its dims.
+        Dims that follow each other without a gap are merged; the last stride is one.
     """
     local, offset = local_shard(parameter), global_offset(parameter)
     assert local.is_contiguous()
@@ -82,13 +82,11 @@ def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
 
 @torch.no_grad()
 def initialize(model: nn.Module, std: float, seed: int) -> None:
-    """Fill every parameter: as its module's ``first_values`` say, biases with zero, the rest with
-    normal(0, std).
+    """Fill every parameter of ``model``.
 
-    Those that say ``kept`` stay as they are.
-
-    ``model`` may be a pipeline stage (its names are global) and its parameters DTensors of any
-    mesh.
+    A module's ``first_values`` decide for its parameters, and ``kept`` leaves a parameter
+    unchanged. Other biases become zero, all other parameters normal(0, std). ``model`` may be a
+    pipeline stage (its names are global) and its parameters DTensors of any mesh.
     """
     for prefix, module in model.named_modules():
         first_values = getattr(module, "first_values", {})
@@ -108,7 +106,7 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
 
 
 def _fill_log_uniform_(parameter: torch.Tensor, name: str, seed: int) -> None:
-    """The logarithm of numbers uniform between 0 and 16 (decay rates of a delta net)."""
+    """Fill with logarithms of numbers uniform between 0 and 16 (decay rates of a delta net)."""
     local = local_shard(parameter)
     for block, index in indexed_blocks(parameter):
         local[block] = (
@@ -117,7 +115,7 @@ def _fill_log_uniform_(parameter: torch.Tensor, name: str, seed: int) -> None:
 
 
 def reset_buffers(model: nn.Module) -> None:
-    """Give buffers their first values: a model built on meta comes to life with none."""
+    """Initialise buffers, which ``to_empty`` leaves undefined."""
     for module in model.modules():
         if callable(reset := getattr(module, "reset_buffers", None)):
             reset()

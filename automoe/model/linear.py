@@ -1,8 +1,8 @@
-"""Matrix products and lookups that work on whatever shard of the weight this rank holds.
+"""Matrix products and lookups that work on any shard of the weight that this rank holds.
 
-Under tensor parallelism a weight is a DTensor, and a rank multiplies by its own shard. The
-``Communicator`` that a module is given gathers the tokens before and sums the results after.
-Letters: B rows, S positions, H hidden, V vocabulary, I input and O output features.
+Under tensor parallelism a weight is a DTensor, and a rank multiplies by its own shard. The module's
+``Communicator`` gathers the tokens before the product and sums the results after it. Letters: B
+rows, S positions, H hidden, V vocabulary, I input and O output features.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from automoe.moe.process_groups import Communicator
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias``, weight [O, I], bias [O] or none.
+    """Linear layer ``x @ weight.T + bias`` with weight [O, I] and an optional bias [O].
 
     Args:
-        rows: only these output features, of a weight that the rank keeps whole.
+        rows: use only these output features, of a weight that the rank keeps whole.
 
-    ``product`` computes it: of x, weight and bias or None. ``lora`` (``automoe.model.lora``) adds
-        to it.
+    Attributes:
+        product: function of x, weight, and bias or None that computes the layer.
+        lora: adapter whose output is added (``automoe.model.lora``), or None.
     """
 
     product: Callable[..., torch.Tensor]
@@ -50,8 +51,7 @@ class Linear(nn.Module):
         return self._adapted(self.product(x_BSI, weight_OI, bias_O), x_BSI)
 
     def reduce_scatter(self, x_BSI: torch.Tensor, sequence: Communicator) -> torch.Tensor:
-        """The product of ranks that each have some input features: their terms summed, then the
-        bias, once."""
+        """Multiply by this rank's input features, sum over ranks, and add the bias once."""
         out_BSO = sequence.reduce_scatter(
             self._adapted(self.product(x_BSI, local_shard(self.weight)), x_BSI)
         )
@@ -62,11 +62,10 @@ class Linear(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """``F.embedding`` whose gradient is summed in float32, for the CPU: torch sums it in the
-    weight's dtype.
+    """``F.embedding`` for the CPU, with a gradient summed in float32.
 
-    In bfloat16 a token that occurs often stops adding to its row once the sum is a few hundred
-    terms large.
+    Torch sums the gradient in the weight's dtype. In bfloat16 a token that occurs often stops
+    adding to its row once the sum is a few hundred terms large.
     """
 
     @staticmethod
@@ -92,7 +91,7 @@ def _lookup(ids_BS: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
 
 
 class Embedding(nn.Module):
-    """Token embedding, weight [V, H]; ids outside this rank's rows of the weight give zeros.
+    """Token embedding with weight [V, H]; ids outside this rank's rows of the weight give zeros.
 
     ``first_id`` is the id of the first row that this rank holds.
     """
@@ -103,7 +102,7 @@ class Embedding(nn.Module):
         self.vocab_size, self.first_id = vocab_size, first_id
 
     def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        """Token ids (int64) -> [B, S, H], this rank's term of the sum over ranks."""
+        """Return this rank's term [B, S, H] of the sum over ranks, for token ids (int64)."""
         weight_VH = local_shard(self.weight)
         if weight_VH.shape[0] == self.vocab_size:
             return _lookup(ids_BS, weight_VH)

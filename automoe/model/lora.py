@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the matrices of a decoder, and which of its parameters are trained.
+"""Low-rank adapters of a decoder's matrices, and the freezing of its other parameters.
 
 Letters: B rows, S positions, I input and O output features, r rank.
 """
@@ -29,9 +29,9 @@ from automoe.quantize.packed import block_size, is_packed, packed_product
 class Lora(Adapter):
     """The adapter of a ``Linear``: A [r, I], B [O, r].
 
-    Under tensor parallelism B is cut with the output features, or A with the input features. The
-    other one is whole on every rank, whose gradient of it is a term of a sum, as of any parameter
-    that tp leaves whole.
+    Under tensor parallelism B is sharded with the output features, or A with the input features.
+    Every rank keeps the other one whole, and its gradient there is a term of a sum, as for any
+    parameter that tp leaves whole.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Lora(Adapter):
         self.B = nn.Parameter(torch.empty(out_features, lora.rank))
 
     def forward(self, x_BSI: torch.Tensor, rows: slice | None) -> torch.Tensor:
-        """What is added to the output [B, S, O], or to these ``rows`` of it."""
+        """Return the adapter's term of the output [B, S, O], or of these ``rows`` of it."""
         b_Or = self.weight("B", x_BSI.dtype)
         low_BSr = F.linear(x_BSI, self.weight("A", x_BSI.dtype)) * self.scale
         return F.linear(low_BSr, b_Or if rows is None else b_Or[rows])
@@ -51,11 +51,11 @@ class Lora(Adapter):
 def adapt(
     part: Decoder, config: Config, trained_dtype: torch.dtype, frozen_dtype: torch.dtype
 ) -> None:
-    """Give a part its adapters (``lora``), and freeze what is not trained (``train.freeze``); on
-    the meta device.
+    """Give a part of the model its adapters (``lora``) and freeze the rest, on the meta device.
 
-    Frozen parameters are stored in ``frozen_dtype``, which they are multiplied in: nothing is added
-    to them. Those that ``lora.base`` names are packed (``automoe.quantize.packed``).
+    ``train.freeze`` names frozen parameters without LoRA. Frozen parameters are stored in
+    ``frozen_dtype``, in which they are multiplied, since no update is added to them. Matrices that
+    ``lora.base`` names are packed (``automoe.quantize.packed``).
     """
     rank = config.lora.rank
     if not (rank or config.train.freeze):
@@ -89,8 +89,7 @@ def adapt(
 
 
 def _pack(part: Decoder, config: Config) -> None:
-    """Give frozen matrices blocks of bytes in place of numbers, and their modules products that
-    widen them."""
+    """Pack frozen matrices into blocks of bytes, and make their modules widen them to multiply."""
     shapes = {param.name: packed_shape(param, config) for param in model_params(config.model)}
     for name, parameter in list(part.named_parameters()):
         if (shape := shapes.get(name)) is None:
@@ -101,17 +100,17 @@ def _pack(part: Decoder, config: Config) -> None:
         module.register_parameter(last, nn.Parameter(packed, requires_grad=False))
         if isinstance(module, Linear):
             module.product = packed_product
-        elif module.lora is None:  # no expert of it is adapted: the same product, without adapters
+        elif module.lora is None:  # experts without adapters use the same product
             module.lora = ExpertLora(
                 path, config.lora, config.train.seed, {}, PRODUCTS[config.moe.experts]
             )
 
 
 def fill_adapters(part: Decoder) -> None:
-    """First values of adapters: A as peft's, uniform within 1 / sqrt(input features); B zero, so
-    that nothing is added.
+    """Initialise adapters so that they add nothing.
 
-    Equal on every mesh, as in ``automoe.model.init``.
+    A is uniform within 1 / sqrt(input features), as in peft; B is zero. Values are equal on every
+    mesh, as in ``automoe.model.init``.
     """
     for module in part.modules():
         if not isinstance(module, Adapter):
@@ -131,12 +130,11 @@ def fill_adapters(part: Decoder) -> None:
 
 @torch.no_grad()
 def merge_adapters(part: Decoder) -> None:
-    """Add what adapters compute to the weights that they stand beside, and set every B to zero.
-    Collective.
+    """Add the adapters' products to the weights, and set every B to zero. Collective.
 
-    In float32 at least, rounded once to the weight's dtype; a weight's shard is merged where it
-    lies. Packed weights and their B stay: ``added`` of their modules is then what an export adds to
-    them (``automoe.hf.shards``).
+    The sum is computed in at least float32 and rounded once to the weight's dtype; each rank merges
+    its shard of a weight. Packed weights and their B stay unchanged: ``added`` of their modules is
+    then the term that an export adds to them (``automoe.hf.shards``).
     """
     for module in part.modules():
         if isinstance(adapter := getattr(module, "lora", None), Lora):
@@ -148,14 +146,14 @@ def merge_adapters(part: Decoder) -> None:
 
 
 def _merge(module: nn.Module, name: str, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-    """weight [..., O, I] += scale B [..., O, r] A [r, I]; of experts A [E, r, I]."""
+    """Add scale B [..., O, r] A [r, I] to weight [..., O, I] in place; experts have A [E, r, I]."""
     weight = module.get_parameter(name)
     local, packed = local_shard(weight), is_packed(weight)
     wide = torch.promote_types(b.dtype if packed else weight.dtype, torch.float32)
     spans = [
         slice(first, first + n) for first, n in zip(global_offset(weight), local.shape, strict=True)
     ]
-    if packed:  # the last two dims are columns
+    if packed:  # the last two dims hold one dim of columns
         blocks, size = spans[-2], block_size(weight)
         spans[-2:] = [slice(blocks.start * size, blocks.stop * size)]
     *outer, columns = spans
@@ -166,14 +164,14 @@ def _merge(module: nn.Module, name: str, a: torch.Tensor, b: torch.Tensor, scale
         module.added = getattr(module, "added", {}) | {name: (mine_a, mine_b, scale)}
         return
     pairs = zip(local, mine_b, mine_a, strict=True) if a.dim() == 3 else [(local, mine_b, mine_a)]
-    # one expert after the other: no copy of all of them in a wider dtype
+    # Experts are merged one after the other, to avoid a wide copy of all of them.
     for matrix, each_b, each_a in pairs:
         matrix.copy_(torch.add(matrix.to(wide), each_b @ each_a, alpha=scale))
     local_shard(b).zero_()
 
 
 def set_dropout_step(parts: Iterable[Decoder], step: int) -> None:
-    """Tell adapters the step whose input features ``lora.dropout`` leaves out."""
+    """Set the step that decides which input features ``lora.dropout`` leaves out of adapters."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, Adapter):

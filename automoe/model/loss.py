@@ -1,8 +1,8 @@
-"""Losses of the vocabulary head without ever holding all logits: cross-entropy, and what
-``train.loss`` makes of it.
+"""Losses of the vocabulary head that never hold all logits.
 
-Letters: T tokens, H hidden, V vocabulary (this rank's part of it), B rows, S positions of this
-    rank, D documents.
+The file computes cross-entropy, and the token losses that ``train.loss`` reduces. Letters: T
+tokens, H hidden, V vocabulary (this rank's part of it), B rows, S positions of this rank, D
+documents.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from automoe.config.rules_kernels import chunk_tokens
 from automoe.moe.process_groups import SINGLE_RANK, Communicator
 from automoe.moe.tokens import IGNORE, TokenCounts
 
-NO_TOKEN = -1  # instead of a next token, where its logits are NaN
-# ``chunk_loss``, or what computes the same
+NO_TOKEN = -1  # marks a next token whose logits are NaN
+# A function with the signature of ``chunk_loss``.
 ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -30,18 +30,17 @@ def chunk_loss(
     vocab: Communicator,
     wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sum of a chunk's losses, and if ``wanted`` its gradient by the logits [T, V] in the dtype
-    of x.
+    """Return the sum of a chunk's losses, and if ``wanted`` its gradient by the logits.
 
-    x, labels [T] and the rest as ``cross_entropy_sum`` takes them.
+    The gradient [T, V] has the dtype of x. Other arguments are those of ``cross_entropy_sum``.
     """
     trained_T1, target_T1, here_T1 = _targets(labels_T, weight_VH, first_id)
     logits_TV = x_TH @ weight_VH.T
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
     target_logit_T1 = vocab.all_reduce(logits_TV.gather(1, target_T1).to(wide) * here_T1)
-    # Softmax but for its divisor. Passes over memory are what counts: the subtraction widens, the
-    # product narrows.
+    # This is softmax without its divisor. The cost is passes over memory: the subtraction also
+    # widens, and the product also narrows.
     grad_TV = (
         logits_TV.sub_(largest_T1) if logits_TV.dtype == wide else logits_TV - largest_T1
     ).exp_()
@@ -58,11 +57,14 @@ def chunk_loss(
 def _targets(
     labels_T: torch.Tensor, weight_VH: torch.Tensor, first_id: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[T, 1] each: whether a token is trained, its label's row of this rank's weight, whether this
-    rank has it."""
+    """Return three tensors [T, 1] about labels.
+
+    They are whether a token is trained, the row of its label in this rank's weight, and whether
+    this rank has that row.
+    """
     trained_T1 = (labels_T != IGNORE).unsqueeze(1)
-    # Under tensor parallelism this rank has some rows of the vocabulary, and the label may be
-    # elsewhere.
+    # Under tensor parallelism this rank has some rows of the vocabulary, and another rank may have
+    # the label's row.
     target_T1 = (labels_T - first_id).unsqueeze(1)
     here_T1 = trained_T1 & (target_T1 >= 0) & (target_T1 < weight_VH.shape[0])
     return trained_T1, target_T1.clamp(0, weight_VH.shape[0] - 1), here_T1
@@ -76,8 +78,7 @@ def _add_gradients(
     grad_weight_VH: torch.Tensor | None,
     start: int,
 ) -> None:
-    """Of a chunk that begins at token ``start``: fill its part of x's gradient, add to the
-    weight's."""
+    """Fill the chunk's part of x's gradient, from token ``start`` on, and add to the weight's."""
     if grad_x_TH is not None:
         torch.mm(grad_TV, weight_VH, out=grad_x_TH[start : start + len(x_TH)])
     if grad_weight_VH is not None and grad_weight_VH.dtype == grad_TV.dtype:
@@ -87,8 +88,10 @@ def _add_gradients(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Both gradients are computed with the loss, a chunk of logits at a time, and scaled in
-    backward."""
+    """Cross-entropy that computes both gradients with the loss, a chunk of logits at a time.
+
+    The backward only scales the gradients.
+    """
 
     @staticmethod
     def forward(
@@ -98,7 +101,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=wide, device=x_TH.device)
         grad_x_TH = torch.empty_like(x_TH) if needs_x else None
-        # Many chunks are added up, so the sum is kept wide whatever the weight's dtype.
+        # Many chunks are added up, so the sum is kept wide for any dtype of the weight.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
         step = chunk_tokens(*x_TH.shape)
         for start in range(0, x_TH.shape[0], step):
@@ -131,16 +134,16 @@ def cross_entropy_sum(
     vocab: Communicator = SINGLE_RANK,
     chunk_fn: ChunkLoss = chunk_loss,
 ) -> torch.Tensor:
-    """Sum over trained tokens of -log softmax(x @ weight.T)[label].
+    """Return the sum over trained tokens of -log softmax(x @ weight.T)[label].
 
     Args:
         x_TH: final hidden states.
         weight_VH: vocabulary head, or this rank's rows of it.
         labels_T: int64; ``IGNORE`` marks positions that are not trained.
         first_id: token id of the weight's first row.
-        vocab: the ranks that hold the other rows, all with the same x and labels. Every one of them
-            returns the whole loss; their gradients of x are terms of a sum.
-        chunk_fn: computes a chunk, compiled perhaps.
+        vocab: the ranks that hold the other rows, all with the same x and labels. Each of these
+            ranks returns the whole loss; their gradients of x are terms of a sum.
+        chunk_fn: function that computes a chunk, possibly compiled.
 
     Returns:
         Scalar in at least float32, in nats; not divided by any count.
@@ -149,7 +152,7 @@ def cross_entropy_sum(
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Keeps each token's log-sum-exp, and makes the logits again in backward, a chunk at a time."""
+    """Token losses that keep each token's log-sum-exp and recompute logits in the backward."""
 
     @staticmethod
     def forward(ctx, x_TH, weight_VH, labels_T, first_id: int, vocab: Communicator) -> torch.Tensor:
@@ -204,11 +207,10 @@ def token_losses(
     first_id: int = 0,
     vocab: Communicator = SINGLE_RANK,
 ) -> torch.Tensor:
-    """-log softmax(x @ weight.T)[label] of every token, [T] in at least float32, nats; 0 where none
-    is trained.
+    """Return -log softmax(x @ weight.T)[label] of every token: [T] in nats, at least float32.
 
-    Arguments as of ``cross_entropy_sum``. A step takes a third of the head's products more than
-    with that.
+    The loss is 0 for tokens that are not trained. Arguments are those of ``cross_entropy_sum``. A
+    step takes a third more of the head's products than with ``cross_entropy_sum``.
     """
     return _TokenLosses.apply(x_TH, weight_VH, labels_T, first_id, vocab)
 
@@ -219,10 +221,10 @@ def greedy_tokens(
     first_id: int = 0,
     vocab: Communicator = SINGLE_RANK,
 ) -> torch.Tensor:
-    """Return the likeliest next token of each position, [N]; the first of equally likely ones,
-    ``NO_TOKEN`` for NaN.
+    """Return the likeliest next token of each position: [N].
 
-    Arguments as of ``cross_entropy_sum``. Every rank of ``vocab`` returns the same.
+    Of equally likely tokens the first is returned, and ``NO_TOKEN`` for NaN. Arguments are those of
+    ``cross_entropy_sum``. Every rank of ``vocab`` returns the same.
     """
     wide = torch.promote_types(x_NH.dtype, torch.float32)
     logits_NV = x_NH @ weight_VH.T
@@ -238,16 +240,16 @@ def greedy_tokens(
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss is given beside ``nll_BS``, the losses of single tokens: this rank's part of one
-    micro-batch.
+    """Inputs of a loss next to the token losses ``nll_BS``: this rank's part of one micro-batch.
 
     Attributes:
-        labels: [B, S]; ``IGNORE`` where no token is trained, and the loss of the token is 0.
+        labels: [B, S]; ``IGNORE`` marks tokens that are not trained, whose loss is 0.
         doc_ids: [B, S] document within the row, -1 for padding; None: a row is one document.
-        counts: of the whole global batch: ``trained`` tokens, ``documents`` with such a token.
+        counts: counts of the whole global batch: ``trained`` tokens, ``documents`` with a trained
+            token.
         context: the ranks that hold the other positions of these rows.
         given: [B, ...] tensors by name, which the recipe adds to the inputs of a step.
-        reported: takes ``report``'s sums.
+        reported: receives the sums of ``report``.
     """
 
     labels: torch.Tensor
@@ -258,11 +260,10 @@ class LossInputs:
     reported: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def sum_by_document(self, x_BS: torch.Tensor, num_documents: int | None = None) -> torch.Tensor:
-        """[B, D] sums of x over each document of a row, on whichever ranks its tokens are;
-        differentiable.
+        """Sum x over each document of a row, on all ranks of ``context``: [B, D], differentiable.
 
-        Every rank of ``context`` has the same sums, so what is made of them counts once for all:
-        see ``share``.
+        Every rank of ``context`` has the same sums, so a loss computed from the sums counts once
+        for all of these ranks: see ``share``.
 
         Args:
             num_documents: D; by default as many as a row could have, most of them empty.
@@ -274,17 +275,16 @@ class LossInputs:
         return self.context.sum(sums[:, :-1])
 
     def share(self, loss: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a number that all ranks of ``context`` have alike."""
+        """Return this rank's share of a number that is equal on all ranks of ``context``."""
         return loss / self.context.num_ranks
 
     def report(self, name: str, share: torch.Tensor) -> None:
-        """Add this rank's share of a number of the step to its record; the loss lists the name in
-        ``metrics``."""
+        """Add this rank's share of a number to the step's record; ``metrics`` lists the name."""
         self.reported[name] = self.reported.get(name, 0) + share.detach().to(torch.float64)
 
 
-# ``(nll_BS, inputs) -> scalar``: this rank's share of the step's loss, so that the sum over ranks
-# and micro-batches is the loss. It may have two attributes: ``metrics``, names that it reports, and
-# ``mean_over="documents"`` where it is a mean over those and not over tokens (so is its
-# validation).
+# A loss ``(nll_BS, inputs) -> scalar`` returns this rank's share of the step's loss: the sum over
+# ranks and micro-batches is the loss. It may have two attributes: ``metrics``, the names that it
+# reports, and ``mean_over="documents"`` if it is a mean over documents and not over tokens (its
+# validation then is one too).
 Loss = Callable[[torch.Tensor, LossInputs], torch.Tensor]

@@ -15,12 +15,11 @@ from automoe.moe.activation import row_blocks
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x [T, D] as it came, weight [D] at least float32; for devices without torch's fused kernel
-    (the CPU).
+    """RMSNorm for devices without torch's fused kernel (the CPU).
 
-    Computed in the weight's dtype, kept in that of x. With r = 1 / sqrt(mean(x^2) + eps), g the
-    incoming gradient and p = g * x: dweight = sum over rows of r p, and dx = r g * weight - x r^3
-    (p @ weight) / D.
+    x [T, D] may have any dtype, weight [D] is at least float32. It computes in the weight's dtype
+    and keeps x in its own dtype. With r = 1 / sqrt(mean(x^2) + eps), g the incoming gradient and p
+    = g * x: dweight = sum over rows of r p, and dx = r g * weight - x r^3 (p @ weight) / D.
     """
 
     @staticmethod
@@ -51,7 +50,7 @@ class _RMSNorm(torch.autograd.Function):
             )
             into = grad_x_TD[block]
             result = into if into.dtype == rows.dtype else torch.empty_like(rows)
-            products = torch.mul(grad, rows, out=result)  # scratch until dx is due
+            products = torch.mul(grad, rows, out=result)  # scratch until dx is computed
             grad_weight_D.addmv_(products.T, scale.squeeze(1))
             shrink = (products @ weight_D).unsqueeze(1) * scale.pow(3) / x_TD.shape[1]
             torch.mul(grad, weight_D, out=result).mul_(scale).addcmul_(rows, shrink, value=-1)
@@ -61,10 +60,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """The same with torch's fused kernels, which want x and weight in one dtype: x is widened in
-    both passes.
+    """RMSNorm with torch's fused kernels, which need x and weight in one dtype.
 
-    ``F.rms_norm`` would keep the wide copy.
+    x is widened in both passes, since ``F.rms_norm`` would keep the wide copy.
     """
 
     @staticmethod
@@ -85,7 +83,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim; the result has the dtype of ``x``.
+    """RMSNorm ``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in the dtype of ``x``.
 
     ``zero_centered`` multiplies by 1 + weight instead, and starts from zero.
     """
@@ -97,13 +95,13 @@ class RMSNorm(nn.Module):
         self.first_values = {"weight": "zeros" if zero_centered else "ones"}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # promote_types and not .float(): float64 runs must stay float64.
+        # promote_types keeps float64 runs in float64; .float() would not.
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(wide)
         if self.zero_centered:
             weight = weight + 1
         if torch.compiler.is_compiling():
-            # The compiler has the chain in pieces to fuse, and decides by itself what is kept.
+            # Compiled code gets plain operations: the compiler fuses them and decides what is kept.
             return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
         norm = _RMSNorm if x.device.type == "cpu" else _FusedRMSNorm
         return norm.apply(x.reshape(-1, x.shape[-1]), weight, self.eps).view(x.shape)

@@ -1,9 +1,8 @@
-"""The table of a model's parameters: every other module reads here what it must know about one. No
-torch.
+"""The table of a model's parameters, from which every other module reads. No torch.
 
-``automoe.model`` builds these parameters, with these names and shapes (a test holds the two against
-each other). Plans, sharding, adapters, weight decay, 8 bits and the keys of HuggingFace files are
-columns of the table.
+``automoe.model`` builds these parameters, with these names and shapes (a test compares the two).
+Plans, sharding, adapters, weight decay, 8 bits and the keys of HuggingFace files are columns of the
+table.
 
 Sizes (``sizes_of``) that the table writes shapes in:
 
@@ -11,9 +10,10 @@ Sizes (``sizes_of``) that the table writes shapes in:
     F  width of a dense FFN    S   width of the shared FFN     I   width of a routed expert
     N  query heads             G   key and value heads         D   dim of a head
     Q  rows of queries: N, or 2 N with an output gate          r   rank of an adapter
-    P  MLA: dim of a query     C, T  of it from the latent, and turned by position     W  dim of a value
+    P  MLA: dim of a query     C, T  of it from the latent, and rotary     W  dim of a value
     Rq MLA: rank of queries    Rkv MLA: rank of keys and values
-    Nk, Dk  delta net: key heads and their dim     Nv, Dv  value heads and theirs     K  width of its convolution
+    Nk, Dk  delta net: key heads and their dim     Nv, Dv  value heads and their dim
+    K  delta net: width of its convolution
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PARTS = (
     "head",
 )
 _LAYER = re.compile(r"layers\.\d+\.")
-# Of a layer (``ParamSpec.place``). Attention itself comes after the place SCORES.
+# These are places of a layer (``ParamSpec.place``). Attention itself follows the place SCORES.
 NUM_PLACES, SCORES = 9, 3
 
 
@@ -65,8 +65,9 @@ class ParamSpec:
             matrix are contiguous in a HuggingFace file, and dim 0 already belongs to the ep axis.
         fp8: whether ``train.fp8`` multiplies by it in 8 bits.
         lora: its name in ``lora.targets``; None: it gets no adapter.
-        hf: its key below ``model.layers.N.`` in published files, if that is not its own name; gate
-            and up have one each. A family states what it spells otherwise (``automoe.hf.keys``).
+        hf: its key below ``model.layers.N.`` in published files, if that differs from its name;
+            gate and up have one key each. A family lists its other spellings
+            (``automoe.hf.keys``).
         when: the key of ``ModelConfig`` that gives a module this parameter, or takes it away after
             ``not``.
         part: one of ``PARTS``; set by the module.
@@ -99,22 +100,22 @@ class ParamSpec:
 
     @property
     def per_kv_head(self) -> bool:
-        """Whether it projects to keys or values, whose heads may be fewer than ranks."""
+        """Whether the matrix projects to keys or values; ranks may outnumber their heads."""
         return "G" in self.shape
 
 
 def _linear(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
-    """A matrix that may get an adapter and is multiplied in 8 bits."""
+    """Return the row of a matrix that may get an adapter and is multiplied in 8 bits."""
     return ParamSpec(f"{name}.weight", shape, place, fp8=True, lora=name, **facts)
 
 
 def _colwise(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
-    """Under tensor parallelism a rank has some output features."""
+    """Return the row of a matrix of which a tp rank has some output features."""
     return _linear(name, shape, place, tp=0, **facts)
 
 
 def _rowwise(name: str, shape: str, place: int) -> ParamSpec:
-    """Under tensor parallelism a rank has some input features, and outputs are summed."""
+    """Return the row of a matrix of which a tp rank has some input features; outputs are summed."""
     return _linear(name, shape, place, tp=1)
 
 
@@ -127,7 +128,7 @@ def _norm(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
 
 
 def _experts(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
-    """The matrices of a layer's experts in one tensor; dim 2 is an expert's width."""
+    """Return the row of a layer's stacked expert matrices; dim 2 is an expert's width."""
     return ParamSpec(name, shape, place, etp=2, fp8=True, **facts)
 
 
@@ -163,7 +164,7 @@ _MLA = (
 )
 _DELTA_NET = (
     _colwise("in_proj_qkvz", "2*Nk*Dk+2*Nv*Dv H", 1),
-    # one number a head: neither an adapter nor 8 bits
+    # it gives one number per head, so it has neither an adapter nor 8 bits
     ParamSpec("in_proj_ba.weight", "2*Nv H", 1, tp=0),
     ParamSpec("conv1d.weight", "2*Nk*Dk+Nv*Dv 1 K", 2, "conv"),
     _vector("dt_bias", "Nv", 2, tp=0),
@@ -200,7 +201,7 @@ _SHARED_EXPERTS = (
     _colwise("gate_proj", "S H", 7),
     _colwise("up_proj", "S H", 7),
     _rowwise("down_proj", "H S", 8),
-    ParamSpec(  # one number a token: neither an adapter nor 8 bits
+    ParamSpec(  # one number per token: neither an adapter nor 8 bits
         "output_gate.weight",
         "1 H",
         7,
@@ -215,7 +216,7 @@ class _Module:
     """A module of some layers, and its rows of the table.
 
     Attributes:
-        when: whether a layer has it.
+        when: condition on which a layer has the module.
         group: the name of its part in ``lora.targets``.
     """
 
@@ -227,9 +228,11 @@ class _Module:
 
     @property
     def rows(self) -> list[ParamSpec]:
-        """Its rows of the table with names within the layer."""
+        """Return this module's rows of the table, with names within the layer."""
         path = f"{self.path}." if self.path else ""
-        prefix = "" if self.group == "attention" else f"{self.group}."  # a lone q_proj is clear
+        prefix = (
+            "" if self.group == "attention" else f"{self.group}."
+        )  # q_proj alone is unambiguous
         return [
             replace(
                 spec,
@@ -288,8 +291,8 @@ _HEAD = ParamSpec("lm_head.weight", "V H", tp=0, part="head")
 
 _ROWS = [(module.when, module.rows) for module in _MODULES]
 LORA_GROUPS = tuple(dict.fromkeys(module.group for module in _MODULES if module.group))
-# Adapters A and B of a stack of experts: A13 multiplies by the input of gate and up, B13 gives the
-# outputs of both.
+# These are adapters A and B of a stack of experts: A13 multiplies the input of gate and up, B13
+# gives the outputs of both.
 _EXPERT_ADAPTERS = {
     "gate_up_proj": (
         ParamSpec("lora.A13", "E r H", fsdp=2),
@@ -304,8 +307,10 @@ _EXPERT_ADAPTERS = {
 
 @cache
 def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
-    """Return the rows of A, which takes the last dim of its target and how that is sharded, and of
-    B, the others."""
+    """Return the rows of a target's adapter: A and B.
+
+    A takes the last dim of its target and that dim's sharding, B takes the other dims.
+    """
     path, _, last = target.name.rpartition(".")
     if last in _EXPERT_ADAPTERS:
         a, b = _EXPERT_ADAPTERS[last]
@@ -317,14 +322,14 @@ def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
     return as_row(a, name=f"{path}.{a.name}"), as_row(b, name=f"{path}.{b.name}")
 
 
-# Every row by its name within a layer, or at an end of the model. Both kinds of attention have a
-# q_proj and an o_proj, whose rows differ in their shapes alone.
+# ``SPECS`` maps names within a layer, or at an end of the model, to rows. Both kinds of attention
+# have a q_proj and an o_proj, whose rows differ only in their shapes.
 SPECS = {spec.name: spec for spec in (_EMBEDDING, _FINAL_NORM, _HEAD)}
 for _spec in chain.from_iterable(rows for _, rows in _ROWS):
     SPECS[_spec.name] = _spec
     SPECS |= {adapter.name: adapter for adapter in adapter_specs(_spec)} if _spec.lora else {}
 
-# Those of routed experts by their names within ``GroupedExperts``.
+# These are the rows of routed experts by their names within ``GroupedExperts``.
 _PATH = "mlp.experts."
 EXPERT_SPECS = {
     name.removeprefix(_PATH): spec for name, spec in SPECS.items() if name.startswith(_PATH)
@@ -332,8 +337,7 @@ EXPERT_SPECS = {
 
 
 def find_spec(name: str) -> ParamSpec | None:
-    """Return the row of the parameter ``name`` of a model; None for a tensor that the table does
-    not have."""
+    """Return the row of parameter ``name`` of a model, or None if the table lacks the tensor."""
     return SPECS.get(_LAYER.sub("", name, count=1))
 
 
@@ -378,9 +382,9 @@ class Param:
 
     Attributes:
         layer: number of its decoder layer; None: embedding, final norm or head.
-        kv_heads: how many there are, for a projection to keys or values.
-        packed: ``lora.base`` packs it; the last two dims of ``shape`` are then blocks of this many
-            numbers, and bytes.
+        kv_heads: number of key and value heads, for a projection to keys or values.
+        packed: numbers in a block, if ``lora.base`` packs the tensor; the last two dims of
+            ``shape`` are then blocks, and bytes of a block.
     """
 
     name: str
@@ -393,7 +397,7 @@ class Param:
 
     @property
     def part(self) -> str:
-        """One of ``PARTS``."""
+        """Part of the model that the tensor belongs to, one of ``PARTS``."""
         return self.spec.part
 
     @property
@@ -406,19 +410,17 @@ class Param:
 
     @property
     def expert(self) -> bool:
-        """Whether it lives on the moe mesh: sharded over ep and ep_shard instead of dp_shard and
-        cp."""
+        """Whether it lives on the moe mesh: sharded over ep and ep_shard, not dp_shard and cp."""
         return self.part == "routed_experts"
 
     @property
     def whole_over_etp(self) -> bool:
-        """Whether ranks that share the width of an expert each keep all of it: adapters of the
-        other dims."""
+        """Whether each etp rank keeps the whole tensor: true for adapters of the other dims."""
         return self.expert and self.spec.etp is None
 
     @property
     def multiplies(self) -> bool:
-        """Whether tokens are multiplied by it as a matrix."""
+        """Whether tokens are multiplied by the tensor as a matrix."""
         return self.spec.kind == "matrix"
 
     def tp_dim(self, tp: int) -> int | None:
@@ -430,9 +432,9 @@ class Param:
 
 @dataclass(frozen=True)
 class ParamCount:
-    """Parameters of a whole model, or of a piece of it.
+    """Number of parameters of a whole model, or of a piece of it.
 
-    ``active`` counts what one token meets: everything but the routed experts it was not sent to.
+    ``active`` counts the parameters that one token meets: all but those of unchosen experts.
     """
 
     total: int
@@ -441,8 +443,10 @@ class ParamCount:
 
 
 def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
-    """Return the parameters of decoder layer ``layer``, with ``buffers`` also the router's
-    selection bias."""
+    """Return the parameters of decoder layer ``layer``.
+
+    ``buffers`` adds the router's selection bias.
+    """
     sizes = sizes_of(model)
     params = []
     for is_there, specs in _ROWS:
@@ -459,10 +463,9 @@ def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[
 def stage_params(
     model: ModelConfig, layers: list[range], stage: int, buffers: bool = False
 ) -> list[Param]:
-    """Return the parameters of pipeline stage ``stage``, whose layers are ``layers[stage]``, in
-    order.
+    """Return the parameters of pipeline stage ``stage`` in order; its layers are ``layers[stage]``.
 
-    A tied head is the embedding and adds nothing, or a copy of it where it has a stage of its own.
+    A tied head is the embedding and adds nothing, or is a copy of it in a stage of its own.
     """
     first, last = stage == 0, stage == len(layers) - 1
     table = (model.vocab_size, model.hidden_size)
@@ -485,7 +488,7 @@ def model_params(model: ModelConfig, buffers: bool = False) -> list[Param]:
 
 
 def count_params(model: ModelConfig) -> ParamCount:
-    """Total and active parameters, and the total by part (keys of ``PARTS``)."""
+    """Return total and active parameters, and the total by part (keys of ``PARTS``)."""
     by_part = dict.fromkeys(PARTS, 0)
     for param in model_params(model):
         by_part[param.part] += param.numel

@@ -1,8 +1,8 @@
-"""Rotary position embeddings (arXiv 2104.09864), scaled as in YaRN (arXiv 2309.00071, section 3) or
-Llama 3.1.
+"""Rotary position embeddings (arXiv 2104.09864), with YaRN or Llama 3.1 scaling.
 
-Letters: B rows, S positions, N heads, D width of a head, R rotated width, its first dims, P = R / 2
-pairs. Angles are computed in float32, as published checkpoints were trained.
+YaRN is arXiv 2309.00071, section 3. Letters: B rows, S positions, N heads, D width of a head, R
+rotated width (the first dims of a head, except where ``start`` says otherwise), P = R / 2 pairs.
+Angles are computed in float32, as published checkpoints were trained.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from automoe.errors import import_backend
 
 
 def rotary_dim(attention: AttentionConfig, rope: RopeConfig) -> int:
-    """R: how many dims of a head turn with the position."""
+    """Return R, the number of rotary dims of a head."""
     if attention.kind == "mla":
         return attention.qk_rope_head_dim
     return int(attention.head_dim * rope.partial_rotary_factor)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Attention temperature 0.1 m ln(s) + 1 (YaRN, eq. 22, with DeepSeek's multiplier m)."""
+    """Return the attention temperature 0.1 m ln(s) + 1 (YaRN, eq. 22, with DeepSeek's factor m)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def inverse_frequencies(
     config: RopeConfig, dim: int, device: torch.device
 ) -> tuple[torch.Tensor, float]:
-    """[P] float32 inverse frequencies, and the factor that cos and sin are multiplied by."""
+    """Return float32 inverse frequencies [P], and the factor that multiplies cos and sin."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     base = config.theta**exponents
     if config.scaling == "none":
@@ -70,9 +70,12 @@ def inverse_frequencies(
 
 
 def _llama3_frequencies(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
-    """Dims that turn less than ``low_freq_factor`` times over the original context are stretched by
-    ``factor``, those that turn more than ``high_freq_factor`` times stay, and those between are
-    mixed linearly."""
+    """Scale inverse frequencies as Llama 3.1.
+
+    Dims that turn less than ``low_freq_factor`` times over the original context are stretched by
+    ``factor``, dims that turn more than ``high_freq_factor`` times stay, and dims between are mixed
+    linearly.
+    """
     turns = config.original_seq_len * inverse / (2 * math.pi)
     low, high = config.low_freq_factor, config.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -80,8 +83,7 @@ def _llama3_frequencies(config: RopeConfig, inverse: torch.Tensor) -> torch.Tens
 
 
 def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
-    """1/sqrt(d), times mscale_all_dim's temperature squared where scaling asks for it
-    (DeepSeek)."""
+    """Return 1/sqrt(d), times the squared temperature of DeepSeek's mscale_all_dim if it is set."""
     scale = qk_head_dim**-0.5
     if config.scaling != "none" and config.mscale_all_dim:
         scale *= yarn_mscale(config.factor, config.mscale_all_dim) ** 2
@@ -91,7 +93,7 @@ def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
 def rotary_cos_sin(
     config: RopeConfig, dim: int, positions_BS: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, [B, S, 1, P] each; ``dim`` is R."""
+    """Return cos and sin, [B, S, 1, P] each; ``dim`` is R."""
     inverse_P, scale = inverse_frequencies(config, dim, positions_BS.device)
     angles_BSP = positions_BS[..., None].to(torch.float32) * inverse_P
     return (angles_BSP.cos() * scale).to(dtype)[:, :, None], (angles_BSP.sin() * scale).to(dtype)[
@@ -100,8 +102,7 @@ def rotary_cos_sin(
 
 
 class _Rotation(torch.autograd.Function):
-    """The rotation of ``rotate``; its backward is the rotation by minus the angle, laid out as x
-    was."""
+    """Autograd function of ``rotate``; its backward rotates by minus the angle, in x's layout."""
 
     @staticmethod
     def forward(
@@ -134,8 +135,9 @@ def turn_dims(
     to_pairs: bool,
     back: bool,
 ) -> torch.Tensor:
-    """A copy of x with the dims from ``start`` on turned, the other way if ``back``; read, and
-    written, in pairs (2i, 2i+1) or in halves.
+    """Return a copy of x with the dims from ``start`` on rotated, backwards if ``back``.
+
+    Input and output are laid out in pairs (2i, 2i+1) or in halves.
     """
     sin = -sin if back else sin
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -150,7 +152,7 @@ def turn_dims(
 
 
 def _thirds(x: torch.Tensor, start: int, cos: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What of the last dim is before, within and behind the dims that turn."""
+    """Split the last dim into the dims before, within and behind the rotary ones."""
     return x.tensor_split((start, start + 2 * cos.shape[-1]), dim=-1)
 
 
@@ -168,10 +170,10 @@ def rotate(
 ) -> torch.Tensor:
     """Rotate R dims of x, from ``start`` on, by the angles; pairs are (2i, 2i+1) or (i, i + P).
 
-    The result is always laid out in halves: queries and keys are permuted alike, so their products
+    The result is always laid out in halves. Queries and keys are permuted alike, so their products
     do not change, and one layout is enough for the rest of the attention.
     """
-    # which wants plain operations, and needs no hand-written backward
+    # the compiler fuses plain operations, and needs no hand-written backward
     if torch.compiler.is_compiling():
         before, turned, behind = _thirds(x_BSND, start, cos)
         first, second = _pairs(turned, interleaved)
@@ -184,11 +186,11 @@ def rotate(
 def join_keys(
     kv_BSND: torch.Tensor, k_rope_BSR: torch.Tensor, nope_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """MLA's keys: of each head its own dims, then those that turn and that all heads share.
+    """Return MLA's keys and values; each key joins the head's own dims and the shared rotary dims.
 
     Args:
-        kv_BSND: ``nope_dim`` dims of keys that do not turn, then values.
-        k_rope_BSR: rotated.
+        kv_BSND: ``nope_dim`` dims of keys without rotation, then values.
+        k_rope_BSR: rotated dims of keys.
 
     Returns:
         k [B, S, N, ``nope_dim`` + R] and v [B, S, N, D - ``nope_dim``].
@@ -200,10 +202,10 @@ def join_keys(
 
 @dataclass(frozen=True)
 class Rope:
-    """What turns heads: ``rotate`` and ``join_keys``, or functions like them.
+    """Functions that rotate heads: ``rotate`` and ``join_keys``, or replacements.
 
     Attributes:
-        angle_dtype: of cos and sin; None: that of the model.
+        angle_dtype: dtype of cos and sin; None: the model's dtype.
     """
 
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, int], torch.Tensor] = rotate
@@ -214,10 +216,10 @@ class Rope:
 
 
 def rope_fns(kernel: str) -> Rope:
-    """The ``Rope`` that ``kernels.rope`` names.
+    """Return the ``Rope`` that ``kernels.rope`` names.
 
     Raises:
-        BackendError: ``triton`` where that package is missing.
+        BackendError: ``kernels.rope=triton``, and the package is missing.
     """
     if kernel == "torch":
         return Rope()

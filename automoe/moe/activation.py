@@ -1,7 +1,7 @@
-"""The activation between an expert's two products: SwiGLU, or the clamped form of GPT-OSS.
+"""Activations between an expert's two products: SwiGLU, and the clamped form of GPT-OSS.
 
-Each is a small object with a call for autograd, and its gradient written out for backends with a
-backward of their own. Shapes: R rows, I expert width.
+Each activation is a small object. Its call is for autograd; its ``backward`` writes the gradient
+out for expert backends that have a backward pass of their own. Shapes: R rows, I expert width.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ import torch.nn.functional as F
 
 
 class SwiGLU:
-    """silu(gate) * up (arXiv 2002.05202, eq. 5)."""
+    """SwiGLU: silu(gate) * up (arXiv 2002.05202, eq. 5)."""
 
     def __call__(self, gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
-        """The activation [R, I], in storage of its own."""
+        """Return the activation [R, I] in new storage."""
         silu_RI = F.silu(gate_RI)
-        # With gradients it must stay unchanged for the backward.
+        # Autograd needs silu unchanged for the backward pass.
         return silu_RI * up_RI if torch.is_grad_enabled() else silu_RI.mul_(up_RI)
 
     def backward(
         self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R
     ) -> None:
-        """Gradients of ``scale * activation``, and the product itself once more, written into the
-        last four.
+        """Write the gradients of ``scale * activation``, and that product, into the last four.
 
         Args:
-            scale_R1: in the dtype of gate and up.
-            grad_RI: of the product; scratch afterwards.
-            act_RI: takes the product.
-            grad_scale_R: summed at least as wide as its own dtype.
+            scale_R1: scale of each row, in the dtype of gate and up.
+            grad_RI: gradient of the product; used as scratch memory afterwards.
+            act_RI: receives the product.
+            grad_gate_RI: receives the gradient of gate.
+            grad_up_RI: receives the gradient of up.
+            grad_scale_R: receives the gradient of scale, summed at least as wide as its own dtype.
         """
         silu_RI = F.silu(gate_RI)
         torch.mul(silu_RI, up_RI, out=act_RI)
@@ -52,10 +53,15 @@ class SwiGLU:
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """(up' + 1) * gate' * sigmoid(alpha * gate'), gate' at most ``limit``, up' within +-``limit``.
+    """Clamped SwiGLU of GPT-OSS: (up' + 1) * gate' * sigmoid(alpha * gate').
 
-    GPT-OSS (arXiv 2508.10925, section 2.2; transformers' ``GptOssExperts``). As with torch's clamp,
-    a value at the limit still has its gradient.
+    gate' is gate clamped to at most ``limit``, up' is up clamped to +-``limit`` (arXiv 2508.10925,
+    section 2.2; transformers' ``GptOssExperts``). As with torch's clamp, a value at the limit still
+    has its gradient.
+
+    Attributes:
+        alpha: factor within the sigmoid.
+        limit: bound of gate and up.
     """
 
     alpha: float
@@ -92,15 +98,15 @@ class ClampedSwiGLU:
 Activation = SwiGLU | ClampedSwiGLU
 SWIGLU = SwiGLU()
 
-# 512 KiB of float32: the result of an operation is still in L2 for the next
+# 512 KiB of float32 fit in L2, so the next operation finds the result of the last one in cache.
 BLOCK_ELEMENTS = 1 << 17
 
 
 def row_blocks(num_rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Slices of rows, each to be run through a whole chain of element-wise operations.
+    """Yield slices of rows, each to be run through a whole chain of element-wise operations.
 
     On a CPU each operation of an eager chain reads and writes memory unless its operands fit the
-    cache. A GPU pays for each launch instead, so it gets all rows at once.
+    cache. A GPU pays for each launch instead, so one slice holds all its rows.
     """
     step = max(1, BLOCK_ELEMENTS // max(width, 1)) if device.type == "cpu" else max(1, num_rows)
     for start in range(0, num_rows, step):

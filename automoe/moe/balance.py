@@ -1,8 +1,8 @@
-"""Load balancing: auxiliary losses that are causal under micro-batching, expert bias, load
-counters.
+"""Load balancing: auxiliary losses, updates of the expert bias, and load counters.
 
-Shapes: B rows, S positions of this rank, E experts, K top-k. Every loss is this rank's share of a
-sum over the global batch. Shares are added, never averaged, so no mesh changes the total.
+All losses are causal under micro-batching. Every loss is this rank's share of a sum over the global
+batch. Shares are added, never averaged, so the mesh does not change the total. Shapes: B rows, S
+positions of this rank, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from automoe.moe.tokens import Tokens
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Identity on an activation that also sends a gradient of one into an auxiliary loss.
+    """Identity on an activation whose backward pass also sends a gradient of one into a loss.
 
-    The loss needs no path of its own to the end of the model, so only activations pass from one
-    pipeline stage to the next.
+    The auxiliary loss needs no path of its own to the end of the model, so only activations pass
+    from one pipeline stage to the next.
     """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         ctx.loss_like = (loss.dtype, loss.device)
-        return x.clone()  # not a view: FSDP hooks a unit's outputs, and views lose hooks
+        return x.clone()  # a view would lose the hooks that FSDP sets on outputs
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
@@ -34,14 +34,14 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def attach_loss(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """``x``, with d(total)/d(loss) = 1 added to its backward."""
+    """Return ``x`` with d(total)/d(loss) = 1 added to its backward pass."""
     return _AttachLoss.apply(x, loss)
 
 
 def count_choices(
     topk_ids_BSK: torch.Tensor, valid_BS: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
-    """[B, E] float64: how often each expert was chosen in each row."""
+    """Return how often each row chose each expert, without padding: [B, E] float64."""
     ones_BSK = valid_BS.unsqueeze(-1).expand_as(topk_ids_BSK).to(torch.float64)
     counts_BE = ones_BSK.new_zeros(topk_ids_BSK.shape[0], num_experts)
     return counts_BE.scatter_add_(1, topk_ids_BSK.flatten(1), ones_BSK.flatten(1))
@@ -54,15 +54,17 @@ def sequence_balance_loss(
     pg_collection: ProcessGroupCollection,
     top_k: int,
 ) -> torch.Tensor:
-    """Per-row balance loss (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), rows weighted by their
-    tokens.
+    """Return the per-row balance loss, rows weighted by their tokens.
 
-    E * sum_e f_e P_e with f_e = counts / (K N) and P_e = mean share, N the row's non-padding
-    tokens.
+    The formula is E * sum_e f_e P_e (DeepSeek-V3, arXiv 2412.19437, eq. 17-20). f_e is counts /
+    (K N), P_e is the mean share of expert e, N is the number of non-padding tokens in the row.
 
     Args:
-        shares_BSE: scores normalised to sum one.
+        shares_BSE: scores normalised to sum to one.
         counts_BE: choices on this rank, without padding.
+        tokens: the micro-batch's per-token tensors.
+        pg_collection: process groups of the ranks that share rows.
+        top_k: experts per token.
 
     Returns:
         Scalar: this rank's share of the mean over the global batch, before the coefficient.
@@ -70,7 +72,7 @@ def sequence_balance_loss(
     row_counts_BE = pg_collection.sum_over_row(counts_BE).to(shares_BSE.dtype)
     row_tokens_B1 = row_counts_BE.sum(-1, keepdim=True) / top_k
     fractions_BE = row_counts_BE / (row_tokens_B1 * top_k).clamp_min(1)
-    # P_e of the row times the row's weight N / num_tokens: the N cancels.
+    # P_e divides by N and the row's weight is N / num_tokens, so N cancels.
     share_sums_BE = (shares_BSE * tokens.valid.unsqueeze(-1)).sum(1)
     return _balance_loss(fractions_BE, share_sums_BE, tokens)
 
@@ -78,10 +80,18 @@ def sequence_balance_loss(
 def lagged_balance_loss(
     shares_BSE: torch.Tensor, fractions_E: torch.Tensor, tokens: Tokens
 ) -> torch.Tensor:
-    """Balance loss over the whole batch with the fractions f of the step before.
+    """Return the balance loss over the whole batch, with the fractions f of the previous step.
 
-    The batch's own fractions are known only after its last micro-batch. Those of the last step are
-    known in time and change slowly. Only P is current.
+    The fractions of the current batch are known only after its last micro-batch. Those of the
+    previous step are known in time and change slowly. Only the mean shares P are current.
+
+    Args:
+        shares_BSE: scores normalised to sum to one.
+        fractions_E: fraction of the previous step's choices that each expert received.
+        tokens: the micro-batch's per-token tensors.
+
+    Returns:
+        Scalar: this rank's share of the mean over the global batch, before the coefficient.
     """
     share_sums_E = (shares_BSE * tokens.valid.unsqueeze(-1)).sum((0, 1))
     return _balance_loss(fractions_E.to(shares_BSE.dtype), share_sums_E, tokens)
@@ -93,13 +103,12 @@ def micro_batch_balance_loss(
     tokens: Tokens,
     pg_collection: ProcessGroupCollection,
 ) -> torch.Tensor:
-    """The classical balance loss (arXiv 2101.03961, eq. 4-6), over one micro-batch of all ranks
-    that run it.
+    """Return the classical balance loss (arXiv 2101.03961, eq. 4-6) over one micro-batch.
 
-    Its rows are those that all data-parallel ranks feed their models at the same time. f and P are
-    of these rows together, and micro-batches are weighted by their tokens. So it depends on which
-    rows meet in a micro-batch, that is on accumulation, and on nothing else of the mesh. Arguments
-    as for ``sequence_balance_loss``.
+    The micro-batch consists of the rows that all data-parallel ranks process at the same time. f
+    and P are computed over these rows together, and micro-batches are weighted by their tokens. The
+    loss therefore depends on gradient accumulation (which rows share a micro-batch), and on nothing
+    else of the mesh. Arguments and result are those of ``sequence_balance_loss``.
     """
     total_E = pg_collection.sum_over_data(pg_collection.sum_over_row(counts_BE.sum(0))).to(
         shares_BSE.dtype
@@ -112,7 +121,7 @@ def micro_batch_balance_loss(
 def _balance_loss(
     fractions: torch.Tensor, share_sums: torch.Tensor, tokens: Tokens
 ) -> torch.Tensor:
-    """E * sum f P for fractions and sums of shares [E] or [B, E]."""
+    """Return E * sum f P over the batch's tokens, for fractions and share sums [E] or [B, E]."""
     return (
         fractions.shape[-1]
         * (fractions * share_sums).sum()
@@ -121,23 +130,25 @@ def _balance_loss(
 
 
 def z_loss(logits_BSE: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    """Mean squared logsumexp of the logits over the global batch's tokens (arXiv 2202.08906, eq.
-    5)."""
+    """Return this rank's share of the router z-loss (arXiv 2202.08906, eq. 5), a scalar.
+
+    The loss is the mean squared logsumexp of the logits over the global batch's tokens.
+    """
     squares_BS = logits_BSE.logsumexp(-1).square() * tokens.valid
     return squares_BS.sum() / tokens.num_tokens.to(squares_BS.dtype)
 
 
-# A layer's losses in the order in which it counts them, by their names in ``metrics.jsonl``.
+# These are a layer's losses in the order of its counters, with their names in ``metrics.jsonl``.
 LOSSES = ("seq_balance_loss", "global_balance_loss", "micro_batch_balance_loss", "z_loss")
 
 
 class LoadCounter(nn.Module):
-    """What one MoE layer counts over the micro-batches of a step, in float64, zeroed after each
-    step.
+    """Counters of one MoE layer over the micro-batches of a step, zeroed after each step.
 
-    Layout: E tokens given to each expert before any is dropped, E tokens that plain top-k of the
-    scores would give it, the losses in the order of ``LOSSES``, dropped choices. One vector, for
-    one all-reduce a step.
+    One float64 vector holds all counters, so that a step needs one all-reduce. Its layout: E counts
+    of tokens given to each expert before any are dropped, E counts of tokens that plain top-k of
+    the scores would give to it, the losses in the order of ``LOSSES``, and the number of dropped
+    choices.
     """
 
     totals: torch.Tensor
@@ -151,7 +162,7 @@ class LoadCounter(nn.Module):
 
     @staticmethod
     def size(num_experts: int) -> int:
-        """Numbers that a layer of E experts counts."""
+        """Return the length of the vector for a layer of E experts."""
         return 2 * num_experts + len(LOSSES) + 1
 
     def reset_buffers(self) -> None:
@@ -165,10 +176,16 @@ class LoadCounter(nn.Module):
         losses: list[torch.Tensor],
         dropped_BSK: torch.Tensor | None = None,
     ) -> None:
-        """Counts of one micro-batch, its losses, one for each of ``LOSSES``, and which choices were
-        dropped, if any."""
+        """Add one micro-batch to the counters; do nothing in a recomputation.
+
+        Args:
+            chosen_BE: tokens given to each expert.
+            plain_BE: tokens that plain top-k of the scores would give to each expert.
+            losses: one scalar for each of ``LOSSES``.
+            dropped_BSK: bool, the choices that were dropped; None if the layer drops none.
+        """
         if is_recomputing():
-            return  # counted in the forward pass
+            return  # the forward pass has counted these tokens
         self.totals[:-1] += torch.cat(
             (chosen_BE.sum(0), plain_BE.sum(0), torch.stack(losses).to(torch.float64))
         )
@@ -178,11 +195,11 @@ class LoadCounter(nn.Module):
 
 @torch.no_grad()
 def update_expert_bias(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float) -> None:
-    """b += rate * sign(mean - count), in place (arXiv 2408.15664, algorithm 1).
+    """Update the expert bias in place: b += rate * sign(mean - count) (arXiv 2408.15664, alg. 1).
 
     Args:
-        bias_E: float32.
+        bias_E: float32 bias.
         counts_E: tokens of the global batch given to each expert.
-        rate: step of the bias.
+        rate: step size of the bias.
     """
     bias_E += rate * torch.sign(counts_E.mean() - counts_E).to(bias_E.dtype)

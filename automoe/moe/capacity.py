@@ -1,16 +1,17 @@
-"""Capacity: how many tokens an expert takes, and which choices are dropped when more come.
+"""Expert capacity: how many tokens an expert takes, and which choices are dropped if more come.
 
-An expert takes at most C = ceil(factor * T * K / E) choices. The scope says which T tokens these
-are:
+An expert takes at most C = ceil(factor * T * K / E) choices. ``moe.drop_scope`` says which T tokens
+these are:
 
-    rank      the tokens of this rank's micro-batch. Nothing is sent; which choices are dropped depends on how the
-              mesh and the micro-batches split the batch. The first are the first of every row, as in Megatron-Core,
-              whose tokens are ordered by position and then by row: no row is served before another.
-    sequence one whole row, wherever its parts are. Choices are summed over the ranks that share the
-              row, and what is dropped depends only on the row.
+    rank      The tokens of this rank's micro-batch. Nothing is sent. Which choices are dropped
+              depends on how the mesh and the micro-batches split the batch. The first choices are
+              the first of every row, as in Megatron-Core, whose tokens are ordered by position and
+              then by row: no row is served before another.
+    sequence  One whole row, wherever its parts are. Choices are summed over the ranks that share
+              the row, and the dropped choices depend only on the row.
 
-Weights are computed before choices are dropped, and are not renormalised: a token that loses a
-choice loses that expert's term, and one that loses all of them keeps the residual (and the shared
+Weights are computed before choices are dropped, and are not renormalised. A token that loses a
+choice loses that expert's term; a token that loses all of them keeps the residual (and the shared
 experts). Padding takes no capacity. Shapes: B rows, S positions of this rank, K top-k, E experts, T
 tokens of this rank, H hidden; G groups that share capacities, N choices of a group; W positions of
 a whole row; P slots of an expert, C of all.
@@ -28,15 +29,15 @@ from automoe.moe.dispatch.base import Dispatcher, Experts, sort_by_expert, sum_t
 from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.tokens import Tokens
 
-# Weights are compared in multiples of this, and of equal ones the first in the row is served first:
-# equal tokens have weights equal up to rounding, which differs from mesh to mesh.
+# Weights are compared in multiples of this step, and of equal weights the first in the row is
+# served first: equal tokens have weights equal up to rounding, which differs from mesh to mesh.
 PRIORITY_STEP = 2.0**-16
 
 
 def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
-    """ceil(factor * T * K / E), and at most T, since a token chooses an expert once.
+    """Return ceil(factor * T * K / E), at most T since a token chooses an expert once.
 
-    The factor counts as the decimal number that was written: 1.1 * 100 * 1 / 10 is 11, not 12.
+    The factor is taken as the decimal number that the user wrote: 1.1 * 100 * 1 / 10 is 11, not 12.
     """
     return min(ceil(Fraction(repr(factor)) * num_tokens * top_k / num_experts), num_tokens)
 
@@ -44,11 +45,13 @@ def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int
 def rank_within_expert(
     topk_ids_GN: torch.Tensor, num_experts: int, priority_GN: torch.Tensor | None
 ) -> torch.Tensor:
-    """[G, N] int64 place of each choice in the queue of its expert, 0 for the first.
+    """Return the place of each choice in the queue of its expert, 0 for the first: [G, N] int64.
 
     Args:
-        topk_ids_GN: int64; an id of ``num_experts`` is a choice of no expert.
-        priority_GN: the largest is served first; None, and equal ones, in the order of N.
+        topk_ids_GN: int64 expert ids; the id ``num_experts`` marks a choice of no expert.
+        num_experts: number of experts E.
+        priority_GN: the largest priority is served first, equal ones in the order of N. None serves
+            all choices in the order of N.
     """
     ids = topk_ids_GN
     if priority_GN is None:
@@ -69,7 +72,7 @@ def rows_per_expert(
     top_k: int,
     num_experts: int,
 ) -> int:
-    """The most choices that one expert can keep from this rank's micro-batch."""
+    """Return the most choices that one expert can keep from this rank's micro-batch."""
     num_rows, size = tokens.index.shape
     if moe.drop_scope == "rank":
         return expert_capacity(moe.capacity_factor, num_rows * size, top_k, num_experts)
@@ -80,10 +83,10 @@ def rows_per_expert(
 def whole_rows(
     x: torch.Tensor, index_BS: torch.Tensor, pg_collection: ProcessGroupCollection
 ) -> torch.Tensor:
-    """x [B, S, ...] at ``index`` of its rows -> [B, W, ...], the whole rows in order; not
-    differentiable.
+    """Gather x [B, S, ...] at ``index`` of its rows into whole rows [B, W, ...].
 
-    Parts are written into zeros and summed, which is exact and needs no order among the ranks.
+    Each rank writes its part into zeros and the ranks sum. The sum is exact and needs no order
+    among the ranks. Not differentiable.
     """
     if pg_collection.ranks_per_row == 1:
         return x  # a rank with whole rows holds them in order
@@ -103,15 +106,15 @@ def choose_kept(
     moe: MoEConfig,
     num_experts: int,
 ) -> torch.Tensor:
-    """[B, S, K] bool: which choices fit. No host sync."""
+    """Return which choices fit their expert's capacity: [B, S, K] bool. No host sync."""
     num_rows, size, top_k = topk_ids_BSK.shape
     ids_BSK = topk_ids_BSK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
     if moe.drop_scope == "rank":
-        # By position, then by row.
+        # Choices queue by position, then by row.
         ids_GN, weights_GN = (x.transpose(0, 1).reshape(1, -1) for x in (ids_BSK, weights_BSK))
         row_size, num_tokens = size, num_rows * size
     else:
-        # One collective for both: float64 holds ids exactly.
+        # One collective carries ids and weights: float64 holds ids exactly.
         both = torch.stack((ids_BSK.to(torch.float64), weights_BSK.to(torch.float64)), dim=-1)
         ids_GN, weights_GN = whole_rows(both, tokens.index, pg_collection).flatten(1, 2).unbind(-1)
         ids_GN = ids_GN.to(torch.int64)
@@ -137,12 +140,11 @@ def dispatch_padded(
     num_experts: int,
     capacity: int,
 ) -> torch.Tensor:
-    """What ``dispatcher`` returns for choices of which no expert has more than ``capacity``; an id
-    of E is dropped.
+    """Dispatch with exactly ``capacity`` rows per expert, and return the result of ``dispatcher``.
 
-    Every expert gets exactly ``capacity`` rows: each of its slots goes to the dispatcher as a token
-    with one choice. A slot without a choice reads token 0 with weight zero, so it changes no sum
-    and no gradient.
+    No expert may have more than ``capacity`` choices; a choice with the id E is dropped. Each slot
+    of an expert goes to the dispatcher as a token with one choice. A slot without a choice reads
+    token 0 with weight zero, so it changes no sum and no gradient.
     """
     order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)
     slot_P = torch.arange(capacity, device=x_TH.device)

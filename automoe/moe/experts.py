@@ -1,4 +1,4 @@
-"""The routed experts' weights, and the backends: functions that multiply by them.
+"""The routed experts' weights, and the expert backends: functions that multiply by these weights.
 
 All backends have one signature; the last three arguments are optional:
 
@@ -35,7 +35,7 @@ from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.moe.local_shard import local_shard
 
-ExpertFn = Callable[..., torch.Tensor]  # its arguments are told above
+ExpertFn = Callable[..., torch.Tensor]  # the module docstring lists its arguments
 
 
 def loop_experts(
@@ -49,9 +49,9 @@ def loop_experts(
     down_proj_bias_EH=None,
     activation: Activation = SWIGLU,
 ) -> torch.Tensor:
-    """Reference: one expert after the other, any dtype, float64 included."""
+    """Compute one expert after the other in any dtype, float64 included: the reference backend."""
     ends = offsets_E.tolist()
-    # unbind, not w[i]: indexing gives each expert a gradient as large as all of them.
+    # w[i] in place of unbind would give each expert a gradient as large as all of them.
     biases = (
         [(None, None)] * len(ends)
         if gate_up_proj_bias_E2I is None
@@ -81,7 +81,7 @@ def _triton() -> ExpertFn:
     return triton_experts
 
 
-BACKENDS: dict[str, Callable[[], ExpertFn]] = {  # what makes each
+BACKENDS: dict[str, Callable[[], ExpertFn]] = {  # each value makes its backend
     "loop": lambda: loop_experts,
     "grouped_mm": lambda: grouped_mm_experts,
     "triton": _triton,
@@ -89,11 +89,15 @@ BACKENDS: dict[str, Callable[[], ExpertFn]] = {  # what makes each
 
 
 def expert_backend(name: str, foreign: dict[str, Callable[[], ExpertFn]] | None = None) -> ExpertFn:
-    """The backend called ``name``: of a plugin, of this package, or of ``foreign`` ones that the
-    caller knows.
+    """Return the backend called ``name``: from a plugin, this package, or ``foreign``.
+
+    Args:
+        name: the value of ``moe.experts``.
+        foreign: further backends that the caller knows, by name.
 
     Raises:
-        BackendError: no such backend, or one whose package is missing; names those that there are.
+        BackendError: no backend has this name, or its package is missing. The error lists the
+            backends that exist.
     """
     if name in (plugins := registered("moe.experts")):
         return plugins[name]
@@ -106,22 +110,21 @@ def expert_backend(name: str, foreign: dict[str, Callable[[], ExpertFn]] | None 
 
 
 class GroupedExperts(nn.Module):
-    """The weights of E experts, gate_up_proj [E, 2, I, H] and down_proj [E, H, I], and the backend
-    that uses them.
+    """Weights of E experts, and the backend that multiplies by them.
 
-    ``[E, 2, I, H]`` keeps gate and up apart: a plain shard of ``[E, 2I, H]`` over I would give one
-    rank all gates and the other all ups. ``config.biased_experts`` adds gate_up_proj_bias [E, 2, I]
-    and down_proj_bias [E, H].
+    The weights are gate_up_proj [E, 2, I, H] and down_proj [E, H, I]. ``[E, 2, I, H]`` keeps gate
+    and up apart: a plain shard of ``[E, 2I, H]`` over I would give one rank all gates and the other
+    all ups. ``config.biased_experts`` adds gate_up_proj_bias [E, 2, I] and down_proj_bias [E, H].
 
     Args:
         drops: choices may be of no expert (``LocalDispatcher``).
 
     Attributes:
         dispatcher: brings tokens to these experts. All experts are on this rank until
-            ``ExpertParallel`` shards them and puts its own dispatcher here.
+            ``ExpertParallel`` shards them and sets its own dispatcher.
     """
 
-    # For each parameter the dim that expert tensor parallelism shards, and the one that FSDP does.
+    # Each parameter has a dim that expert tensor parallelism shards and a dim that FSDP shards.
     WIDTH_DIMS = {name: spec.etp for name, spec in EXPERT_SPECS.items()}
     ROW_DIMS = {name: spec.fsdp for name, spec in EXPERT_SPECS.items()}
 
@@ -141,9 +144,9 @@ class GroupedExperts(nn.Module):
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden)) if biased else None
         self.num_experts = num_experts
         self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops)
-        self.first_bias_column = 0  # of down_proj_bias, where this rank has some of its columns
+        self.first_bias_column = 0  # first column of down_proj_bias on this rank
         self.hidden_size, self.backend = hidden, backend
-        self.lora: nn.Module | None = None  # then it multiplies, instead of the backend
+        self.lora: nn.Module | None = None  # if set, it multiplies instead of the backend
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = (
             ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
@@ -156,8 +159,8 @@ class GroupedExperts(nn.Module):
         offsets_E: torch.Tensor,
         probs_R: torch.Tensor,
     ) -> torch.Tensor:
-        """See the module's docstring for shapes."""
-        # Of this rank's experts alone: the dispatcher brings the rows for these.
+        """Return the experts' output [R, H]; the module docstring lists arguments and shapes."""
+        # The dispatcher brings rows for this rank's experts only, so only their shards are used.
         parameters = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
         *weights, down_proj_bias = (None if p is None else local_shard(p) for p in parameters)
         down_proj_bias_EH = None if down_proj_bias is None else self._pad_to_hidden(down_proj_bias)
@@ -167,7 +170,7 @@ class GroupedExperts(nn.Module):
         )
 
     def _pad_to_hidden(self, bias: torch.Tensor) -> torch.Tensor:
-        """[E, some of H] -> [E, H], zeros in the columns that other ranks of the etp axis add."""
+        """Pad [E, some of H] to [E, H]; other ranks of the etp axis add the zero columns."""
         behind = self.hidden_size - self.first_bias_column - bias.shape[1]
         return (
             F.pad(bias, (self.first_bias_column, behind))

@@ -1,7 +1,7 @@
 """Experts as grouped matrix products, with a backward that keeps little and copies little.
 
 Shapes: T rows to read from, R computed rows sorted by expert, E experts, H hidden, I expert width,
-J = 2I (gate and up). Of one product alone: N output and K input features.
+J = 2I (gate and up). For a single product: N output and K input features.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ Scales = torch.Tensor | None
 
 
 class GroupedProducts:
-    """The three products of one weight [E, N, K] of all experts, by
-    ``torch.nn.functional.grouped_mm``.
+    """The three products (forward, two gradients) of the stacked weight [E, N, K] of all experts.
 
-    offsets [E] int32 are the ends of the experts' rows. A subclass may give each operand scales,
-    found once and handed to each product of the operand. Finding them may be a collective, so a
-    rank without rows does it too; the products are not.
+    The products are those of ``torch.nn.functional.grouped_mm``. ``offsets`` [E] int32 holds the
+    end of each expert's rows. A subclass may give each operand scales, which are found once and
+    handed to every product of the operand. Finding scales may be a collective, so a rank without
+    rows finds them too; the products are not collective.
     """
 
     def scales(
         self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor
     ) -> tuple[Scales, Scales]:
-        """Of the rows and of the weight."""
+        """Return the scales of the rows and of the weight."""
         return None, None
 
     def grad_scales(self, grad_RN: torch.Tensor, offsets_E: torch.Tensor) -> Scales:
-        """Of the gradient of the output."""
+        """Return the scales of the output's gradient."""
         return None
 
     def output(
@@ -42,7 +42,7 @@ class GroupedProducts:
         x_scales: Scales,
         w_scales: Scales,
     ) -> torch.Tensor:
-        """[R, N]: each row times its expert's weight, transposed."""
+        """Return each row times its expert's transposed weight: [R, N]."""
         return F.grouped_mm(x_RK, w_ENK.transpose(1, 2), offs=offsets_E)
 
     def grad_input(
@@ -53,7 +53,7 @@ class GroupedProducts:
         grad_scales: Scales,
         w_scales: Scales,
     ) -> torch.Tensor:
-        """[R, K]: each row times its expert's weight."""
+        """Return each gradient row times its expert's weight: [R, K]."""
         return F.grouped_mm(grad_RN, w_ENK, offs=offsets_E)
 
     def grad_weight(
@@ -64,7 +64,7 @@ class GroupedProducts:
         grad_scales: Scales,
         x_scales: Scales,
     ) -> torch.Tensor:
-        """[E, N, K]: grad.T times x over each expert's rows."""
+        """Return grad.T times x over each expert's rows: [E, N, K]."""
         return F.grouped_mm(grad_RN.transpose(0, 1), x_RK, offs=offsets_E)
 
 
@@ -72,11 +72,10 @@ UNSCALED = GroupedProducts()
 
 
 class _GroupedExperts(torch.autograd.Function):
-    """probs * (down(activation(gate, up)) + down_proj_bias) of gathered rows; gate and up are one
-    dim J here.
+    """Gathered experts: probs * (down(activation(gate, up)) + down_proj_bias).
 
-    Besides its arguments it keeps gate and up [R, J] for the backward, which gathers the rows [R,
-    H] and computes the activation [R, I] again.
+    Gate and up are one dim J here. For the backward it keeps its arguments, and gate and up [R, J].
+    The backward gathers the rows [R, H] and computes the activation [R, I] again.
     """
 
     @staticmethod
@@ -108,7 +107,7 @@ class _GroupedExperts(torch.autograd.Function):
         rows_RH = x_TH.index_select(0, gather_idx_R)
         x_scales, up_scales = up.scales(rows_RH, gate_up_proj_EJH, offsets_E)
         if gather_idx_R.shape[0] == 0:
-            # No token for this rank. Kernels need not take empty operands, but the backward will
+            # This rank has no token. Kernels need not take empty operands, but the backward will
             # still run.
             act_scales, down_scales = down.scales(
                 x_TH.new_empty(0, down_proj_EHI.shape[-1]), down_proj_EHI, offsets_E
@@ -164,7 +163,7 @@ class _GroupedExperts(torch.autograd.Function):
         written = act_RI, *grad_gate_up_RJ.chunk(2, dim=-1), grad_probs_R
         for block in row_blocks(*act_RI.shape, act_RI.device):
             ctx.activation.backward(*(tensor[block] for tensor in read + written))
-        grad_w_gate_up_EJH = grad_w_down_EHI = None  # of frozen weights
+        grad_w_gate_up_EJH = grad_w_down_EHI = None  # frozen weights have none
         if ctx.needs_input_grad[5]:
             grad_w_down_EHI = down.grad_weight(
                 grad_out_RH, act_RI, offsets_E, grad_scales, act_scales
@@ -201,8 +200,10 @@ class _GroupedExperts(torch.autograd.Function):
 def zero_gradients(
     x, gather_idx, offsets, probs, *weights: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
-    """Gradients of an expert function that computed no row: zeros, since all ranks must reduce the
-    same gradients."""
+    """Return zero gradients of an expert function that computed no row.
+
+    All ranks must reduce the same gradients, so a rank without rows contributes zeros.
+    """
     zeros = [
         None if tensor is None else torch.zeros_like(tensor) for tensor in (x, probs, *weights)
     ]
@@ -210,21 +211,23 @@ def zero_gradients(
 
 
 def repeat_by_expert(bias_EN: torch.Tensor, offsets_E: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[E, N] -> [R, N]: the entry of each row's expert; rows past the last offset get the last
-    expert's."""
+    """Repeat the entries [E, N] for each row of their expert: [R, N].
+
+    Rows past the last offset get the last expert's entry.
+    """
     row_R = torch.arange(num_rows, dtype=offsets_E.dtype, device=offsets_E.device)
     expert_R = torch.searchsorted(offsets_E, row_R, right=True).clamp_(max=bias_EN.shape[0] - 1)
     return bias_EN.index_select(0, expert_R)
 
 
 def sum_by_expert(rows_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-    """[R, N] -> [E, N] sums over each expert's rows, without those past the last offset.
+    """Sum rows [R, N] by expert into [E, N], without the rows past the last offset.
 
-    A product with ones: accumulated wide, in a fixed order, without atomics.
+    The sum is a product with ones: accumulated wide, in a fixed order, without atomics.
     """
     step = 16 // rows_RN.element_size()  # grouped_mm takes multiples of 16 bytes
     num_cols = rows_RN.shape[1]
-    if missing := -num_cols % step:  # else it would be a copy for nothing
+    if missing := -num_cols % step:  # padding copies, so it is done only if needed
         rows_RN = F.pad(rows_RN, (0, missing))
     return grouped_mm(rows_RN.transpose(0, 1), rows_RN.new_ones(rows_RN.shape[0], step), offsets_E)[
         :, :num_cols, 0
@@ -232,11 +235,10 @@ def sum_by_expert(rows_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tenso
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-    """``torch.nn.functional.grouped_mm``, and in float64, which it does not take, one product after
-    the other.
+    """Multiply as ``torch.nn.functional.grouped_mm``; in float64 one product after the other.
 
-    a [R, K], b [E, K, N] -> [R, N], rows past the last offset may hold anything; a [M, R], b [R, N]
-    -> [E, M, N].
+    a [R, K] and b [E, K, N] give [R, N]; its rows past the last offset may hold anything.
+    a [M, R] and b [R, N] give [E, M, N].
     """
     return (
         one_by_one(a, b, offsets_E)
@@ -246,7 +248,7 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> tor
 
 
 def one_by_one(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-    """The same, one expert's product after the other, in any dtype and of any width."""
+    """Multiply as ``grouped_mm``, one expert after the other, in any dtype and of any width."""
     ends = offsets_E.tolist()
     spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     if b.dim() == 2:
@@ -270,12 +272,11 @@ def grouped_mm_experts(
     up: GroupedProducts = UNSCALED,
     down: GroupedProducts = UNSCALED,
 ) -> torch.Tensor:
-    """Products of ``torch.nn.functional.grouped_mm``; float32, bfloat16 and float16, on CPU and
-    GPU.
+    """Compute the experts with grouped products, in float32, bfloat16 or float16, on CPU or GPU.
 
-    Arguments and result as ``automoe.moe.experts`` says; ``up`` and ``down`` are the products of
-    gate_up_proj and of down_proj. Rows past the last offset are not computed: their output, and
-    what they add to the gradients of x and probs, is whatever memory held.
+    Arguments and result are those of ``automoe.moe.experts``; ``up`` and ``down`` are the products
+    of gate_up_proj and of down_proj. Rows past the last offset are not computed: their output and
+    their terms in the gradients of x and probs are uninitialised memory.
     """
     gate_up_proj_bias_EJ = (
         None if gate_up_proj_bias_E2I is None else gate_up_proj_bias_E2I.flatten(1, 2)

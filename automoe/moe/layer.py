@@ -1,5 +1,4 @@
-"""The MoE layer: tokens -> router -> dispatch -> experts -> combine, and shared experts in parallel
-to these.
+"""The MoE layer: router, dispatch, experts and combine, with shared experts in parallel.
 
 Shapes: B rows, S positions, T = B S tokens of this rank, H hidden, K top-k.
 """
@@ -22,14 +21,14 @@ from automoe.moe.tokens import Tokens
 
 
 class MoE(nn.Module):
-    """Sparse feed-forward; the layer itself knows no ranks.
+    """Sparse feed-forward layer; the layer itself knows no ranks.
 
     Args:
         shared_experts: dense FFN that every token passes, or None.
         moe_index: number of this layer among the model's MoE layers, for replayed routing.
         pg_collection: groups of ranks that share rows and micro-batches; default: one rank.
-        experts: multiplies by their weights; default: what ``moe.experts`` names.
-        seed: of the router's jitter.
+        experts: backend that multiplies by the experts' weights; default: that of ``moe.experts``.
+        seed: seed of the router's jitter.
     """
 
     def __init__(
@@ -51,15 +50,18 @@ class MoE(nn.Module):
         self.moe, self.num_experts = moe, config.num_experts
 
     def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]."""
+        """Return the layer's output [B, S, H] for hidden states [B, S, H]."""
         routing = self.router(x_BSH, tokens)
-        # Started first: the host waits for sizes in the dispatch, with this work already queued.
+        # Shared experts start first: their work is queued when the host waits for dispatch sizes.
         shared = self._start_shared_experts(x_BSH)
         y_BSH = self.run_experts(x_BSH, routing, tokens)
         return y_BSH if shared is None else y_BSH + shared()
 
     def _start_shared_experts(self, x_BSH: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """A function that returns their output [B, S, H]; None where there are none."""
+        """Start the shared experts and return a function that returns their output [B, S, H].
+
+        Return None if the layer has no shared experts.
+        """
         if self.shared_experts is None:
             return None
         if self.moe.overlap_shared_experts and x_BSH.is_cuda:
@@ -67,7 +69,7 @@ class MoE(nn.Module):
         return partial(self.shared_experts, x_BSH)
 
     def run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
-        """Dispatch, experts and combine: [B, S, H]."""
+        """Dispatch tokens, run their experts and combine the results: [B, S, H]."""
         x_TH, ids_TK, weights_TK = (
             x.flatten(0, 1) for x in (x_BSH, routing.topk_expert_ids, routing.topk_scores)
         )
@@ -88,30 +90,29 @@ class MoE(nn.Module):
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one side stream of ``device``."""
+    """Return the one side stream of ``device``."""
     return torch.cuda.Stream(device)
 
 
 def run_on_side_stream(
     fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
-    """Start ``fn(x)`` on the side stream of x's CUDA device, in parallel to the current stream, in
-    both passes.
+    """Start ``fn(x)`` on a side CUDA stream, in parallel to the current stream in both passes.
 
     Returns:
-        A function that makes the current stream wait for the result and returns it; to be called
+        A function that makes the current stream wait for the result and returns the result. Call it
         once.
     """
     main, side = torch.cuda.current_stream(x.device), side_stream(x.device)
     if x.requires_grad:
-        # In the backward autograd orders the gradient of x by itself, but not those of weights that
-        # are accumulated on the side stream: FSDP reads them on the current one as soon as the
-        # gradient of x is there.
+        # In the backward autograd orders the gradient of x by itself, but not gradients of weights,
+        # which are accumulated on the side stream. FSDP reads those on the current stream as soon
+        # as the gradient of x has arrived.
         x = x.view_as(x)
         x.register_hook(lambda grad: torch.cuda.current_stream(grad.device).wait_stream(side))
     side.wait_stream(main)
-    # Autograd keeps x for the backward on the side stream too: its memory is free when both streams
-    # are done.
+    # Autograd keeps x for the backward on the side stream too, so the memory of x is free only
+    # when both streams are done.
     x.record_stream(side)
     with torch.cuda.stream(side):
         out = fn(x)

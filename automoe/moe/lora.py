@@ -1,10 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) of routed experts: grouped products beside those of
-the frozen weights.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) of routed experts, as grouped products.
 
-Of each expert ``x W.T`` becomes ``x W.T + scale (x A.T) B.T``. Gate and up share one A, so that the
-pair has rank r in a layout that keeps both in one tensor, as well as in one that keeps them apart.
-Shapes: T rows to read from, R computed rows sorted by expert, E experts of this rank, H hidden, I
-expert width, J = 2 I (gate, then up), r rank.
+``x W.T`` of each expert becomes ``x W.T + scale (x A.T) B.T``. Gate and up share one A, so that the
+pair has rank r both in a layout that keeps gate and up in one tensor and in one that keeps them
+apart. Shapes: T rows to read from, R computed rows sorted by expert, E experts of this rank, H
+hidden, I expert width, J = 2 I (gate, then up), r rank.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from automoe.moe.grouped_mm import grouped_mm, one_by_one, repeat_by_expert
 from automoe.moe.local_shard import global_offset, local_shard
 from automoe.quantize.packed import unpack
 
-# the signature of ``grouped_mm``
+# a function with the signature of ``grouped_mm``
 GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# of ``moe.experts``
+# values of ``moe.experts``
 PRODUCTS: dict[str, GroupedMM] = {"grouped_mm": grouped_mm, "loop": one_by_one}
 
 
 class Adapter(nn.Module):
-    """The parameters A... and B... of one adapter. What it adds is multiplied by ``scale``, alpha /
-    rank.
+    """Parameters A... and B... of one adapter.
 
-    Dropout (arXiv 2404.09610, of A's columns) leaves out input features for the length of a
-    ``step``, whatever the mesh: which ones says a counter. Tokens of a routed row are not known
-    here, so it does not differ between tokens.
+    Its output is multiplied by ``scale``, alpha / rank. Dropout (arXiv 2404.09610, of A's columns)
+    leaves out input features for the length of a ``step``. A counter-based generator chooses the
+    features, so they are equal on every mesh. The tokens of a routed row are not known here, so
+    dropout does not differ between tokens.
 
     Args:
-        name: of the module that it belongs to, in the whole model.
-        seed: of its first values and of dropout.
+        name: full name in the model of the module that the adapter belongs to.
+        seed: seed of the adapter's first values and of dropout.
     """
 
     def __init__(self, name: str, lora: LoraConfig, seed: int) -> None:
@@ -48,12 +47,11 @@ class Adapter(nn.Module):
 
     @property
     def first_values(self) -> dict[str, str]:
-        """Its own (``automoe.model.lora.fill_adapters``), whatever fills the model."""
+        """Rules that make ``init.initialize`` leave every parameter to ``lora.fill_adapters``."""
         return {name: "kept" for name, _ in self.named_parameters(recurse=False)}
 
     def weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part of the parameter ``name`` in ``dtype``; of an A in training what dropout
-        leaves of it."""
+        """Return this rank's shard of ``name`` in ``dtype``, for an A in training after dropout."""
         parameter = getattr(self, name)
         local = local_shard(parameter).to(dtype)
         if not (name.startswith("A") and self.dropout and self.training):
@@ -70,12 +68,14 @@ class Adapter(nn.Module):
 
 
 class ExpertLora(Adapter):
-    """Adapters of a layer's routed experts; A13 [E, r, H] and B13 [E, 2, I, r] of gate and up, A2
-    [E, r, I] and B2 [E, H, r] of down; either pair may be missing.
+    """Adapters of a layer's routed experts.
+
+    Gate and up have A13 [E, r, H] and B13 [E, 2, I, r], down has A2 [E, r, I] and B2 [E, H, r].
+    Either pair may be missing.
 
     Args:
-        shapes: of the parameters that there are, by their names.
-        product: multiplies rows by their experts' matrices.
+        shapes: shapes of the parameters that exist, by name.
+        product: function that multiplies rows by their experts' matrices.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ExpertLora(Adapter):
         down_proj_bias_EH,
         activation: Activation,
     ) -> torch.Tensor:
-        """As an ``ExpertFn`` (``automoe.moe.experts``); weights and biases get no gradient."""
+        """Compute the experts as an ``ExpertFn``; their weights and biases get no gradient."""
         names = ("A13", "B13", "A2", "B2")
         a13, b13, a2, b2 = (
             None if getattr(self, n) is None else self.weight(n, x_TH.dtype) for n in names
@@ -118,11 +118,10 @@ class ExpertLora(Adapter):
 
 
 class _AdaptedExperts(torch.autograd.Function):
-    """``automoe.moe.grouped_mm._GroupedExperts`` with adapters, and without gradients of what they
-    stand beside.
+    """``grouped_mm._GroupedExperts`` with adapters, and without gradients of the frozen weights.
 
-    Besides its arguments it keeps gate and up [R, J] and x A13.T [R, r]; packed weights are widened
-    for each product.
+    For the backward it keeps its arguments, gate and up [R, J], and x A13.T [R, r]. Packed weights
+    are widened for each product.
     """
 
     @staticmethod
@@ -144,7 +143,7 @@ class _AdaptedExperts(torch.autograd.Function):
             a2_ErI,
             b2_EHr,
         )
-        if gather_idx_R.shape[0] == 0:  # no token for this rank, but the backward will still run
+        if gather_idx_R.shape[0] == 0:  # without tokens the backward still runs
             ctx.save_for_backward(*args, None, None)
             return x_TH.new_empty(0, x_TH.shape[1])
         rows_RH, low_Rr = x_TH.index_select(0, gather_idx_R), None
@@ -215,7 +214,7 @@ class _AdaptedExperts(torch.autograd.Function):
             grad_b13 = mm(grad_gate_up_RJ.mT, low_Rr, offsets_E).mul_(scale)
             grad_a13 = mm(grad_low_Rr.mT, x_TH.index_select(0, gather_idx_R), offsets_E)
         grad_x_TH = None
-        if ctx.needs_input_grad[0]:  # not where nothing below is trained
+        if ctx.needs_input_grad[0]:  # not if nothing below is trained
             grad_rows_RH = mm(
                 grad_gate_up_RJ, unpack(w13_EJH, x_TH.shape[1], x_TH.dtype), offsets_E
             )

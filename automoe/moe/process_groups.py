@@ -1,8 +1,7 @@
-"""The groups of ranks that a model's modules talk to, as objects that they are given when they are
-built.
+"""Process groups as objects that a model's modules receive when they are built.
 
-Shapes: B rows, S positions of one rank, P ranks of the group. A model on one rank is given
-``SINGLE_RANK`` alone, which sends nothing, so the modules read alike on every mesh.
+A model on one rank receives only ``SINGLE_RANK``, which sends nothing, so the modules read alike on
+every mesh. Shapes: B rows, S positions of one rank, P ranks of the group.
 """
 
 from __future__ import annotations
@@ -13,39 +12,43 @@ import torch
 
 
 class Communicator:
-    """One group of ranks, of which this one is number ``rank``: this rank alone, where a subclass
-    does not say more.
+    """One group of ranks, in which this rank has the number ``rank``.
 
-    Positions are dim 1 of what is sent.
+    The base class is a group of this rank alone; subclasses override it. Positions are dim 1 of the
+    tensors that are sent.
     """
 
     rank = 0
     num_ranks = 1
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, ...] -> [B, P S, ...] of all ranks in order; the gradient is reduce-scattered."""
+        """Gather [B, S, ...] of all ranks in order: [B, P S, ...].
+
+        Gradients are reduce-scattered.
+        """
         return x
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, P S, ...], this rank's term of a sum over ranks -> its shard [B, S, ...] of the
-        sum."""
+        """Sum the ranks' terms [B, P S, ...] and return this rank's shard [B, S, ...]."""
         return x
 
     def local_shard(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, P S, ...] that all ranks have -> this rank's [B, S, ...]; nothing is sent."""
+        """Return this rank's part [B, S, ...] of x [B, P S, ...], which all ranks have."""
         return x
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks; not differentiable."""
+        """Return the sum over the ranks; not differentiable."""
         return x
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks; differentiable: the gradient is the sum of what reaches the result on
-        each of them."""
+        """Return the sum over the ranks, differentiably.
+
+        The gradient is the sum over ranks of the gradients of their results.
+        """
         return x
 
     def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
-        """Maximum over the ranks; not differentiable."""
+        """Return the maximum over the ranks; not differentiable."""
         return x
 
 
@@ -53,23 +56,25 @@ SINGLE_RANK = Communicator()
 
 
 def first_of_rank(comm: Communicator, total: int) -> int:
-    """Number of the first of ``total`` heads, key heads or vocabulary rows that this rank has a
-    part of."""
+    """Return the number of the first item that this rank has a part of.
+
+    ``total`` items (heads, key heads or vocabulary rows) are spread over the ranks.
+    """
     return comm.rank * total // comm.num_ranks
 
 
 @dataclass(frozen=True)
 class ProcessGroupCollection:
-    """Every group that a model's modules talk to; the default is a model on one rank.
+    """Every group that a model's modules communicate over; the default is a model on one rank.
 
     Attributes:
         sequence: tensor and sequence parallelism. Its ranks hold slices of one weight; between two
-            blocks each has its shard of the positions, which are gathered where the weights
+            blocks each rank has its shard of the positions, which are gathered where the weights
             multiply them.
         context: the ranks that hold parts of the same rows.
-        keys: the ranks from which attention gathers keys and values: ``context``, or this one alone
-            where the attention kernel itself sends them round (ring attention).
-        data: the ranks with other rows of the same micro-batch, one communicator an axis.
+        keys: the ranks from which attention gathers keys and values: ``context``, or this rank
+            alone if the attention kernel itself sends them round (ring attention).
+        data: the ranks with other rows of the same micro-batch, one communicator per mesh axis.
     """
 
     sequence: Communicator = SINGLE_RANK
@@ -79,16 +84,21 @@ class ProcessGroupCollection:
 
     @property
     def ranks_per_row(self) -> int:
-        """How many ranks share the tokens of a row between two blocks."""
+        """Number of ranks that share the tokens of a row between two blocks."""
         return self.context.num_ranks * self.sequence.num_ranks
 
     def sum_over_row(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that share the tokens of a row between two blocks; not
-        differentiable."""
+        """Return the sum over the ranks that share a row's tokens between two blocks.
+
+        Not differentiable.
+        """
         return self.context.all_reduce(self.sequence.all_reduce(x))
 
     def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that have other rows of the micro-batch; not differentiable."""
+        """Return the sum over the ranks with other rows of the micro-batch.
+
+        Not differentiable.
+        """
         for communicator in self.data:
             x = communicator.all_reduce(x)
         return x

@@ -1,9 +1,9 @@
 """The ``grouped_mm`` expert backend with its products in 8 bits (``train.fp8``).
 
-On CUDA, operands with one scale go to torch's grouped product, and blocks to this project's
-kernels, which have not run on a GPU yet. Elsewhere dequantized operands are multiplied in float32,
-as in ``automoe.quantize.linear``. Shapes: R rows sorted by expert, E experts, N output and K input
-features.
+On CUDA, operands with one scale go to torch's grouped product, and operands with block scales to
+this project's kernels, which have not run on a GPU yet. Elsewhere dequantized operands are
+multiplied in float32, as in ``automoe.quantize.linear``. Shapes: R rows sorted by expert, E
+experts, N output and K input features.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from automoe.quantize.scaling import GRAD, Blockwise, Scaling, W, X
 
 
 class QuantizedExperts(nn.Module):
-    """An ``ExpertFn`` with one scaling for the gate and up projection and another for the down
-    projection.
+    """An ``ExpertFn`` with separate scalings for the gate and up projection and for down.
 
     Activation, routing weights and biases are applied in the dtype of x.
     """
@@ -35,10 +34,10 @@ class QuantizedExperts(nn.Module):
 
 
 class QuantizedGroupedProducts(nn.Module, GroupedProducts):
-    """The products with each operand quantized.
+    """The three grouped products with each operand quantized.
 
-    Rows past the last offset belong to no expert and may hold anything: they are set to zero before
-    a scale is found.
+    Rows past the last offset belong to no expert and may hold anything. They are set to zero before
+    scales are found.
     """
 
     def __init__(self, scaling: Scaling) -> None:
@@ -56,7 +55,9 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
     def _row_scales(self, rows: torch.Tensor, offsets_E: torch.Tensor, operand: int) -> Scales:
         if isinstance(self.scaling, Blockwise):
             return None
-        amax_R1 = tile_amax(rows.unsqueeze(1), WHOLE).squeeze(1)  # without a copy of all rows
+        amax_R1 = tile_amax(rows.unsqueeze(1), WHOLE).squeeze(
+            1
+        )  # reads all rows without copying them
         return self.scaling.scales(_zero_unowned(amax_R1, offsets_E), operand)
 
     def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> torch.Tensor:
@@ -75,31 +76,31 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
     def grad_weight(
         self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales
     ) -> torch.Tensor:
-        """[E, N, K] in the dtype of x."""
+        """Return the gradient of the weight [E, N, K] in the dtype of x."""
         place_R, ends_E, size = whole_tiles(offsets_E, x_RK.shape[0])
         columns = self.scaling.gradient_transposed(
             _spread_rows(grad_RN, place_R, size), grad_scales
         )
-        # Transposed in 8 bits, as in a linear layer: of the numbers that the forward multiplied,
-        # not wider ones.
+        # The transpose is made of the 8-bit numbers that the forward multiplied, not of wider
+        # ones, as in a linear layer.
         rows = self.scaling.quantize(_spread_rows(x_RK, place_R, size), x_scales, X)
         return grouped_product(columns, transposed(rows), ends_E, x_RK.dtype)
 
 
 def whole_tiles(offsets_E: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Where rows lie if every expert has whole tiles of 128 rows, and at least one tile. No host
-    sync.
+    """Lay out rows so that every expert has whole tiles of 128 rows, and at least one.
 
     Each tile then has rows of one expert, and no expert is empty, so that kernels need not write
-    zeros for it.
+    zeros for it. No host sync.
 
     Args:
         offsets_E: int32, end of each expert's rows among ``num_rows``.
+        num_rows: number of rows R.
 
     Returns:
-        [R] int64 place of each row, the last place for those past the last offset; [E] int32 end of
-        each expert's places; the number of places: the most that these counts can need, plus one
-        tile.
+        The place of each row [R] int64, where rows past the last offset get the last place; the end
+        of each expert's places [E] int32; the number of places, which is the most that these counts
+        can need, plus one tile.
     """
     num_experts, ends_E = offsets_E.numel(), offsets_E.long()
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
@@ -114,14 +115,17 @@ def whole_tiles(offsets_E: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, t
 
 
 def _spread_rows(rows: torch.Tensor, place_R: torch.Tensor, size: int) -> torch.Tensor:
-    """rows [R, C] -> [size, C], zeros between experts and for rows past the last offset."""
+    """Spread rows [R, C] to their places [size, C], with zeros elsewhere.
+
+    The places between experts are zero; rows past the last offset are left out.
+    """
     spread = rows.new_zeros(size, rows.shape[1]).index_copy_(0, place_R, rows)
-    spread[-1] = 0  # no expert's place; every row past the last offset went here
+    spread[-1] = 0  # rows past the last offset were all written to this place
     return spread
 
 
 def _zero_unowned(rows: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-    """``rows`` [R, C] with zeros past the last offset."""
+    """Return ``rows`` [R, C] with zeros past the last offset."""
     past_R = torch.arange(rows.shape[0], device=rows.device) >= offsets_E[-1]
     return rows.masked_fill(past_R.unsqueeze(1), 0)
 
@@ -129,14 +133,17 @@ def _zero_unowned(rows: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
 def grouped_product(
     a: Quantized, b: Quantized, offsets_E: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Each row by its expert's weight, a [R, K] @ b[e] [E, N, K].T -> [R, N], rows past the last
-    offset may hold anything; or over each expert's columns, a [M, R] @ b [N, R].T -> [E, M, N].
+    """Multiply quantized operands by expert, over rows or over columns.
+
+    Over rows each row is multiplied by its expert's weight: a [R, K] @ b[e] [E, N, K].T -> [R, N];
+    rows past the last offset may hold anything. Over columns each expert's columns are multiplied:
+    a [M, R] @ b [N, R].T -> [E, M, N].
 
     Args:
-        a: in lines, or with one scale.
-        b: in blocks, or with one scale an expert; over columns as ``a``.
-        offsets_E: int32, end of each expert's rows or columns. Of columns no expert is empty, and
-            lines end there.
+        a: quantized with scales of lines, or with one scale.
+        b: quantized with scales of blocks, or with one scale per expert; over columns as ``a``.
+        offsets_E: int32, end of each expert's rows or columns. Over columns no expert is empty, and
+            lines end at the offsets.
     """
     if not a.codes.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)
@@ -146,8 +153,8 @@ def grouped_product(
         from automoe.kernels.fp8 import block_scaled_product
 
         return block_scaled_product(a.codes, a.scales, b.codes, b.scales, offsets_E, dtype)
-    # Torch's kernel for Hopper takes only one scale a row (here all rows have the same) and returns
-    # bfloat16.
+    # Torch's kernel for Hopper takes only one scale per row (here all rows have the same) and
+    # returns bfloat16.
     if b.codes.dim() == 3:
         scale_a, scale_b = (
             a.scales.view(1).expand(a.codes.shape[0]),

@@ -1,9 +1,8 @@
-"""Results that a recomputation takes from the forward pass instead of computing them again
-(activation checkpointing).
+"""Results that activation checkpointing keeps from the forward pass instead of recomputing.
 
-A recomputed layer must send every token to the experts that it went to, even if rounding changed a
-score, and must not count the tokens a second time. No result is kept on a module: with a pipeline,
-several micro-batches of one layer wait for their backward at the same time.
+A recomputed layer must send every token to the same experts as the forward pass, even if rounding
+changed a score, and must not count the tokens a second time. No result is kept on a module: with a
+pipeline, several micro-batches of one layer wait for their backward at the same time.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ T = TypeVar("T")
 
 
 class _Context:
-    """Entered around one run of the function; the second context once more for each backward of a
-    kept graph."""
+    """A context around one run of a checkpointed function.
+
+    Torch enters the context of the recomputation once more for each backward of a kept graph.
+    """
 
     def __init__(self, saved: list, recomputes: bool) -> None:
         self.saved, self.recomputes, self.position = saved, recomputes, 0
@@ -31,18 +32,18 @@ class _Context:
 
 
 def recompute_contexts() -> tuple[_Context, _Context]:
-    """For one call of a checkpointed function, made anew: the contexts of its forward pass and of
-    its recomputation."""
+    """Return new contexts for one call of a checkpointed function: forward and recomputation."""
     saved: list = []
     return _Context(saved, False), _Context(saved, True)
 
 
-# Per thread: on a GPU autograd runs the backward, and so the recomputation, in a thread of its own.
+# The state is per thread: on a GPU autograd runs the backward, and so the recomputation, in a
+# thread of its own.
 _CURRENT: ContextVar[_Context | None] = ContextVar("recompute", default=None)
 
 
 def save_for_recompute(fn: Callable[..., T], *args: object) -> T:
-    """``fn(*args)``; in a recomputation the result of the forward pass, without a call."""
+    """Return ``fn(*args)``; in a recomputation return the forward pass's result without a call."""
     current = _CURRENT.get()
     if current is None:
         return fn(*args)
@@ -54,6 +55,6 @@ def save_for_recompute(fn: Callable[..., T], *args: object) -> T:
 
 
 def is_recomputing() -> bool:
-    """True in a recomputation, which must have no effect beyond its result."""
+    """Return True in a recomputation, which must have no effect beyond its result."""
     current = _CURRENT.get()
     return current is not None and current.recomputes

@@ -1,6 +1,7 @@
-"""How tokens choose experts: jitter, score, select, weight, drop; the gates of benchmarks, which
-choose for them; and what was chosen, seen from outside: for files of routing, and to force one
-run's choices on another.
+"""The router: jitter, score, select, weight and drop.
+
+The file also holds the gates of benchmarks, which replace the router's choices, and hooks that
+watch choices from outside: for routing files, and to force the choices of one run on another run.
 
 Shapes: B rows, S positions, E experts, K top-k, G groups, H hidden, L MoE layers. Functions of
 scores alone take any leading dims in place of B and S.
@@ -37,7 +38,7 @@ ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Routing(NamedTuple):
-    """Which experts serve which token, and with what weight.
+    """Experts that serve each token, and their weights.
 
     Attributes:
         topk_expert_ids: [B, S, K] int64, the experts that compute.
@@ -57,8 +58,8 @@ class Scores(NamedTuple):
 
     Attributes:
         logits: the product with the router's weight.
-        scores: the logits through the score function, none negative.
-        choice: what top-k and weights are taken from: the scores, or the logits themselves.
+        scores: the logits through the score function; none is negative.
+        choice: the values that top-k and weights use: the scores, or the logits themselves.
         sum_to_one: whether the scores of a token sum to one.
     """
 
@@ -68,7 +69,7 @@ class Scores(NamedTuple):
     sum_to_one: bool
 
     def shares(self) -> torch.Tensor:
-        """Scores that sum to one: the P of balance losses."""
+        """Scores normalised to sum to one: P of the balance losses."""
         return (
             self.scores
             if self.sum_to_one
@@ -77,7 +78,7 @@ class Scores(NamedTuple):
 
 
 def score_experts(logits_BSE: torch.Tensor, config: RouterConfig) -> Scores:
-    """Scores of the logits, by the family's score function."""
+    """Return scores of the logits by the family's score function."""
     if config.score == "softmax":
         probs_BSE = logits_BSE.softmax(-1)
         return Scores(
@@ -89,16 +90,16 @@ def score_experts(logits_BSE: torch.Tensor, config: RouterConfig) -> Scores:
     if config.score == "sigmoid":
         scores_BSE = logits_BSE.sigmoid()
     else:
-        # Below -80 the softplus may round to zero, where its root has no finite gradient. From the
-        # threshold on float64 cannot tell a softplus from its argument.
+        # Below -80 the softplus may round to zero, where its root has no finite gradient. Above the
+        # threshold float64 cannot tell a softplus from its argument.
         scores_BSE = F.softplus(logits_BSE.clamp_min(-80), threshold=40).sqrt()
     return Scores(logits_BSE, scores_BSE, scores_BSE, sum_to_one=False)
 
 
 def topk_indices(x: torch.Tensor, k: int, exact_ties: bool) -> torch.Tensor:
-    """Indices of the ``k`` largest of the last dim, in descending order.
+    """Return the indices of the ``k`` largest values of the last dim, in descending order.
 
-    ``topk`` breaks ties in any order; with ``exact_ties`` they go to the lowest index, on every
+    ``topk`` breaks ties in any order. With ``exact_ties`` ties go to the lowest index, on every
     device.
     """
     if exact_ties:
@@ -109,9 +110,10 @@ def topk_indices(x: torch.Tensor, k: int, exact_ties: bool) -> torch.Tensor:
 def select_experts(
     scores_BSE: torch.Tensor, bias_E: torch.Tensor | None, config: RouterConfig, top_k: int
 ) -> torch.Tensor:
-    """Top-k of score + bias inside the best groups (DeepSeek-V3, section 2.1.2): [B, S, K] int64.
+    """Return the top-k of score + bias inside the best groups: [B, S, K] int64.
 
-    The bias takes part in the selection of groups and experts, never in the weight.
+    DeepSeek-V3, arXiv 2412.19437, section 2.1.2. The bias takes part in the selection of groups and
+    experts, never in the weight.
     """
     choice_BSE = scores_BSE if bias_E is None else scores_BSE + bias_E
     if config.num_groups > 1:
@@ -128,21 +130,26 @@ def select_experts(
 def expert_weights(
     choice_BSE: torch.Tensor, topk_ids_BSK: torch.Tensor, config: RouterConfig
 ) -> torch.Tensor:
-    """[B, S, K] ``Scores.choice`` of the chosen experts, normalised over the K and scaled as the
-    family does it."""
+    """Return the weights of the chosen experts [B, S, K].
+
+    The weights are ``Scores.choice`` of the chosen experts, normalised over the K and scaled as the
+    family does it.
+    """
     weights_BSK = choice_BSE.gather(-1, topk_ids_BSK)
     if config.softmax_after_topk:
         weights_BSK = weights_BSK.softmax(-1)
     elif config.norm_topk_prob:
-        # The epsilon is DeepSeek's, for scores that may all vanish; those of a softmax cannot.
+        # The epsilon is DeepSeek's, for scores that may all vanish; softmax scores cannot.
         tiny = 0.0 if config.score == "softmax" else 1e-20
         weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + tiny)
     return weights_BSK * config.routed_scaling_factor
 
 
 class _WideProduct(torch.autograd.Function):
-    """x @ weight.T in the dtype of the weight, the wider one; keeps x in its own dtype, as others
-    keep it anyway."""
+    """x @ weight.T in the weight's wider dtype, keeping x for the backward in its own dtype.
+
+    Other operations keep x in its own dtype anyway, so the product adds no copy.
+    """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -158,7 +165,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    # the compiler computes the cast again by itself
+    # compiled code casts again in the backward by itself, so it needs no function of its own
     if x.dtype == weight.dtype or torch.compiler.is_compiling():
         return F.linear(x.to(weight.dtype), weight)
     return _WideProduct.apply(x, weight)
@@ -167,8 +174,9 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Router(nn.Module):
     """Scores tokens against experts and picks K of them; holds the balance losses and counters.
 
-    Buffers: ``expert_bias`` [E] float32 (saved), ``load_fractions`` [E] float64 (saved: fractions
-    of the step before, for the lagged balance loss), and the step's counters (not saved).
+    Its buffers are ``expert_bias`` [E] float32 (saved), ``load_fractions`` [E] float64 (saved:
+    fractions of the previous step, for the lagged balance loss), and the step's counters (not
+    saved).
     """
 
     expert_bias: torch.Tensor | None
@@ -194,7 +202,7 @@ class Router(nn.Module):
             config.num_experts_per_token,
             moe_index,
         )
-        self.seed = seed  # of the jitter
+        self.seed = seed  # seed of the jitter
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(num_experts)) if config.router.logit_bias else None
         bias = torch.empty(num_experts, dtype=torch.float32) if config.router.expert_bias else None
@@ -204,16 +212,17 @@ class Router(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Give buffers their first values; called again after a model built on meta gets its
-        storage."""
+        """Initialise buffers, which ``to_empty`` leaves undefined after a build on meta."""
         if self.expert_bias is not None:
             self.expert_bias.zero_()
         self.load_fractions.fill_(1.0 / self.num_experts)
 
     def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> Routing:
-        """In training mode the weights carry the auxiliary losses into the backward (every expert
-        output is multiplied by one, so they always have a gradient), and one micro-batch is
-        counted.
+        """Route the tokens x [B, S, H].
+
+        In training mode one micro-batch is counted, and the weights carry the auxiliary losses into
+        the backward. Every expert output is multiplied by a weight, so the weights always have a
+        gradient.
         """
         jitter_BSH = (
             self._jitter(x_BSH, tokens) if self.training and self.moe.router_jitter else None
@@ -236,11 +245,11 @@ class Router(nn.Module):
             routing = self._balance(scores, routing, tokens)
         return routing
 
-    # The arithmetic: functions of their arguments and of what is alike in all layers, so that one
-    # compilation of each serves every layer.
+    # The methods below do the arithmetic. They depend only on their arguments and on values that
+    # are equal in all layers, so one compilation of each serves every layer.
 
     def score(self, x_BSH: torch.Tensor, jitter_BSH: torch.Tensor | None) -> Scores:
-        """Scores of all experts, for x times the jitter if there is one."""
+        """Return scores of all experts, for x times the jitter if given."""
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
         dtype = torch.promote_types(x_BSH.dtype, ROUTER_DTYPES[self.moe.router_dtype])
         if jitter_BSH is not None:
@@ -251,14 +260,14 @@ class Router(nn.Module):
         return score_experts(logits_BSE, self.config)
 
     def select(self, choice_BSE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ids and plain_ids of ``Routing``."""
+        """Return the ids and plain_ids of ``Routing``."""
         plain_ids_BSK = topk_indices(choice_BSE, self.top_k, self.config.exact_ties)
         if self.expert_bias is None and self.config.num_groups == 1:
             return plain_ids_BSK, plain_ids_BSK
         return select_experts(choice_BSE, self.expert_bias, self.config, self.top_k), plain_ids_BSK
 
     def weigh(self, choice_BSE: torch.Tensor, topk_ids_BSK: torch.Tensor) -> torch.Tensor:
-        """Weights [B, S, K]."""
+        """Return the weights [B, S, K] of the chosen experts."""
         return expert_weights(choice_BSE, topk_ids_BSK, self.config)
 
     def count(
@@ -268,8 +277,7 @@ class Router(nn.Module):
         plain_ids_BSK: torch.Tensor,
         tokens: Tokens,
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Counts [B, E] of ids and of plain_ids, and the losses in the order of
-        ``balance.LOSSES``."""
+        """Return counts [B, E] of ids and of plain_ids, and losses in the order of ``LOSSES``."""
         chosen_BE = count_choices(topk_ids_BSK, tokens.valid, self.num_experts)
         same = topk_ids_BSK is plain_ids_BSK
         plain_BE = (
@@ -297,8 +305,10 @@ class Router(nn.Module):
         return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
 
     def _jitter(self, x_BSH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """Factors around one, [B, S, H], by (seed, layer, row of the training stream, index,
-        dimension)."""
+        """Return random factors around one: [B, S, H].
+
+        A factor depends on (seed, layer, row of the training stream, index, dimension) alone.
+        """
         assert tokens.row_ids is not None
         key = stream_key(f"jitter.{self.moe_index}", self.seed)
         token = bits_at(tokens.index, bits_at(tokens.row_ids, key)).unsqueeze(-1)
@@ -338,20 +348,23 @@ GATES = ("balanced", "zipf", "one_hot", "empty")
 def gate_ids(
     gate: str, index_BS: torch.Tensor, num_experts: int, top_k: int, moe_index: int = 0
 ) -> torch.Tensor:
-    """[B, S, K] int64 choices of a benchmark's gate: routing of a known shape, the same on every
-    mesh, at every step.
+    """Return the choices of a benchmark's gate, equal on every mesh and step: [B, S, K] int64.
 
-        balanced  round robin over the row's (token, choice) pairs: every expert gets the same, up to one
+        balanced  round robin over the row's (token, choice) pairs: experts' counts differ by at
+                  most one
         empty     balanced over all but the last expert, which gets nothing
         one_hot   the worst case: every token to experts 0 ... K-1, on as few ranks as hold them
-        zipf      K different experts drawn with weights 1, 1/2, 1/3, ...; the heaviest is the layer's number mod E
+        zipf      K different experts drawn with weights 1, 1/2, 1/3, ...; the heaviest expert is
+                  the layer's number mod E
 
-    Weights still come from the router's scores, so that everything else costs what it costs in
-    training.
+    Weights still come from the router's scores, so all other work costs the same as in training.
 
     Args:
-        index_BS: of each token in its row.
-        moe_index: the layer's number among the MoE layers.
+        gate: name of the gate, one of ``GATES``.
+        index_BS: index of each token in its row.
+        num_experts: number of experts E.
+        top_k: choices per token K.
+        moe_index: number of the layer among the MoE layers.
     """
     choice_K = torch.arange(top_k, device=index_BS.device)
     if gate == "one_hot":
@@ -373,8 +386,10 @@ def gate_ids(
 def watch_routing(
     modules: Iterable[nn.Module], keep: Callable[[Router, Tokens, Routing], object]
 ) -> Iterator[None]:
-    """Call ``keep(router, tokens, routing)`` after every forward of a router in ``modules``,
-    recomputation apart."""
+    """Call ``keep(router, tokens, routing)`` after every router's forward in ``modules``.
+
+    Recomputed forwards are left out.
+    """
 
     def hook(router: nn.Module, inputs: tuple, routing: Routing) -> None:
         if not is_recomputing():
@@ -394,14 +409,15 @@ def watch_routing(
 
 @contextmanager
 def recorded_choices(model: nn.Module) -> Iterator[Callable[[], torch.Tensor]]:
-    """Keep the choices of every router of ``model``, which holds all layers and whole rows (no pp,
-    no cp).
+    """Record the choices of every router of ``model``.
 
-    Rounding can flip a top-k choice between two runs that are otherwise equal; with the choices of
-    the first forced on the second, what is left to compare is arithmetic.
+    ``model`` must hold all layers and whole rows (no pp, no cp). Rounding can flip a top-k choice
+    between two runs that are otherwise equal. With the choices of the first run forced on the
+    second, the runs differ in arithmetic alone.
 
-    Gives a function that returns them so far: [B, S, L, 2, K] int64, rows in the order they were
-    seen; 2: chosen, plain top-k.
+    Yields:
+        A function that returns the choices so far: [B, S, L, 2, K] int64, with rows in the order of
+        the forward passes; the dim of size 2 holds chosen and plain top-k.
     """
     seen: dict[int, list[torch.Tensor]] = {}
 

@@ -1,4 +1,4 @@
-"""What travels with the tokens of a micro-batch, as tensors.
+"""Per-token tensors and token counts that travel with a micro-batch.
 
 Shapes: B rows, S positions held by this rank (the whole row unless ranks share it).
 """
@@ -16,15 +16,16 @@ IGNORE = -100  # label of a position that is not trained
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of the whole global batch, int64 scalars: what a step's losses are divided by.
+    """Counts over the global batch, int64 scalars, that a step's losses are divided by.
 
-    No tensor itself and no container that torch knows, so pipeline schedules hand it to every
-    micro-batch as it is.
+    The class is neither a tensor nor a container that torch knows, so pipeline schedules hand it
+    unchanged to every micro-batch.
 
     Attributes:
-        trained: tokens with a label; the divisor of the cross-entropy.
-        non_padding: tokens that are not padding; the divisor of balance losses.
-        documents: those with a label; the divisor of losses that are means over them.
+        trained: number of tokens with a label; the divisor of the cross-entropy.
+        non_padding: number of tokens that are not padding; the divisor of balance losses.
+        documents: number of documents with a label; the divisor of losses that are means over
+            documents.
     """
 
     trained: torch.Tensor
@@ -33,7 +34,12 @@ class TokenCounts:
 
 
 def num_documents(labels: torch.Tensor, doc_ids: torch.Tensor | None) -> torch.Tensor:
-    """Documents of whole rows, labels and doc_ids [B, S], that have a label: an int64 scalar."""
+    """Return the number of documents with a label, in whole rows: an int64 scalar.
+
+    Args:
+        labels: [B, S] labels.
+        doc_ids: [B, S] document within the row; None: a row is one document.
+    """
     trained = (labels >= 0).long()
     if doc_ids is None:
         return trained.amax(1).sum()
@@ -47,14 +53,16 @@ class Tokens:
     Attributes:
         positions: [B, S] index within the document, for rotary embeddings.
         index: [B, S] index within the row, for causality and for deterministic gates.
-        doc_ids: [B, S] document within the row, which attention stays inside; None: it does not.
+        doc_ids: [B, S] document within the row, to which attention is confined; None: attention
+            spans the whole row.
         num_tokens: scalar tensor, non-padding tokens of the whole global batch; normalises balance
             losses.
-        forced_ids: [B, S, moe layers, 2, K] routing of another run to repeat
+        forced_ids: [B, S, moe layers, 2, K] recorded routing to repeat
             (``automoe.training.routing``).
         row_ids: [B, S] number of the row in the whole training stream, for noise and recorded
             routing.
-        not_padding: [B, S] bool; None: doc_ids say it with -1, and without them there is none.
+        not_padding: [B, S] bool; None: padding has the document -1, and without doc_ids no token is
+            padding.
     """
 
     positions: torch.Tensor
@@ -66,7 +74,7 @@ class Tokens:
     not_padding: torch.Tensor | None = None
 
     def local_shard(self, sequence: Communicator) -> Tokens:
-        """The same of this rank's shard of the positions."""
+        """Return these tensors for this rank's shard of the positions."""
         if sequence.num_ranks == 1:
             return self
         per_token = {
@@ -80,7 +88,7 @@ class Tokens:
 
     @property
     def valid(self) -> torch.Tensor:
-        """[B, S] True where the token is not padding."""
+        """[B, S] bool, True for tokens that are not padding."""
         if self.not_padding is not None:
             return self.not_padding
         if self.doc_ids is None:

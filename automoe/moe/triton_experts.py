@@ -1,9 +1,8 @@
-"""``moe.experts=triton``: this project's kernels as an expert backend, without a permuted copy of
-the tokens.
+"""Expert backend ``moe.experts=triton``: kernels that need no permuted copy of the tokens.
 
-Besides its arguments it keeps gate and up before the activation, [R, 2I], for the backward. Shapes
-as in ``automoe.moe.experts``. The kernels have compiled for Hopper and run in Triton's interpreter;
-they have not run on a GPU yet.
+For the backward it keeps its arguments, and gate and up before the activation, [R, 2I]. Shapes are
+those of ``automoe.moe.experts``. The kernels have compiled for Hopper and run in Triton's
+interpreter; they have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from automoe.kernels.tiling import row_tiles
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.moe.grouped_mm import repeat_by_expert, sum_by_expert, zero_gradients
 
-# Hopper and datacenter Blackwell: the blocks need their 227 KB of shared memory
+# Only Hopper and datacenter Blackwell have the 227 KB of shared memory that the blocks need.
 _CAPABILITIES = (9, 10)
 
 
 def check_gpu() -> None:
-    """Raises BackendError if this machine's GPU is one that the kernels do not fit."""
+    """Raise ``BackendError`` if this machine has a GPU that the kernels do not fit."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _CAPABILITIES:
         raise BackendError(
             "moe.experts=triton is written for compute capabilities 9 and 10, Hopper and datacenter Blackwell, and "
@@ -42,13 +41,14 @@ def triton_experts(
     down_proj_bias_EH=None,
     activation: Activation = SWIGLU,
 ) -> torch.Tensor:
-    """Arguments and result as ``automoe.moe.experts`` says; bfloat16, float16 and float32, on CUDA.
+    """Compute the experts on CUDA in bfloat16, float16 or float32.
 
-    Rows past the last offset are not computed: their output, and what they add to the gradient of
-    probs, is whatever memory held. They add nothing to the gradient of x.
+    Arguments and result are those of ``automoe.moe.experts``. Rows past the last offset are not
+    computed: their output and their gradient of probs are uninitialised memory. They add nothing to
+    the gradient of x.
 
     Raises:
-        BackendError: tensors on the CPU, or of another dtype.
+        BackendError: tensors are on the CPU, or of another dtype.
     """
     check_served(x_TH, "moe.experts=triton", "moe.experts=grouped_mm", "moe.experts=loop")
     return _TritonExperts.apply(
@@ -65,7 +65,7 @@ def triton_experts(
 
 
 class _TritonExperts(torch.autograd.Function):
-    """``pre`` is gate and up before the activation, J = 2I wide."""
+    """Autograd function of ``triton_experts``; ``pre`` is [R, 2I], before the activation."""
 
     @staticmethod
     def forward(
@@ -90,7 +90,7 @@ class _TritonExperts(torch.autograd.Function):
             gate_up_proj_bias,
             down_proj_bias,
         )
-        # kernels go by the shape
+        # kernels assume contiguous tensors
         args = [None if arg is None else arg.contiguous() for arg in args]
         (
             x_TH,
@@ -105,7 +105,7 @@ class _TritonExperts(torch.autograd.Function):
         ctx.clamp = (
             (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else None
         )
-        if gather_idx_R.numel() == 0:  # an empty grid is an error, but the backward will still run
+        if gather_idx_R.numel() == 0:  # an empty grid is an error; the backward still runs
             pre_RJ, out_RH = (
                 x_TH.new_empty(0, 2 * down_proj_EHI.shape[2]),
                 x_TH.new_empty(0, x_TH.shape[1]),

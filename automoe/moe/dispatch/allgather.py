@@ -1,9 +1,8 @@
-"""All-gather and reduce-scatter: every rank of the ep axis sees every token. Simple, and the
-reference.
+"""All-gather and reduce-scatter dispatch: every rank of the ep axis sees every token.
 
-With one expert a rank it sends E/K times the bytes of the all-to-all. Shapes: T tokens of a rank
-(equal on all), K top-k, H hidden, P ranks of the ep axis, L experts of this rank, A = P T tokens of
-all ranks.
+It is the simple reference for the other dispatchers. With one expert per rank it sends E/K times
+the bytes of the all-to-all. Shapes: T tokens of a rank (equal on all), K top-k, H hidden, P ranks
+of the ep axis, L experts of this rank, A = P T tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from automoe.moe.dispatch.base import DispatchGroup, Experts, run_choices
 
 
 class AllGatherDispatcher:
-    """Gathers tokens and routing, computes the part of this rank's experts, sums the parts.
+    """Gathers tokens and routing, computes the part of this rank's experts, and sums the parts.
 
-    One host sync a call, for the number of rows to compute. Without it there would be room, and
-    elementwise work, for every choice of all ranks: P times what is computed on average.
+    Each call has one host sync, for the number of rows to compute. Without the sync, memory and
+    element-wise work would be needed for every choice of all ranks: P times the average number of
+    rows.
     """
 
     def __init__(self, num_experts: int, ep: DispatchGroup) -> None:

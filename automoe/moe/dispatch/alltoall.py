@@ -13,11 +13,10 @@ from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
 class AllToAllDispatcher:
-    """Each chosen (token, expert) pair is sent once, to the rank that holds the expert; its weight
-    travels with it.
+    """Sends each chosen (token, expert) pair and its weight to the rank that holds the expert.
 
-    One host sync a call, for the number of rows to receive; none where ``rows_per_expert`` gives
-    it.
+    Each pair is sent once. Each call has one host sync, for the number of rows to receive, or none
+    if ``rows_per_expert`` gives that number.
     """
 
     def __init__(self, num_experts: int, ep: DispatchGroup) -> None:
@@ -37,8 +36,12 @@ class AllToAllDispatcher:
         return sum_to_tokens(out_MH, token_idx_M, x_TH.shape[0])
 
     def _sizes(self, counts_E: torch.Tensor, rows_per_expert: int | None):
-        """[P, L] rows from each rank for each expert of this one; rows sent to and received from
-        each rank, as [2, P] and as two lists."""
+        """Return how many rows the ranks exchange.
+
+        Returns:
+            [P, L] rows from each rank for each expert of this rank; [2, P] rows sent to and
+            received from each rank; the same two lines as lists.
+        """
         num_ranks = self.ep.num_ranks
         known = rows_per_expert is not None
         counts_E = torch.full_like(counts_E, rows_per_expert) if known else counts_E

@@ -1,22 +1,22 @@
-"""Dispatchers send each token to the ranks of its experts and bring the results back: what all are
-made of, and the one for one rank.
+"""Dispatchers send each token to the ranks of its experts and bring the results back.
 
-Every dispatcher is an object with one signature:
+This file holds the parts that all dispatchers share, and the dispatcher for one rank. Every
+dispatcher is an object with one signature:
 
     x_TH            this rank's tokens
     topk_ids_TK     int64, chosen experts, numbered over all E of the layer; E: a dropped choice
     weights_TK      routing weights
     experts         ``f(x, gather_idx, offsets, probs) -> rows`` over this rank's experts
-    rows_per_expert how many choices every expert gets from every rank, if known (padding to capacity): then
-                    sizes need no host sync. Default None
+    rows_per_expert number of choices that every expert gets from every rank, if known (padding to
+                    capacity): sizes then need no host sync. Default: None
     returns [T, H]  sum over k of weights * expert(x)
 
-It is given the group that it sends over (``DispatchGroup``) and knows nothing else of the mesh. One
-object serves every layer and micro-batch, so it keeps nothing from one call to the next. Weights do
-not depend on the dispatcher, so any of them runs on any checkpoint.
+A dispatcher receives the group that it sends over (``DispatchGroup``) and knows nothing else of the
+mesh. One object serves every layer and micro-batch, so it keeps nothing from one call to the next.
+Weights do not depend on the dispatcher, so any of them runs on any checkpoint.
 
 Shapes: T tokens of this rank, K top-k, H hidden, E experts, P ranks, M rows of (token, choice)
-    pairs.
+pairs.
 """
 
 from __future__ import annotations
@@ -27,46 +27,53 @@ from typing import Protocol
 import torch
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Dispatcher = Callable[..., torch.Tensor]  # its arguments are told above
+Dispatcher = Callable[..., torch.Tensor]  # the module docstring lists its arguments
 
 
 class DispatchGroup(Protocol):
-    """The ranks of one mesh axis, of which this one is number ``rank``. What is sent is cut on dim
-    0.
+    """The ranks of one mesh axis, in which this rank has the number ``rank``.
 
-    Exchanges of rows are differentiable, and may return before their data is there: ``wait`` for it
-    where something other than torch reads it.
+    Tensors are split on dim 0. Exchanges of rows are differentiable, and may return before their
+    data has arrived: call ``wait`` if anything other than torch reads the data.
     """
 
     rank: int
     num_ranks: int
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, ...] of equal size on all ranks -> [P T, ...]; the gradient is reduce-scattered."""
+        """Gather [T, ...], of equal size on all ranks: [P T, ...].
+
+        Gradients are reduce-scattered.
+        """
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """[P T, ...], this rank's term of a sum over ranks -> [T, ...]; the gradient is
-        all-gathered."""
+        """Sum the ranks' terms [P T, ...] and return this rank's shard [T, ...].
+
+        Gradients are all-gathered.
+        """
 
     def all_to_all(
         self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]
     ) -> torch.Tensor:
-        """Sends ``input_splits[r]`` rows to rank r and receives ``output_splits[r]``; the gradient
-        goes back."""
+        """Send ``input_splits[r]`` rows to rank r and receive ``output_splits[r]`` from it.
+
+        Gradients are sent back.
+        """
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        """[P n] int64, n counts for each rank -> [P n], n from each rank."""
+        """Send n counts to each rank and return n from each rank: [P n] int64 -> [P n]."""
 
     def wait(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` with its data there."""
+        """Return ``x`` once its data has arrived."""
 
 
 def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order that sorts choices by expert, and how many each expert got.
+    """Sort choices by expert and count the choices of each expert.
 
     Args:
-        topk_ids: any shape, M choices in all; an id of ``num_experts`` or more is sorted last and
-            not counted.
+        topk_ids: expert ids of any shape, M choices in all; ids of ``num_experts`` or more are
+            sorted last and not counted.
+        num_experts: number of experts to count.
 
     Returns:
         order [M] int64 (stable, so tokens of one expert keep their order), counts [num_experts]
@@ -76,9 +83,9 @@ def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tens
 
 
 def count_choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[num_experts] int64: how many of these ids, of any shape, are each expert's."""
+    """Return how many of these ids, of any shape, are each expert's: [num_experts] int64."""
     ids_M = topk_ids.flatten()
-    # Not torch.bincount: on CUDA it brings the largest id to the host.
+    # torch.bincount would bring the largest id to the host on CUDA.
     bins_M = ids_M.clamp(max=num_experts)
     return ids_M.new_zeros(num_experts + 1).scatter_add_(0, bins_M, torch.ones_like(ids_M))[
         :num_experts
@@ -86,20 +93,19 @@ def count_choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def group_ends(counts_E: torch.Tensor) -> torch.Tensor:
-    """[E] counts -> [E] int32 end of each group, as grouped matrix products take it."""
+    """Return the end of each group as grouped matrix products take it: counts [E] -> [E] int32."""
     return counts_E.cumsum(0).to(torch.int32)
 
 
 def regroup_by_expert(counts_PE: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order that brings rows sorted by (rank, expert) to (expert, rank), as experts take them, and
-    its inverse.
+    """Return the order that takes rows sorted by (rank, expert) to (expert, rank), and its inverse.
 
     Args:
         counts_PE: [P, E] int64, rows from each of P ranks for each of this rank's E experts.
-        num_rows: their sum; given, so that nothing waits for it on the host.
+        num_rows: sum of the counts, passed in so that the host need not wait for the sum.
 
     Returns:
-        Two [num_rows] int64: the row to read at each new place, and the way back.
+        Two [num_rows] int64: the row to read at each new place, and the inverse order.
     """
     num_ranks, num_experts = counts_PE.shape
     expert_of_row = torch.arange(num_experts, device=counts_PE.device).repeat(num_ranks)
@@ -129,7 +135,7 @@ class _SumToTokens(torch.autograd.Function):
 def sum_to_tokens(
     rows_MH: torch.Tensor, token_idx_M: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
-    """[M, H] rows, each of token ``token_idx`` [M] -> [num_tokens, H] sums."""
+    """Sum rows [M, H] by their tokens ``token_idx`` [M]: [num_tokens, H]."""
     return _SumToTokens.apply(rows_MH, token_idx_M, num_tokens)
 
 
@@ -141,13 +147,14 @@ def run_choices(
     num_experts: int,
     num_rows: int | None = None,
 ) -> torch.Tensor:
-    """[T, H]: for each of these tokens the weighted sum of the experts that it chose among the
-    ``num_experts`` here.
+    """Return each token's weighted sum over the experts that it chose here: [T, H].
+
+    Only choices among the ``num_experts`` experts of this rank count.
 
     Args:
-        topk_ids_TK: an id of ``num_experts`` or more is a choice of none of them.
-        num_rows: choices of these experts in all; None: they are counted, and the host waits for
-            it.
+        topk_ids_TK: expert ids; an id of ``num_experts`` or more is a choice of none of them.
+        num_rows: number of choices of these experts; None: choices are counted, which makes the
+            host wait.
     """
     order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)
     if num_rows is None:
@@ -160,12 +167,11 @@ def run_choices(
 
 
 class LocalDispatcher:
-    """All experts are on this rank: the expert function reads the tokens themselves, without a
-    copy.
+    """Dispatcher for a rank with all experts: they read the tokens themselves, without a copy.
 
     Args:
         drops: choices may be of no expert (id ``num_experts``). Leaving them out costs one host
-            sync a call.
+            sync per call.
     """
 
     def __init__(self, num_experts: int, drops: bool = False) -> None:

@@ -1,9 +1,9 @@
 """Dispatch through DeepEP: a token is sent once to each rank that holds any of its experts.
 
-The library moves rows; this file makes a dispatcher of it. Its combine adds rows without weights,
-so the experts apply the weights. The backward of dispatch is combine, and the backward of combine
-is dispatch. Shapes: T tokens, K top-k, H hidden, E experts, L of them on this rank, R distinct
-tokens received.
+The library moves rows; this file makes a dispatcher of it. The library's combine adds rows without
+weights, so the experts apply the weights. The backward of dispatch is combine, and the backward of
+combine is dispatch. Shapes: T tokens, K top-k, H hidden, E experts, L of them on this rank, R
+distinct tokens received.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from automoe.moe.dispatch.base import Experts, run_choices
 
 @dataclass(frozen=True)
 class Received:
-    """What a rank holds after a dispatch.
+    """The rows and routing that a rank holds after a dispatch.
 
     Attributes:
         x_RH: the tokens.
-        topk_ids_RK: int64, experts of this rank 0 ... L - 1; -1 for choices of other ranks and of
-            none.
-        weights_RK: float32.
+        topk_ids_RK: int64, experts of this rank 0 ... L - 1; -1 for choices of other ranks' experts
+            and of no expert.
+        weights_RK: float32 routing weights.
         counts: rows of each of the L experts, on the host.
-        handle: the way back; kept as long as a combine or a second dispatch is to come.
+        handle: DeepEP's record of the dispatch, kept while a combine or a second dispatch needs it.
     """
 
     x_RH: torch.Tensor
@@ -38,7 +38,7 @@ class Received:
 
 
 class TokenExchange(Protocol):
-    """What ``automoe.interop.deepep`` makes of either line of the library."""
+    """Interface that ``automoe.interop.deepep`` implements for either line of the library."""
 
     def dispatch(
         self,
@@ -47,15 +47,15 @@ class TokenExchange(Protocol):
         weights_TK: torch.Tensor,
         num_experts: int,
     ) -> Received:
-        """topk_ids int64 with -1 for none, weights float32."""
+        """Dispatch tokens; topk_ids are int64 with -1 for no choice, weights float32."""
 
     def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
-        """[T, H] -> [R, H], to where ``handle``'s dispatch sent."""
+        """Send [T, H] along the dispatch of ``handle`` and return [R, H]."""
 
     def combine(
         self, rows_RH: torch.Tensor, weights_RK: torch.Tensor | None, handle: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and weights -> their sums [T, H] and [T, K] on the ranks they came from."""
+        """Sum rows and weights on the ranks that they came from: [T, H] and [T, K]."""
 
 
 class _Dispatch(torch.autograd.Function):
@@ -96,10 +96,12 @@ class _Combine(torch.autograd.Function):
 
 
 class DeepEPDispatcher:
-    """One host sync a call, within the library, for the number of rows received.
+    """Dispatcher over DeepEP.
+
+    Each call has one host sync, within the library, for the number of rows received.
 
     Args:
-        exchange: shared by all layers, since its buffers are large.
+        exchange: the library's exchange, shared by all layers since its buffers are large.
     """
 
     def __init__(self, num_experts: int, num_ranks: int, exchange: TokenExchange) -> None:
@@ -112,10 +114,10 @@ class DeepEPDispatcher:
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
     ) -> torch.Tensor:
-        """See ``automoe.moe.dispatch.base`` for shapes.
+        """Dispatch, compute and combine; ``automoe.moe.dispatch.base`` lists the shapes.
 
         Raises:
-            BackendError: rows that DeepEP cannot send.
+            BackendError: DeepEP cannot send these rows.
         """
         _check(x_TH, topk_ids_TK)
         topk_ids_TK = topk_ids_TK.masked_fill(topk_ids_TK >= self.num_experts, -1)

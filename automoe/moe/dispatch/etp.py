@@ -1,9 +1,9 @@
 """Expert tensor parallelism: AG-V before the experts and RS-V after them, around any dispatcher.
 
 Each rank of the etp group holds a slice of I of the same experts and has received rows of its own.
-Rows go to the whole group, every rank computes with its slice, and the terms are summed on the rank
-they came from. Shapes: X rows to read from, R rows of this rank, G rows of the whole group, P ranks
-of the etp axis, E experts of this rank, H hidden.
+Rows go to the whole group, every rank computes with its slice, and the results are summed on the
+rank that each row came from. Shapes: X rows to read from, R rows of this rank, G rows of the whole
+group, P ranks of the etp axis, E experts of this rank, H hidden.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
 class ExpertTensorDispatcher:
-    """``dispatcher`` with its experts spread over the etp group. One more host sync a call, for the
-    sizes.
+    """``dispatcher`` with its experts sharded over the etp group.
 
-    The all-gather and reduce-scatter of unequal parts are made of all-to-alls, which take unequal
-    sizes in every backend (gloo's own would need padding).
+    Each call has one more host sync, for the sizes. The all-gather and reduce-scatter of unequal
+    parts are made of all-to-alls, which take unequal sizes in every backend (gloo's own all-gather
+    and reduce-scatter would need padding).
     """
 
     def __init__(self, dispatcher: Dispatcher, etp: DispatchGroup) -> None:
@@ -34,7 +34,7 @@ class ExpertTensorDispatcher:
             num_rows = gather_idx_R.shape[0]
             ends_E = offsets_E.to(torch.int64)
             counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-            if rows_per_expert is not None:  # then all ranks of the group have the same number
+            if rows_per_expert is not None:  # all ranks of the group then have the same number
                 counts_PE, sizes = counts_E.expand(num_ranks, -1), [num_rows] * num_ranks
             else:
                 counts_PE = self.etp.all_gather(counts_E.unsqueeze(0))

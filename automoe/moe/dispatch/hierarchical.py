@@ -1,11 +1,11 @@
-"""Hierarchical all-to-all: a token goes once to each node with any of its experts, then once to
-each such rank in it.
+"""Hierarchical all-to-all: a token goes once to each node that holds any of its experts.
 
-Across nodes ranks talk to those with their own place in the other nodes, so that all network cards
-of a node work. With routing limited to G groups of experts, one group to a node, a token is sent to
-G nodes at most, where plain all-to-all sends one copy a choice. Results come back the same way: one
-partial sum a token and rank, then one a token and node. Shapes: T tokens, K top-k, H hidden, E
-experts, P ranks of a level, M copies sent, R copies and B lines received.
+Within the node it then goes once to each rank that holds any of its experts. Across nodes a rank
+exchanges with the ranks at its own place in the other nodes, so that all network cards of a node
+work. With routing limited to G groups of experts, one group per node, a token is sent to at most G
+nodes, where plain all-to-all sends one copy per choice. Results come back the same way: one partial
+sum per token and rank, then one per token and node. Shapes: T tokens, K top-k, H hidden, E experts,
+P ranks of a level, M copies sent, R copies and B lines received.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from automoe.moe.dispatch.rows import RowExchange, SumLines
 
 
 class HierarchicalDispatcher:
-    """One host sync a level, for the sizes; none where ``rows_per_expert`` gives them.
+    """Dispatcher over two levels of ranks.
+
+    Each level has one host sync, for the sizes, or none if ``rows_per_expert`` gives them.
 
     Args:
-        levels: the group across nodes, then the group within the node, of which either may be left
-            out. Each part of a level has equal numbers of experts, in order.
+        levels: the group across nodes, then the group within the node; either may be left out.
+            Each part of a level has an equal number of consecutive experts.
     """
 
     def __init__(self, num_experts: int, levels: Sequence[DispatchGroup]) -> None:
@@ -46,13 +48,12 @@ class HierarchicalDispatcher:
 def _send(
     levels, num_experts: int, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert
 ) -> torch.Tensor:
-    """What the dispatcher returns, by these ``levels`` of it; an id outside 0 ... E - 1 is no
-    choice."""
+    """Dispatch over these ``levels``; an id outside 0 ... E - 1 is no choice."""
     group, *inner = levels
     num_parts, top_k = group.num_ranks, topk_ids_TK.shape[1]
     num_local = num_experts // num_parts
     part_TK = topk_ids_TK.div(num_local, rounding_mode="floor").clamp(max=num_parts)
-    # Of several choices in one part the first stands for all of them.
+    # If a token has several choices in one part, the first stands for all of them.
     again_TK = (part_TK.unsqueeze(2) == part_TK.unsqueeze(1)).tril(-1).any(2)
     order_M, copies_P = sort_by_expert(part_TK.masked_fill(again_TK, num_parts), num_parts)
     choices_P = count_choices(part_TK, num_parts)
@@ -83,7 +84,7 @@ def _send(
     x_BH, words_RC = exchange.wait()
     ids_RK = words_RC[:, top_k:].to(torch.int64) - group.rank * num_local
     ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= num_local), num_local)
-    # Lines of words are tokens without a choice.
+    # A line of words counts as a token without a choice.
     ids_BK = ids_RK.new_full((x_BH.shape[0], top_k), num_local).index_copy_(
         0, exchange.row_R, ids_RK
     )

@@ -1,11 +1,10 @@
-"""Rows and what belongs to them in one all-to-all: numbers of each row travel behind the rows, as
-bytes of more rows.
+"""Exchange of rows together with numbers of each row, in one all-to-all.
 
-A block of n rows for one rank is followed by as many further lines of the same width as the n rows'
-numbers ("words") fill. So rows keep their width and alignment, nothing is copied to take them
-apart, every bit of a float32 weight beside bfloat16 rows arrives, and the gradient of the words
-comes back the same way. Shapes: T tokens to read from, M rows sent, R rows received, B lines of a
-buffer (rows and words), H hidden, C words a row, P ranks.
+A block of n rows for one rank is followed by as many further lines of the same width as the numbers
+("words") of the n rows fill, as bytes. So rows keep their width and alignment, rows and words are
+taken apart without a copy, every bit of a float32 weight next to bfloat16 rows arrives, and the
+gradient of the words comes back the same way. Shapes: T tokens to read from, M rows sent, R rows
+received, B lines of a buffer (rows and words), H hidden, C words per row, P ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from automoe.moe.dispatch.base import DispatchGroup, Experts, group_ends, regrou
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the lines of a buffer are.
+    """Positions of rows and words in the lines of a buffer.
 
     Attributes:
-        splits: lines of each rank's block.
+        splits: number of lines in each rank's block.
         row_M: int64, the line of each row.
-        word_MC: int64, where its words are, counted in words from the start of the buffer.
+        word_MC: int64, the place of each row's words, counted in words from the start of the
+            buffer.
     """
 
     splits: list[int]
@@ -33,11 +33,13 @@ class Layout:
 
 
 def layout_of(counts_P: torch.Tensor, counts: list[int], num_words: int, line_words: int) -> Layout:
-    """The layout of blocks of ``counts`` rows, with ``num_words`` a row and ``line_words`` to a
-    line.
+    """Return the layout of blocks of ``counts`` rows.
 
     Args:
-        counts_P: ``counts`` on the device, which is not to wait for the host.
+        counts: rows of each rank's block, on the host.
+        counts_P: ``counts`` on the device, so that the device need not wait for the host.
+        num_words: words per row.
+        line_words: words that fill a line.
     """
     num_rows, device = sum(counts), counts_P.device
     tail_P = (counts_P * num_words + line_words - 1) // line_words
@@ -60,7 +62,10 @@ def _words(lines_BH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Pack(torch.autograd.Function):
-    """Rows of x by ``source`` [B], T in lines of words, and the words: [B, H]."""
+    """Autograd function that packs rows of x and words into lines [B, H].
+
+    ``source`` [B] is the row of x that each line holds, T for lines of words.
+    """
 
     @staticmethod
     def forward(
@@ -89,7 +94,7 @@ class _Pack(torch.autograd.Function):
 
 
 class _Unpack(torch.autograd.Function):
-    """The words among lines that have arrived, and the lines as they are."""
+    """Autograd function that returns the words among received lines, and the lines unchanged."""
 
     @staticmethod
     def forward(ctx, lines_BH: torch.Tensor, word_RC: torch.Tensor, dtype: torch.dtype):
@@ -99,21 +104,23 @@ class _Unpack(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_BH: torch.Tensor, grad_RC: torch.Tensor):
         (word_RC,) = ctx.saved_tensors
-        # Nobody else reads these lines of the gradient, which no expert has touched.
+        # No expert has touched these lines of the gradient, and nothing else reads them.
         grad_BH = grad_BH.contiguous()
         _words(grad_BH, grad_RC.dtype)[word_RC] = grad_RC
         return grad_BH, None, None
 
 
 def _sum_lines(lines_BH: torch.Tensor, source_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """[num_tokens, H]: each line added to token ``source``; a source of ``num_tokens`` is none."""
+    """Sum lines by their tokens ``source``: [num_tokens, H]; ``num_tokens`` marks no token."""
     out = lines_BH.new_zeros(num_tokens + 1, lines_BH.shape[1])
     return out.index_add_(0, source_B, lines_BH)[:num_tokens]
 
 
 class SumLines(torch.autograd.Function):
-    """``_sum_lines`` that keeps only the index for its backward. Lines that are no token's get any
-    gradient."""
+    """``_sum_lines`` that keeps only the index for its backward.
+
+    The gradient of lines without a token is arbitrary.
+    """
 
     @staticmethod
     def forward(
@@ -129,16 +136,16 @@ class SumLines(torch.autograd.Function):
 
 
 class RowExchange:
-    """One all-to-all of rows with their words, begun when it is made.
+    """One all-to-all of rows with their words, started by the constructor.
 
     Args:
-        token_idx_M: row of x that each row sent reads, sorted by the rank that it goes to.
-        words_MC: of each row, in at least the width of x: a whole number of them fills a row.
-        counts_2P: int64, rows sent to and received from each rank; ``sent`` and ``received`` on the
-            host.
+        token_idx_M: row of x that each sent row reads, sorted by the destination rank.
+        words_MC: words of each row, in at least the width of x: a whole number of them fills a row.
+        counts_2P: int64, rows sent to and received from each rank; ``sent`` and ``received`` are
+            the same counts on the host.
 
     Attributes:
-        source_B: what each line sent is of x; T: none.
+        source_B: row of x in each sent line; T for a line of words.
         row_R: the line of each row received.
         out_splits, in_splits: lines sent to and received from each rank.
     """
@@ -170,15 +177,14 @@ class RowExchange:
         self._lines = group.all_to_all(lines_BH, self.in_splits, self.out_splits)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The lines [B, H] and the words [R, C] that have arrived."""
+        """Return the lines [B, H] and the words [R, C] that have arrived."""
         return _Unpack.apply(self.group.wait(self._lines), self.into.word_MC, self.dtype)
 
 
 def run_received(exchange: RowExchange, counts_PE: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """[R, H]: outputs of the experts for rows that arrive with their routing weight, in the order
-    they come in.
+    """Run the experts on rows that arrive with their routing weights: [R, H], in order of arrival.
 
-    ``counts_PE`` as for ``regroup_by_expert``.
+    ``counts_PE`` is that of ``regroup_by_expert``.
     """
     by_expert_R, back_R = regroup_by_expert(counts_PE, exchange.row_R.shape[0])
     gather_idx_R = exchange.row_R[by_expert_R]
