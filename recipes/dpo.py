@@ -1,11 +1,12 @@
-"""Direct preference optimisation: the loop, top to bottom. Copy it and make it yours (``automoe
-recipe copy dpo``).
+"""Direct preference optimisation: the loop, top to bottom.
 
-    config + mesh -> meshes -> a checkpoint's weights -> pairs of answers -> what these weights say
-        of them -> optimizer -> steps -> checkpoint
+Copy and edit it: ``automoe recipe copy dpo``.
 
-What differs from fine-tuning is in the loss: a pair's two answers lie in one row, and the model is
-to say more of the preferred one, and less of the other, than the weights did that it started from.
+    config + mesh -> meshes -> a checkpoint's weights -> pairs of answers -> reference
+        -> optimizer -> steps -> checkpoint
+
+DPO differs from fine-tuning in its loss: both answers of a pair are in one row, and the loss raises
+the preferred answer's log-probability and lowers the other's, relative to the initial weights.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ Args = DPOArgs
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
-    """Train ``config`` on this rank; returns the last validation loss, else the last training
-    loss."""
+    """Train ``config`` on this rank; return the last validation loss, else the training loss."""
     device, train, args = context.device, config.train, config.recipe_args
 
     # ---------------------------------------------------------------- a checkpoint's model on both
