@@ -27,12 +27,13 @@ from automoe.parallel.discard_outputs import discard_outputs, discard_scope
 
 
 class Recomputed:
-    """``fn`` with its intermediate results dropped after the forward pass; same arguments, same
-    result.
+    """Wrapper of ``fn`` that drops intermediate results after the forward pass.
+
+    The wrapper has the arguments and the result of ``fn``.
 
     Args:
-        to_end: run again to the end, not just as far as the last tensor that is needed. An FSDP
-            unit inside ``fn`` wants it: left in the middle, it would still believe itself in its
+        to_end: recompute to the end, not only to the last tensor that is needed. An FSDP unit
+            inside ``fn`` needs this: stopped in the middle, it would still believe itself in its
             forward pass.
         saves: ``fn`` saves results for its recomputation (``automoe.moe.recompute``).
     """
@@ -57,10 +58,10 @@ class Recomputed:
 
 
 def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
-    """Put regions around what ``parallel.recompute`` names in the layers that it names.
+    """Recompute the parts in ``parallel.recompute`` of the layers that the setting selects.
 
-    After the axes, whose collectives belong into the regions, and before FSDP, whose hooks stay
-    outside.
+    Call this function after the axes are applied, since their collectives belong inside the
+    regions, and before FSDP, whose hooks stay outside.
     """
     for name, block in model.layers.items():
         modules = recomputed_modules(parallel, int(name))
