@@ -40,16 +40,14 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     """Train ``config`` on this rank; return the last validation loss, else the training loss."""
     device, train, args = context.device, config.train, config.recipe_args
 
-    # ---------------------------------------------------------------- a checkpoint's model on both
-    # meshes
+    # ---------------------------------------------------------------- model on both meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))
     store = CheckpointStore(config, shape, context.run_dir)
     store.check()  # fail now, not at the first save
     model_parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
     runner = build_runner(model_parts, meshes, config, device)
 
-    # ---------------------------------------------------------------- pairs, what the first weights
-    # say of them, state
+    # ---------------------------------------------------------------- pairs, reference, state
     loader = Loader(config, meshes.dp_rank, shape.dp, pairs=True)
     same_on_all_ranks(loader.fingerprint(), "the training data")
     reference = open_reference(config, runner, loader, meshes, context, store.ranks)
@@ -63,7 +61,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
     # ---------------------------------------------------------------- the loop
     with open_run(config, shape, context, state, store, resumed) as run:
-        run.describe_start(loaded)  # the weights, the conversations and one row of them
+        run.describe_start(loaded)  # prints the weights' source and a sample row
         while state.step < train.steps and not run.stopping:
             run.begin_step()
 

@@ -53,7 +53,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
     # ---------------------------------------------------------------- the loop
     with open_run(config, shape, context, state, store, resumed) as run:
-        run.describe_start(loaded)  # the weights; of conversations what is trained, and one row
+        run.describe_start(loaded)  # prints the weights' source and a sample row
         while state.step < train.steps and not run.stopping:
             run.begin_step()
 

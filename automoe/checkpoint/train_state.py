@@ -90,7 +90,7 @@ class TrainState:
         } | self._averages().keys()
 
     def begin_averages(self, absent: Collection[str]) -> bool:
-        """Start the averages named in ``absent`` from the weights; return True if any started."""
+        """Start the averages named in ``absent`` from the weights; return True if any exists."""
         begun = {name: pair for name, pair in self._averages().items() if name in absent}
         with torch.no_grad():
             for average, parameter in begun.values():

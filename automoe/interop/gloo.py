@@ -20,7 +20,7 @@ from automoe.interop.torch_private import Gloo, gloo_group, replace_gloo
 
 
 class _OneWorker(type):
-    """Substitute for torch's class where groups are made and recognised; it makes torch's objects."""
+    """Substitute for torch's class in making and recognising groups; it makes torch's objects."""
 
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]

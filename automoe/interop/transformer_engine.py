@@ -1,11 +1,11 @@
-"""All uses of transformer-engine: ``kernels.attention=te``, ``kernels.norm=te``,
-``moe.experts=te``.
+"""All uses of transformer-engine: backends of attention, norm and experts.
 
-The calls follow the signatures of 2.20.2 as published in its sources; this project has not run them
-on a GPU. Parameters stay the model's own, under their own names: a module of transformer-engine is
-made without storage and called with the model's parameters in place of its own. So checkpoints do
-not change and get none of its extra state. If transformer-engine does not import, each function
-raises ``BackendError`` and names the available alternative.
+They are ``kernels.attention=te``, ``kernels.norm=te`` and ``moe.experts=te``. The calls follow the
+signatures of 2.20.2 as published in its sources; this project has not run them on a GPU. Parameters
+stay the model's own, under their own names: a module of transformer-engine is made without storage
+and called with the model's parameters in place of its own. So checkpoints do not change and get
+none of its extra state. If transformer-engine does not import, each function raises
+``BackendError`` and names the available alternative.
 
 Shapes: B rows, S positions, N heads, G key heads, R computed rows, E experts of this rank, H
 hidden, I width.
@@ -83,8 +83,7 @@ def experts() -> ExpertFn:
         )
 
     def multiply(rows: torch.Tensor, splits: list[int], weights: torch.Tensor) -> torch.Tensor:
-        """Multiply rows [R, K], sorted by expert, by each expert's [N, K] of [E, N, K]; return [R,
-        N]."""
+        """Return [R, N]: rows [R, K], sorted by expert, times the experts' weights [E, N, K]."""
         num_experts, size_out, size_in = weights.shape
         ours = {f"weight{i}": weight for i, weight in enumerate(weights.unbind(0))}
         return functional_call(

@@ -57,7 +57,7 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum ``x`` over ranks and keep this rank's equal part of ``dim``; backward is an all-gather."""
+    """Sum ``x`` over ranks, keep this rank's equal part of ``dim``; backward is an all-gather."""
     if over_gloo(group):
         return _ExchangeParts.apply(
             torch.stack(x.chunk(dist.get_world_size(group), dim)), group

@@ -72,7 +72,7 @@ def compiled(fn: Callable[..., Any], backend: str = "inductor") -> Callable[...,
     code = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
 
     def call(*args: Any) -> Any:
-        # At every call: the limit is one of the thread, and autograd recomputes in threads of its
+        # Set at every call: the limit is per thread, and autograd recomputes in threads of its
         # own.
         if limits.recompile_limit < VERSIONS:
             limits.recompile_limit = VERSIONS

@@ -36,8 +36,7 @@ def discard_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``fn`` so that its outputs are discarded when it is called directly in a
-    ``discard_scope``.
+    """Wrap ``fn``: its outputs are discarded when it is called directly in a ``discard_scope``.
 
     Args:
         fn: function of tensors and other arguments that returns a tensor or a tuple of tensors. No
@@ -155,7 +154,7 @@ class _SavedView:
 
 
 class _SaveInputs(torch.autograd.Function):
-    """Autograd function that saves its tensors and returns nothing of them."""
+    """Autograd function that only saves its tensors; its result is empty."""
 
     @staticmethod
     def forward(ctx, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:

@@ -179,8 +179,7 @@ class ExpertParallel(ParallelStyle):
         return module
 
     def dispatcher(self, group: dist.ProcessGroup, num_experts: int) -> Dispatcher:
-        """Return the dispatcher of all layers with ``num_experts`` over ``group``, made at first
-        call."""
+        """Return the one dispatcher of ``group`` and ``num_experts``, made at the first call."""
         key = group.group_name, num_experts
         if key not in self._dispatchers:
             self._dispatchers[key] = self._make(
@@ -282,8 +281,7 @@ def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim
 
 
 class _RoutedCall(nn.Module):
-    """Forward of an experts module, routed through a dispatcher to the module's code on local
-    shards.
+    """Forward of an experts module, routed through a dispatcher to its code on local shards.
 
     The module's code knows no ranks. Its hooks, for example those of ``fully_shard``, run once,
     around the routed call.
@@ -349,7 +347,7 @@ class _RoutedCall(nn.Module):
 
 
 def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
-    """Return the configured style, one object for all parts of a rank. Collective over the world."""
+    """Return the configured style, one object for all of a rank's parts. World collective."""
     style = ExpertParallel(config.moe.dispatcher, config.cluster.gpus_per_node, meshes.timeout)
     if (ep := meshes.group("ep")) is not None:
         # NCCL makes groups by splitting the world's, so ranks of a pipeline stage without experts

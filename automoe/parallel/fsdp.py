@@ -26,10 +26,10 @@ COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16"
 
 
 def _row_shards(experts: GroupedExperts) -> Callable[[nn.Parameter], Shard]:
-    """Return FSDP's shard placement of experts: dim I of gate_up_proj [E, 2, I, H], down_proj [E,
-    H, I].
+    """Return a function that gives FSDP's shard placement of each parameter of ``experts``.
 
-    A row shard of one expert's matrix is contiguous in a HuggingFace checkpoint, and dim 0 already
+    Parameters are cut by rows: I of gate_up_proj [E, 2, I, H] and H of down_proj [E, H, I]. A row
+    shard of one expert's matrix is contiguous in a HuggingFace checkpoint, and dim 0 already
     belongs to the ep axis.
     """
     shards = {
@@ -70,7 +70,7 @@ def apply_data_parallel(
         shard(block, mp_policy=dense)
     shard(model, mp_policy=dense, reshard_after_forward=False)
     for module in fsdp_modules(model):
-        # gloo has no pre-multiplied sum, which any other factor would use.
+        # Any other factor would use a pre-multiplied sum, which gloo lacks.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         if over_gloo(meshes.fsdp.get_all_groups()[-1]):

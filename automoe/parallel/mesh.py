@@ -57,7 +57,7 @@ class Meshes:
         return self.shape.coordinates(dist.get_rank(), view)[axis]
 
     def stage_group(self) -> dist.ProcessGroup | None:
-        """Group of all ranks of this rank's layers, which share a micro-batch; None for one rank."""
+        """Return the group of this stage's ranks, which share a micro-batch's rows; None if alone."""
         axes = [axis for axis in DEFAULT_AXES if axis != "pp" and self.group(axis) is not None]
         if len(axes) < 2:
             return self.group(axes[0]) if axes else None

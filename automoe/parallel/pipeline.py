@@ -193,7 +193,7 @@ class StepRunner(ABC):
         """
 
     def evaluate(self, inputs: Inputs) -> torch.Tensor:
-        """Run a forward pass without gradients or counting; return this rank's share of the loss."""
+        """Run a forward pass without gradients or counting; return this rank's loss share."""
         shares = self.outputs(inputs)
         if shares is None or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)

@@ -19,8 +19,7 @@ from automoe.parallel.mesh import Meshes
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int) -> None:
-    """Make parameter ``name`` of ``module`` a DTensor, sharded on each axis of ``mesh`` by
-    ``dims``."""
+    """Make parameter ``name`` a DTensor, sharded on each axis of ``mesh`` by one of ``dims``."""
     placements = [Shard(dim) for dim in dims]
     whole = getattr(module, name)
     sharded = distribute_tensor(whole.data, mesh, placements, src_data_rank=None)

@@ -21,7 +21,7 @@ _listeners: list[Listener] = []
 
 @contextmanager
 def phase(name: str, step: int | None = None) -> Iterator[None]:
-    """Mark the block as the phase ``name``; without listeners and profiler the mark costs nothing."""
+    """Mark the block as the phase ``name``; free of cost without listeners and profiler."""
     for listener in tuple(_listeners):
         listener(name, step, "begin")
     with _profiler_range(name):

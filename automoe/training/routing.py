@@ -1,5 +1,4 @@
-"""Recording of training steps' routing (``moe.record_routing``) and its replay
-(``moe.replay_routing``).
+"""Recording and replay of routing (``moe.record_routing``, ``moe.replay_routing``).
 
 Each step has a folder ``step-N`` with one ``rank-R.npz`` of every recording rank. ``rows`` [T] and
 ``index`` [T] identify tokens by their row in the training stream and their position in the row.

@@ -46,7 +46,7 @@ def open_run(
     store: CheckpointStore,
     resumed: Resumed | None,
 ) -> Iterator[Run]:
-    """Open a ``Run`` and close it on every exit, so that a failing run keeps its record and trace."""
+    """Open a ``Run`` and close it on every exit: a failing run keeps its record and trace."""
     record = RunRecord(config, shape, context, state.step, resumed)
     with ExitStack() as opened:
         if config.launch.gc_every:
@@ -204,8 +204,7 @@ class Run:
         )
 
     def sample(self, sampler: Sampler) -> None:
-        """Generate answers to ``observe.samples``; ``write`` prints them after the step.
-        Collective."""
+        """Generate answers to ``observe.samples``, which ``write`` prints. Collective."""
         if sampler.texts:
             began = time.perf_counter()
             self._samples = sampler.generate(), time.perf_counter() - began
@@ -306,8 +305,7 @@ class Run:
         self._record.finish("preempted" if self.context.preempted else "done", paths)
 
     def _skip_record(self, update: Update) -> dict[str, Any]:
-        """Return a skipped step's extra record: the reason, and the rows and documents of its
-        batch."""
+        """Return a skipped step's extra record: its reason, and its batch's rows and documents."""
         loader = self.state.loader
         assert loader is not None
         first, last, documents = loader.last_batch()

@@ -47,7 +47,7 @@ class SlowRanks:
         self._named: set[int] = set()
 
     def begin_step(self, step: int) -> None:
-        """Start a timing if one is due before ``step`` (counted from 1), without waiting for a GPU."""
+        """Start a timing if one is due before ``step`` (counted from 1); do not wait for a GPU."""
         self._marks = []
         if not self._every or step % self._every:
             return

@@ -112,8 +112,7 @@ def prepare_inputs(
 def forward_backward(
     state: TrainState, runner: StepRunner, inputs: Inputs, config: Config
 ) -> StepStats:
-    """Run forward and backward of the next step's micro-batches; return their statistics.
-    Collective.
+    """Run forward and backward of a step's micro-batches; return their statistics. Collective.
 
     Gradients are added to the existing gradients of parameters; ``optimizer_step`` clears them.
     """

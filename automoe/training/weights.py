@@ -24,8 +24,7 @@ from automoe.parallel.parallelize import allocate, build_parts, materialize
 def first_weights(
     config: Config, meshes: Meshes, device: torch.device
 ) -> tuple[dict[int, Decoder], Loaded | None]:
-    """Return this rank's pipeline stages with their initial weights, and the load report.
-    Collective.
+    """Return this rank's pipeline stages with initial weights, and the load report. Collective.
 
     The weights come from ``model.hf_path``; without a path they are random and the report is None.
     """
@@ -46,11 +45,10 @@ def export_weights(
     run_dir: Path,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Written | WrittenAdapter:
-    """Write the run's HuggingFace checkpoint to ``run_dir/hf``, ready for ``transformers``.
-    Collective.
+    """Write the run's HuggingFace checkpoint, ready for ``transformers``. Collective.
 
-    With ``lora.export=adapter`` the function writes the adapter alone, to ``run_dir/adapter``. The
-    model cannot be trained further afterwards.
+    The folder is ``run_dir/hf``. With ``lora.export=adapter`` the function writes the adapter
+    alone, to ``run_dir/adapter``. The model cannot be trained further afterwards.
 
     Args:
         optimizer: holds the averages that ``checkpoint.export_ema`` exports; the function copies
