@@ -200,6 +200,6 @@ def give_up(temporary: Path, folder: Path) -> str | None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         steps = committed_steps(folder)
-    except OSError:  # the disk that failed the save may not even list what it has
+    except OSError:  # The disk that failed the save may also fail to list it.
         return "what was there before"
     return steps[-1] if steps else None

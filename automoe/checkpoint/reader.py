@@ -129,7 +129,7 @@ def _read_index(path: Path) -> Metadata:
             )
     except CheckpointError as error:
         raise CheckpointError(f"{path} {error}") from None
-    except Exception as error:  # a pickle that is none can fail in any way
+    except Exception as error:  # An invalid pickle can raise any exception.
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     if strange or outside:
         problem = (

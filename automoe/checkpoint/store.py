@@ -102,7 +102,7 @@ class CheckpointStore:
             if self.config.checkpoint.async_save:
                 _new_stager(pin_memory=False)
             folders.check_writable(self.ranks, self.folder)
-            _ = self.base  # now, while the files are those that are to be loaded
+            _ = self.base  # Computed now, while the files are the ones to load.
         self.ranks.lead(lambda: folders.source_steps(self.config.checkpoint.resume, self.run_dir))
 
     # ---------------------------------------------------------------- saving
@@ -204,7 +204,7 @@ class CheckpointStore:
                 # others in a poll.
                 done = torch.tensor([int(self._in_flight.done())], dtype=torch.int32)
                 if self.ranks.size > 1:
-                    # not over the group that the save itself uses
+                    # The save itself uses another group.
                     dist.all_reduce(done, op=dist.ReduceOp.MIN)
                 if not done.item():
                     return None
@@ -450,7 +450,7 @@ class CheckpointStore:
             self._warn(
                 f"{step_dir} was trained with {', '.join(then)}; it goes on with {', '.join(now)}"
             )
-        state.load_counters(manifest["counters"])  # first: it refuses data that changed
+        state.load_counters(manifest["counters"])  # First, because it raises if the data changed.
         saved, here = manifest["generators"], rng_state()
         names = saved["names"] if saved["mesh"] == self._mesh_sizes() else []
         generators = {name: here[name] for name in names if name in here}

@@ -44,7 +44,7 @@ class Recomputed:
         self.fn, self.to_end, self.saves = fn, to_end, saves
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        # of the parts that are compiled none has an FSDP unit or saves
+        # No compiled part has an FSDP unit or saves results.
         if torch.compiler.is_compiling():
             return checkpoint(self.fn, *args, use_reentrant=False)
         return checkpoint(
@@ -89,7 +89,7 @@ def _discard_norms(block: nn.Module) -> None:
     for norm in (block.input_layernorm, block.post_attention_layernorm):
         norm.forward = discard_outputs(norm.forward)
     for module in block.modules():
-        # What projections keep under tp is gathered: made again, it need not be kept either.
+        # Under tp projections keep gathered tensors, which recomputation frees too.
         sequence = getattr(module, "sequence", None)
         if sequence is not None and sequence.num_ranks > 1:
             module.sequence = copy(sequence)
@@ -106,5 +106,5 @@ def _keep_on_one_stream(block: nn.Module) -> None:
 
 
 def _recompute_forward(module: nn.Module, **options: bool) -> None:
-    # Its forward and not a wrapping module: parameters keep their names, and hooks stay outside.
+    # Replacing forward, not wrapping the module, keeps parameter names and leaves hooks outside.
     module.forward = Recomputed(module.forward, **options)

@@ -123,7 +123,7 @@ def _attempt(
 ) -> tuple[T | Exception, Exception | None]:
     try:
         return retried(action) if again else action(), None
-    except Exception as error:  # the others wait for an answer, whatever it is
+    except Exception as error:  # Other ranks wait for an outcome.
         return for_all(rank, error), error
 
 

@@ -57,12 +57,12 @@ class Meshes:
         return self.shape.coordinates(dist.get_rank(), view)[axis]
 
     def stage_group(self) -> dist.ProcessGroup | None:
-        """Return the group of this stage's ranks, which share a micro-batch's rows; None if alone."""
+        """Return the group of this stage's ranks, which share a micro-batch; None if alone."""
         axes = [axis for axis in DEFAULT_AXES if axis != "pp" and self.group(axis) is not None]
         if len(axes) < 2:
             return self.group(axes[0]) if axes else None
         made = len(process_groups())
-        group = flatten_mesh(self.default[tuple(axes)], "stage").get_group()  # torch makes it once
+        group = flatten_mesh(self.default[tuple(axes)], "stage").get_group()  # made once by torch
         if self.timeout is not None and len(process_groups()) > made:
             set_group_timeout(group, self.timeout)
         return group

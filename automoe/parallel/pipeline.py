@@ -54,7 +54,7 @@ Inputs = dict[str, Any]
 def counted_parameters(model_parts: Iterable[Decoder]) -> Iterator[nn.Parameter]:
     """Yield the parameters of these parts so that all stages together yield each one once."""
     for part in model_parts:
-        # it only predicts with the embedding
+        # This stage only predicts with the embedding.
         copies = part.embed_tokens is not None and not part.embeds
         skipped = {id(p) for p in part.embed_tokens.parameters()} if copies else set()
         yield from (parameter for parameter in part.parameters() if id(parameter) not in skipped)

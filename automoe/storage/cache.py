@@ -38,7 +38,7 @@ def open_entry(
 
     One process of a machine writes; the others wait for it. A rename makes the entry visible whole
     or not at all. The system releases the lock of a writer that dies. An entry that is damaged or
-    belongs to another key is made anew, and a line on standard error says so.
+    belongs to another entry is made anew, and a line on standard error says so.
 
     Args:
         write: fills an empty folder and returns facts in plain JSON values.
@@ -50,7 +50,7 @@ def open_entry(
     """
     try:
         found = retried(lambda: _verified(entry))
-    except OSError as error:  # which does not mean that it is damaged
+    except OSError as error:  # An unreadable entry may be intact.
         raise error_type(
             f"{error.filename or entry}: cannot be read ({error.strerror}). Check this disk."
         ) from error
