@@ -1,11 +1,12 @@
-"""Direct preference optimisation: the loop, top to bottom. Copy it and make it yours (``automoe
-recipe copy dpo``).
+"""Direct preference optimisation: the loop, top to bottom.
 
-    config + mesh -> meshes -> a checkpoint's weights -> pairs of answers -> what these weights say
-        of them -> optimizer -> steps -> checkpoint
+Copy and edit it: ``automoe recipe copy dpo``.
 
-What differs from fine-tuning is in the loss: a pair's two answers lie in one row, and the model is
-to say more of the preferred one, and less of the other, than the weights did that it started from.
+    config + mesh -> meshes -> a checkpoint's weights -> pairs of answers -> reference
+        -> optimizer -> steps -> checkpoint
+
+DPO differs from fine-tuning in its loss: both answers of a pair are in one row, and the loss raises
+the preferred answer's log-probability and lowers the other's, relative to the initial weights.
 """
 
 from __future__ import annotations
@@ -36,20 +37,17 @@ Args = DPOArgs
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
-    """Train ``config`` on this rank; returns the last validation loss, else the last training
-    loss."""
+    """Train ``config`` on this rank; return the last validation loss, else the training loss."""
     device, train, args = context.device, config.train, config.recipe_args
 
-    # ---------------------------------------------------------------- a checkpoint's model on both
-    # meshes
+    # ---------------------------------------------------------------- model on both meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))
     store = CheckpointStore(config, shape, context.run_dir)
     store.check()  # fail now, not at the first save
     model_parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
     runner = build_runner(model_parts, meshes, config, device)
 
-    # ---------------------------------------------------------------- pairs, what the first weights
-    # say of them, state
+    # ---------------------------------------------------------------- pairs, reference, state
     loader = Loader(config, meshes.dp_rank, shape.dp, pairs=True)
     same_on_all_ranks(loader.fingerprint(), "the training data")
     reference = open_reference(config, runner, loader, meshes, context, store.ranks)
@@ -63,7 +61,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
     # ---------------------------------------------------------------- the loop
     with open_run(config, shape, context, state, store, resumed) as run:
-        run.describe_start(loaded)  # the weights, the conversations and one row of them
+        run.describe_start(loaded)  # prints the weights' source and a sample row
         while state.step < train.steps and not run.stopping:
             run.begin_step()
 

@@ -1,10 +1,11 @@
-"""Pretraining and fine-tuning: the loop, top to bottom. Copy it and make it yours (``automoe recipe
-copy pretrain``).
+"""Pretraining and fine-tuning: the loop, top to bottom.
+
+Copy and edit it: ``automoe recipe copy pretrain``.
 
     config + mesh -> meshes -> model parts -> optimizer -> loader -> steps -> checkpoint
 
-Fine-tuning is the same loop with other settings: ``model.hf_path`` names the weights to start from,
-and ``data=chat`` packs whole conversations into rows, of which only the answers have labels.
+Fine-tuning is the same loop with other settings: ``model.hf_path`` names the initial weights, and
+``data=chat`` packs whole conversations into rows, in which only the answers have labels.
 
 Every rank runs this file. Rank 0 alone prints and records.
 """
@@ -32,8 +33,7 @@ from automoe.training.weights import export_weights, first_weights
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
-    """Train ``config`` on this rank; returns the last validation loss, else the last training
-    loss."""
+    """Train ``config`` on this rank; return the last validation loss, else the training loss."""
     device, train = context.device, config.train
 
     # ---------------------------------------------------------------- model on both meshes
@@ -53,7 +53,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
     # ---------------------------------------------------------------- the loop
     with open_run(config, shape, context, state, store, resumed) as run:
-        run.describe_start(loaded)  # the weights; of conversations what is trained, and one row
+        run.describe_start(loaded)  # prints the weights' source and a sample row
         while state.step < train.steps and not run.stopping:
             run.begin_step()
 

@@ -1,12 +1,12 @@
-"""Upcycling on a mesh: a dense checkpoint as a mixture of experts that computes the same, for those
-too large for one.
+"""Upcycling on a mesh: convert a dense checkpoint into an equivalent mixture of experts.
 
     dense checkpoint -> shards of the mixture -> HuggingFace checkpoint, proven equal
 
     automoe train recipe=upcycle model.hf_path=DENSE model.upcycle=true model.num_experts=8 ...
 
-Every rank reads the parts of the dense FFNs that its own experts are made of. To train right after
-loading, and not to write the mixture down, leave ``recipe=upcycle`` out.
+The mixture may be too large for one process: every rank reads only the parts of the dense FFNs that
+its own experts are made of. To train right after loading, without writing the mixture, leave
+``recipe=upcycle`` out.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from automoe.training.context import RunContext
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> None:
-    """Write ``config.model.hf_path`` as a mixture to ``run_dir/hf``; raises ``ConfigError`` without
-    a dense one."""
+    """Write ``config.model.hf_path`` as a mixture to ``run_dir/hf``.
+
+    Raises:
+        ConfigError: the configuration names no dense checkpoint.
+    """
     if not (config.model.hf_path and config.model.upcycle):
         rule = "recipe=upcycle makes a mixture of experts out of a dense checkpoint"
         raise ConfigError(

@@ -1,5 +1,4 @@
-"""A folder of checkpoints: ``step-N`` directories, ``LATEST``, which steps stay, and which one a
-run starts from."""
+"""Checkpoint folder: ``step-N`` directories, ``LATEST``, retention, and sources to resume from."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ _UNREADABLE: Mapping[str, Any] = {}  # known by its identity
 
 
 def step_number(name: str) -> int:
-    """N of ``step-N``."""
+    """Return N of ``step-N``."""
     return int(name.removeprefix("step-"))
 
 
 def committed_steps(folder: Path) -> list[str]:
-    """Names of the steps that were renamed into place, oldest first; a link to a step is one.
+    """Return the names of the committed steps, oldest first; a link to a step counts as a step.
 
     Raises:
         OSError: the folder cannot be read, which does not mean that it is empty.
@@ -40,7 +39,7 @@ def committed_steps(folder: Path) -> list[str]:
 
 
 def promised_step(folder: Path) -> str | None:
-    """What ``LATEST`` names; None where there is no such file."""
+    """Return the step that ``LATEST`` names; None without such a file."""
     try:
         return (folder / LATEST).read_text(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -52,37 +51,40 @@ def promised_step(folder: Path) -> str | None:
 
 
 def point_to(folder: Path, name: str) -> None:
-    """Make ``LATEST`` name a step, in one go."""
+    """Make ``LATEST`` name a step, atomically."""
     replace_durably(folder / LATEST, f"{name}\n")
 
 
 def clean(folder: Path) -> None:
-    """Remove what a killed run left half written or half deleted; the caller holds the run
-    directory's lock."""
+    """Remove the half-written and half-deleted folders of a killed run.
+
+    The caller holds the run directory's lock.
+    """
     for abandoned in folder.glob(".tmp-*"):
         _delete(abandoned)
 
 
 def remove(step_dir: Path) -> None:
-    """Delete a step; one that is half deleted must not be taken for a damaged one."""
+    """Delete a step, renamed first: a half-deleted step must not be taken for a damaged one."""
     doomed = step_dir.with_name(f".tmp-deleted-{step_dir.name}")
     step_dir.rename(doomed)
     _delete(doomed)
 
 
 def _delete(path: Path) -> None:
-    """A folder with all that is in it, a file, or a link: what a link leads to was put elsewhere by
-    a person."""
+    """Delete a folder with its content, a file, or a link.
+
+    The target of a link stays, because a person put it elsewhere.
+    """
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | None:
-    """Delete the steps that ``checkpoint`` does not keep; returns a warning if it had to leave
-    them.
+    """Delete the steps that ``checkpoint`` does not keep; return a warning if deletion fails.
 
-    Nothing is deleted unless ``newest``, just written, is there with every file in its size: an
-    older one may then be the only checkpoint left. Nor is anything if it was written in a streak of
-    skipped steps: what led to them may be in it.
+    Nothing is deleted unless ``newest``, just written, has every file in its full size: an older
+    step may then be the only checkpoint left. Nothing is deleted either if ``newest`` was written
+    in a streak of skipped steps, because the cause of the streak may be in it.
     """
     try:
         manifest, problem = verify_step(folder / newest, Ranks(alone=True), content=False)
@@ -106,8 +108,11 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
 
 
 def _readable(step_dir: Path) -> Mapping[str, Any]:
-    """A step's manifest, empty where it is damaged; ``_UNREADABLE`` of one that another version
-    wrote or is away."""
+    """Return a step's manifest; empty if the step is damaged.
+
+    Returns:
+        ``_UNREADABLE`` if another version wrote the step, or the target of its link is away.
+    """
     try:
         return read_manifest(step_dir)[0]
     except (OSError, CheckpointError):
@@ -117,12 +122,14 @@ def _readable(step_dir: Path) -> Mapping[str, Any]:
 def superfluous(
     names: list[str], val_losses: Mapping[str, float], checkpoint: CheckpointConfig
 ) -> list[str]:
-    """Steps to delete: not among the newest ``keep``, nor the ``keep_best`` best, nor a multiple of
+    """Return the steps to delete, by ``keep``, ``keep_best`` and ``keep_every``.
+
+    A step stays if it is among the newest ``keep`` or the best ``keep_best``, or is a multiple of
     ``keep_every``.
 
     Args:
         names: committed steps, oldest first; the last one always stays.
-        val_losses: validation loss of the steps that were validated; of equal ones the newer is
+        val_losses: validation loss of each validated step; of equal losses the newer step is
             better.
     """
     kept = set(names[-max(checkpoint.keep, 1) :])
@@ -134,11 +141,12 @@ def superfluous(
 
 
 def source_steps(resume: str, run_dir: Path) -> list[Path]:
-    """Steps that ``checkpoint.resume`` names, oldest first: a step directory, or those of a run;
-    none if it is no path.
+    """Return the steps that ``checkpoint.resume`` names, oldest first; empty if it is no path.
+
+    The path may be a step directory or a run directory.
 
     Raises:
-        CheckpointError: there is no checkpoint at the path, or it is a step of the run itself.
+        CheckpointError: the path has no checkpoint, or it is a step of the run itself.
     """
     if resume in ("auto", "never"):
         return []
@@ -163,11 +171,11 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
 
 
 def check_writable(ranks: Ranks, folder: Path) -> None:
-    """Write, flush and remove a file in ``folder`` on every rank, and see rank 0's from all of
-    them.
+    """Write, flush and remove a file in ``folder`` on every rank, and find rank 0's file from all.
 
     Raises:
-        CheckpointError: a rank cannot write there, or sees another directory under that name.
+        CheckpointError: a rank cannot write to the folder, or sees another directory under its
+            name.
     """
     token = ranks.lead(lambda: uuid.uuid4().hex)
     mine = folder / f".tmp-probe-{token}-{ranks.rank}"
@@ -188,10 +196,10 @@ def check_writable(ranks: Ranks, folder: Path) -> None:
 
 
 def give_up(temporary: Path, folder: Path) -> str | None:
-    """Free the space of a save that failed; returns the newest step that is there."""
+    """Free the space of a failed save; return the newest step that exists."""
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         steps = committed_steps(folder)
-    except OSError:  # the disk that failed the save may not even list what it has
+    except OSError:  # The disk that failed the save may also fail to list it.
         return "what was there before"
     return steps[-1] if steps else None

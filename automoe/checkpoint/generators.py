@@ -1,7 +1,7 @@
 """States of random generators in a checkpoint.
 
-Training draws from counters (``automoe.kernels.counter_random``) and needs none of them. A recipe
-of one's own may use torch's, Python's or NumPy's, and is to go on as if nothing had happened, too.
+Training draws from counters (``automoe.kernels.counter_random``) and uses no generator. A user's
+recipe may use the generators of torch, Python or NumPy, and must resume with the same numbers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import torch.distributed as dist
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """``torch`` (uint8), ``python`` and ``numpy`` (int64 [627]) and, on CUDA, ``cuda`` (uint8):
-    copies."""
+    """Return copies of the generators' states.
+
+    Returns:
+        ``torch`` (uint8), ``python`` and ``numpy`` (int64 [627]) and, on CUDA, ``cuda`` (uint8).
+    """
     _, words, gauss = random.getstate()  # words: the state and the position in it
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert kind == "MT19937", kind
@@ -31,7 +34,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Undo ``rng_state``; a generator that ``state`` lacks stays as it is."""
+    """Restore the result of ``rng_state``; a generator that ``state`` lacks stays as it is."""
     state = rng_state() | state
     torch.set_rng_state(state["torch"])
     words, gauss = _from_twister(state["python"])
@@ -53,5 +56,5 @@ def _from_twister(state: torch.Tensor) -> tuple[list[int], float | None]:
 
 
 def of_this_rank(generators: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """States of random generators under names of this rank's own."""
+    """Return the generators' states under names that are unique to this rank."""
     return {f"generators.{dist.get_rank()}.{name}": state for name, state in generators.items()}

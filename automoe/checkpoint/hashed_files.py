@@ -19,15 +19,17 @@ from automoe.storage.trace import phase
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Size and digest of a file, as a manifest lists them. XXH3 finds damage at a tenth of the cost
-    of a copy."""
+    """Size and digest of a file, as a manifest lists them.
+
+    XXH3 detects damage at a tenth of the cost of a copy.
+    """
 
     bytes: int
     xxh128: str
 
 
 class HashingStream(io.RawIOBase):
-    """A new file that hashes what is written to it, while it is written.
+    """New file whose content is hashed as it is written.
 
     A write error is kept and raised by ``seal``: torch's serializer calls ``write`` from C++ code
     that an exception would leave half done.
@@ -54,10 +56,10 @@ class HashingStream(io.RawIOBase):
         return self._size
 
     def seal(self) -> FileFacts:
-        """Flush the file to the disk and return the size and digest of what was written.
+        """Flush the file to the disk and return the size and digest of its content.
 
         Raises:
-            OSError: it could not be written or flushed.
+            OSError: the file could not be written or flushed.
         """
         if self._error is not None:
             raise self._error
@@ -65,8 +67,10 @@ class HashingStream(io.RawIOBase):
         return FileFacts(self._size, self._digest.hexdigest())
 
     def release(self) -> None:
-        """Close the file. ``close``, which torch calls before the file can be sealed, leaves it
-        open."""
+        """Close the file.
+
+        ``close`` leaves it open, because torch calls ``close`` before the file can be sealed.
+        """
         self._file.close()
 
     def _put(self, view: memoryview) -> None:
@@ -78,13 +82,13 @@ class HashingStream(io.RawIOBase):
 
 
 class HashingFileSystem(FileSystem):
-    """torch.distributed.checkpoint's file system, whose new files are flushed and hashed.
+    """File system for torch.distributed.checkpoint whose new files are flushed and hashed.
 
     Args:
-        step: the step that is saved.
+        step: step that is being saved.
 
     Attributes:
-        facts: file name -> size and digest of every file written so far.
+        facts: size and digest of every file written so far, by file name.
     """
 
     def __init__(self, step: int) -> None:
@@ -112,8 +116,7 @@ class HashingFileSystem(FileSystem):
 
 
 def is_as_written(path: Path, facts: Mapping[str, Any]) -> bool:
-    """Return True if a file has the digest that a manifest lists for it; manifests of format 2 list
-    SHA-256."""
+    """Return True if a file has the digest in its manifest; format 2 lists SHA-256 digests."""
     name, digest = ("xxh128", xxhash.xxh3_128) if "xxh128" in facts else ("sha256", hashlib.sha256)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, digest).hexdigest() == facts[name]

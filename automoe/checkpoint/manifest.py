@@ -1,5 +1,4 @@
-"""What a checkpoint says of itself: its files with sizes and digests, its counters, the run that
-wrote it."""
+"""Manifest of a checkpoint: files with sizes and digests, counters, and the run that wrote it."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ _NUMBERS = ("train", "optim", "moe", "lora")
 def write_manifest(
     step_dir: Path, content: Mapping[str, Any], files: Mapping[str, FileFacts]
 ) -> None:
-    """Write and flush ``step_dir/manifest.json``: ``content``, the files, and a digest over
-    both."""
+    """Write and flush ``step_dir/manifest.json``: ``content``, the files, and a digest of both."""
     versions = {"automoe": __version__, "torch": str(torch.__version__)}
     manifest: dict[str, Any] = {"format": FORMAT, "versions": versions, **content}
     manifest["files"] = {name: asdict(files[name]) for name in sorted(files)}
@@ -62,12 +60,13 @@ def write_manifest(
 
 
 def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
-    """The manifest of a committed step, and None or what is wrong with it (then the manifest is
-    empty).
+    """Return a committed step's manifest, and the damage found in it or None.
+
+    The manifest is empty if it is damaged.
 
     Raises:
-        OSError: it cannot be read, or the step is a link whose target is away.
-        CheckpointError: another version of automoe wrote it, in a way that this one does not know.
+        OSError: the manifest cannot be read, or the step is a link whose target is away.
+        CheckpointError: another version of automoe wrote it in a format unknown to this version.
     """
     if step_dir.is_symlink() and not step_dir.exists():
         raise OSError(errno.EHOSTDOWN, f"is a link to {step_dir.readlink()}, which is not there")
@@ -106,11 +105,13 @@ def _other_version(step_dir: Path, what: str, versions: object) -> CheckpointErr
 
 
 def file_damage(path: Path, facts: Mapping[str, Any], content: bool = True) -> str | None:
-    """What is wrong with one file of a manifest, or None; ``content=False`` looks at its size
-    alone.
+    """Return a description of the damage to one file of a manifest, or None.
+
+    Args:
+        content: False compares the file's size alone.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         size = path.stat().st_size
@@ -132,14 +133,16 @@ def file_damage(path: Path, facts: Mapping[str, Any], content: bool = True) -> s
 def verify_step(
     step_dir: Path, ranks: Ranks, content: bool = True
 ) -> tuple[dict[str, Any], str | None]:
-    """A committed step's manifest, and None or what is wrong: every listed file is to be there,
-    whole and unchanged.
+    """Return a committed step's manifest, and a description of the step's damage or None.
 
-    Ranks share the files to read. ``content=False`` compares sizes alone.
+    Every listed file must exist, complete and unchanged. Ranks divide the files among them.
+
+    Args:
+        content: False compares sizes alone.
 
     Raises:
-        CheckpointError: another version wrote it, or it cannot be read: nobody knows whether it is
-            damaged.
+        CheckpointError: another version wrote the step, or the step cannot be read; it may or may
+            not be damaged.
     """
     try:
         manifest, problem = ranks.lead(lambda: read_manifest(step_dir))
@@ -162,17 +165,17 @@ def verify_step(
 
 
 def damage(step_dir: Path, content: bool = True) -> str | None:
-    """What ``verify_step`` finds in one process that reads all of it."""
+    """Return the damage that ``verify_step`` finds, with one process that reads all files."""
     return verify_step(step_dir, Ranks(alone=True), content)[1]
 
 
 def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> None:
-    """Compare the model of a manifest's configuration with the one to load it into.
+    """Compare the model in a manifest's configuration with the model to load it into.
 
-    A field that the checkpoint does not know was added later and had its default then.
+    A field that the manifest lacks was added later; the manifest's model has the field's default.
 
     Raises:
-        CheckpointError: the fields that differ, with both values.
+        CheckpointError: fields differ; the message lists them with both values.
     """
     then = flat(asdict(ModelConfig()), "model.") | flat(saved["model"], "model.")
     now = flat(config_to_dict(config)["model"], "model.")
@@ -196,8 +199,7 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
 def check_base(
     step_dir: Path, manifest: Mapping[str, Any], config: Config, base: str | None
 ) -> None:
-    """Raise ``CheckpointError`` unless ``base`` is what the frozen parameters came from that a step
-    does not hold."""
+    """Raise ``CheckpointError`` unless ``base`` is the source of the weights that a step omits."""
     saved = manifest.get("base", base)
     if saved is not None and base is not None and ":" not in saved:
         raise CheckpointError(
@@ -213,8 +215,7 @@ def check_base(
 
 
 def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str], list[str]]:
-    """Settings that change the numbers of a run and are not what they were: ``key=value`` then, and
-    now."""
+    """Return the changed settings that affect a run's numbers: ``key=value`` lists, old and new."""
     now = flat(config_to_dict(config))
     then = flat(config_to_dict(Config())) | flat(saved)
     # one rounds differently, one averages

@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder, or of a path, a run starts from: the newest one that verifies."""
+"""Choice of the checkpoint that a run starts from: the newest step of a folder that verifies."""
 
 from __future__ import annotations
 
@@ -59,11 +59,10 @@ def newest_valid(
 def step_at(
     source: Path, run_dir: Path, ranks: Ranks, warn: Callable[[str], object]
 ) -> tuple[Path, dict[str, Any]]:
-    """Return the step that ``checkpoint.resume=PATH`` names, verified, and its manifest. Nothing
-    there is changed.
+    """Return the verified step of ``checkpoint.resume=PATH`` and its manifest, and change no file.
 
     Raises:
-        CheckpointError: the step is damaged, or there is none.
+        CheckpointError: the step is damaged, or the path has none.
     """
     steps = ranks.lead(lambda: folders.source_steps(str(source), run_dir))
     if steps != [source]:

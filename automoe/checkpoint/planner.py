@@ -1,9 +1,8 @@
-"""Who writes which tensor of a checkpoint: torch's plan, made once for as long as every rank has
-the same tensors.
+"""Save plan of a checkpoint: torch's plan, made once and reused while every rank's tensors stay.
 
-Rank 0 gathers every rank's plan, drops what several would write, checks that each tensor is
-covered, and sends each rank its part: at 1,024 ranks 28 s of every save in which the others wait
-(``benchmarks/results/checkpoint_plan.json``).
+Rank 0 gathers every rank's plan, drops duplicate writes, checks that each tensor is covered, and
+sends each rank its part. At 1,024 ranks this takes 28 s of every save, in which the other ranks
+wait (``benchmarks/results/checkpoint_plan.json``).
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from automoe.interop.torch_private import cache_plans_under
 
 
 class CachedPlanner(DefaultSavePlanner):
-    """Torch's planner, with a cache for ``key`` alone: a rank whose part is as it was sends no
-    plan, nor gets one.
+    """Save planner of torch with a plan cache of its own ``key``.
 
-    Torch caches by the name of the class, which stores of other groups of ranks would share.
+    A rank whose part is unchanged neither sends nor receives a plan. Torch caches by the name of
+    the class, which stores of other groups of ranks would share.
     """
 
     def __init__(self, key: str) -> None:

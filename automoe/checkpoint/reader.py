@@ -1,7 +1,7 @@
-"""Reads a step of training state and runs nothing that its files name.
+"""Reader of training state that runs no code named by a checkpoint's files.
 
-``.metadata`` of ``torch.distributed.checkpoint`` is a pickle, and torch loads it as one: it calls
-whatever the file names. So does torch with entries that are no tensors. A step may come from
+``.metadata`` of ``torch.distributed.checkpoint`` is a pickle, and torch's loader calls any function
+that the pickle names. Torch does the same with entries that are no tensors. A step may come from
 somebody else (``checkpoint.resume=DIR``, ``automoe export DIR``).
 """
 
@@ -39,7 +39,7 @@ _NEWER = "A newer torch may have written it: its manifest.json says which (versi
 
 
 class StepReader(dcp.FileSystemReader):
-    """The reader of one step directory.
+    """Reader of one step directory.
 
     Raises:
         CheckpointError: the step names code, an entry that is no tensor, or a file outside of its
@@ -49,7 +49,7 @@ class StepReader(dcp.FileSystemReader):
     _unread: CheckpointError | None = None  # why there is no index; torch 2.11 keeps no word of it
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the step, which lists its tensors and where they lie."""
+        """Return the step's index, which lists its tensors and their locations."""
         try:
             metadata = _renamed(_read_index(Path(self.path) / ".metadata"))
         except CheckpointError as error:
@@ -60,11 +60,13 @@ class StepReader(dcp.FileSystemReader):
         return metadata
 
     def load(self, tensors: dict[str, torch.Tensor], **ranks: Any) -> None:
-        """Fill ``tensors`` with those of these names; ``ranks``: ``process_group`` or ``no_dist``
-        of ``dcp.load``.
+        """Fill ``tensors`` with the step's tensors of the same names.
+
+        Args:
+            ranks: ``process_group`` or ``no_dist`` of ``dcp.load``.
 
         Raises:
-            CheckpointError: on every rank alike: they cannot be read, or one is not there.
+            CheckpointError: on every rank alike: a tensor is missing or cannot be read.
         """
 
         def load() -> None:
@@ -94,7 +96,7 @@ _OLD_NAME = re.compile(rf"(?<=\.experts\.)({'|'.join(_OLD_NAMES)})(?![a-z_])")
 
 
 def _renamed(metadata: Metadata) -> Metadata:
-    """Return the index with today's names of parameters."""
+    """Return the index with the current names of parameters."""
 
     def today(name: str) -> str:
         return _OLD_NAME.sub(lambda match: _OLD_NAMES[match[0]], name)
@@ -127,7 +129,7 @@ def _read_index(path: Path) -> Metadata:
             )
     except CheckpointError as error:
         raise CheckpointError(f"{path} {error}") from None
-    except Exception as error:  # a pickle that is none can fail in any way
+    except Exception as error:  # An invalid pickle can raise any exception.
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     if strange or outside:
         problem = (

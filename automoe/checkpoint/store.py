@@ -1,14 +1,13 @@
-"""Training state on disk: written under another name, renamed into place, verified before it is
-believed.
+"""Training state on disk: written under a temporary name, renamed to commit, verified on load.
 
 torch.distributed.checkpoint moves the tensors (and reshards them on load); it is not a commit
-protocol. So a step is written to ``.tmp-step-N`` by all ranks, each flushing and hashing its own
-files, listed in a manifest with sizes and digests, renamed to ``step-N``, and only then named by
-``LATEST``. An existing step is never written into.
+protocol. So all ranks write a step to ``.tmp-step-N``, and each flushes and hashes its own files. A
+manifest lists the files with sizes and digests. The folder is renamed to ``step-N``, and only then
+does ``LATEST`` name it. An existing step is never written into.
 
-The rename commits: the newest step that verifies is the one to resume from. ``LATEST`` says which
-one that ought to be, so a newest step that is lost or damaged is noticed and not quietly replaced
-by an older one.
+The rename commits, and a run resumes from the newest step that verifies. ``LATEST`` names the step
+that should be the newest, so a lost or damaged newest step is noticed and not silently replaced by
+an older one.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to c
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on.
+    """Position from which a run continues.
 
     Attributes:
         step: optimizer steps done.
-        own: True if the checkpoint is in the run's own directory, whose record goes on.
+        own: True if the checkpoint is in the run's own directory, whose record is continued.
     """
 
     step: int
@@ -68,12 +67,12 @@ class Resumed:
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory; every rank makes one and calls every method.
+    """Checkpoints of one run directory; every rank makes a store and calls every method.
 
     Args:
-        config: its model must be the checkpoint's; ``config.checkpoint`` says what stays.
-        shape: of the mesh that these ranks are on.
-        run_dir: a directory that all ranks see; checkpoints live in ``run_dir/checkpoints``.
+        config: its model must equal the checkpoint's; ``config.checkpoint`` sets the retention.
+        shape: shape of the mesh of these ranks.
+        run_dir: directory that all ranks see; checkpoints are in ``run_dir/checkpoints``.
     """
 
     def __init__(self, config: Config, shape: MeshShape, run_dir: Path) -> None:
@@ -92,18 +91,18 @@ class CheckpointStore:
         self.attach(self._say, self._warn, lambda step_dir: None)
 
     def check(self) -> None:
-        """Find out what would stop a save or a resume, before anything large is loaded.
+        """Find obstacles to a save or a resume before anything large is loaded.
 
         Raises:
-            CheckpointError: the folder cannot be written by every rank, or is not the same for all
-                of them; ``checkpoint.resume`` names no checkpoint; torch lacks what
-                ``checkpoint.async_save`` copies the state with.
+            CheckpointError: the folder is not writable for every rank or differs between ranks;
+                ``checkpoint.resume`` names no checkpoint; or torch lacks the stager that
+                ``checkpoint.async_save`` needs.
         """
         if self.config.checkpoint.saves:
             if self.config.checkpoint.async_save:
                 _new_stager(pin_memory=False)
             folders.check_writable(self.ranks, self.folder)
-            _ = self.base  # now, while the files are those that are to be loaded
+            _ = self.base  # Computed now, while the files are the ones to load.
         self.ranks.lead(lambda: folders.source_steps(self.config.checkpoint.resume, self.run_dir))
 
     # ---------------------------------------------------------------- saving
@@ -124,28 +123,30 @@ class CheckpointStore:
         self._began = time.monotonic()
 
     def minutes_are_up(self) -> bool:
-        """Return True if ``checkpoint.every_minutes`` have passed since the last save began, on
-        this rank's clock."""
+        """Return True if ``checkpoint.every_minutes`` have passed since the last save began.
+
+        Each rank answers by its own clock.
+        """
         minutes = self.config.checkpoint.every_minutes
         return minutes > 0 and time.monotonic() - self._began >= 60 * minutes
 
     def save(
         self, state: TrainState, val_loss: float | None = None, stopping: bool = False
     ) -> Path | None:
-        """Save ``state``, in the background with ``checkpoint.async_save`` unless the loop leaves
-        after this save.
+        """Save ``state``; in the background with ``checkpoint.async_save`` unless ``stopping``.
 
-        A checkpoint is committed in full or not at all, and a step that exists already is left as
-        it is. A save that is still in flight is waited for. A save that cannot be written (a full
-        disk) is a warning and training goes on, but no later save can make up for the last one of a
-        run: its failure is an error.
+        A checkpoint is committed in full or not at all, and an existing step is left as it is. The
+        method waits for a save in flight. A failed write (a full disk) is a warning and training
+        continues, except for the last save of a run, whose failure is an error because no later
+        save can replace it.
 
         Args:
             val_loss: the state's validation loss, for ``checkpoint.keep_best``.
-            stopping: the loop leaves after this save, as it does after the last step.
+            stopping: True if the loop leaves after this save, as it does after the last step.
 
         Returns:
-            The directory of the checkpoint; None if the save goes on in the background, or failed.
+            The directory of the checkpoint; None if the save continues in the background, or
+            failed.
 
         Raises:
             SaveError: the last checkpoint of the run could not be written, or is not finite; on
@@ -165,8 +166,7 @@ class CheckpointStore:
         return None
 
     def _begin(self, state: TrainState, val_loss: float | None) -> None:
-        """Copy ``state`` to CPU memory and write it in the background. The copy stays allocated for
-        the next save."""
+        """Copy ``state`` to CPU memory, kept for later saves, and write it in the background."""
         tensors = self._saved_tensors(state)
         on_cuda = any(tensor.is_cuda for tensor in tensors.values())
         if self._stager is None:
@@ -184,18 +184,17 @@ class CheckpointStore:
         executor.shutdown(wait=False)
 
     def poll(self, wait: bool = False) -> Path | None:
-        """Report a background save that is over on all ranks, and return its directory; call it
-        once a step.
+        """Return the directory of a background save that has ended; call this method every step.
 
         Args:
-            wait: until the save is over, as a loop does that leaves without a last save.
+            wait: wait for the end of the save, for a loop that leaves without a last save.
 
         Returns:
-            None while the save is being written, if it failed, or if there is none.
+            None while any rank's save is being written, if it failed, or if there is none.
 
         Raises:
-            Exception: what ended the save, in the same call on every rank, unless it was a write
-                error.
+            Exception: the error that ended the save, in the same call on every rank, unless it was
+                a write error.
         """
         if self._in_flight is None:
             return None
@@ -205,7 +204,7 @@ class CheckpointStore:
                 # others in a poll.
                 done = torch.tensor([int(self._in_flight.done())], dtype=torch.int32)
                 if self.ranks.size > 1:
-                    # not over the group that the save itself uses
+                    # The save itself uses another group.
                     dist.all_reduce(done, op=dist.ReduceOp.MIN)
                 if not done.item():
                     return None
@@ -243,8 +242,7 @@ class CheckpointStore:
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Count the time that the loop waits; warn about a save that could not be written, unless
-        it is the last."""
+        """Count the time that the loop waits; warn about a failed write unless ``last``."""
         started = time.perf_counter()
         try:
             yield
@@ -257,8 +255,7 @@ class CheckpointStore:
             self._blocked_s += time.perf_counter() - started
 
     def _check_finite(self, state: TrainState) -> None:
-        """Raise ``SaveError`` if a tensor of ``state`` is not finite: older checkpoints are deleted
-        for this one."""
+        """Raise ``SaveError`` if a tensor is not finite: the save would replace older ones."""
         with phase("check_finite", state.step):
             found = self.ranks.all(state.not_finite)
         if names := [
@@ -271,14 +268,12 @@ class CheckpointStore:
             )
 
     def _saved_tensors(self, state: TrainState) -> dict[str, torch.Tensor]:
-        """Return the tensors of a checkpoint: all, or only the trained ones if ``model.hf_path``
-        holds the frozen."""
+        """Return the tensors to save; frozen ones are left out if ``model.hf_path`` holds them."""
         return state.tensors(frozen=self.base is None)
 
     @cached_property
     def base(self) -> str | None:
-        """Identity of the checkpoint at ``model.hf_path``, if parameters stay as they are there.
-        Collective."""
+        """Return the identity of ``model.hf_path`` if weights are frozen, else None. Collective."""
         config, model = self.config, self.config.model
         if model.hf_path is None or model.upcycle or not (config.lora.rank or config.train.freeze):
             return None
@@ -295,13 +290,14 @@ class CheckpointStore:
         } | ({"base": self.base} if self.base else {})
 
     def _mesh_sizes(self) -> list[list[int]]:
-        """Return the mesh that the random generators belong to: a rank's generators mean nothing on
-        another mesh."""
+        """Return the mesh of the generators' states, which mean nothing on another mesh."""
         return [list(self.shape.sizes(view)) for view in ("default", "moe")]
 
     def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], step: int) -> Path:
-        """Write the files, commit the step, replace ``LATEST`` and delete old steps: each on all
-        ranks or on none."""
+        """Write the files, commit the step, replace ``LATEST`` and delete old steps.
+
+        Each part is done on all ranks or on none.
+        """
         final, temporary = self.folder / f"step-{step}", self.folder / f".tmp-step-{step}"
         try:
             with phase("save", step):
@@ -340,8 +336,7 @@ class CheckpointStore:
     def _write_tensors(
         self, tensors: dict[str, torch.Tensor], target: Path, step: int
     ) -> dict[str, FileFacts]:
-        """Write and flush all ranks' files in a new folder; return size and digest by file name, on
-        every rank."""
+        """Write and flush all ranks' files to a new folder; return all facts on every rank."""
 
         def prepare() -> None:
             shutil.rmtree(target, ignore_errors=True)
@@ -369,21 +364,20 @@ class CheckpointStore:
     # ---------------------------------------------------------------- resuming
 
     def load_latest(self, state: TrainState) -> Resumed | None:
-        """Fill ``state`` from the newest checkpoint that verifies, on whatever mesh it was written.
+        """Fill ``state`` from the newest checkpoint that verifies; any mesh may have written it.
 
-        Those of the run's own directory come first, whatever ``checkpoint.resume`` says, unless
-        that is ``never``: then they are set aside as ``checkpoints.1``, and so on, and None is
-        returned, as where there is no checkpoint. A path is for a run that has none yet: a run
+        Checkpoints in the run's own directory come first, whatever ``checkpoint.resume`` says. With
+        ``checkpoint.resume=never`` they are set aside as ``checkpoints.1`` and so on, and the
+        result is None, as without a checkpoint. A path applies to a run without checkpoints: a run
         directory, whose newest valid step is taken, or a step directory.
 
-        Damaged checkpoints newer than the one loaded are named in a warning; in the run's own
-        directory they are set aside as ``damaged-step-N.1``, out of the way of the run that goes
-        on. Settings that change the numbers and differ from the checkpoint's are named in a
-        warning.
+        A warning names damaged checkpoints newer than the loaded one; in the run's own directory
+        they are set aside as ``damaged-step-N.1``. Another warning names changed settings that
+        affect the run's numbers.
 
         Raises:
-            CheckpointError: it was written by another model (the message lists the fields that
-                differ), there are checkpoints and none of them verifies, or they cannot be read.
+            CheckpointError: another model wrote the checkpoint (the message lists the fields that
+                differ), no checkpoint verifies, or they cannot be read.
             DataError: the data changed since the checkpoint.
         """
         with self._readable():
@@ -391,7 +385,7 @@ class CheckpointStore:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """Turn an error of the disk into a ``CheckpointError`` that says what to do."""
+        """Convert a disk error into a ``CheckpointError`` with advice."""
         try:
             yield
         except OSError as error:
@@ -422,11 +416,11 @@ class CheckpointStore:
         return Resumed(state.step, own)
 
     def fall_back(self, state: TrainState, resumed: Resumed) -> Resumed | None:
-        """Fill ``state`` from the step before the one that it was ``resumed`` from, which is set
-        aside.
+        """Set aside the step that ``state`` was ``resumed`` from and load the step before it.
 
         Returns:
-            None where there is none before it, or it is another run's: then nothing has changed.
+            None if no earlier step exists, or the step belongs to another run; then nothing has
+            changed.
 
         Raises:
             CheckpointError: as ``load_latest``.
@@ -456,7 +450,7 @@ class CheckpointStore:
             self._warn(
                 f"{step_dir} was trained with {', '.join(then)}; it goes on with {', '.join(now)}"
             )
-        state.load_counters(manifest["counters"])  # first: it refuses data that changed
+        state.load_counters(manifest["counters"])  # First, because it raises if the data changed.
         saved, here = manifest["generators"], rng_state()
         names = saved["names"] if saved["mesh"] == self._mesh_sizes() else []
         generators = {name: here[name] for name in names if name in here}

@@ -1,4 +1,4 @@
-"""Everything a training run is at one step, as one object that names its own tensors."""
+"""State of a training run at one step, as one object that names its own tensors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class TrainState:
 
     Attributes:
         model_parts: this rank's pipeline stages, {stage number: part}; names inside are global.
-        loader: None where batches come from elsewhere; such a state cannot be saved.
+        loader: None if batches come from elsewhere; a state without a loader cannot be saved.
         step: optimizer steps done (skipped ones included).
-        tokens: tokens trained so far (labels that count), over all ranks.
-        skipped: steps in a row that were skipped.
-        recent_losses: what the next step's loss is compared with (``automoe.training.step``).
+        tokens: tokens with a label trained so far, over all ranks.
+        skipped: number of consecutive skipped steps.
+        recent_losses: losses that the next step's loss is compared with
+            (``automoe.training.step``).
     """
 
     model_parts: dict[int, Decoder]
@@ -36,15 +37,16 @@ class TrainState:
     recent_losses: list[float] = field(default_factory=list)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """This rank's parameters, in a fixed order."""
+        """Return this rank's parameters in a fixed order."""
         return [parameter for part in self.model_parts.values() for parameter in part.parameters()]
 
     def tensors(self, frozen: bool = True) -> dict[str, torch.Tensor]:
-        """Global name -> tensor of this rank: parameters, saved buffers, AdamW's moments and step
-        counts, averages.
+        """Return this rank's tensors by global name.
+
+        They are parameters, saved buffers, AdamW's moments and step counts, and averages.
 
         Args:
-            frozen: parameters that are not trained, too.
+            frozen: True to include frozen parameters.
         """
         tensors: dict[str, torch.Tensor] = {}
         for part in self.model_parts.values():
@@ -62,8 +64,10 @@ class TrainState:
         return tensors
 
     def not_finite(self) -> list[str]:
-        """Names of this rank's tensors in which some number is not finite. Reads each once, where
-        it is."""
+        """Return the names of this rank's tensors that have a non-finite value.
+
+        The method reads each tensor once, on its own device.
+        """
         shards = {name: local_shard(tensor.detach()) for name, tensor in self.tensors().items()}
         # Neither sums, which may overflow, nor a mask as large as the tensor; codes of 8 bits are
         # made anew.
@@ -77,8 +81,7 @@ class TrainState:
         ]
 
     def optional(self) -> set[str]:
-        """Names of tensors that a checkpoint may lack: what modules list as ``optional_state``,
-        averages of weights."""
+        """Return names that a checkpoint may lack: modules' ``optional_state`` and averages."""
         return {
             f"model.{name}.{buffer}"
             for part in self.model_parts.values()
@@ -87,8 +90,7 @@ class TrainState:
         } | self._averages().keys()
 
     def begin_averages(self, absent: Collection[str]) -> bool:
-        """Averages with names in ``absent`` begin with the weights as they are; whether there is
-        one."""
+        """Start the averages named in ``absent`` from the weights; return True if any exists."""
         begun = {name: pair for name, pair in self._averages().items() if name in absent}
         with torch.no_grad():
             for average, parameter in begun.values():
@@ -96,7 +98,7 @@ class TrainState:
         return bool(begun)
 
     def _averages(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Name in a checkpoint -> (average, parameter), of this rank."""
+        """Return (average, parameter) of this rank by the average's name in a checkpoint."""
         named = (pair for part in self.model_parts.values() for pair in part.named_parameters())
         state = self.optimizer.state
         return {
@@ -106,7 +108,7 @@ class TrainState:
         }
 
     def counters(self) -> dict[str, Any]:
-        """What is not a tensor, as plain JSON values, equal on every rank."""
+        """Return the state's values that are no tensors, as plain JSON, equal on every rank."""
         assert self.loader is not None
         return {
             "step": self.step,
@@ -117,7 +119,7 @@ class TrainState:
         }
 
     def load_counters(self, counters: dict[str, Any]) -> None:
-        """Undo ``counters``.
+        """Restore the result of ``counters``.
 
         Raises:
             DataError: the data changed since the checkpoint.

@@ -26,11 +26,11 @@ _buffers: list[Any] = []  # of this process, in the order in which every rank ma
 
 
 def open_deepep(group: dist.ProcessGroup) -> TokenExchange:
-    """The exchange over ``group`` by the installed line of DeepEP. Its first call allocates the
-    buffers.
+    """Return the exchange over ``group`` by the installed DeepEP; its first call allocates buffers.
 
     Raises:
-        BackendError: DeepEP is not installed, or does not serve this group; names ``alltoall``.
+        BackendError: DeepEP is not installed, or does not support this group; the message names
+            ``alltoall``.
     """
     remedy = "Build DeepEP from its sources, or set moe.dispatcher=alltoall"
     deep_ep = import_backend("deep_ep", "moe.dispatcher=deepep", remedy)
@@ -42,17 +42,19 @@ def open_deepep(group: dist.ProcessGroup) -> TokenExchange:
 
 
 def _kept(buffer: Any) -> Any:
-    """``buffer``, until ``close_deepep``; one that has grown too small too, since handles in flight
-    lead to it."""
+    """Keep ``buffer`` until ``close_deepep`` and return it.
+
+    A buffer that has grown too small is kept too, since handles in flight refer to it.
+    """
     _buffers.append(buffer)
     return buffer
 
 
 def close_deepep() -> None:
-    """Destroy this process's buffers. Collective; to be called before process groups are destroyed.
+    """Destroy this process's buffers, before process groups are destroyed. Collective.
 
-    A buffer left to Python's end waits there for ranks that have gone, and
-    ``destroy_process_group`` for the buffer (NVIDIA-NeMo/Automodel#2686).
+    A buffer left to Python's exit waits there for ranks that have gone, and
+    ``destroy_process_group`` waits for the buffer (NVIDIA-NeMo/Automodel#2686).
     """
     while _buffers:
         _buffers.pop(0).destroy()
@@ -146,8 +148,10 @@ class ElasticExchange:
     combine = BufferExchange.combine  # the same call in both lines
 
     def _buffer_for(self, sizes: tuple[int, int, int], device: torch.device) -> Any:
-        """A buffer with room for (T, H, K). All ranks of a group have the same T, so all of them
-        grow at once."""
+        """Return a buffer with room for (T, H, K).
+
+        All ranks of a group have the same T, so all of them grow at once.
+        """
         if any(new > old for new, old in zip(sizes, self._sizes, strict=True)):
             tokens, hidden, top_k = (max(pair) for pair in zip(sizes, self._sizes, strict=True))
             # It takes the group's NCCL communicator, which is null before its first collective

@@ -20,7 +20,7 @@ from automoe.interop.torch_private import Gloo, gloo_group, replace_gloo
 
 
 class _OneWorker(type):
-    """Replaces torch's class where groups are made and recognised; its objects are torch's own."""
+    """Substitute for torch's class in making and recognising groups; it makes torch's objects."""
 
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -54,13 +54,13 @@ class OneWorkerGloo(metaclass=_OneWorker):
 
 
 def use_one_worker(lazy: bool = False, making_timeout: timedelta = timedelta.max) -> None:
-    """Every gloo group made from now on has one worker thread. Call it before
-    ``init_process_group``.
+    """Give every gloo group made from now on one worker thread.
+
+    Call this function before ``init_process_group``.
 
     Args:
-        lazy: ranks connect when they first send each other something, and not all to all when a
-            group is made.
-        making_timeout: after which ranks give up that wait for others to make a group with.
+        lazy: connect ranks when they first communicate, not all to all when a group is made.
+        making_timeout: time after which a rank stops waiting for its peers to make a group.
     """
     OneWorkerGloo.lazy, OneWorkerGloo.making_timeout = lazy, making_timeout
     replace_gloo(OneWorkerGloo)

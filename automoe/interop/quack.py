@@ -31,16 +31,15 @@ FIXED = dict(dynamic_scheduler=False, tuned=False)
 
 
 def experts() -> ExpertFn:
-    """See ``automoe.moe.experts`` for the arguments and the result; SwiGLU without biases, bfloat16
-    and float16.
+    """Return the experts' function: SwiGLU without biases, in bfloat16 and float16.
 
-    Rows past the last offset are not computed: their output, and what they add to the gradients of
-    x and probs, is whatever memory held. Gradients of gathered rows are added up by torch, on CUDA
-    with atomics.
+    ``automoe.moe.experts`` describes the arguments and the result. Rows past the last offset are
+    not computed: their output, and their part in the gradients of x and probs, is uninitialised
+    memory. Torch adds up the gradients of gathered rows, on CUDA with atomics.
 
     Raises:
-        BackendError: quack does not import, or the GPU is older than Hopper; names the backend that
-            there is.
+        BackendError: quack does not import, or the GPU is older than Hopper; the message names the
+            available backend.
     """
     remedy = "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
     ops = import_backend("quack.gemm_interface", "moe.experts=quack", remedy)
@@ -84,7 +83,7 @@ def _experts(
 
 
 class _QuackExperts(torch.autograd.Function):
-    """probs * down(silu(gate) * up) of gathered rows; J = 2I, gates first."""
+    """Autograd function of probs * down(silu(gate) * up) of gathered rows; J = 2I, gates first."""
 
     @staticmethod
     def forward(ctx, ops, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_EJH, down_proj_EHI):
@@ -167,6 +166,9 @@ class _QuackExperts(torch.autograd.Function):
 
 
 def _product(ops: Any, left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Each expert's ``left @ right``; cu_seqlens_m are its rows of left, cu_seqlens_k its part of
-    the summed dim."""
+    """Return each expert's ``left @ right``.
+
+    ``cu_seqlens_m`` bounds the experts' rows of left, ``cu_seqlens_k`` their parts of the summed
+    dim.
+    """
     return ops.gemm(left, right, **options, **FIXED)

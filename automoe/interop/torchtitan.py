@@ -1,7 +1,6 @@
-"""Everything automoe takes from torchtitan, behind one file: its public names change between
-releases.
+"""All uses of torchtitan, in one file because its public names change between releases.
 
-Imported only when called: it loads triton and torch's distributed stack.
+Torchtitan is imported only when called: it loads triton and torch's distributed stack.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ _A100 = 312e12  # what torchtitan answers for any device that it does not know
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device named as ``torch.cuda.get_device_name`` does; None if unknown.
+    """Return the dense bf16 FLOP/s of a device by its ``torch.cuda.get_device_name``, or None.
 
-    torchtitan answers with an A100 for any device that is not in its table, which would turn an
-    unknown peak into a wrong utilisation: that answer counts only for an A100. On a machine with an
-    H100 it looks at the hardware first and answers for that card, whatever the name.
+    torchtitan returns an A100's value for any device that is not in its table, which would turn an
+    unknown peak into a wrong utilisation: that value counts only for an A100. On a machine with an
+    H100 torchtitan looks at the hardware first and returns that card's value, whatever the name.
     """
     get_peak_flops = _titan("torchtitan.tools.utils").get_peak_flops
     logger = _titan("torchtitan.tools.logging").logger

@@ -1,14 +1,14 @@
-"""transformer-engine behind one file: ``kernels.attention=te``, ``kernels.norm=te`` and
-``moe.experts=te``.
+"""All uses of transformer-engine: backends of attention, norm and experts.
 
-The calls follow the signatures of 2.20.2 as published in its sources; this project has not run them
-on a GPU. Parameters stay the model's own, under their own names: a module of transformer-engine is
-made without storage and called with ours in place of its parameters. So checkpoints do not change
-and get none of its extra state. Where it does not import, each of these functions raises
-``BackendError`` and names what there is instead.
+They are ``kernels.attention=te``, ``kernels.norm=te`` and ``moe.experts=te``. The calls follow the
+signatures of 2.20.2 as published in its sources; this project has not run them on a GPU. Parameters
+stay the model's own, under their own names: a module of transformer-engine is made without storage
+and called with the model's parameters in place of its own. So checkpoints do not change and get
+none of its extra state. If transformer-engine does not import, each function raises
+``BackendError`` and names the available alternative.
 
 Shapes: B rows, S positions, N heads, G key heads, R computed rows, E experts of this rank, H
-    hidden, I width.
+hidden, I width.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from automoe.parallel.collectives import wait_tensor
 
 
 def attention() -> AttentionFn:
-    """Causal attention by ``DotProductAttention``, which raises ``BackendError`` for a mask or
-    sinks."""
+    """Return causal attention by ``DotProductAttention``.
+
+    The returned function raises ``BackendError`` for a mask or sinks.
+    """
     te = _load("kernels.attention=te", "kernels.attention=sdpa")
     # Its unfused attention, which keeps every score, would otherwise take what no fused kernel
     # serves.
@@ -53,7 +55,7 @@ def attention() -> AttentionFn:
         )
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
-        """q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] -> [B, S, N, Dv]."""
+        """Map q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
         if mask is not None or sinks is not None:
             raise BackendError(
                 "kernels.attention=te attends to all of the row before a query, and this layer has "
@@ -66,12 +68,11 @@ def attention() -> AttentionFn:
 
 
 def experts() -> ExpertFn:
-    """The experts' products by ``GroupedLinear``; arguments and result as ``automoe.moe.experts``
-    says, without biases.
+    """Return the experts' function with products by ``GroupedLinear``, without biases.
 
-    The host waits once a call for the number of rows of every expert. Gradients of gathered rows
-    are added up by torch, on CUDA with atomics: not in the same order in every run. For biases it
-    raises ``BackendError``.
+    ``automoe.moe.experts`` describes the arguments and the result. The host waits once a call for
+    the number of rows of every expert. Torch adds up the gradients of gathered rows, on CUDA with
+    atomics, so their order differs between runs. For biases the function raises ``BackendError``.
     """
     te = _load("moe.experts=te", "moe.experts=grouped_mm")
 
@@ -82,8 +83,7 @@ def experts() -> ExpertFn:
         )
 
     def multiply(rows: torch.Tensor, splits: list[int], weights: torch.Tensor) -> torch.Tensor:
-        """rows [R, K], sorted by expert, times each expert's weights [N, K] of [E, N, K] -> [R,
-        N]."""
+        """Return [R, N]: rows [R, K], sorted by expert, times the experts' weights [E, N, K]."""
         num_experts, size_out, size_in = weights.shape
         ours = {f"weight{i}": weight for i, weight in enumerate(weights.unbind(0))}
         return functional_call(
@@ -124,7 +124,7 @@ def experts() -> ExpertFn:
 
 
 def norm() -> Callable[..., RMSNorm]:
-    """What makes an ``RMSNorm`` that transformer-engine computes, zero-centered ones included."""
+    """Return a constructor of ``RMSNorm`` by transformer-engine, zero-centered ones included."""
     return partial(_Norm, _load("kernels.norm=te", "kernels.norm=torch"))
 
 
@@ -134,7 +134,7 @@ def _load(choice: str, instead: str) -> Any:
 
 
 class _Norm(RMSNorm):
-    """x [..., D] -> [..., D] in the dtype of x."""
+    """Norm of x [..., D] by transformer-engine; the result has the shape and dtype of x."""
 
     def __init__(self, te: Any, dim: int, eps: float, zero_centered: bool = False) -> None:
         super().__init__(dim, eps, zero_centered)

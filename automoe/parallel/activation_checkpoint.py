@@ -27,12 +27,13 @@ from automoe.parallel.discard_outputs import discard_outputs, discard_scope
 
 
 class Recomputed:
-    """``fn`` with its intermediate results dropped after the forward pass; same arguments, same
-    result.
+    """Wrapper of ``fn`` that drops intermediate results after the forward pass.
+
+    The wrapper has the arguments and the result of ``fn``.
 
     Args:
-        to_end: run again to the end, not just as far as the last tensor that is needed. An FSDP
-            unit inside ``fn`` wants it: left in the middle, it would still believe itself in its
+        to_end: recompute to the end, not only to the last tensor that is needed. An FSDP unit
+            inside ``fn`` needs this: stopped in the middle, it would still believe itself in its
             forward pass.
         saves: ``fn`` saves results for its recomputation (``automoe.moe.recompute``).
     """
@@ -43,7 +44,7 @@ class Recomputed:
         self.fn, self.to_end, self.saves = fn, to_end, saves
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        # of the parts that are compiled none has an FSDP unit or saves
+        # No compiled part has an FSDP unit or saves results.
         if torch.compiler.is_compiling():
             return checkpoint(self.fn, *args, use_reentrant=False)
         return checkpoint(
@@ -57,10 +58,10 @@ class Recomputed:
 
 
 def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
-    """Put regions around what ``parallel.recompute`` names in the layers that it names.
+    """Recompute the parts in ``parallel.recompute`` of the layers that the setting selects.
 
-    After the axes, whose collectives belong into the regions, and before FSDP, whose hooks stay
-    outside.
+    Call this function after the axes are applied, since their collectives belong inside the
+    regions, and before FSDP, whose hooks stay outside.
     """
     for name, block in model.layers.items():
         modules = recomputed_modules(parallel, int(name))
@@ -88,7 +89,7 @@ def _discard_norms(block: nn.Module) -> None:
     for norm in (block.input_layernorm, block.post_attention_layernorm):
         norm.forward = discard_outputs(norm.forward)
     for module in block.modules():
-        # What projections keep under tp is gathered: made again, it need not be kept either.
+        # Under tp projections keep gathered tensors, which recomputation frees too.
         sequence = getattr(module, "sequence", None)
         if sequence is not None and sequence.num_ranks > 1:
             module.sequence = copy(sequence)
@@ -105,5 +106,5 @@ def _keep_on_one_stream(block: nn.Module) -> None:
 
 
 def _recompute_forward(module: nn.Module, **options: bool) -> None:
-    # Its forward and not a wrapping module: parameters keep their names, and hooks stay outside.
+    # Replacing forward, not wrapping the module, keeps parameter names and leaves hooks outside.
     module.forward = Recomputed(module.forward, **options)

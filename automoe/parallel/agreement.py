@@ -1,7 +1,7 @@
-"""Work that ranks do each by themselves, with one outcome for all of them.
+"""Actions that each rank runs alone, with one outcome for all ranks.
 
-A disk can be full on one rank alone. The others must hear of it, or they would wait for that rank
-in the next collective, or take for saved what is not.
+A disk can be full on one rank alone. The other ranks must learn of it: otherwise they would wait
+for that rank in the next collective, or treat a failed save as complete.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ T = TypeVar("T")
 
 
 def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | RuntimeError:
-    """What an action raised on one rank, as an error that travels (not all pickle) and says the
-    same on every rank."""
+    """Return one rank's error as an error that can be pickled and has one text on every rank."""
     if isinstance(error, OSError):
         file = f" ({error.filename})" if error.filename else ""
         return OSError(error.errno or errno.EIO, f"{error.strerror or error}{file} on rank {rank}")
@@ -33,28 +32,32 @@ def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | Runt
 
 
 def worst(errors: Iterable[Exception]) -> Exception:
-    """Of the errors of some ranks, in their order, the one that decides for all: the first that is
-    no write error."""
+    """Return the error that decides for all ranks: the first one that is no write error.
+
+    ``errors`` are in rank order.
+    """
     return min(errors, key=lambda error: isinstance(error, OSError))
 
 
 def dcp_error(error: CheckpointException) -> Exception:
-    """What torch.distributed.checkpoint wraps (not in an ``Exception``), as one error, the same on
-    every rank."""
+    """Return the error that torch.distributed.checkpoint wraps, the same on every rank.
+
+    Torch's wrapper is no ``Exception``.
+    """
     return worst(for_all(rank, error.failures[rank][0]) for rank in sorted(error.failures))
 
 
 class Ranks:
-    """All ranks of the run; every one of them makes it and calls its methods, in the same order.
+    """All ranks of the run; every rank makes this object and calls its methods in the same order.
 
-    An action that a disk fails for a moment is tried again (``retried``), so it can be called
-    twice.
+    An action may be called twice, because a temporary disk error is retried (``retried``).
 
     Args:
-        timeout_s: longest wait for another rank, which may have a large file to write or to check,
-            over a gloo group that training's own collectives never use: a save in the background
-            talks over it while training talks over the others. None: over the default group.
-        alone: this process for itself, whatever other ranks do; so is one without other ranks.
+        timeout_s: longest wait for another rank, which may have a large file to write or to check.
+            The wait is on a separate gloo group, so that a background save can communicate while
+            training uses the other groups. None: use the default group.
+        alone: True for this process alone, whatever other ranks do; a world of one rank is alone
+            too.
     """
 
     def __init__(self, timeout_s: float | None = None, alone: bool = False) -> None:
@@ -67,11 +70,11 @@ class Ranks:
                 self.group = dist.new_group(backend="gloo", timeout=wait, group_desc=SAVES)
 
     def all(self, action: Callable[[], T]) -> list[T]:
-        """What ``action`` returned on each rank, in rank order, on every rank.
+        """Return the result of ``action`` on each rank, in rank order, on every rank.
 
         Raises:
-            OSError, CheckpointError, RuntimeError: it raised somewhere; the same error on every
-                rank. One process alone sees the error itself.
+            OSError, CheckpointError, RuntimeError: ``action`` raised on some rank; the error is the
+                same on every rank. One process alone sees the original error.
         """
         if self.size == 1:
             return [retried(action)]
@@ -83,16 +86,16 @@ class Ranks:
         return outcomes
 
     def lead(self, action: Callable[[], T], again: bool = True) -> T:
-        """What ``action`` returns on rank 0, the only one that runs it, on every rank.
+        """Run ``action`` on rank 0 alone and return its result on every rank.
 
         Args:
-            again: it is tried again where a disk fails for a moment. Not what renames, and not what
-                flushes: Linux reports a failed flush once, and the next one succeeds over pages
+            again: retry after a temporary disk error. Pass False for an action that renames or
+                flushes: Linux reports a failed flush once, and the next flush succeeds over pages
                 that are lost.
 
         Raises:
-            OSError, CheckpointError, RuntimeError: it raised; the same error on every rank, as
-            ``all``.
+            OSError, CheckpointError, RuntimeError: ``action`` raised; the same error on every rank,
+                as in ``all``.
         """
         if self.size == 1:
             return retried(action) if again else action()
@@ -104,7 +107,7 @@ class Ranks:
         return box[0]
 
     def share(self, sizes: dict[str, int]) -> list[str]:
-        """This rank's part of named pieces of work of some size, about even over the ranks."""
+        """Return this rank's part of named pieces of work, balanced by size over the ranks."""
         load = [0] * self.size
         mine: list[str] = []
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -120,13 +123,12 @@ def _attempt(
 ) -> tuple[T | Exception, Exception | None]:
     try:
         return retried(action) if again else action(), None
-    except Exception as error:  # the others wait for an answer, whatever it is
+    except Exception as error:  # Other ranks wait for an outcome.
         return for_all(rank, error), error
 
 
 def save_error(error: OSError, step: int, newest: str | None) -> SaveError:
-    """A write error in a save as what the user reads; ``newest`` is the newest step that is there
-    now."""
+    """Return a save's write error as a user message; ``newest`` is the newest existing step."""
     reason = error.strerror or os.strerror(error.errno or errno.EIO)
     if newest == f"step-{step}":
         outcome = f"the checkpoint of step {step} was written, but LATEST was not or older ones not deleted: {reason}"

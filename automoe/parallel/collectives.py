@@ -1,7 +1,7 @@
-"""Differentiable collectives under one name each.
+"""Differentiable collectives, each under one name for all backends.
 
-Results may be torch's asynchronous tensors, which wait when an operation of torch first reads them.
-They have no storage for kernels that read by pointer, which need ``wait_tensor``.
+Results may be torch's asynchronous tensors, which wait when a torch operation first reads them.
+They have no storage for kernels that read by pointer; such kernels need ``wait_tensor``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from automoe.moe.process_groups import SINGLE_RANK, Communicator
 
 
 def over_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` is gloo's, whose reduce-scatter is an all-reduce and whose gather goes
-    round a ring.
+    """Return True if ``group`` uses gloo.
 
-    An all-to-all and a sum take half the CPU-seconds, and the sum's order is that of the ranks.
+    Gloo's reduce-scatter is an all-reduce, and its all-gather goes round a ring. An all-to-all and
+    a sum take half the CPU-seconds, and sum in the order of the ranks.
     """
     return dist.get_backend(group) == "gloo"
 
 
 class _ExchangeParts(torch.autograd.Function):
-    """x_P [P, ...], the r-th part for rank r -> [P, ...], of which the r-th is from rank r."""
+    """All-to-all of x_P [P, ...]: part r goes to rank r; part r of the result is from rank r."""
 
     @staticmethod
     def forward(ctx, x_P: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -42,8 +42,7 @@ class _ExchangeParts(torch.autograd.Function):
 
 
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Concatenate every rank's ``x`` (equal shapes) along ``dim``; the gradient is a
-    reduce-scatter."""
+    """Concatenate every rank's ``x`` (equal shapes) along ``dim``; backward is a reduce-scatter."""
     if x.requires_grad and over_gloo(group):
         parts = _ExchangeParts.apply(x.expand(dist.get_world_size(group), *x.shape), group)
         return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
@@ -58,8 +57,7 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum ``x`` over ranks and keep this rank's equal part of ``dim``; the gradient is an
-    all-gather."""
+    """Sum ``x`` over ranks, keep this rank's equal part of ``dim``; backward is an all-gather."""
     if over_gloo(group):
         return _ExchangeParts.apply(
             torch.stack(x.chunk(dist.get_world_size(group), dim)), group
@@ -68,8 +66,10 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
 
 
 class GlooReduceScatter:
-    """FSDP's reduce-scatter over gloo (``FSDPModule.set_custom_reduce_scatter``): an all-to-all and
-    a sum."""
+    """FSDP's reduce-scatter over gloo, made of an all-to-all and a sum.
+
+    It is set by ``FSDPModule.set_custom_reduce_scatter``.
+    """
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -84,7 +84,7 @@ class GlooReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """input [P * N], the r-th N for rank r -> output [N], done on return."""
+        """Reduce input [P * N], whose part r is for rank r, into output [N]; done on return."""
         if op != dist.ReduceOp.SUM or async_op:
             raise NotImplementedError(
                 f"{op}, async_op={async_op}: it sums, and its result is there on return"
@@ -105,8 +105,10 @@ class _Wait(torch.autograd.Function):
 
 
 def wait_tensor(x: Any) -> Any:
-    """The plain tensor of one of torch's asynchronous tensors, waited for, differentiable; anything
-    else as it is."""
+    """Wait for an asynchronous tensor and return the plain tensor, differentiably.
+
+    Any other value is returned as it is.
+    """
     return _Wait.apply(x) if isinstance(x, AsyncTensor) else x
 
 
@@ -122,7 +124,7 @@ class _Sum(torch.autograd.Function):
 
 
 class GroupCommunicator(Communicator):
-    """That of a process group: the r-th shard of the positions is on its rank r."""
+    """Communicator of a process group; shard r of the positions is on its rank r."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -153,12 +155,12 @@ class GroupCommunicator(Communicator):
 
 
 def communicator(group: dist.ProcessGroup | None) -> Communicator:
-    """That of ``group``; None is this rank alone."""
+    """Return the communicator of ``group``; None means this rank alone."""
     return SINGLE_RANK if group is None else GroupCommunicator(group)
 
 
 class ProcessGroupDispatch:
-    """The ``automoe.moe.dispatch.base.DispatchGroup`` over a process group."""
+    """``automoe.moe.dispatch.base.DispatchGroup`` over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

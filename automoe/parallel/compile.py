@@ -37,11 +37,11 @@ VERSIONS = 256
 
 
 def apply_compile(model: Decoder, backend: str = "inductor") -> None:
-    """Compile, at their first call, the methods ``COMPILED`` of the model's modules and its last
-    norm.
+    """Compile the ``COMPILED`` methods of the model's modules and its last norm, at first call.
 
-    Before recomputation, which runs a compiled part again as it is, and before FSDP, whose hooks
-    stay outside. The loss is in the model's backend, compiled when that was built.
+    Call this function before recomputation, which runs a compiled part again as it is, and before
+    FSDP, whose hooks stay outside. The loss is part of the model's backend and was compiled with
+    it.
     """
     for module in model.modules():
         for name in COMPILED.get(type(module), ()):
@@ -65,15 +65,14 @@ def _compile_method(module: nn.Module, name: str, backend: str) -> None:
 
 @functools.cache  # one for all modules: torch keeps what it has compiled by function
 def compiled(fn: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """``fn`` compiled at its first call: whole, and once for each dtype and shape of its
-    arguments."""
+    """Return ``fn`` compiled whole at its first call, once per dtype and shape of its arguments."""
     import torch.compiler.config as limits
 
     # Shapes are constants: they do not change, and a kernel that knows them is better.
     code = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
 
     def call(*args: Any) -> Any:
-        # At every call: the limit is one of the thread, and autograd recomputes in threads of its
+        # Set at every call: the limit is per thread, and autograd recomputes in threads of its
         # own.
         if limits.recompile_limit < VERSIONS:
             limits.recompile_limit = VERSIONS

@@ -22,10 +22,10 @@ from automoe.model.attention_kernels import AttentionFn
 
 
 def head_tail_index(seq_len: int, cp: int, rank: int) -> torch.Tensor:
-    """[R / cp] row positions that cp rank ``rank`` holds.
+    """Return the row positions [R / cp] of cp rank ``rank``.
 
-    The row is cut into 2 cp chunks and a rank holds one from the head and its mirror from the tail:
-    under causal attention every rank then has the same number of (query, key) pairs.
+    The row is cut into 2 cp chunks, and a rank holds one chunk from the head and its mirror from
+    the tail: under causal attention every rank then has the same number of (query, key) pairs.
     """
     chunk = seq_len // (2 * cp)
     head = torch.arange(rank * chunk, (rank + 1) * chunk)
@@ -34,14 +34,13 @@ def head_tail_index(seq_len: int, cp: int, rank: int) -> torch.Tensor:
 
 
 def ring_attention(mesh: DeviceMesh) -> AttentionFn:
-    """Attention over all ranks of the cp axis ``mesh``, by torch's ring attention; plain causality,
-    no sinks."""
+    """Return torch's ring attention over the cp axis ``mesh``: plain causality, no sinks."""
     # From here on SDPA over DTensors that are cut along the sequence runs torch's ring, in
     # backward too, so it stays on; nothing else in this project hands SDPA a DTensor.
     use_ring_attention()
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
-        """q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] of this rank -> [B, S, N, Dv]."""
+        """Map this rank's q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
         assert mask is None and sinks is None, (
             "torch's ring attention has no mask but causality, and no sinks"
         )

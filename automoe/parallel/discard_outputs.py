@@ -1,10 +1,9 @@
-"""Output-discarding recompute: outputs are freed once they are read, and recomputed when a backward
-pass asks for them.
+"""Output-discarding recompute: outputs are freed after use and recomputed in the backward pass.
 
-In place of such an output its readers save the function and its inputs, which are kept anyway. The
-first backward formula that needs the output recomputes it, once for all readers, and the last one
-frees it. Gradients take the path they always took. Only values are recomputed, so gradients are
-equal to the bit; the function should keep nothing but its inputs for its own backward pass.
+In place of a discarded output, its readers save the function and its inputs, which are kept anyway.
+The first backward formula that needs the output recomputes it once for all readers, and the last
+one frees it. Gradients take their usual path. Only values are recomputed, so gradients are equal to
+the bit; the function should keep nothing but its inputs for its own backward pass.
 """
 
 from __future__ import annotations
@@ -24,8 +23,10 @@ from automoe.interop.torch_private import innermost_saved_tensor_hooks, storage_
 
 
 def discard_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` as a scope in which outputs of ``discard_outputs`` are discarded; same arguments, same
-    result."""
+    """Wrap ``fn`` in a scope in which outputs of ``discard_outputs`` functions are discarded.
+
+    The wrapper has the arguments and the result of ``fn``.
+    """
 
     def call(*args: Any) -> Any:
         with _Hooks() if torch.is_grad_enabled() else nullcontext():
@@ -35,11 +36,11 @@ def discard_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, whose outputs are discarded where it is called straight in a ``discard_scope``.
+    """Wrap ``fn``: its outputs are discarded when it is called directly in a ``discard_scope``.
 
     Args:
-        fn: of tensors and other arguments, to a tensor or a tuple of them, none of which shares
-            storage with an argument. Run again, it must give the same numbers.
+        fn: function of tensors and other arguments that returns a tensor or a tuple of tensors. No
+            result may share storage with an argument. A second run must give the same numbers.
     """
 
     def call(*args: Any) -> Any:
@@ -58,8 +59,10 @@ def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Hooks(saved_tensors_hooks):
-    """Saves the way to recompute what is discarded, and the rest as it would have been saved
-    without them."""
+    """Saved-tensor hooks that save a recomputation for each discarded output.
+
+    Other tensors are saved as they would be without these hooks.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._pack, operator.call)
@@ -103,8 +106,7 @@ def _as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 class _Recompute:
-    """How to recompute the outputs of ``fn(*args)``, and while some of their readers still wait,
-    the outputs."""
+    """Recomputation of the outputs of ``fn(*args)``; it keeps them while readers still wait."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn = fn
@@ -135,7 +137,7 @@ class _Recompute:
 
 
 class _SavedView:
-    """What one reader saved of a discarded output: any view of its storage."""
+    """Saved form of a discarded output for one reader: any view of its storage."""
 
     def __init__(self, recompute: _Recompute, index: int, tensor: torch.Tensor) -> None:
         self.recompute, self.index = recompute, index
@@ -152,7 +154,7 @@ class _SavedView:
 
 
 class _SaveInputs(torch.autograd.Function):
-    """Nothing, from tensors that it saves."""
+    """Autograd function that only saves its tensors; its result is empty."""
 
     @staticmethod
     def forward(ctx, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:

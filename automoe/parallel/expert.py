@@ -1,5 +1,4 @@
-"""Expert parallelism as a ``ParallelStyle``: experts sharded over ranks, and a dispatcher that
-brings tokens to them.
+"""Expert parallelism as a ``ParallelStyle``: sharded experts, and a dispatcher for their tokens.
 
 Shapes: T tokens of this rank, K top-k, H hidden, E experts, R rows that this rank computes.
 """
@@ -52,10 +51,9 @@ def _hierarchical(
 def node_levels(
     ep: dist.ProcessGroup, gpus_per_node: int, timeout: timedelta | None
 ) -> list[dist.ProcessGroup]:
-    """Split the ep group into two: the ranks with this rank's place on every node, and the ranks of
-    this node.
+    """Split the ep group in two: ranks of equal place on every node, and the ranks of this node.
 
-    Returns the ep group alone if either of them would have one rank. Collective over the world,
+    Returns the ep group alone if either of the two would have one rank. Collective over the world,
     since NCCL makes groups by splitting the world's.
 
     Raises:
@@ -181,8 +179,7 @@ class ExpertParallel(ParallelStyle):
         return module
 
     def dispatcher(self, group: dist.ProcessGroup, num_experts: int) -> Dispatcher:
-        """The dispatcher over ``group`` of all layers with ``num_experts``, made at the first
-        call."""
+        """Return the one dispatcher of ``group`` and ``num_experts``, made at the first call."""
         key = group.group_name, num_experts
         if key not in self._dispatchers:
             self._dispatchers[key] = self._make(
@@ -217,7 +214,7 @@ class ExpertParallel(ParallelStyle):
 
 
 def _axes(mesh: DeviceMesh, allowed: tuple[str, ...]) -> dict[str, DeviceMesh]:
-    """The mesh of each axis by its name; the only axis of a mesh is ep unless it is called etp."""
+    """Return the mesh of each axis by name; the only axis of a mesh is ep unless named etp."""
     names = tuple(mesh.mesh_dim_names or ())
     if mesh.ndim == 1 and names != ("etp",):
         return {"ep": mesh}
@@ -284,10 +281,10 @@ def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim
 
 
 class _RoutedCall(nn.Module):
-    """The call of an experts module that knows no ranks, routed through a dispatcher to its code on
-    local shards.
+    """Forward of an experts module, routed through a dispatcher to its code on local shards.
 
-    The module's hooks, those of ``fully_shard`` for example, run once, around the routed call.
+    The module's code knows no ranks. Its hooks, for example those of ``fully_shard``, run once,
+    around the routed call.
     """
 
     def __init__(self, module: nn.Module, dispatcher: Dispatcher) -> None:
@@ -297,7 +294,7 @@ class _RoutedCall(nn.Module):
         self.signature = inspect.signature(module.forward)
 
     def route(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """[T, H]: the weighted sum of each token's experts, wherever they are.
+        """Return [T, H], the weighted sum of each token's experts on all ranks.
 
         Raises:
             ConfigError: the arguments are not rows, chosen experts and their weights.
@@ -350,8 +347,7 @@ class _RoutedCall(nn.Module):
 
 
 def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
-    """The style that the configuration names; one object serves all parts of a rank. Collective
-    over the world."""
+    """Return the configured style, one object for all of a rank's parts. World collective."""
     style = ExpertParallel(config.moe.dispatcher, config.cluster.gpus_per_node, meshes.timeout)
     if (ep := meshes.group("ep")) is not None:
         # NCCL makes groups by splitting the world's, so ranks of a pipeline stage without experts
@@ -361,7 +357,7 @@ def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
 
 
 def apply_expert_parallel(model: Decoder, meshes: Meshes, style: ExpertParallel) -> None:
-    """Shard every MoE layer's experts over ep and etp, where these have several ranks."""
+    """Shard every MoE layer's experts over ep and etp, if these axes have several ranks."""
     axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
     if axes:
         plan = {f"layers.{number}.mlp.experts": style for number, _ in model.moe_layers()}

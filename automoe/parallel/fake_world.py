@@ -1,5 +1,4 @@
-"""One rank of a large world, built in this process without the others: real meshes, real shards, no
-storage.
+"""One rank of a large world in this process alone: real meshes, real shards, no storage.
 
 torch's fake process group answers every collective at once without moving data, and parameters stay
 on the meta device, so a rank of 1,024 costs seconds and no memory.
@@ -24,7 +23,7 @@ from automoe.parallel.parallelize import build_parts
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group in which this process is ``rank`` and nobody else exists.
+    """Open a default process group in which this process is ``rank`` and no peers exist.
 
     Raises:
         RuntimeError: this process already has a default process group.
@@ -41,9 +40,9 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 def local_shards(
     config: Config, shape: MeshShape, rank: int
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """What ``rank`` of a run would store: {parameter: (shape of its shard, bytes)}.
+    """Return the storage of ``rank`` in a run: {parameter: (shape of its shard, bytes)}.
 
-    A tied embedding held by two of the rank's stages is counted in both, as ``stage.name`` from the
+    A tied embedding on two of the rank's stages is counted in both, as ``stage.name`` from the
     second stage on.
     """
     shards: dict[str, tuple[tuple[int, ...], int]] = {}

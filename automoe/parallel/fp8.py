@@ -1,6 +1,6 @@
-"""Products in 8 bits (``train.fp8``): their scales, and what these have to ask other ranks.
+"""Products in 8 bits (``train.fp8``): their scales, and the exchange of scales between ranks.
 
-``ParamSpec.fp8`` says which products: linear layers of attention and of dense and shared FFNs, and
+``ParamSpec.fp8`` selects the products: linear layers of attention and of dense and shared FFNs, and
 the routed experts. Everything else keeps its precision: embedding, head, router, norms, the scores
 of attention, a shared expert's output gate, and the small projection to a delta net's decays.
 """
@@ -34,10 +34,10 @@ from automoe.quantize.scaling import (
 
 
 def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
-    """Give the products of ``ParamSpec.fp8`` their scales. After the axes that shard weights.
+    """Give the products of ``ParamSpec.fp8`` their scales, after the axes that shard weights.
 
     Raises:
-        BackendError: a GPU that has no 8-bit products of this kind.
+        BackendError: the GPU has no 8-bit products of this kind.
     """
     mode = config.train.fp8
     if mode == "off":
@@ -63,11 +63,11 @@ def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
 def _sum_of_terms(
     rows: slice, num_rows: int, group: dist.ProcessGroup
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Of the gradient of a product with ``rows`` of a weight of ``num_rows``, which other ranks of
-    the group may use.
+    """Return the sum over ranks for gradients of ``rows`` of a weight that has ``num_rows``.
 
-    Each has a term of the gradient, from queries of its own. One rank would round their sum to 8
-    bits, so the first of them gets it, and the others, for whose rows it then counts once, zeros.
+    Other ranks of the group may use the same rows. Each of them has a term of the gradient, from
+    queries of its own. One rank would round their sum to 8 bits, so the first of them gets the sum,
+    and the others, for whose rows it then counts once, get zeros.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     shared_by = size * (rows.stop - rows.start) // num_rows  # neighbours, as tp deals out heads
@@ -94,8 +94,12 @@ def _scaling(
     stage: dist.ProcessGroup | None,
     shards: dist.ProcessGroup | None,
 ) -> Scaling:
-    """``stage``: the ranks with the rows of a micro-batch; ``shards``: those with other parts of
-    the weight."""
+    """Return the scaling of a product.
+
+    Args:
+        stage: ranks with the rows of a micro-batch.
+        shards: ranks with other parts of the weight.
+    """
     if mode == "blockwise":
         return Blockwise()
     if mode == "delayed":
@@ -118,14 +122,17 @@ def _check_gpu(capability: tuple[int, int]) -> None:
 
 @torch.no_grad()
 def update_scales(model_parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> float:
-    """Once a step: delayed scales remember what any rank of their stage has seen. Collective.
+    """Update delayed scales with the values that any rank of the stage saw. Collective.
 
-    Returns the share of the stage's scales that numbers of this step went beyond (of this rank's
-    numbers, if the step is skipped), for which the host waits; 0 without delayed scales.
+    Call this function once a step. The host waits for its result.
 
     Args:
-        stepped: the step changed the weights. What a skipped one saw, infinite numbers perhaps, is
-            forgotten.
+        stepped: True if the step changed the weights. Values of a skipped step, which may be
+            infinite, are forgotten.
+
+    Returns:
+        Share of the stage's scales that values of this step exceeded (only this rank's values if
+        the step is skipped); 0 without delayed scales.
     """
     delayed = [
         module for part in model_parts for module in part.modules() if isinstance(module, Delayed)

@@ -26,10 +26,10 @@ COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16"
 
 
 def _row_shards(experts: GroupedExperts) -> Callable[[nn.Parameter], Shard]:
-    """Where FSDP cuts each parameter of ``experts``: by rows, I of gate_up_proj [E, 2, I, H] and H
-    of down_proj [E, H, I].
+    """Return a function that gives FSDP's shard placement of each parameter of ``experts``.
 
-    A row shard of one expert's matrix is contiguous in a HuggingFace checkpoint; and dim 0 already
+    Parameters are cut by rows: I of gate_up_proj [E, 2, I, H] and H of down_proj [E, H, I]. A row
+    shard of one expert's matrix is contiguous in a HuggingFace checkpoint, and dim 0 already
     belongs to the ep axis.
     """
     shards = {
@@ -70,7 +70,7 @@ def apply_data_parallel(
         shard(block, mp_policy=dense)
     shard(model, mp_policy=dense, reshard_after_forward=False)
     for module in fsdp_modules(model):
-        # gloo has no pre-multiplied sum, which any other factor would use.
+        # Any other factor would use a pre-multiplied sum, which gloo lacks.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         if over_gloo(meshes.fsdp.get_all_groups()[-1]):
@@ -79,10 +79,11 @@ def apply_data_parallel(
 
 
 def _gather_ahead(model: Decoder) -> None:
-    """Each unit asks for the next one's weights before its own forward pass.
+    """Make each unit all-gather the next unit's weights before its own forward pass.
 
-    Left to itself FSDP asks when the host gets there, and the host waits in every MoE layer for the
-    dispatch's sizes. Backward passes ask ahead by themselves, in the opposite order.
+    By default FSDP starts the all-gather when the host reaches the unit, and the host waits in
+    every MoE layer for the dispatch's sizes. Backward passes prefetch by themselves, in the
+    opposite order.
     """
     units = []
     for block in model.layers.values():
@@ -98,12 +99,11 @@ def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
 
 
 def defer(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:
-    """Before a micro-batch without pipelining: reduce and free now, or leave it to the step's last
-    one.
+    """Decide before a micro-batch without pipelining whether to reduce and reshard after it.
 
-    Deferred, weights and gradients stay whole on the rank for the length of the step; that is the
-    price of one gather and one reduction a step, and the plan counts it. A model without FSDP has
-    nothing to reduce.
+    Deferred to the step's last micro-batch, unsharded weights and gradients stay on the rank for
+    the whole step. That is the price of one all-gather and one reduction a step, and the plan
+    counts it. A model without FSDP has nothing to reduce.
     """
     if not isinstance(model, FSDPModule):
         return

@@ -1,5 +1,4 @@
-"""Every process group of this rank: opened together before the first step, and how long its
-collectives wait."""
+"""Process groups of this rank: opened together before the first step, with their timeouts."""
 
 from __future__ import annotations
 
@@ -20,8 +19,10 @@ _DISPATCH = ("mesh_ep", "mesh_ep_nodes", "mesh_ep_node", "mesh_etp")
 
 @dataclass(frozen=True)
 class Opened:
-    """What opening the groups took on this rank; ``num_bytes`` of a GPU's memory outside of torch's
-    allocator."""
+    """Cost of opening the groups on this rank.
+
+    ``num_bytes`` is GPU memory outside of torch's allocator.
+    """
 
     count: int
     seconds: float
@@ -35,12 +36,12 @@ class Opened:
 def open_groups() -> Opened:
     """Make each group's connections now, by a sum of ones over each of its backends. Collective.
 
-    Backends connect with the first collective: left to the steps, that is in the middle of one, and
-    with memory that nobody has counted. An all-to-all connects more (1.06 GB a GPU before, 4.34
-    after: nccl#1685), so groups that dispatch have one.
+    Backends connect with their first collective, which would otherwise be in the middle of a step
+    and use memory that nobody has counted. An all-to-all connects more (1.06 GB a GPU before, 4.34
+    after: nccl#1685), so groups that dispatch run one too.
 
     Raises:
-        RuntimeError: a group's sum is not its number of ranks.
+        RuntimeError: a group's sum differs from its number of ranks.
     """
     cuda = torch.cuda.is_initialized()
     if cuda:
@@ -65,8 +66,10 @@ def open_groups() -> Opened:
 
 
 def set_timeouts(seconds: float) -> None:
-    """From now on collectives fail after ``seconds``, but those of saves and loads, which have
-    their own."""
+    """Make collectives fail after ``seconds`` from now on, except in saves and loads.
+
+    Saves and loads have a timeout of their own.
+    """
     for group in process_groups():
         if group.group_desc != SAVES:
             set_group_timeout(group, timedelta(seconds=seconds))

@@ -1,4 +1,4 @@
-"""The two DeviceMeshes over one set of ranks, and every group that comes from them."""
+"""The two DeviceMeshes over one set of ranks, and all groups made from them."""
 
 from __future__ import annotations
 
@@ -40,51 +40,50 @@ class Meshes:
     timeout: timedelta | None = None  # of every group that comes from here; None: torch's own
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """This rank's group along ``axis``, or None where the axis has one rank."""
+        """Return this rank's group along ``axis``; None if the axis has one rank."""
         if getattr(self.shape, axis) == 1:
             return None
         return (self.default if axis in DEFAULT_AXES else self.moe).get_group(axis)
 
     def axis(self, axis: str) -> DeviceMesh | None:
-        """The one-axis submesh, or None where the axis has one rank."""
+        """Return the one-axis submesh; None if the axis has one rank."""
         if getattr(self.shape, axis) == 1:
             return None
         return (self.default if axis in DEFAULT_AXES else self.moe)[axis]
 
     def coordinate(self, axis: str) -> int:
-        """This rank's position on ``axis``."""
+        """Return this rank's position on ``axis``."""
         view = "default" if axis in DEFAULT_AXES else "moe"
         return self.shape.coordinates(dist.get_rank(), view)[axis]
 
     def stage_group(self) -> dist.ProcessGroup | None:
-        """All ranks with the layers of this one, which hold the rows of a micro-batch; None if it
-        is alone."""
+        """Return the group of this stage's ranks, which share a micro-batch; None if alone."""
         axes = [axis for axis in DEFAULT_AXES if axis != "pp" and self.group(axis) is not None]
         if len(axes) < 2:
             return self.group(axes[0]) if axes else None
         made = len(process_groups())
-        group = flatten_mesh(self.default[tuple(axes)], "stage").get_group()  # torch makes it once
+        group = flatten_mesh(self.default[tuple(axes)], "stage").get_group()  # made once by torch
         if self.timeout is not None and len(process_groups()) > made:
             set_group_timeout(group, self.timeout)
         return group
 
     @property
     def dp_rank(self) -> int:
-        """Which slice of the global batch's rows this rank reads, 0 ... dp - 1."""
+        """Index of the slice of the global batch's rows that this rank reads, 0 ... dp - 1."""
         return self.coordinate("dp_replicate") * self.shape.dp_shard + self.coordinate("dp_shard")
 
 
 def build_meshes(
     shape: MeshShape, device: torch.device, timeout: timedelta | None = None
 ) -> Meshes:
-    """Both DeviceMeshes of the initialised process group.
+    """Return both DeviceMeshes of the initialised process group.
 
     Args:
-        timeout: after which a collective of any of their groups fails. Groups do not take the
-            world's: left alone they wait for torch's default of half an hour.
+        timeout: time after which a collective of any of the meshes' groups fails. Groups do not
+            inherit the world's timeout: by default they wait for torch's half an hour.
 
     Raises:
-        ValueError: the process group has another number of ranks than the shape.
+        ValueError: the process group and the shape differ in their number of ranks.
     """
     if dist.get_world_size() != shape.world_size:
         sizes = "*".join(map(str, shape.sizes("default")))

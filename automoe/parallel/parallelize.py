@@ -1,5 +1,4 @@
-"""How a model meets the meshes: one function that orders the stages, and the builder that calls
-it."""
+"""Application of the meshes to a model: the order of the parallelisms, and the model's builder."""
 
 from __future__ import annotations
 
@@ -35,13 +34,12 @@ FOREIGN_EXPERTS = {"te": transformer_engine.experts, "quack": quack.experts}
 
 
 def parallelize(part: Decoder, meshes: Meshes, config: Config, style: ExpertParallel) -> None:
-    """Apply every axis but pp, compilation and recomputation to one part, in the only order that
-    composes.
+    """Apply every axis but pp, compilation and recomputation to one part, in the required order.
 
-    Collectives of tp, ep and cp belong to what is compiled and to what is recomputed. A recomputed
-    region runs compiled code again as it is, but for ``core_attn``, which lies within a compiled
-    part and is recomputed by the compiler. FSDP comes last: its hooks stay outside both, on
-    modules, whose weights are then gathered.
+    Collectives of tp, ep and cp belong inside compiled and recomputed regions. A recomputed region
+    runs compiled code again as it is, except for ``core_attn``, which is inside a compiled part and
+    is recomputed by the compiler. FSDP comes last: its hooks stay outside both, on modules, whose
+    weights are then gathered.
     """
     apply_tensor_parallel(part, meshes)
     apply_expert_parallel(part, meshes, style)
@@ -54,12 +52,11 @@ def parallelize(part: Decoder, meshes: Meshes, config: Config, style: ExpertPara
 
 
 def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig:
-    """What the meshes (None: one rank) and the configuration decide about every part before it is
-    built.
+    """Return the backend of every part, as the meshes (None: one rank) and ``config`` decide.
 
     Raises:
-        BackendError: an implementation whose package is missing, or that this machine does not
-            serve.
+        BackendError: the package of an implementation is missing, or this machine does not support
+            it.
         ConfigError: as ``checked_loss``.
     """
     kernels, ring = (
@@ -109,7 +106,7 @@ def build_decoder(
     backend: BackendConfig | None = None,
     **ends: bool,
 ) -> Decoder:
-    """A decoder, or the part of one that holds ``layers``, on the meta device.
+    """Return a decoder, or its part with ``layers``, on the meta device.
 
     Parameters have ``dtype``; buffers have their own (counts must not be rounded).
     """
@@ -123,13 +120,13 @@ def build_decoder(
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
-    """What parameters are stored in, those of routers apart."""
+    """Return the dtype in which parameters are stored, except those of routers."""
     narrow = config.optim.master_weights == "stochastic"
     return torch.bfloat16 if narrow else PARAM_DTYPES[config.train.dtype]
 
 
 def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
-    """This rank's pipeline stages, parallelized, still on the meta device: {stage number: part}."""
+    """Return {stage number: part}: this rank's parallelized pipeline stages on the meta device."""
     shape: MeshShape = meshes.shape
     stages = split_layers(
         config.model.num_layers,
@@ -159,8 +156,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
 
 
 def allocate(model_parts: dict[int, Decoder], device: torch.device) -> None:
-    """Give this rank's shards storage: adapters and buffers at their first values, parameters not
-    yet filled."""
+    """Allocate this rank's shards; initialise adapters and buffers, but not parameters."""
     for part in model_parts.values():
         part.to_empty(device=device)
         reset_buffers(part)
@@ -169,7 +165,7 @@ def allocate(model_parts: dict[int, Decoder], device: torch.device) -> None:
 
 
 def materialize(model_parts: dict[int, Decoder], config: Config, device: torch.device) -> None:
-    """Give this rank's shards storage, and their first values by name and index."""
+    """Allocate this rank's shards and initialise them by name and index."""
     allocate(model_parts, device)
     for part in model_parts.values():
         initialize(part, config.model.initializer_range, config.train.seed)

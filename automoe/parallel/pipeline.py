@@ -52,9 +52,9 @@ Inputs = dict[str, Any]
 
 
 def counted_parameters(model_parts: Iterable[Decoder]) -> Iterator[nn.Parameter]:
-    """Parameters of these parts, each of the model's once over all stages."""
+    """Yield the parameters of these parts so that all stages together yield each one once."""
     for part in model_parts:
-        # it only predicts with the embedding
+        # This stage only predicts with the embedding.
         copies = part.embed_tokens is not None and not part.embeds
         skipped = {id(p) for p in part.embed_tokens.parameters()} if copies else set()
         yield from (parameter for parameter in part.parameters() if id(parameter) not in skipped)
@@ -120,19 +120,21 @@ class SharedGradients:
 
 
 def _whole_over_tp(parameter: torch.Tensor) -> bool:
-    """Whether every tp rank keeps all of it: not sharded over tp, and not an expert's (those live
-    on the moe mesh)."""
+    """Return True if every tp rank keeps the full parameter: no tp shard, and not an expert's.
+
+    Parameters of experts are on the moe mesh.
+    """
     axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
     dense = all(axis in (*DEFAULT_AXES, "fsdp") for axis in axes)
     return dense and "tp" not in axes
 
 
 def checked_loss(loss: Loss | None, name: str) -> Loss | None:
-    """``loss``, whose numbers have names that no other number of a step or a validation has.
+    """Return ``loss`` after checking that its metric names collide with no other metric.
 
     Raises:
-        ConfigError: one that is taken, is listed twice or begins with ``val_``; or another
-            ``mean_over``.
+        ConfigError: a name is taken, is listed twice or begins with ``val_``; or ``mean_over`` is
+            unknown.
     """
     names = [*getattr(loss, "metrics", ())]
     for one in names:
@@ -169,26 +171,29 @@ class StepRunner(ABC):
 
     @property
     def loss(self) -> Loss | None:
-        """Of the model, the same on all its stages; None: cross-entropy."""
+        """Loss of the model, the same on all its stages; None means cross-entropy."""
         return next(iter(self.model_parts.values())).loss
 
     def set_loss(self, loss: Loss | None) -> None:
-        """Train, and evaluate, on another loss from now on. Raises as ``checked_loss``."""
+        """Train and evaluate with another loss from now on.
+
+        Raises:
+            ConfigError: as ``checked_loss``.
+        """
         loss = checked_loss(loss, "the recipe's")
         for part in self.model_parts.values():
             part.loss = loss
 
     @abstractmethod
     def train(self, inputs: Inputs) -> torch.Tensor:
-        """Forward and backward; gradients are summed over the global batch when it returns.
+        """Run forward and backward; gradients are summed over the global batch on return.
 
         Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and
-        on all tp ranks but the first, which have the same.
+        on all tp ranks but the first, because tp ranks have equal losses.
         """
 
     def evaluate(self, inputs: Inputs) -> torch.Tensor:
-        """Run a forward pass without gradients or counting; returns this rank's share of the loss,
-        as ``train``."""
+        """Run a forward pass without gradients or counting; return this rank's loss share."""
         shares = self.outputs(inputs)
         if shares is None or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -196,15 +201,14 @@ class StepRunner(ABC):
 
     @abstractmethod
     def outputs(self, inputs: Inputs) -> torch.Tensor | None:
-        """Run a forward pass without gradients or counting.
+        """Run a forward pass without gradients or counting; return the last stage's outputs.
 
-        Returns what the last stage returns, joined over micro-batches; None on ranks without the
-        last stage.
+        Returns:
+            The outputs joined over micro-batches; None on ranks without the last stage.
         """
 
     def take_reported(self) -> dict[str, torch.Tensor]:
-        """This rank's shares of what the loss has reported since the last call, by every name that
-        it may report."""
+        """Return this rank's shares of the loss's reported values since the last call, by name."""
         zero, found = (
             torch.zeros((), dtype=torch.float64, device=self.device),
             dict[str, torch.Tensor](),
@@ -221,7 +225,7 @@ class StepRunner(ABC):
 
 
 class SingleStageRunner(StepRunner):
-    """The whole model on this rank: a loop over micro-batches."""
+    """Runner of the whole model on this rank, in a loop over micro-batches."""
 
     def __init__(
         self, model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device
@@ -262,13 +266,13 @@ class SingleStageRunner(StepRunner):
 
 
 class Stage(BufferlessStage):
-    """A stage that keeps few of its sends waiting.
+    """Pipeline stage that keeps few of its sends waiting.
 
     Attributes:
-        sends_itself: under a schedule that starts sends one by one and waits for them at the end of
-            the step, which keeps all that was sent: they are started here, and waited for after a
-            few more. The other side posts the receive in the order of the schedule, and needs
-            nothing of this rank for it that comes later.
+        sends_itself: True under a schedule that starts sends one by one and waits for them at the
+            end of the step, which keeps all sent tensors. The stage then starts the sends itself
+            and waits for each after a few more. The peer posts its receives in the order of the
+            schedule and needs no later operation of this rank for them.
     """
 
     sends_itself = False
@@ -295,7 +299,7 @@ class Stage(BufferlessStage):
         return []
 
     def finish_sends(self) -> None:
-        """At the end of a step."""
+        """Wait for all sends at the end of a step."""
         _wait_for_sends(self._outputs_sent, 0)
         _wait_for_sends(self._gradients_sent, 0)
 
@@ -306,17 +310,20 @@ def _wait_for_sends(sent: deque[list[dist.Work]], kept: int) -> None:
 
 
 def wait_for_ranks(works: list[dist.Work], timeout: timedelta) -> None:
-    """Of this name ``automoe.launch.stuck`` knows that a rank in here waits for others."""
+    """Wait for sends or receives.
+
+    ``launch.stuck`` recognises this function by name: a rank inside it is waiting for its peers.
+    """
     for work in works:
         work.wait(timeout)
 
 
 @contextmanager
 def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Make gloo's sends and receives honour the current timeout of ``group``, not the one that it
-    was made with.
+    """Make gloo's sends and receives honour the current timeout of ``group``.
 
-    NCCL's watchdog ends both, and a wait that is given a time would hold the host.
+    Torch's schedules use the timeout that the group was created with. NCCL's watchdog ends both
+    kinds, and a wait with a timeout would block the host.
     """
     timeout = gloo_timeout(group) if group is not None and device.type == "cpu" else None
     if timeout is None:  # torch's fake groups have none
@@ -327,9 +334,9 @@ def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> I
 
 
 class PipelineRunner(StepRunner):
-    """This rank's stages under one of torch's pipeline schedules.
+    """Runner of this rank's stages under one of torch's pipeline schedules.
 
-    Stages get static metadata: left to infer it, torch would run a real forward and backward on
+    Stages get static metadata: torch's inference would run a real forward and backward on
     uninitialised activations and pollute the expert counts.
     """
 
@@ -407,7 +414,7 @@ def _reshard(model_parts) -> None:
 def build_runner(
     model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device
 ) -> StepRunner:
-    """The runner for this rank's stages."""
+    """Return the runner of this rank's stages."""
     if meshes.shape.pp == 1:
         return SingleStageRunner(model_parts, meshes, config, device)
     return PipelineRunner(model_parts, meshes, config, device)

@@ -1,10 +1,9 @@
-"""Tensor parallelism with sequence parallelism: weights sharded over the tp axis, positions sharded
-between blocks.
+"""Tensor parallelism with sequence parallelism: weights and positions sharded over the tp axis.
 
-The first weights of a block are colwise and the last rowwise (Megatron-LM, arXiv 1909.08053), with
-the norms' positions sharded as in arXiv 2205.05198: tokens are gathered before, sums
-reduce-scattered after. MLA gathers its latents, which are narrower than the hidden state. The
-router therefore sees other tokens on every tp rank, and experts folded over tp need no
+The first weights of a block are colwise and the last rowwise (Megatron-LM, arXiv 1909.08053).
+Between blocks the positions are sharded as in arXiv 2205.05198: tokens are gathered before a block,
+and sums reduce-scattered after it. MLA gathers its latents, which are narrower than the hidden
+state. The router therefore sees other tokens on every tp rank, and experts folded over tp need no
 communication of their own for it.
 """
 
@@ -20,8 +19,7 @@ from automoe.parallel.mesh import Meshes
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int) -> None:
-    """Make parameter ``name`` of ``module`` a DTensor, sharded over each axis of ``mesh`` on one of
-    ``dims``."""
+    """Make parameter ``name`` a DTensor, sharded on each axis of ``mesh`` by one of ``dims``."""
     placements = [Shard(dim) for dim in dims]
     whole = getattr(module, name)
     sharded = distribute_tensor(whole.data, mesh, placements, src_data_rank=None)
@@ -31,7 +29,7 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int) 
 def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
     """Shard attention, dense and shared FFNs, embedding and head over tp (``ParamSpec.tp``).
 
-    Where there are fewer key and value heads than ranks, each rank keeps all of them and uses one.
+    If there are fewer key and value heads than ranks, each rank keeps all of them and uses one.
     """
     mesh = meshes.axis("tp")
     if mesh is None:

@@ -1,5 +1,4 @@
-"""Folders of derived files that the processes of a machine share: written once, verified by each
-that opens them."""
+"""Cache folders of derived files, shared by a machine's processes and verified when opened."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _BLOCK = 1 << 22  # bytes hashed at a time
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/automoe``, or ``~/.cache/automoe``."""
+    """Return ``$XDG_CACHE_HOME/automoe``, or ``~/.cache/automoe``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automoe"
 
 
@@ -35,25 +34,23 @@ def open_entry(
     again: str,
     error_type: type[AutomoeError],
 ) -> dict[str, Any]:
-    """The facts of a folder of the cache, every byte of which is verified; it is made first where
-    it is not there.
+    """Return the facts of a cache entry after verifying its bytes; make the entry if missing.
 
     One process of a machine writes; the others wait for it. A rename makes the entry visible whole
-    or not at all. The system drops the lock of a writer that dies. What is damaged, or belongs to
-    another entry, is made anew, and a line on standard error says so.
+    or not at all. The system releases the lock of a writer that dies. An entry that is damaged or
+    belongs to another entry is made anew, and a line on standard error says so.
 
     Args:
         write: fills an empty folder and returns facts in plain JSON values.
-        what, again: what the entry holds, and what is done where it is damaged; both complete a
-            message.
-        error_type: what is raised where the cache fails.
+        what, again: the content of the entry, and the reaction to damage; both complete a message.
+        error_type: type of the exception for a failing cache.
 
     Raises:
-        error_type: the cache cannot be written, or what ``write`` raises.
+        error_type: the cache cannot be written. Errors of ``write`` pass through.
     """
     try:
         found = retried(lambda: _verified(entry))
-    except OSError as error:  # which does not mean that it is damaged
+    except OSError as error:  # An unreadable entry may be intact.
         raise error_type(
             f"{error.filename or entry}: cannot be read ({error.strerror}). Check this disk."
         ) from error
@@ -97,8 +94,11 @@ def _seal(folder: Path, name: str, facts: dict[str, Any]) -> None:
 
 
 def _verified(entry: Path) -> dict[str, Any] | str | None:
-    """The facts of an entry; what is wrong with it; None where there is none. Raises OSError: it
-    cannot be read."""
+    """Return an entry's facts or a description of its damage; None without an entry.
+
+    Raises:
+        OSError: the entry cannot be read.
+    """
     if not os.path.lexists(entry):
         return None
     try:
@@ -116,7 +116,10 @@ def _verified(entry: Path) -> dict[str, Any] | str | None:
 
 
 def _checksum(path: Path) -> str:
-    """Of a file's bytes: finds damage, not intent. 7 GB a second from the page cache."""
+    """Return a checksum of a file's bytes that detects damage, not intent.
+
+    It reads 7 GB per second from the page cache.
+    """
     hashed = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):

@@ -1,5 +1,7 @@
-"""Files that are replaced in one step, and flushed to the disk where that is asked for. Nothing
-here imports torch."""
+"""Atomic replacement of files, with a flush to the disk where durability matters.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ def flush(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file and flush its content; its name is on the disk once its directory is flushed
-    too."""
+    """Write a file and flush its content.
+
+    The file's name is on the disk only after its directory is flushed too.
+    """
     with open(path, "w") as file:
         file.write(text)
         file.flush()
@@ -29,8 +33,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """Replace a file in one step that has reached the disk when this returns; for a single
-    writer."""
+    """Replace a file atomically and flush it to the disk before returning; for a single writer."""
     scratch = path.with_name(f".{path.name}")
     write_durably(scratch, text)
     os.replace(scratch, path)
@@ -38,10 +41,9 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file in one step, without a flush: a reader sees the old content or the new one, in
-    full.
+    """Replace a file atomically without a flush: a reader sees all of the old or the new content.
 
-    Several machines may write to one directory. A write that fails for a moment is repeated.
+    Several machines may write to one directory. A write that fails temporarily is repeated.
     """
     # Machines that share the directory number their processes alike.
     scratch = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
@@ -58,8 +60,11 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def set_aside(path: Path, stem: str) -> str | None:
-    """Rename ``path`` to the first free name of ``stem.1``, ``stem.2``, ... and return it; None if
-    nothing is there."""
+    """Rename ``path`` to the first free name of ``stem.1``, ``stem.2``, ... and return the name.
+
+    Returns:
+        None if ``path`` does not exist.
+    """
     if not os.path.lexists(path):
         return None
     number = 1

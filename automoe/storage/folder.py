@@ -1,5 +1,4 @@
-"""Folders that are filled under a working name and then given their own in one step, whole or not
-at all."""
+"""Folders that are filled under a working name and then renamed atomically."""
 
 from __future__ import annotations
 
@@ -13,16 +12,16 @@ from automoe.storage.files import flush
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush the files in a folder, which has no folders in it, and their names to the disk."""
+    """Flush a folder's files and their names to the disk; the folder has no subfolders."""
     for file in folder.iterdir():
         flush(file)
     flush(folder)
 
 
 def name_folder(working: Path, path: Path) -> None:
-    """Rename a flushed folder to ``path`` in one step that has reached the disk when this returns.
+    """Rename a flushed folder to ``path`` atomically, on the disk when the function returns.
 
-    A folder that has the name already is replaced, and deleted last.
+    An older folder of that name is replaced, and deleted last.
     """
     old = _old(path)
     if not path.exists():
@@ -40,18 +39,17 @@ def name_folder(working: Path, path: Path) -> None:
 
 
 def restore_folder(path: Path) -> None:
-    """Undo half of a ``name_folder`` that was killed between its two renames."""
+    """Undo the first rename of a ``name_folder`` that was killed between its two renames."""
     old = _old(path)
     if not os.path.lexists(path) and os.path.lexists(old):
         os.rename(old, path)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step of the file system; return False if it or the system has no
-    such step.
+    """Exchange two names atomically; return False if the system or file system cannot.
 
     Raises:
-        OSError: there is such a step, and it failed.
+        OSError: the exchange is supported, and it failed.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
@@ -83,5 +81,5 @@ def remove_folder(path: Path) -> None:
 
 
 def _old(path: Path) -> Path:
-    """Return where the older folder is between two renames."""
+    """Return the name of the older folder between the two renames."""
     return path.with_name(f".{path.name}.old")

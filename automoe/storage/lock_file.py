@@ -1,5 +1,4 @@
-"""Files that are there to be locked. The kernel lets go of a lock when its holder dies, however it
-dies."""
+"""Lock files. The kernel releases a lock when its holder dies, however it dies."""
 
 from __future__ import annotations
 
@@ -10,12 +9,11 @@ from pathlib import Path
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of the lock file ``path``, made where it is not there, to be locked with
-    ``flock``.
+    """Return a descriptor of the lock file ``path`` for ``flock``; make the file if missing.
 
     Raises:
-        OSError: it cannot be made. What stands in its place is a link, which is not followed, since
-            what it leads to would be written to; or it is no file.
+        OSError: the file cannot be made. The path may be no regular file, or a link: a link is not
+            followed, because its target would be written to.
     """
     try:
         # Not inherited by children (PEP 446): a stray rank must not keep the lock.

@@ -1,5 +1,4 @@
-"""JSON in which a byte that has changed is seen: the last key of an object is the CRC-32 of all
-text before it."""
+"""JSON objects that detect changed bytes: the last key is the CRC-32 of all text before it."""
 
 from __future__ import annotations
 
@@ -17,7 +16,10 @@ _SEAL = re.compile(rb',\s*"crc32": (\d+)\s*\}\s*\Z')
 
 
 def sealed(content: Mapping[str, Any], **options: Any) -> str:
-    """``content``, which is not empty, as JSON with its seal; ``options`` of ``json.dumps``."""
+    """Return ``content``, which is not empty, as JSON with its seal.
+
+    The function takes the ``options`` of ``json.dumps``.
+    """
     text = json.dumps(content, **options)
     body = text[:-1].rstrip()
     end = text[len(body) :]
@@ -25,11 +27,12 @@ def sealed(content: Mapping[str, Any], **options: Any) -> str:
 
 
 def unsealed(text: bytes) -> dict[str, Any]:
-    """The object in ``text``, whose seal is right, or which has none: a person or another program
-    may have written it.
+    """Return the object in ``text`` if its seal is right or absent.
+
+    A person or another program may have written an object without a seal.
 
     Raises:
-        ValueError: it is no JSON object, or not what was sealed.
+        ValueError: the text is no JSON object, or differs from the sealed text.
     """
     try:
         content = json.loads(text.decode())
@@ -46,10 +49,15 @@ def unsealed(text: bytes) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file. Raises ``OSError``, and ``ValueError`` as ``unsealed``."""
+    """Return the object in a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: as ``unsealed``.
+    """
     return unsealed(path.read_bytes())
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a file by a sealed object, in one step (``files.replace_file``)."""
+    """Replace a file by a sealed object, atomically (``files.replace_file``)."""
     replace_file(path, sealed(content, indent=1) + "\n")

@@ -1,11 +1,11 @@
-"""Phases of a run by name: ranges in a profiler's trace, and what listeners are told of.
+"""Named phases of a run: ranges in a profiler's trace, and events for listeners.
 
     with phase("forward_backward", step):
         ...
 
 A listener is called as ``listener(name, step, edge)`` with the edge ``begin`` before a phase and
 ``end`` after it; a phase that raises has no end. ``step`` is the number of the step that the phase
-belongs to, counted from 1, and None outside of steps. Nothing here imports torch.
+belongs to, counted from 1, and None outside of steps. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ _listeners: list[Listener] = []
 
 @contextmanager
 def phase(name: str, step: int | None = None) -> Iterator[None]:
-    """Mark what runs inside as the phase ``name``; free of cost where nobody listens and no
-    profiler runs."""
+    """Mark the block as the phase ``name``; free of cost without listeners and profiler."""
     for listener in tuple(_listeners):
         listener(name, step, "begin")
     with _profiler_range(name):
@@ -33,7 +32,7 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell ``listener`` of every phase of this process meanwhile, those of its threads included."""
+    """Call ``listener`` at every phase of this process, in any thread, during the block."""
     _listeners.append(listener)
     try:
         yield

@@ -1,6 +1,7 @@
-"""What a recipe is handed: one rank's place in the run, and whether it was asked to stop.
+"""What a rank passes to its recipe: its place in the run, and its stop request.
 
-Torch is imported late: signals are handled, and their request kept here, before it is.
+Torch is imported inside functions, because signal handlers use ``StopRequest`` before torch is
+imported.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class StopRequest:
-    """A flag that signal handlers set and everybody reads.
+    """Flag that signal handlers set and the training loop reads.
 
-    No ``threading.Event``: a second signal may interrupt the handler inside ``Event.set``, and
-    would wait for ever for the lock that the interrupted call holds.
+    ``threading.Event`` would not do: a second signal may interrupt the handler inside ``Event.set``
+    and would wait for ever for the lock that the interrupted call holds.
     """
 
     requested: bool = False
@@ -29,12 +30,15 @@ class StopRequest:
 
 @dataclass
 class RunContext:
-    """Handed to a recipe's ``main(config, shape, context)``.
+    """Third argument of a recipe's ``main(config, shape, context)``.
 
-    ``stop`` is set when this rank is asked to end early (SIGTERM, Ctrl-C). Ranks hear of it at
-    different moments, so a loop acts on ``any_rank_stops`` alone: then all leave at the same step.
-    A recipe that leaves before its end for that reason sets ``preempted``. ``fell_back`` says which
-    checkpoints were given up.
+    Ranks receive a signal at different moments, so a loop should call ``any_rank_stops`` instead of
+    reading ``stop``: all ranks then leave at the same step.
+
+    Attributes:
+        stop: set when this rank receives a request to end early (SIGTERM, Ctrl-C).
+        preempted: set by a recipe that leaves early because of a stop request.
+        fell_back: checkpoints that the run gave up when it went back to an older one.
     """
 
     rank: int
@@ -47,8 +51,7 @@ class RunContext:
     fell_back: list[str] = field(default_factory=list)
 
     def any_rank_stops(self) -> bool:
-        """Whether any rank was asked to stop, the same answer on all of them. A collective over CPU
-        memory."""
+        """Return True if any rank was requested to stop, on all ranks. Collective over the CPU."""
         import torch
         import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""Functions of plugins that ``Run`` calls at four named points of a run (``docs/extend.md``).
+"""Plugin functions that ``Run`` calls at four named points of a run (``docs/extend.md``).
 
-Every rank calls each of them, in the order in which they were registered, so they may use
-collectives. Whatever one raises ends the run, as an error of the recipe does.
+Every rank calls every function in the order of registration, so the functions may use collectives.
+An exception in a plugin function ends the run, as an exception in the recipe does.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ if TYPE_CHECKING:
 
 
 class Hooks:
-    """What plugins registered under ``run.start``, ``run.step``, ``run.save`` and
-    ``run.finish``."""
+    """Plugin functions of ``run.start``, ``run.step``, ``run.save`` and ``run.finish``."""
 
     def __init__(self) -> None:
         self._at = {point: registered(point) for point in RUN_POINTS}
 
     def call(self, point: str, *args: Any) -> None:
-        """Call all functions of ``point``; nothing that they return counts."""
+        """Call all functions of ``point`` and ignore their results."""
         for function in self._at[point].values():
             function(*args)
 
     def numbers(self, run: Run, record: Mapping[str, Any]) -> dict[str, float]:
-        """What the functions of ``run.step`` add to a step's record, which they cannot change.
+        """Return the numbers that the functions of ``run.step`` add to a step's record.
+
+        The functions get a read-only view of the record.
 
         Raises:
-            ConfigError: a name that the record has already, or in other steps, or a value that is
-                no number.
+            ConfigError: a name is taken in this record or in the records of other steps, or a value
+                is no number.
         """
         found: dict[str, float] = {}
         for name, function in self._at["run.step"].items():

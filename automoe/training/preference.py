@@ -1,8 +1,7 @@
-"""Direct preference optimisation (DPO, arXiv 2305.18290): the loss of a pair of answers, and what
-it is measured from.
+"""Direct preference optimisation (DPO, arXiv 2305.18290): its loss and its reference values.
 
-Letters: B rows, S positions of this rank, P pairs of a row, N pairs of the data, whose preferred
-    answer comes first.
+Letters: B rows, S positions of this rank, P pairs of a row, N pairs of the data. The preferred
+answer of a pair comes first.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ REFERENCE_FILE = "reference.json"
 def pair_log_probs(
     nll_BS: torch.Tensor, inputs: LossInputs, num_pairs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of both answers of every pair: the log-probability, and how many tokens it is the sum of; [B,
-    P, 2] each."""
+    """Return the summed log-probability and the token count of both answers of every pair.
+
+    Both results have shape [B, P, 2].
+    """
     shape = (len(nll_BS), num_pairs, 2)
     trained = (inputs.labels >= 0).to(nll_BS.dtype)
     sums, lengths = (
@@ -49,15 +50,15 @@ def pair_log_probs(
 
 
 class PreferenceLoss:
-    """A ``Loss`` over pairs: -log sigmoid of beta times how much more the model gained on one
-    answer than on the other.
+    """``Loss`` over pairs of answers: -log sigmoid(beta * (gain of preferred - gain of other)).
 
-    It takes ``reference`` [B, P, 2]. ``ipo`` (arXiv 2310.12036) is the squared distance of that
-    margin, of mean and not summed log-probabilities, to 1 / (2 beta). Both are those of TRL's
-    ``DPOTrainer``. The mean is over all pairs of the global batch.
+    The gain of an answer is its log-probability minus its reference log-probability. The loss needs
+    the input ``reference`` [B, P, 2]. ``ipo`` (arXiv 2310.12036) takes means instead of sums of
+    log-probabilities and squares the distance of the difference of gains to 1 / (2 beta). Both
+    formulas are the ones of TRL's ``DPOTrainer``. The mean is over all pairs of the global batch.
 
     Args:
-        beta: how closely the model is held to its reference: larger, closer.
+        beta: strength of the tie to the reference; a larger value keeps the model closer.
     """
 
     metrics = tuple(
@@ -96,14 +97,13 @@ class PreferenceLoss:
 
 
 class Reference:
-    """What the weights that training starts from say of every pair: log-probabilities [N, 2],
-    float64 on the CPU."""
+    """Log-probabilities of every pair under the initial weights: [N, 2], float64, on the CPU."""
 
     def __init__(self, log_probs: torch.Tensor, device: torch.device) -> None:
         self.log_probs, self.device = log_probs, device
 
     def inputs(self, batch: StepBatch) -> Inputs:
-        """What ``PreferenceLoss`` takes besides, for a batch; 0 where a row has no pair."""
+        """Return the extra inputs of ``PreferenceLoss`` for a batch; 0 where a row has no pair."""
         assert batch.pairs is not None
         found = torch.where(
             (batch.pairs >= 0).unsqueeze(-1), self.log_probs[batch.pairs.clamp_min(0)], 0.0
@@ -119,18 +119,17 @@ def open_reference(
     context: RunContext,
     ranks: Ranks,
 ) -> Reference | None:
-    """That of the run, kept in its directory; computed where it is not there, or of another run.
-    Collective.
+    """Return the run's reference, read from its directory or computed anew. Collective.
 
-    Call it before a checkpoint is loaded: the model still has the weights that training starts
-    from. A file that is damaged, or of other weights or data, is said and replaced.
+    Call this function before a checkpoint is loaded, while the model has its initial weights. A
+    damaged file, or one of other weights or data, is reported and replaced.
 
     Returns:
-        None: the run was asked to stop meanwhile, and is ``preempted``.
+        None if the run was requested to stop meanwhile; the run is then ``preempted``.
 
     Raises:
-        ConfigError, CheckpointError: a folder lies where the file belongs; the checkpoint cannot be
-            read.
+        ConfigError: a folder has the name of the file.
+        CheckpointError: the checkpoint at ``model.hf_path`` cannot be read.
     """
     path, hf_path = context.run_dir / REFERENCE_FILE, config.model.hf_path
     weights = (
@@ -171,9 +170,9 @@ def open_reference(
 
 
 def _belongs(config: Config, weights: str, loader: Loader, splits: list[Split]) -> dict[str, Any]:
-    """What decides the numbers, in plain JSON values."""
+    """Return the settings that the reference depends on, as plain JSON values."""
     model = config_to_dict(config)["model"]
-    del model["hf_path"]  # where they lie
+    del model["hf_path"]  # The path does not change the numbers.
     facts: dict[str, Any] = {
         "weights": weights,
         "splits": splits,
@@ -187,7 +186,7 @@ def _belongs(config: Config, weights: str, loader: Loader, splits: list[Split]) 
 
 
 def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | str | None:
-    """The log-probabilities; what is wrong with the file; None where there is none."""
+    """Return the log-probabilities, or the reason why the file is unusable; None without a file."""
     try:
         raw = path.read_bytes()
         content = unsealed(raw)
@@ -214,7 +213,7 @@ def _write(path: Path, belongs: dict[str, Any], values: np.ndarray) -> None:
 
 
 class _Collector:
-    """In the place of a loss: keeps what every micro-batch says of its pairs."""
+    """Substitute for a loss that stores the pair log-probabilities of every micro-batch."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -235,8 +234,10 @@ def _compute(
     context: RunContext,
     splits: list[Split],
 ) -> torch.Tensor | None:
-    """Log-probabilities of every pair of the splits, [N, 2]; 0 of others. None where the run is to
-    stop."""
+    """Return the log-probabilities [N, 2] of the splits' pairs; None if the run should stop.
+
+    Pairs outside the splits have zeros.
+    """
     collector, before = _Collector(), runner.loss
     runner.set_loss(collector)
     for batch in (batch for split in splits for batch in loader.every_pair(split)):
@@ -248,7 +249,7 @@ def _compute(
         runner.evaluate(inputs | {"pairs": send(batch.pairs, context.device)})
     runner.set_loss(before)
     table = torch.zeros((loader.num_pairs, 2), dtype=torch.float64)
-    # Ranks of tp and cp have the same numbers; one of each counts.
+    # Ranks of tp and cp have the same numbers, so only the first of each contributes.
     if all(meshes.coordinate(axis) == 0 for axis in ("cp", "tp")):
         for numbers, log_probs in collector.seen:
             table[numbers] = log_probs

@@ -1,4 +1,4 @@
-"""The record of a run on rank 0: console, ``metrics.jsonl``, samples and trackers."""
+"""Record of a run on rank 0: console, ``metrics.jsonl``, samples and trackers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from automoe.training.context import RunContext
 
 
 class RunRecord:
-    """Prints, writes and tracks what a run reports. Every rank has one; those of other ranks do
-    nothing.
+    """Printer, writer and tracker of a run's reports.
+
+    Every rank makes one; the records of ranks other than 0 do nothing.
 
     Args:
-        step: the run goes on after this step.
-        resumed: the checkpoint that it goes on from. A run of its own directory continues the
-            record there.
+        step: last step that is done; the run continues after it.
+        resumed: checkpoint that the run resumes from. If the checkpoint is in the run's own
+            directory, the record there is continued.
     """
 
     def __init__(
@@ -57,7 +58,6 @@ class RunRecord:
             self._trackers = make_trackers(config, context.run_dir, record_ends, self.warn)
 
     def show_step(self, record: Mapping[str, Any]) -> None:
-        """Print a step."""
         self._console.step(record)
 
     def write_step(self, record: Mapping[str, Any], expert_counts: torch.Tensor) -> None:

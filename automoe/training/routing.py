@@ -1,10 +1,9 @@
-"""Routing of training steps written to a directory (``moe.record_routing``) or repeated
-(``moe.replay_routing``).
+"""Recording and replay of routing (``moe.record_routing``, ``moe.replay_routing``).
 
-A step is a folder ``step-N`` with one ``rank-R.npz`` from every rank that recorded: ``rows`` [T]
-and ``index`` [T] name its tokens by their row in the training stream and their place in it,
-``layers`` [L] its MoE layers, ``choices`` [T, L, 2, K] what it chose (2: chosen, plain top-k).
-Nothing in it knows a mesh, so any mesh may replay it.
+Each step has a folder ``step-N`` with one ``rank-R.npz`` of every recording rank. ``rows`` [T] and
+``index`` [T] identify tokens by their row in the training stream and their position in the row.
+``layers`` [L] are the MoE layers, and ``choices`` [T, L, 2, K] their choices (2: chosen, plain
+top-k). The format does not depend on the mesh, so any mesh can replay it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ from automoe.moe.tokens import Tokens
 
 @contextmanager
 def record_routing(config: Config, model_parts: Iterable[nn.Module], step: int) -> Iterator[None]:
-    """Around a step's forward and backward: writes this rank's choices as it leaves, where that is
-    asked for.
+    """Record this rank's routing of one step's forward and backward, if configured.
+
+    The file is written when the ``with`` block ends.
 
     Args:
         model_parts: this rank's pipeline stages; any mesh.
-        step: counted from 0; a folder of the same step is written over, file by file.
+        step: counted from 0. Files of an existing folder of the same step are replaced one by one.
     """
     if config.moe.record_routing is None:
         yield
@@ -53,8 +53,7 @@ def record_routing(config: Config, model_parts: Iterable[nn.Module], step: int) 
 
 
 def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
-    """Layer -> (rows, index, choices) of its micro-batches, to a file that is there in full or not
-    at all."""
+    """Write {layer: (rows, index, choices) of its micro-batches} to one file, atomically."""
     layers = []
     # a pipeline may run two layers' micro-batches in different orders
     for micro_batches in seen.values():
@@ -80,14 +79,13 @@ def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
 
 
 def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tensor | None:
-    """Recorded choices for the rows of ``batch``, as ``prepare_inputs`` takes them; None unless
-    that is asked for.
+    """Return the recorded choices for the rows of ``batch``; None if replay is off.
 
     Returns:
-        [rows of this rank, tokens of a row, L, 2, K] int64.
+        [rows of this rank, tokens of a row, L, 2, K] int64, ``forced_ids`` of ``prepare_inputs``.
 
     Raises:
-        DataError: the directory has no such step, or not all of these tokens and layers.
+        DataError: the directory lacks the step, or some of its tokens or layers.
     """
     if config.moe.replay_routing is None:
         return None

@@ -1,5 +1,4 @@
-"""What surrounds the steps of a run: when to validate, save, stop or go back, and what each step
-records."""
+"""Decisions around a run's steps: when to validate, save, stop or go back, and what to record."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def open_run(
     store: CheckpointStore,
     resumed: Resumed | None,
 ) -> Iterator[Run]:
-    """Open a ``Run``, and close it on every way out, so that a run that dies keeps its record and
-    its trace."""
+    """Open a ``Run`` and close it on every exit: a failing run keeps its record and trace."""
     record = RunRecord(config, shape, context, state.step, resumed)
     with ExitStack() as opened:
         if config.launch.gc_every:
@@ -65,15 +63,14 @@ def open_run(
 
 
 class Run:
-    """The decisions of a run around its steps: when to validate, save, stop or go back, and what to
-    record.
+    """Decisions of a run around its steps: when to validate, save, stop or go back.
 
     Every rank has one and calls every method; only rank 0 prints and writes.
 
     Attributes:
-        stopping: a rank was asked to stop: all ranks leave after this step.
-        objective: the result so far: the newest validation loss, else the newest training loss.
-        note: prints a line for the user.
+        stopping: True if a rank was requested to stop; all ranks leave after this step.
+        objective: newest validation loss, else the newest training loss.
+        note: function that prints a line for the user.
     """
 
     def __init__(
@@ -107,11 +104,10 @@ class Run:
             )
 
     def describe_start(self, loaded: Loaded | None) -> None:
-        """Print which weights the run starts from, and for conversations what became of them and
-        one row as text.
+        """Print the source of the initial weights and, for conversations, counts and a sample row.
 
         Args:
-            loaded: what was read from ``model.hf_path``; None if the weights are random.
+            loaded: result of reading ``model.hf_path``; None if the weights are random.
         """
         loader = self.state.loader
         assert loader is not None
@@ -130,7 +126,7 @@ class Run:
             self._record.show_row(describe_row(tokens, labels, doc_ids, loader.tokenizer))
 
     def begin_step(self) -> None:
-        """Start the step's clock, and report a background save that is over.
+        """Start the step's clock, and report a background save that has ended.
 
         Garbage is collected at the same steps on all ranks: if each chose its own moment, all would
         wait each time.
@@ -143,7 +139,7 @@ class Run:
         self._began = time.perf_counter()
 
     def end_step(self, stats: StepStats, update: Update) -> dict[str, Any]:
-        """Stop the step's clock and return its record, without a validation."""
+        """Stop the step's clock and return the step's record, without validation results."""
         config, train, state = self.config, self.config.train, self.state
         over_ranks = update.over_ranks
         assert "stop" in over_ranks, (
@@ -191,8 +187,7 @@ class Run:
 
     @property
     def report(self) -> dict[str, float]:
-        """Values of this rank that the step's max-reduction combines over ranks; of clocks, only
-        rank 0's counts."""
+        """Return this rank's values for the step's max-reduction; clocks count on rank 0 only."""
         save_due = self.context.rank == 0 and self.store.minutes_are_up()
         return {
             "stop": self.context.stop.requested,
@@ -209,8 +204,7 @@ class Run:
         )
 
     def sample(self, sampler: Sampler) -> None:
-        """Generate answers to ``observe.samples``, which ``write`` shows below the step.
-        Collective."""
+        """Generate answers to ``observe.samples``, which ``write`` prints. Collective."""
         if sampler.texts:
             began = time.perf_counter()
             self._samples = sampler.generate(), time.perf_counter() - began
@@ -277,8 +271,7 @@ class Run:
         return self.state.step - self._first_step > self.state.skipped
 
     def _fall_back(self) -> bool:
-        """Go back to the checkpoint before the one that was resumed; return False if there is
-        none."""
+        """Load the checkpoint before the resumed one; return False if there is none."""
         before, earlier = self._resumed, self.state.step
         self._resumed = before and self.store.fall_back(self.state, before)
         if before is None or self._resumed is None:
@@ -312,8 +305,7 @@ class Run:
         self._record.finish("preempted" if self.context.preempted else "done", paths)
 
     def _skip_record(self, update: Update) -> dict[str, Any]:
-        """Return what the record of a skipped step adds: the reason, and the rows and documents of
-        its batch."""
+        """Return a skipped step's extra record: its reason, and its batch's rows and documents."""
         loader = self.state.loader
         assert loader is not None
         first, last, documents = loader.last_batch()
@@ -334,8 +326,7 @@ def _skip_text(record: Mapping[str, Any]) -> str:
 
 
 def _peak_flops(config: Config, device: torch.device) -> float | None:
-    """Return the device's dense bf16 FLOP/s: as configured, else from torchtitan's table; None if
-    unknown."""
+    """Return the device's dense bf16 FLOP/s, configured or from torchtitan; None if unknown."""
     if config.cluster.peak_flops:
         return config.cluster.peak_flops
     if device.type != "cuda":
@@ -346,7 +337,7 @@ def _peak_flops(config: Config, device: torch.device) -> float | None:
 
 
 def _peak_memory_bytes(device: torch.device) -> int:
-    """High-water mark of this rank: device allocations on CUDA, resident memory on the CPU."""
+    """Return this rank's peak memory: device allocations on CUDA, resident memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,9 +1,8 @@
-"""Answers of the model to fixed prompts while it is trained (``observe.samples``), on the mesh that
-it is trained on.
+"""Answers to fixed prompts during training (``observe.samples``), on the training mesh.
 
-Each new token is a forward pass over rows that hold the prompts and their answers so far, as in a
-validation; there is no cache of keys and values. So every mesh that can validate can generate, with
-the same tokens.
+Each new token is a forward pass over rows of prompts with their answers so far, as in a validation,
+without a cache of keys and values. So every mesh that can validate can generate, with the same
+tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ROUNDED = 64  # rows are as long as they must be, in steps of this many tokens 
 
 
 class Engine:
-    """Generates greedily with the model as it is being trained, on its mesh.
+    """Greedy generator that uses the model in training, on the training mesh.
 
     Args:
         runner: runs this rank's pipeline stages.
@@ -48,10 +47,10 @@ class Engine:
     def generate(
         self, prompts: list[list[int]], max_tokens: int, stops: Collection[int]
     ) -> list[list[int]]:
-        """Return the tokens that follow each prompt, the one that ended it included. Collective.
+        """Return the tokens that follow each prompt, including the one that ends it. Collective.
 
-        An answer ends with a token of ``stops``, with ``NO_TOKEN`` where the logits are NaN, or
-        after ``max_tokens``.
+        An answer ends with a token of ``stops``, with ``NO_TOKEN`` if the logits are NaN, or after
+        ``max_tokens``.
         """
         rows = dict(enumerate(prompts))
         running = list(rows)
@@ -64,8 +63,10 @@ class Engine:
         return [rows[n][len(prompt) :] for n, prompt in enumerate(prompts)]
 
     def _next_tokens(self, rows: dict[int, list[int]]) -> dict[int, int]:
-        """Return the token that follows each row. Every data-parallel rank runs as many rows, some
-        of them copies."""
+        """Return the next token of each row.
+
+        Every data-parallel rank runs the same number of rows, some of them copies.
+        """
         train, shape = self.config.train, self.meshes.shape
         # A pipeline's shapes are fixed.
         count = train.global_batch_size // shape.dp if shape.pp > 1 else train.micro_batch_size
@@ -87,13 +88,13 @@ class Engine:
 
 
 class Sampler:
-    """Greedy answers to ``observe.samples``, as ``transformers`` generates them from an export;
-    none without prompts.
+    """Greedy answers to ``observe.samples``; without prompts, no answers.
 
-    Every rank makes one and calls ``generate``.
+    ``transformers`` generates the same answers from an export. Every rank makes a sampler and calls
+    ``generate``.
 
     Args:
-        tokenizer: the loader's.
+        tokenizer: the loader's tokenizer.
 
     Raises:
         CheckpointError: rank 0 cannot read the prompts any more (``automoe.data.prompts``).
@@ -115,8 +116,10 @@ class Sampler:
             self._stops = Ranks().lead(lambda: _stops(config))
 
     def generate(self) -> list[dict[str, str]]:
-        """Return ``prompt`` and ``text`` of each, on every rank, without the token that ends an
-        answer. Collective."""
+        """Return ``prompt`` and ``text`` of each answer on every rank. Collective.
+
+        The text excludes the token that ends the answer.
+        """
         if not self.texts:
             return []
         with phase("sample"):
@@ -134,7 +137,7 @@ class Sampler:
 
 
 def _stops(config: Config) -> list[int]:
-    """The tokens that end an answer: those of an export's generation settings."""
+    """Return the tokens that end an answer: the EOS tokens of an export's generation settings."""
     with tempfile.TemporaryDirectory() as scratch:
         chat = chat_template_of(config)
         write_settings(Path(scratch), config.model, torch.float32, tokenizer_of(config), chat=chat)
@@ -145,8 +148,7 @@ def _stops(config: Config) -> list[int]:
 
 
 def _batch(rows: list[list[int]], filler: list[int], count: int, length: int) -> StepBatch:
-    """Return ``rows``, filled up to ``count`` rows, in ``length`` columns; the last token of each
-    has a label."""
+    """Return ``rows`` padded to ``count`` x ``length``; only each last token has a label."""
     rows = [*rows, *[filler] * (count - len(rows))]
     tokens = torch.zeros(count, length, dtype=torch.int64)
     labels, doc_ids = torch.full_like(tokens, IGNORE), torch.full_like(tokens, -1)

@@ -1,7 +1,7 @@
-"""Which rank is slow: one product of matrices, the same on every rank, timed between the steps.
+"""Detection of slow ranks: one matrix product, equal on every rank, timed between the steps.
 
-A step's own time cannot tell. Ranks wait for one another in every layer, so all of them take as
-long as the slowest.
+The step time cannot show a slow rank: ranks wait for one another in every layer, so all of them
+take as long as the slowest.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from automoe.training.context import RunContext
 
 # a product: 0.2 ms on an H100; 0.5 ms on a core
 SIZES = {"cuda": (4096, torch.bfloat16), "cpu": (256, torch.float32)}
-REPEATS = 4  # of which the fastest counts: other processes get in between
+REPEATS = 4  # the fastest counts, since other processes interfere
 SLOW = 1.2  # times the median rank
 IN_A_ROW = 3  # timings with the same rank that far behind, before it is named
 
 
 class SlowRanks:
-    """Times the product every ``every`` steps; the step's max-reduction tells every rank the times
-    of all. Collective.
+    """Timer of a matrix product every ``every`` steps on all ranks.
+
+    The step's max-reduction gives every rank all times. Collective.
 
     Args:
-        every: steps from one timing to the next; 0 times nothing, nor does a run of one rank.
-        name: takes a line about a rank that stays behind, once for each such rank.
+        every: steps between timings; 0 disables them, as does a run of one rank.
+        name: function that takes a line about a rank that stays behind, once per rank.
     """
 
     def __init__(self, context: RunContext, every: int, name: Callable[[str], object]) -> None:
@@ -46,17 +47,17 @@ class SlowRanks:
         self._named: set[int] = set()
 
     def begin_step(self, step: int) -> None:
-        """Before ``step``, counted from 1: start a timing that is due. A GPU is not waited for."""
+        """Start a timing if one is due before ``step`` (counted from 1); do not wait for a GPU."""
         self._marks = []
         if not self._every or step % self._every:
             return
         size, dtype = SIZES[self._context.device.type]
         device = self._context.device
-        drawn = torch.Generator(device).manual_seed(0)  # zeros would cost a GPU less power
+        drawn = torch.Generator(device).manual_seed(0)  # Zeros would draw less power.
         factor = torch.empty(size, size, dtype=dtype, device=device).uniform_(
             -1, 1, generator=drawn
         )
-        torch.mm(factor, factor)  # so that the library is warm
+        torch.mm(factor, factor)  # The first call initialises the library.
         for _ in range(REPEATS):
             self._marks.append(self._now())
             with phase("probe", step):
@@ -64,10 +65,10 @@ class SlowRanks:
         self._marks.append(self._now())
 
     def report(self) -> dict[str, float]:
-        """Return this rank's seconds under its name, and 0 for every other rank; empty in a step
-        without a timing.
+        """Return this rank's seconds under its own key, and 0 under every other rank's key.
 
-        Call it after the host has waited for the device since ``begin_step``.
+        The result is empty in a step without a timing. Call this method after the host has waited
+        for the device since ``begin_step``.
         """
         if not self._marks:
             return {}
@@ -82,8 +83,8 @@ class SlowRanks:
         """Return keys for the step's metrics, and print a line about a rank that stays behind.
 
         Args:
-            over_ranks: maxima over all ranks of what ``report`` returned; other names may be among
-                them.
+            over_ranks: maxima over all ranks of the values from ``report``; it may hold other
+                names.
         """
         seconds = [over_ranks[name] for name in self._names if name in over_ranks]
         if not seconds:

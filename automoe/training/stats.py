@@ -1,4 +1,4 @@
-"""What a step reports about itself, in one all-reduce: loss, balance losses, tokens per expert.
+"""Statistics of a step in one all-reduce: loss, balance losses, tokens per expert.
 
 Shapes: L MoE layers of the whole model, E experts.
 """
@@ -25,18 +25,19 @@ Name = TypeVar("Name")  # of a value
 
 @dataclass
 class StepStats:
-    """Equal on every rank.
+    """Statistics of one step, equal on every rank.
 
     Attributes:
-        loss: mean cross-entropy over the global batch's trained tokens, nats; or that of
+        loss: mean cross-entropy over the global batch's trained tokens, in nats, or the mean of
             ``train.loss``.
-        balance_losses: by the names in ``LOSSES``, summed over layers, coefficients included.
-        expert_counts: [L, E] float64 on the CPU, tokens of the global batch given to each expert,
+        balance_losses: balance losses by the names in ``LOSSES``, summed over layers, coefficients
+            included.
+        expert_counts: [L, E] float64 on the CPU, tokens of the global batch routed to each expert,
             before any is dropped.
-        dropped_share: [L] share of the choices that found no room.
-        device_counts: [L, 2, E] float64 where the model is: the same, and tokens that plain top-k
-            of the scores would give each expert.
-        metrics: what the loss reports, by name.
+        dropped_share: [L] share of the choices that exceeded an expert's capacity.
+        device_counts: [L, 2, E] float64 on the model's device: ``expert_counts``, and the counts
+            that plain top-k of the scores would give.
+        metrics: values that the loss reports, by name.
     """
 
     loss: float
@@ -58,7 +59,8 @@ def gather_stats(
     Each rank fills in its own stages' layers, so one sum serves dp, cp and pp at once.
 
     Args:
-        reported: this rank's shares of what the loss reports, the same names on every rank.
+        reported: this rank's shares of the values that the loss reports; the names are the same on
+            every rank.
     """
     model = config.model
     num_layers, num_experts = model.num_moe_layers, model.num_experts
@@ -91,10 +93,9 @@ def gather_stats(
 
 
 def update_balance_state(stats: StepStats, model_parts: Iterable[Decoder], config: Config) -> None:
-    """After an optimizer step that was not skipped: move expert biases, remember the load
-    fractions.
+    """Move the expert biases and store the load fractions, after a step that was not skipped.
 
-    The biases of a frozen router are frozen with it.
+    The biases of a frozen router are frozen too.
     """
     for part in model_parts:
         for _, layer in part.moe_layers():
@@ -106,7 +107,7 @@ def update_balance_state(stats: StepStats, model_parts: Iterable[Decoder], confi
 
 
 def sum_over_ranks(*values: float | torch.Tensor, device: torch.device) -> list[float]:
-    """Each value summed over all ranks, in float64."""
+    """Return the sum of each value over all ranks, in float64."""
     sums = torch.stack(
         [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
     )
@@ -115,8 +116,9 @@ def sum_over_ranks(*values: float | torch.Tensor, device: torch.device) -> list[
 
 
 def max_over_ranks(values: Mapping[Name, float]) -> dict[Name, float]:
-    """Return the maximum of each named value over all ranks, in float64. One all-reduce over the
-    CPU backend.
+    """Return the maximum of each named value over all ranks, in float64.
+
+    The function makes one all-reduce over the CPU backend.
 
     Args:
         values: the same names in the same order on every rank.
@@ -127,16 +129,17 @@ def max_over_ranks(values: Mapping[Name, float]) -> dict[Name, float]:
 
 
 def same_on_all_ranks(value: Any, what: str) -> None:
-    """Compare ``value`` over all ranks; 16 characters a rank travel, over the CPU backend.
-    Collective.
+    """Raise unless ``value`` is equal on all ranks. Collective over the CPU backend.
+
+    Each rank sends a digest of 16 characters.
 
     Args:
         value: plain JSON values.
-        what: names it in the error, as the subject of a sentence: "the corpus".
+        what: subject of the error's sentence, for example "the corpus".
 
     Raises:
-        DataError: on every rank alike; names the ranks that differ from what most of them have, or
-            from rank 0 where no value is more frequent than its.
+        DataError: on every rank alike. The message lists the ranks whose value differs from the
+            most frequent one, or from rank 0's value if none is more frequent.
     """
     mine = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
     digests = [""] * dist.get_world_size()

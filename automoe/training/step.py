@@ -1,10 +1,10 @@
-"""The training step: the one place that says what comes after what.
+"""Training step: its two halves, in order.
 
     forward and backward, statistics                          ``forward_backward``
     norm, skip or not, 8-bit scales, clip, update, balance    ``optimizer_step``
 
-Between the two a caller finds every gradient summed over ranks and not clipped. Shapes: B rows of
-this data-parallel rank, S positions of this rank (R of the whole row), L MoE layers, K top-k.
+Between the two, gradients are summed over ranks and not yet clipped. Shapes: B rows of this
+data-parallel rank, S positions of this rank (R of the whole row), L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -48,16 +48,15 @@ _LEAST_SPREAD = 1e-3  # of the median: losses that happen to be all alike make n
 
 @dataclass(frozen=True)
 class Update:
-    """What ``optimizer_step`` did.
+    """Result of ``optimizer_step``.
 
     Attributes:
         lr: learning rate of this step.
-        grad_norm: of the whole model, before clipping.
-        skipped: the step changed nothing; the same on every rank.
-        skip_reason: why, if this rank saw a reason.
-        fp8_clipped_share: of this stage's delayed scales, those that numbers of this step went
-            beyond.
-        over_ranks: maximum over all ranks of each value that ``Run.report`` names.
+        grad_norm: gradient norm of the whole model, before clipping.
+        skipped: True if the step changed nothing; the same on every rank.
+        skip_reason: reason for skipping that this rank saw, or None.
+        fp8_clipped_share: share of this stage's delayed scales that values of this step exceeded.
+        over_ranks: maximum over all ranks of each value of ``Run.report``.
     """
 
     lr: float
@@ -75,18 +74,17 @@ def prepare_inputs(
     device: torch.device,
     forced_ids: torch.Tensor | None = None,
 ) -> tuple[Inputs, int]:
-    """Return this rank's inputs of one step, and the number of tokens with a label in the global
-    batch. Collective.
+    """Return this rank's inputs of one step, and the global batch's label count. Collective.
 
-    Labels were made by the loader, so cutting the rows over cp here cannot lose the token that a
-    chunk's last position predicts. Counts are known before the first forward.
+    The loader made the labels before the rows are cut over cp here, so the label of a chunk's last
+    position is kept. Counts are known before the first forward.
 
     Args:
-        batch: rows of this data-parallel rank, whole.
+        batch: full rows of this data-parallel rank.
         forced_ids: [B, R, L, 2, K] routing to repeat.
     """
     num_rows, seq_len = batch.tokens.shape
-    # Summed where they are, over gloo: on the device, reading them would wait for the step before.
+    # Counts are summed over gloo: reading them from the device would wait for the previous step.
     documents = num_documents(batch.labels, batch.doc_ids)
     counts = torch.tensor(
         [int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum()), int(documents)]
@@ -114,10 +112,9 @@ def prepare_inputs(
 def forward_backward(
     state: TrainState, runner: StepRunner, inputs: Inputs, config: Config
 ) -> StepStats:
-    """Run forward and backward of all micro-batches of the next step, and sum what they report.
-    Collective.
+    """Run forward and backward of a step's micro-batches; return their statistics. Collective.
 
-    Gradients are added to those that parameters have already; ``optimizer_step`` clears them.
+    Gradients are added to the existing gradients of parameters; ``optimizer_step`` clears them.
     """
     model_parts = state.model_parts.values()
     if config.lora.dropout:
@@ -135,27 +132,26 @@ def optimizer_step(
     config: Config,
     report: Mapping[str, float] = MappingProxyType({}),
 ) -> Update:
-    """Clip, update and advance the step counter; skip the update on every rank if any rank asks for
-    it. Collective.
+    """Clip, update and advance the step counter; any rank can make all skip the update. Collective.
 
     Args:
         stats: result of the step's ``forward_backward``.
         num_label_tokens: tokens of the global batch that have a label, from ``prepare_inputs``.
-        report: values of this rank (``Run.report``), which the exchange about skipping combines
-            over ranks.
+        report: values of this rank (``Run.report``) for the max-reduction that also decides about
+            skipping.
     """
     model_parts, train = list(state.model_parts.values()), config.train
     with phase("optimizer_step", state.step + 1):
         lr = learning_rate(config.optim, state.step, train.steps)
-        # one over both meshes and all stages, the same on every rank
+        # One norm over both meshes and all stages, equal on every rank.
         with phase("grad_norm", state.step + 1):
             norm = global_grad_norm(counted_parameters(model_parts), meshes.group("pp"))
             grad_norm = float(norm)
         reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
-        # One exchange for all that ranks agree on; here the host has waited for the device anyway.
+        # One reduction serves all agreed values; the host has waited for the device already.
         over_ranks = max_over_ranks({"skip": reason is not None, **report})
         skipped = bool(over_ranks["skip"])
-        # Before the update, for which the host would have to wait otherwise.
+        # Scales come before the update: the host would have to wait for the update otherwise.
         clipped_share = update_scales(model_parts, meshes, stepped=not skipped)
         if not skipped:
             clip_(state.parameters(), norm, train.grad_clip)
@@ -193,8 +189,7 @@ def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:
 def reason_to_skip(
     loss: float, norm: float, recent: Sequence[float], train: TrainConfig
 ) -> str | None:
-    """Return why the step with this loss and gradient norm should be skipped; None if it should be
-    taken."""
+    """Return the reason to skip a step of this loss and gradient norm; None to take the step."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return f"loss {loss}, gradient norm {norm}"
     threshold = spike_threshold(recent, train)
@@ -207,7 +202,7 @@ def reason_to_skip(
 
 
 def remember(loss: float, recent: list[float], train: TrainConfig) -> None:
-    """Append the loss of a step that was taken, and drop losses outside the window. In place."""
+    """Append the loss of a taken step and drop losses outside the window, in place."""
     if train.spike_factor:
         recent.append(loss)
         del recent[: -train.spike_window]
@@ -223,17 +218,16 @@ def validate(
     optimizer: torch.optim.Optimizer | None = None,
     extra_inputs: Callable[[StepBatch], Inputs] = lambda batch: {},
 ) -> Mapping[str, float]:
-    """Return the losses of the validation data, for the record of a step; empty without such data.
-    Collective.
+    """Return the validation losses for the record of a step; empty without data. Collective.
 
-    ``val_loss`` is in nats a token, ``val_perplexity`` is its exp, and ``val_bits_per_byte`` is
-    there for text. With several sources, these are means by weight, and each source adds a
+    ``val_loss`` is in nats per token, ``val_perplexity`` is its exp, and ``val_bits_per_byte`` is
+    added for text. With several sources, these are means by weight, and each source adds a
     ``val_loss.NAME``. With ``optim.ema_decay``, ``val_loss_ema`` is the ``val_loss`` of the
-    averaged weights. For another loss than cross-entropy, ``val_loss`` is its mean, and each number
-    that it reports is added as ``val_NAME``.
+    averaged weights. For a loss other than cross-entropy, ``val_loss`` is the mean of the loss, and
+    each number that the loss reports is added as ``val_NAME``.
 
     Args:
-        extra_inputs: returns inputs of the loss that the recipe adds to those of a batch.
+        extra_inputs: returns the inputs of the loss that the recipe adds to the inputs of a batch.
     """
 
     def losses() -> dict[str, float]:
@@ -255,8 +249,7 @@ def validate(
 def _mean_losses(
     found: Mapping[str, tuple[float, dict[str, float]]], is_cross_entropy: bool
 ) -> dict[str, float]:
-    """Return the keys of a validation from each source's weight and sums; nothing if no source has
-    any."""
+    """Return a validation's metrics from each source's weight and sums; empty without sources."""
     if not found:
         return {}
     total = sum(sums["count"] for _, sums in found.values())
@@ -287,7 +280,7 @@ def _validation_sums(
     extra_inputs: Callable[[StepBatch], Inputs],
 ) -> dict[str, float]:
     """Return sums over all ranks: ``nats``, ``count`` (tokens or documents), ``bytes``,
-    ``val_NAME`` of the loss."""
+    ``val_NAME``."""
     sums: dict[str, float] = {"count": 0.0}
     # one rank for each row
     reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))
@@ -307,7 +300,7 @@ def _validation_sums(
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor to ``device`` without waiting for a GPU, for which it is pinned."""
+    """Copy a CPU tensor to ``device``; for a GPU, pin it and do not wait for the copy."""
     tensor = tensor.contiguous()
     if device.type != "cpu" and torch.cuda.is_available():
         tensor = tensor.pin_memory()

@@ -1,4 +1,4 @@
-"""The weights that a run begins with, and the checkpoint that it leaves."""
+"""Initial weights of a run, and the checkpoint that the run exports."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from automoe.parallel.parallelize import allocate, build_parts, materialize
 def first_weights(
     config: Config, meshes: Meshes, device: torch.device
 ) -> tuple[dict[int, Decoder], Loaded | None]:
-    """This rank's pipeline stages, filled from ``model.hf_path`` or at random; and what was loaded.
-    Collective."""
+    """Return this rank's pipeline stages with initial weights, and the load report. Collective.
+
+    The weights come from ``model.hf_path``; without a path they are random and the report is None.
+    """
     model_parts = build_parts(config, meshes)
     if not config.model.hf_path:
         materialize(model_parts, config, device)
@@ -43,15 +45,14 @@ def export_weights(
     run_dir: Path,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Written | WrittenAdapter:
-    """The run's HuggingFace checkpoint in ``run_dir/hf``, with what ``transformers`` needs to use
-    it. Collective.
+    """Write the run's HuggingFace checkpoint, ready for ``transformers``. Collective.
 
-    With ``lora.export=adapter`` the adapter alone, in ``run_dir/adapter``. The model is not trained
-    after it.
+    The folder is ``run_dir/hf``. With ``lora.export=adapter`` the function writes the adapter
+    alone, to ``run_dir/adapter``. The model cannot be trained further afterwards.
 
     Args:
-        optimizer: has the averages that ``checkpoint.export_ema`` exports; ``model_parts`` get
-            their values.
+        optimizer: holds the averages that ``checkpoint.export_ema`` exports; the function copies
+            them into ``model_parts``.
     """
     averaged = config.checkpoint.export_ema
     if averaged:
