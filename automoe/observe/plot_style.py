@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine, TightLayoutEngine
 
-INK = "#1f2933"  # text
-MUTED = "#66727f"  # axis labels and notes
+INK = "#1f2933"  # colour of text
+MUTED = "#66727f"  # colour of axis labels and notes
 GRID = "#e4e8ec"
 BLUE = "#2563a8"
 ORANGE = "#d9722e"
@@ -20,7 +20,7 @@ RED = "#c23b3b"
 PALE_BLUE = "#a9c6e5"
 # Cell colours are light enough for dark text, and different enough for neighbouring cells.
 CELLS = ("#bcd5ef", "#f8d3b0", "#c3e3cf", "#e3c9e6", "#f7e6a6", "#f4c2c6", "#c9dbdb", "#d8d0c4")
-SEQUENTIAL = "cividis"  # readable in grey and for colour-blind readers
+SEQUENTIAL = "cividis"  # This colour map is readable in grey and for colour-blind readers.
 DPI = 150
 
 RC: dict[Any, Any] = {

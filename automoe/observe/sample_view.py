@@ -12,7 +12,7 @@ from automoe.data.tokenizer import Tokenizer
 from automoe.errors import steers
 from automoe.moe.tokens import IGNORE
 
-_MOST_SAMPLES, _MOST_LINES = 3, 4  # largest number of samples per row; of lines per part
+_MOST_SAMPLES, _MOST_LINES = 3, 4  # most samples shown per row; most lines shown per part
 _MARKS = {False: "          | ", True: "trained > | "}
 Line = tuple[str, bool]  # (text of the line, whether it is trained)
 

@@ -58,7 +58,7 @@ class Machine:
     peak: float
     curve: tuple[float, ...]
     first: float  # log2 of the FLOPs per byte at the curve's first point
-    # Speed-up of matmuls in 8 bits, before the time of casts is added; 1: no 8-bit matmuls.
+    # Speed-up of matmuls in 8 bits, after the cost of scaling; 1: no 8-bit matmuls.
     fp8: float
     memory: float
     on_node: float

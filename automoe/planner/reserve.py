@@ -14,18 +14,18 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.planner.memory import RankMemory
 
-CONTEXT = 534 * 2**20  # CUDA context with torch's kernels on an H100 (torchcomms#777)
+CONTEXT = 534 * 2**20  # bytes of a CUDA context with torch's kernels, H100 (torchcomms#777)
 # One NCCL communicator of two A100s takes 544 MB, of four 688 MB (nccl#964); 8 H100s took 1.06 GB
 # with the context (nccl#1685).
 COMMUNICATOR = 544e6
 # A communicator's first all-to-all opens channels to every other GPU of its node: 3.28 GB for seven
 # GPUs (nccl#1685).
 ALL_TO_ALL_PEER = 3.28e9 / 7
-NETWORK = 512 * 2**20  # one buffer per GPU for all GPUs of other nodes (nccl#2363)
-# Share of temporary tensors. With expandable segments, 1.83 GiB were reserved but free while 75.3
-# GiB were in use (compressed-tensors#587, which then left 5% free).
+NETWORK = 512 * 2**20  # bytes of one buffer on each GPU for all GPUs of other nodes (nccl#2363)
+# Share of temporary tensors that fragmentation takes. With expandable segments, 1.83 GiB were
+# reserved but free while 75.3 GiB were in use (compressed-tensors#587, which then left 5% free).
 FRAGMENTATION = 0.05
-# fields of RankMemory that are allocated once and never fragment
+# These fields of RankMemory are allocated once and never fragment.
 _STANDING = ("weights", "moments", "averages", "inputs")
 
 
@@ -56,7 +56,9 @@ def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
 
 
 def process_groups(config: Config, mesh: MeshShape) -> list[tuple[str, int]]:
-    """Return (name, size) of each communicator of a rank, with those within and between nodes."""
+    """Return (name, size) of each communicator of a rank, also of those within and
+    between nodes.
+    """
     named = mesh.process_groups()
     if config.moe.dispatcher == "hierarchical" and mesh.ep > 1:
         per_node = mesh.ep_per_node(config.cluster.gpus_per_node)
@@ -70,7 +72,8 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
         return 0.0
     node = config.cluster.gpus_per_node
     named = process_groups(config, mesh)
-    # With a single axis larger than 1, world and axis have the same ranks but two communicators.
+    # If only one axis is larger than 1, its group has the same ranks as the world but is another
+    # communicator.
     total = COMMUNICATOR * len(named) + NETWORK * (mesh.world_size > node)
     sizes = dict(named)
     if config.moe.dispatcher in ("alltoall", "hierarchical"):
@@ -81,8 +84,9 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
 
 
 def not_modelled(config: Config) -> Iterator[str]:
-    """Yield a line for each setting that the plan ignores; unless it says otherwise, about its
-    memory.
+    """Yield a line for each setting whose cost the plan does not model.
+
+    A line is about memory unless it says otherwise.
     """
     if config.moe.dispatcher == "deepep":
         yield "moe.dispatcher=deepep: DeepEP's own buffers for NVLink and RDMA"

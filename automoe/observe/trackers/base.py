@@ -39,8 +39,7 @@ class About:
 
 
 class Tracker(Protocol):
-    """An open tracker. If a method raises, the tracker is closed with a warning and training goes
-    on.
+    """An open tracker; if a method raises, the tracker is dropped and training goes on.
 
     Attributes:
         id: key under which the next start of the run finds it; "" if files in ``run_dir`` suffice.
@@ -51,9 +50,7 @@ class Tracker(Protocol):
     places: dict[str, str]
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Record a step. After a fallback to a checkpoint a step may be repeated; the later record
-        counts.
-        """
+        """Record a step. After a return to a checkpoint steps repeat; the later record counts."""
 
     def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
         """Record a table of texts; all rows have the same columns."""

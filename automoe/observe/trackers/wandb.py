@@ -11,14 +11,16 @@ from automoe.config.schema import Config
 from automoe.errors import import_backend
 from automoe.observe.trackers.base import About, Outcome, one_line
 
-# Used unless WANDB_INIT_TIMEOUT is set; W&B's default would delay a run by 90 s.
+# Seconds to wait for W&B's start, unless WANDB_INIT_TIMEOUT is set; W&B's default would hold a run
+# up for 90 s.
 INIT_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 60  # seconds to upload remaining data at the end
 
 
 class WandbTracker:
-    """A started W&B run. ``step`` is a metric of its own, because W&B drops records of a repeated
-    step.
+    """A started W&B run, with ``step`` as a metric of its own.
+
+    W&B's own step counter drops records of a repeated step.
     """
 
     def __init__(self, run: Any) -> None:
