@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -174,9 +175,11 @@ class Bench:
     def ours(self, async_save: bool) -> None:
         run_dir = self.fresh("ours")
         self.state.step = self.step = self.step + 1
-        store = CheckpointStore(self.settings, resolve_mesh(self.settings.mesh, None), run_dir)
+        checkpoint = replace(self.settings.checkpoint, async_save=async_save)
+        settings = replace(self.settings, checkpoint=checkpoint)
+        store = CheckpointStore(settings, resolve_mesh(settings.mesh, None), run_dir)
         if async_save:
-            begin = lambda: store.begin(self.state)  # noqa: E731
+            begin = lambda: store.save(self.state)  # noqa: E731
             self.clock("async_begin_first", begin)
             self.clock("async_rest", lambda: store.poll(wait=True))
             self.state.step = self.step = self.step + 1
