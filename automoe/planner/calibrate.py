@@ -40,6 +40,7 @@ from automoe.launch.hardware import MAX_CPU_RANKS_PER_CORE, num_cores, resolve_d
 from automoe.launch.prepare import compose
 from automoe.planner.layer_time import Place, layer_time
 from automoe.planner.machine import Constants, Machine
+from automoe.planner.output_file import write_out
 
 if TYPE_CHECKING:
     import torch
@@ -139,14 +140,7 @@ def calibrate(folder: Path, args: Arguments) -> int:
     pool.close()
     values = cluster_values(bench, alone, links, path.stem, gpus)
     text = _text(values, bench, alone["gpu"])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        rule = f"{path} cannot be written: {error.strerror}"
-        raise ConfigError(
-            "out", str(folder), rule, "Set out=FOLDER, one you may write to"
-        ) from error
+    write_out(path, text, str(folder), str(path), "Set out=FOLDER, one you may write to")
     print(f"{text}\ntake it  automoe plan --config-dir {folder} cluster={path.stem}")
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import MeshShape
@@ -74,10 +75,19 @@ class Candidate:
         limit = self.config.cluster.memory_bytes
         return not limit or self.needed <= limit
 
+    def changed(self, **sections: dict[str, Any]) -> Candidate:
+        """Return the same candidate with other values of its configuration (``changed``)."""
+        return replace(self, config=changed(self.config, **sections))
+
     def with_recompute(self, names: list[str] | str) -> Candidate:
         """Return the same candidate with the modules ``names`` recomputed."""
-        parallel = replace(self.config.parallel, recompute=names)
-        return replace(self, config=replace(self.config, parallel=parallel))
+        return self.changed(parallel={"recompute": names})
+
+
+def changed(config: Config, **sections: dict[str, Any]) -> Config:
+    """Return ``config`` with other values, as in ``changed(config, train={"seq_len": 4096})``."""
+    others = {name: replace(getattr(config, name), **keys) for name, keys in sections.items()}
+    return replace(config, **others)
 
 
 def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
@@ -93,10 +103,8 @@ def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
         return [config.parallel.recompute]
 
     def legal(names: list[str]) -> bool:
-        parallel = replace(config.parallel, recompute=names, recompute_layers=None)
-        return not any(
-            broken for _, broken, _, _ in recompute_rows(replace(config, parallel=parallel))
-        )
+        tried = changed(config, parallel={"recompute": names, "recompute_layers": None})
+        return not any(broken for _, broken, _, _ in recompute_rows(tried))
 
     names = [name for name in LADDER if legal([name])]
     return [*(names[:count] for count in range(len(names) + 1)), FULL]

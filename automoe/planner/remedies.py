@@ -62,7 +62,10 @@ def remedies(config: Config, mesh: MeshShape, speed: float) -> tuple[list[Remedy
 
     near = [*_axes(now, 1), *(one for way in _WAYS[1:] for one in way(now))]
     alone = [one for one in near if _legal(one)]
-    alone += [_recomputing(now, names) for names in (*ladder(config), *_without_moe(config))]
+    alone += [
+        _in_all_layers(now).with_recompute(names)
+        for names in (*ladder(config), *_without_moe(config))
+    ]
     singles = [remedy(one) for one in alone if one.needed < now.needed]
     singles.sort(key=lambda one: -one.tokens_per_second)
     best = _fastest(now)
@@ -73,10 +76,9 @@ def _legal(one: Candidate) -> bool:
     return not any(broken for _, broken, _, _ in mesh_rows(one.config, one.mesh, "auto"))
 
 
-def _recomputing(one: Candidate, names: list[str] | str) -> Candidate:
-    """Return ``one`` with the modules ``names`` recomputed in every layer."""
-    parallel = replace(one.config.parallel, recompute_layers=None)
-    return replace(one, config=replace(one.config, parallel=parallel)).with_recompute(names)
+def _in_all_layers(one: Candidate) -> Candidate:
+    """Return ``one`` with its recomputation in every layer."""
+    return one.changed(parallel={"recompute_layers": None})
 
 
 def _fastest(now: Candidate) -> Candidate | None:
@@ -87,7 +89,7 @@ def _fastest(now: Candidate) -> Candidate | None:
     made = [now]
     for way in _WAYS:
         made += [two for one in made for two in way(one)]
-    lightest = [_recomputing(one, rungs[0]) for one in made if _legal(one)]
+    lightest = [_in_all_layers(one).with_recompute(rungs[0]) for one in made if _legal(one)]
     best, most = None, 0.0
     for one in sorted(lightest, key=lambda one: -one.bound):
         if one.bound <= most:
@@ -130,30 +132,24 @@ def _axes(one: Candidate, together: int = TOGETHER) -> Iterator[Candidate]:
 
 def _rows(one: Candidate) -> Iterator[Candidate]:
     """Yield ``one`` with smaller micro-batches: the next lower divisor, and one row."""
-    train = one.config.train
-    if train.micro_batch_size > 1:
-        for rows in {largest_divisor(train.micro_batch_size, train.micro_batch_size - 1), 1}:
-            yield replace(
-                one, config=replace(one.config, train=replace(train, micro_batch_size=rows))
-            )
+    now = one.config.train.micro_batch_size
+    if now > 1:
+        for rows in {largest_divisor(now, now - 1), 1}:
+            yield one.changed(train={"micro_batch_size": rows})
 
 
 def _policies(one: Candidate) -> Iterator[Candidate]:
     parallel = one.config.parallel
     if one.mesh.pp == 1 and "step" in (parallel.reshard, parallel.grad_sync):
-        freed = replace(parallel, reshard="micro_batch", grad_sync="micro_batch")
-        yield replace(one, config=replace(one.config, parallel=freed))
+        yield one.changed(parallel={"reshard": "micro_batch", "grad_sync": "micro_batch"})
 
 
 def _stages(one: Candidate) -> Iterator[Candidate]:
     parallel = one.config.parallel
     for count in STAGES if one.mesh.pp > 1 and parallel.layers_per_stage is None else ():
         if count != parallel.stages_per_rank and count * one.mesh.pp <= one.config.model.num_layers:
-            interleaved = replace(parallel, schedule="Interleaved1F1B", stages_per_rank=count)
-            changed = (
-                interleaved if count > 1 else replace(parallel, schedule="1F1B", stages_per_rank=1)
-            )
-            yield replace(one, config=replace(one.config, parallel=changed))
+            schedule = "Interleaved1F1B" if count > 1 else "1F1B"
+            yield one.changed(parallel={"schedule": schedule, "stages_per_rank": count})
 
 
 _WAYS: tuple[Callable[[Candidate], Iterator[Candidate]], ...] = (_axes, _rows, _policies, _stages)

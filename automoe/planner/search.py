@@ -24,13 +24,14 @@ from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows
 from automoe.model.params import ParamCount, count_params
-from automoe.planner.candidate import RECOMPUTE_KEYS, Candidate, first_that_fits, ladder
+from automoe.planner.candidate import RECOMPUTE_KEYS, Candidate, changed, first_that_fits, ladder
 from automoe.planner.step_memory import DTYPE_BYTES
 
 TOP = 10  # number of candidates in the result
 ROWS, STAGES = (1, 2, 4, 8), (2, 4, 8)  # tried rows per micro-batch; tried stages per rank
 # Meshes that a process times in one call; candidates fitted between two updates of the result.
 CHUNK, STRIDE = 128, 64
+ONE_STAGE: dict[str, Any] = {"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": None}
 PATIENCE = 512  # The search ends after this many candidates in a row without a new result.
 
 
@@ -208,7 +209,7 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
     """Yield ``config`` with each micro-batch size, pipeline schedule and FSDP policy that is not
     fixed.
     """
-    train, parallel = config.train, config.parallel
+    train = config.train
     most = max(1, train.global_batch_size // shape.dp)
     micro = (
         [train.micro_batch_size]
@@ -216,12 +217,11 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
         else [n for n in ROWS if n <= most]
     )
     turns = [n for n in STAGES if n * shape.pp <= config.model.num_layers]
-    plain = {"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": None}
-    runs: list[dict[str, Any]] = [plain]
+    runs = [ONE_STAGE]
     if {"parallel.stages_per_rank", "parallel.schedule", "parallel.layers_per_stage"} & set(fixed):
         runs = [{}]
     elif shape.pp > 1:
-        runs += [{**plain, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in turns]
+        runs += [{**ONE_STAGE, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in turns]
     policies: list[dict[str, Any]] = [{"reshard": "step", "grad_sync": "step"}]
     if {"parallel.reshard", "parallel.grad_sync"} & set(fixed):
         policies = [{}]
@@ -233,10 +233,8 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
     for size in micro:
         for run in runs:
             for policy in policies:
-                yield replace(
-                    config,
-                    train=replace(train, micro_batch_size=size),
-                    parallel=replace(parallel, **run, **policy, **nothing),
+                yield changed(
+                    config, train={"micro_batch_size": size}, parallel=run | policy | nothing
                 )
 
 
@@ -277,23 +275,18 @@ def _fitting(candidate: Candidate, fixed: Sequence[str], floor: float) -> Candid
 
 
 AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))
+# Keys of ``parallel`` that a search sets.
+SEARCHED = (
+    "schedule stages_per_rank layers_per_stage reshard grad_sync recompute recompute_layers".split()
+)
 
 
 def overrides_of(candidate: Candidate) -> dict[str, dict[str, Any]]:
     """Return the configuration values of ``candidate``'s ``mesh=`` preset, by section."""
-    config, mesh = candidate.config, candidate.mesh
-    parallel = config.parallel
+    config = candidate.config
     return {
         # All axes are written: the configuration may set others itself.
-        "mesh": {axis: getattr(mesh, axis) for axis in AXES},
-        "parallel": {
-            "schedule": parallel.schedule,
-            "stages_per_rank": parallel.stages_per_rank,
-            "layers_per_stage": parallel.layers_per_stage,
-            "reshard": parallel.reshard,
-            "grad_sync": parallel.grad_sync,
-            "recompute": parallel.recompute,
-            "recompute_layers": parallel.recompute_layers,
-        },
+        "mesh": {axis: getattr(candidate.mesh, axis) for axis in AXES},
+        "parallel": {key: getattr(config.parallel, key) for key in SEARCHED},
         "train": {"micro_batch_size": config.train.micro_batch_size},
     }

@@ -21,10 +21,11 @@ from automoe.config.validate import check_writable, settings_rows
 from automoe.errors import ConfigError
 from automoe.launch.hardware import resolve_device
 from automoe.launch.prepare import compose
-from automoe.planner.candidate import Candidate
+from automoe.planner.candidate import Candidate, changed
 from automoe.planner.memory import plan_memory
+from automoe.planner.output_file import write_out
 from automoe.planner.plan import missing_speeds
-from automoe.planner.search import Search, overrides_of, search
+from automoe.planner.search import ONE_STAGE, Search, overrides_of, search
 
 KINDS = ("true", "fewest_gpus", "longest_context", "largest_batch")
 # Key of ``train`` that a search of this kind doubles until nothing fits.
@@ -111,7 +112,7 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     keys = {key_of(text) for text in args.overrides}
     if question.kind == "largest_batch":
         if "train.micro_batch_size" not in keys:
-            config = replace(config, train=replace(config.train, micro_batch_size=1))
+            config = changed(config, train={"micro_batch_size": 1})
         keys.add("train.micro_batch_size")
     fixed = sorted(keys)
     if "mesh" in keys:
@@ -159,7 +160,7 @@ def _find(
     if key := GROWN.get(question.kind):
         most = MAX_TOKENS if key == "seq_len" else config.train.global_batch_size
         while made[-1][1].found and (size := 2 * getattr(made[-1][0].train, key)) <= most:
-            larger = replace(config, train=replace(config.train, **{key: size}))
+            larger = changed(config, train={key: size})
             made.append((larger, look(larger, question.world)))
         if len(made) > 1 and not made[-1][1].found:
             made.pop()
@@ -173,9 +174,9 @@ def least_ranks(config: Config) -> float:
     """
     if not config.cluster.memory_bytes:
         return 1
-    plain = replace(config.parallel, schedule="1F1B", stages_per_rank=1, layers_per_stage=None)
+    plain = changed(config, parallel=ONE_STAGE)
     one = resolve_mesh(MeshConfig(), 1)
-    (rank,) = plan_memory(replace(config, parallel=plain), one, plan_batch(config, one))
+    (rank,) = plan_memory(plain, one, plan_batch(config, one))
     return (rank.weights + rank.moments + rank.averages) / config.cluster.memory_bytes
 
 
@@ -219,14 +220,7 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
         raise ConfigError(
             "out", str(folder), f"{path} is there, and another one", "Remove it, or set out=FOLDER"
         )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        rule = f"{path} cannot be written: {error.strerror}"
-        raise ConfigError(
-            "out", str(folder), rule, "Set out=FOLDER, one you may write to"
-        ) from error
+    write_out(path, text, str(folder), str(path), "Set out=FOLDER, one you may write to")
     typed = [text for text in args.overrides if not key_of(text).startswith("mesh.")]
     if key := GROWN.get(question.kind):
         others = (text for text in typed if key_of(text) != f"train.{key}")

@@ -26,6 +26,7 @@ from automoe.config.rules import Row, check_rows
 from automoe.config.schema import Config, ModelConfig
 from automoe.config.shipped import shipped_folder
 from automoe.errors import ConfigError
+from automoe.planner.output_file import write_out
 from automoe.planner.time import step_time
 
 # name in conf/model: (torchtitan's module, torchtitan's flavour)
@@ -284,13 +285,7 @@ def write_titan(
         raise ConfigError(
             "out", str(path), "it is there, and another one", "Remove it, or set out=FILE"
         )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(
-            "out", str(path), f"it cannot be written: {error.strerror}", "Set out=FILE"
-        ) from error
+    write_out(path, text, str(path), "it", "Set out=FILE")
     each = min(mesh.world_size, config.cluster.gpus_per_node)
     nodes = (
         f"--nnodes {-(-mesh.world_size // each)} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
