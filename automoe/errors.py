@@ -25,7 +25,9 @@ _PASSING = (errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
 _WAITS_S = (0.1, 0.5, 2.0)
 
 # The last two are 128 plus the number of SIGINT and of SIGPIPE.
-EXIT_WRONG, EXIT_INTERRUPTED, EXIT_NO_READER = 2, 130, 141
+EXIT_WRONG = 2
+EXIT_INTERRUPTED = 130
+EXIT_NO_READER = 141
 
 
 def spelled_out(text: str) -> str:
@@ -76,7 +78,10 @@ class ConfigError(AutomoeError, ValueError):
     """
 
     def __init__(self, key: str, value: object, rule: str, remedy: str) -> None:
-        self.key, self.value, self.rule, self.remedy = key, value, rule, remedy
+        self.key = key
+        self.value = value
+        self.rule = rule
+        self.remedy = remedy
         given = key if value == "" else f"{key}={value}"
         super().__init__(f"{given}: {rule}. {remedy}")
 

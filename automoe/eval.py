@@ -80,7 +80,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     remedy = "Install automoe[eval], which brings lm_eval"
     import_backend("lm_eval.models.huggingface", "automoe eval", remedy)
     logger = logging.getLogger("lm_eval")
-    logger.handlers, logger.propagate = [heard := _Heard()], False
+    logger.handlers = [heard := _Heard()]
+    logger.propagate = False
     with checkpoint_of(where) as folder:
         out = _free(where, args.out)
         with _failing(args.tasks):
@@ -160,7 +161,8 @@ def load_tasks(specs: list[str]) -> list[Any]:
                 "--tasks", ",".join(specs), "a task without a name", "Write --tasks A,B"
             )
         path = Path(spec).expanduser()
-        folder, named = path.is_dir(), not path.exists()
+        folder = path.is_dir()
+        named = not path.exists()
         looks_like_a_path = named and (os.sep in spec or path.suffix in (".yaml", ".yml"))
         # The harness's own tasks are thousands of files and take half a minute to read.
         include = named and not looks_like_a_path

@@ -92,7 +92,8 @@ def export_run(
     from automoe.hf.identity import complete
     from automoe.hf.keys import fp8_config
 
-    run_dir, out = Path(run_dir).expanduser(), Path(out).expanduser()
+    run_dir = Path(run_dir).expanduser()
+    out = Path(out).expanduser()
     config = load_config(run_dir)
     check_target(out, overwrite)  # before the weights are read
     complete(config, weights=bool(config.lora.rank or config.train.freeze))
@@ -156,7 +157,8 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     from automoe.parallel.parallelize import allocate, build_decoder
 
     try:
-        steps, exported = committed_steps(run_dir / FOLDER), run_dir / "hf"
+        steps = committed_steps(run_dir / FOLDER)
+        exported = run_dir / "hf"
     except OSError as error:
         raise CheckpointError(
             f"{run_dir / FOLDER} cannot be read: {error.strerror}. See to its permissions"
@@ -188,7 +190,8 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     # Adapters keep the weights' full dtype: merged weights are rounded once, when written.
     adapt(model, config, dtype, dtype)
     allocate({0: model}, torch.device("cpu"))
-    base, held = read_manifest(newest)[0].get("base"), model.state_dict()
+    base = read_manifest(newest)[0].get("base")
+    held = model.state_dict()
     if base is not None:
         assert config.model.hf_path is not None
         check_base(

@@ -283,19 +283,19 @@ class Speaker:
                 said, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
         inputs = inputs.to(self.model.device)
-        longest, length = (
-            getattr(self.model.config, "max_position_embeddings", None),
-            inputs["input_ids"].shape[1],
-        )
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        length = inputs["input_ids"].shape[1]
         if longest and length >= longest:
             raise CheckpointError(
                 f"a prompt of {length} tokens, and the model knows {longest} positions "
                 "(max_position_embeddings of its config.json). Ask something shorter, or begin a new chat"
             )
-        most, limit = self.options["max_new_tokens"], "--max-new-tokens"
+        most = self.options["max_new_tokens"]
+        limit = "--max-new-tokens"
         # Stop at the last position that the model was trained at.
         if longest and longest - length < most:
-            most, limit = longest - length, "max_position_embeddings of its config.json"
+            most = longest - length
+            limit = "max_position_embeddings of its config.json"
         ids = self.model.generate(**inputs, **self.options | {"max_new_tokens": most})[0, length:]
         stops = self.model.generation_config.eos_token_id
         ended = int(ids[-1]) in (stops if isinstance(stops, list) else [stops])

@@ -58,7 +58,8 @@ cluster=h200, ...
 def main(argv: list[str] | None = None) -> int:
     """Plan the configuration that ``argv`` names; return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    as_json, build = "--json" in argv, "--build" in argv
+    as_json = "--json" in argv
+    build = "--build" in argv
     argv = [word for word in argv if word not in ("--json", "--build")]
     # Hydra takes half a second to import; --help without it takes a tenth.
     from automoe.config.compose import parse_arguments

@@ -34,7 +34,8 @@ from automoe.training.weights import export_weights, first_weights
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     """Train ``config`` on this rank; return the last validation loss, else the training loss."""
-    device, train = context.device, config.train
+    device = context.device
+    train = config.train
 
     # ---------------------------------------------------------------- model on both meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))
@@ -77,7 +78,8 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
                 store.save(state, record.get("val_loss"), run.stopping)
 
         # ------------------------------------------------------------ leave
-        exports, paths = config.checkpoint.export_hf, {}
+        exports = config.checkpoint.export_hf
+        paths = {}
         # A run that stops in its last step leaves the export for the next start.
         context.preempted = state.step < train.steps or (run.stopping and exports)
         run.check_result()

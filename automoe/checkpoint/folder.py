@@ -16,7 +16,8 @@ from automoe.errors import CheckpointError
 from automoe.parallel.agreement import Ranks
 from automoe.storage.files import flush, replace_durably, write_durably
 
-FOLDER, LATEST = "checkpoints", "LATEST"
+FOLDER = "checkpoints"
+LATEST = "LATEST"
 _UNREADABLE: Mapping[str, Any] = {}  # known by its identity
 
 

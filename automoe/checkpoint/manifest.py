@@ -72,7 +72,8 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
         raise OSError(errno.EHOSTDOWN, f"is a link to {step_dir.readlink()}, which is not there")
     try:
         manifest = json.loads((step_dir / MANIFEST).read_bytes())
-        form, versions = manifest["format"], manifest.get("versions")
+        form = manifest["format"]
+        versions = manifest.get("versions")
         if form not in _READ and isinstance(form, int):
             raise _other_version(
                 step_dir, f"format {form}, and this version reads formats {_READ}", versions

@@ -101,7 +101,8 @@ def _renamed(metadata: Metadata) -> Metadata:
     def today(name: str) -> str:
         return _OLD_NAME.sub(lambda match: _OLD_NAMES[match[0]], name)
 
-    entries, data = metadata.state_dict_metadata, metadata.storage_data
+    entries = metadata.state_dict_metadata
+    data = metadata.storage_data
     metadata.state_dict_metadata = {today(name): entry for name, entry in entries.items()}
     metadata.storage_data = {
         replace(index, fqn=today(index.fqn)): place for index, place in data.items()
@@ -112,10 +113,8 @@ def _renamed(metadata: Metadata) -> Metadata:
 def _read_index(path: Path) -> Metadata:
     try:
         metadata = _Unpickler(io.BytesIO(retried(path.read_bytes))).load()
-        entries, paths = (
-            metadata.state_dict_metadata,
-            [one.relative_path for one in metadata.storage_data.values()],
-        )
+        entries = metadata.state_dict_metadata
+        paths = [one.relative_path for one in metadata.storage_data.values()]
         strange = [
             name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)
         ]

@@ -28,7 +28,8 @@ class BatchPlan:
 
 def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
     """Return rows, tokens and micro-batches of a validated ``config`` on ``mesh``."""
-    train, model = config.train, config.model
+    train = config.train
+    model = config.model
     num_micro_batches, rest = divmod(train.global_batch_size, mesh.dp * train.micro_batch_size)
     assert num_micro_batches and not rest, (
         "the global batch cuts into whole micro-batches: config.validate"

@@ -79,7 +79,8 @@ def parse_arguments(argv: list[str], others: Iterable[str] = ()) -> Arguments:
     Raises:
         ConfigError: an unknown option, or an option without its value.
     """
-    args, rest = Arguments(), list(argv)
+    args = Arguments()
+    rest = list(argv)
     while rest:
         text = rest.pop(0)
         word, _, inline = text.partition("=")
@@ -149,10 +150,8 @@ def composed_container(
     from yaml import YAMLError
 
     register_base()
-    shipped, folder = (
-        shipped_folder("conf"),
-        None if config_dir is None else Path(config_dir).absolute(),
-    )
+    shipped = shipped_folder("conf")
+    folder = None if config_dir is None else Path(config_dir).absolute()
     # Hydra looks for primaries only in its main directory, for groups on the whole search path.
     main = folder if folder is not None and (folder / f"{config_name}.yaml").is_file() else shipped
     other = shipped if main is folder else folder
@@ -306,7 +305,8 @@ def check_overrides(
                 f"not of the form key=value: {reason}",
                 "Write key=value; quote as 'key=\"a b\"'",
             ) from None
-        key, value = parsed.key_or_group, text.partition("=")[2]
+        key = parsed.key_or_group
+        value = text.partition("=")[2]
         if key.startswith(("hydra.", "hydra/")):
             if sweep:
                 continue

@@ -32,7 +32,8 @@ def query_blocks(
     """
     if num_ranks == 1:
         return [(slice(0, num_queries), slice(0, num_queries))]
-    chunk, found = num_queries // 2, []
+    chunk = num_queries // 2
+    found = []
     for start, number in ((0, rank + 1), (chunk, 2 * num_ranks - rank)):
         # All queries of the block mask the keys after its end, and the keys before the window of
         # its first query.

@@ -42,12 +42,14 @@ def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
 
 def _make_args(config: Config) -> Any:
     """Convert ``config.recipe_args`` to the dataclass ``Args`` of the recipe."""
-    cls, raw = args_class(config.recipe), config.recipe_args
+    cls = args_class(config.recipe)
+    raw = config.recipe_args
     if cls is not None:
         return _to_dataclass(cls, raw, f"{SECTION}.")
     if raw == {}:
         return raw
-    key, value = SECTION, raw
+    key = SECTION
+    value = raw
     if isinstance(raw, dict):
         name, value = next(iter(raw.items()))
         key = f"{SECTION}.{name}"
@@ -205,7 +207,8 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return _to_dataclass(hint, value, f"{key}.")
     if hint is Any:
         return value
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin in (Union, types.UnionType):  # `X | None`, or a list or one value in its place
         return _convert_union(args, value, key)
     if origin is Literal:

@@ -27,7 +27,8 @@ def local_folder(spec: str | Path) -> Path:
 
     The folder need not exist.
     """
-    folder, found = Path(spec).expanduser(), _ID.fullmatch(str(spec))
+    folder = Path(spec).expanduser()
+    found = _ID.fullmatch(str(spec))
     if found is None or found[3] is None or folder.exists():
         return folder
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -40,7 +41,8 @@ def is_data_set(path: str) -> bool:
 
     Text counts as an id only if neither that path nor a folder OWNER exists.
     """
-    folder, found = Path(path).expanduser(), _ID.fullmatch(path)
+    folder = Path(path).expanduser()
+    found = _ID.fullmatch(path)
     if folder.exists():
         return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
     # A mistyped file name must not query the Hub.
@@ -167,7 +169,8 @@ def _say_if_moved(key: str, name: str, commit: str) -> None:
 def _refused(key: str, spec: str, error: Exception | str) -> ConfigError:
     from huggingface_hub import constants, errors
 
-    why, login = " ".join(str(error).split())[:300], "log in (hf auth login, or HF_TOKEN)"
+    why = " ".join(str(error).split())[:300]
+    login = "log in (hf auth login, or HF_TOKEN)"
     name = spec.partition("@")[0]
     if isinstance(error, errors.GatedRepoError):
         remedy = f"Ask for access on the model's page, and {login}"
@@ -179,7 +182,8 @@ def _refused(key: str, spec: str, error: Exception | str) -> ConfigError:
             "lies), or a copy of the model's folder, and name it"
         )
         if constants.HF_HUB_OFFLINE:
-            why, remedy = "HF_HUB_OFFLINE is set", f"Unset HF_HUB_OFFLINE. {remedy}"
+            why = "HF_HUB_OFFLINE is set"
+            remedy = f"Unset HF_HUB_OFFLINE. {remedy}"
     rule = f"no such folder (looked from {os.getcwd()}), nor is all that is needed of the Hub's {spec} in "
     return ConfigError(
         key, spec, f"{rule}{constants.HF_HUB_CACHE}, and it cannot be had: {why}", remedy

@@ -82,7 +82,8 @@ class MeshShape:
 
     def groups(self, view: str, axis: str) -> list[list[int]]:
         """Return every group of ranks that differ only on ``axis``, in rank order."""
-        stride, size = self.stride(view, axis), getattr(self, axis)
+        stride = self.stride(view, axis)
+        size = getattr(self, axis)
         starts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
         return [[start + i * stride for i in range(size)] for start in starts]
 
@@ -151,7 +152,8 @@ def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int) ->
         )
     dp_shard, rest = divmod(num_ranks, unit)
     if rest or dp_shard < 1:
-        below, above = num_ranks // unit * unit, (num_ranks // unit + 1) * unit
+        below = num_ranks // unit * unit
+        above = (num_ranks // unit + 1) * unit
         nearest = f"{below} or {above}" if below else f"{above}"
         raise ConfigError(
             "mesh.dp_shard",
@@ -321,9 +323,11 @@ def _sizes(preset: str, num_ranks: int) -> dict[str, int]:
         ep = etp = 1
     elif preset in ("tp_ep_dp", "coupled_5d"):
         # Coupled: experts keep the tp of attention, and ep uses data-parallel ranks only.
-        etp, ep = sizes["tp"], largest_divisor(data, MAX_EP)
+        etp = sizes["tp"]
+        ep = largest_divisor(data, MAX_EP)
     else:
-        etp, ep = 1, largest_divisor(attention, MAX_EP)
+        etp = 1
+        ep = largest_divisor(attention, MAX_EP)
     return sizes | {"ep": ep, "etp": etp}
 
 

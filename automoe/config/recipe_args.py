@@ -16,7 +16,8 @@ from automoe.config.schema import Config
 from automoe.config.shipped import find_recipe, import_recipe, own_recipe, source_of
 from automoe.errors import ConfigError
 
-SECTION, CLASS = "recipe_args", "Args"
+SECTION = "recipe_args"
+CLASS = "Args"
 
 
 @dataclass
@@ -84,7 +85,8 @@ def check_args(config: Config) -> None:
     if not is_dataclass(args):
         return
     for field in fields(args):
-        value, key = getattr(args, field.name), f"{SECTION}.{field.name}"
+        value = getattr(args, field.name)
+        key = f"{SECTION}.{field.name}"
         if isinstance(value, float) and not isfinite(value):
             raise ConfigError(key, value, "must be a finite number", "Write one")
     if hasattr(args, "check"):

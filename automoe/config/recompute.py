@@ -48,8 +48,10 @@ def recomputed_names(parallel: ParallelConfig) -> list[str]:
 
 def recompute_rows(config: Config) -> Iterator[Row]:
     """Yield rules of ``parallel.recompute``: names and layers must exist and have an effect."""
-    key, names = "parallel.recompute", recomputed_names(config.parallel)
-    model, experts = config.model, config.moe.experts
+    key = "parallel.recompute"
+    names = recomputed_names(config.parallel)
+    model = config.model
+    experts = config.moe.experts
     for name in names:
         yield (key, name not in (*MODULES, FULL),
                f"no module {name!r}: the modules are {', '.join(MODULES)}, or {FULL} for the whole layer",
@@ -75,7 +77,8 @@ def recompute_rows(config: Config) -> Iterator[Row]:
 
 
 def _layer_rows(parallel: ParallelConfig, num_layers: int) -> Iterator[Row]:
-    key, layers = "parallel.recompute_layers", parallel.recompute_layers
+    key = "parallel.recompute_layers"
+    layers = parallel.recompute_layers
     yield (key, layers is not None and not recomputed_names(parallel),
            "parallel.recompute names nothing to recompute", f"Set parallel.recompute={FULL}")
     if isinstance(layers, str):

@@ -45,7 +45,8 @@ class Key:
 def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str, str, list[Key]]]:
     """Yield (name, one-line docstring, keys) of each section, outer sections first."""
     document, comments = _source(cls)
-    types, defaults = field_types(cls), default_args(cls)
+    types = field_types(cls)
+    defaults = default_args(cls)
     keys = [
         Key(prefix + name, _kind(hint), _shown(defaults[name]), comments.get(name, ""))
         for name, hint in types.items()

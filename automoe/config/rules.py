@@ -38,7 +38,8 @@ def divides(key: str, value: int, divisor: int, rule: str, other: str = "") -> R
 
     The remedy names the nearest multiples, and ``other``, a remedy under another key.
     """
-    below, above = value // divisor * divisor, (value // divisor + 1) * divisor
+    below = value // divisor * divisor
+    above = (value // divisor + 1) * divisor
     choices = f"{key}={below} or {above}" if below else f"{key}={above}"
     return (
         key,

@@ -70,7 +70,8 @@ def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 
 
 def _rope_rows(config: Config, device: str) -> Iterator[Row]:
-    key, remedy = "kernels.rope", "Set kernels.rope=torch"
+    key = "kernels.rope"
+    remedy = "Set kernels.rope=torch"
     yield key, config.train.dtype == "float64", "it has no float64, and train.dtype=float64", remedy
     on_cpu = device == "cpu" and not triton_is_interpreted()
     yield key, on_cpu, "Triton's kernels need CUDA, and this run is on cpu", f"{remedy}, or {_INTERPRET}"
@@ -89,7 +90,10 @@ def expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield the rules for dtypes, sizes and devices of ``moe.experts``."""
     if config.moe.experts not in _LIMITED_EXPERTS or not config.model.num_moe_layers:
         return
-    key, backend, model, dtype = "moe.experts", config.moe.experts, config.model, config.train.dtype
+    key = "moe.experts"
+    backend = config.moe.experts
+    model = config.model
+    dtype = config.train.dtype
     # 8-bit products are also emulated in float64.
     no_double = dtype == "float64" and config.train.fp8 == "off"
     yield key, no_double, f"{backend} has no float64, and train.dtype=float64", "Set moe.experts=loop"
@@ -107,7 +111,9 @@ def expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 
 
 def _foreign_expert_rows(config: Config, device: str) -> Iterator[Row]:
-    backend, model, dtype = config.moe.experts, config.model, config.train.dtype
+    backend = config.moe.experts
+    model = config.model
+    dtype = config.train.dtype
     for broken, rule in (
         (device == "cpu", f"{FOREIGN_EXPERTS[backend]} needs CUDA, and this run is on cpu"),
         (model.biased_experts, "it has experts without biases, and model.biased_experts=true"),
@@ -121,7 +127,9 @@ def _foreign_expert_rows(config: Config, device: str) -> Iterator[Row]:
 
 
 def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    key, kernel, dtype = "kernels.attention", config.kernels.attention, config.train.dtype
+    key = "kernels.attention"
+    kernel = config.kernels.attention
+    dtype = config.train.dtype
     remedy = "Nearest valid choice: kernels.attention=sdpa"
     yield key, uses_ring(config, shape), "ring attention (parallel.context=ring) calls kernels of its own", remedy
     if kernel == "math":
@@ -146,7 +154,8 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     if kernel == "cudnn":
         yield from _masked_cudnn_rows(config, shape)
         return
-    causal, window = "on CUDA it knows causality alone, and ", config.model.attention.sliding_window
+    causal = "on CUDA it knows causality alone, and "
+    window = config.model.attention.sliding_window
     masks = f"{causal}data.document_mask=true masks documents"
     yield key, config.data.document_mask, masks, f"{remedy}, or data.document_mask=false"
     for broken, why in (
@@ -162,7 +171,9 @@ def _masked_cudnn_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
     With a mask, its gradient of queries may be NaN if the number of keys is 64 modulo 128.
     """
-    attention, cp, seq_len = config.model.attention, shape.cp, config.train.seq_len
+    attention = config.model.attention
+    cp = shape.cp
+    seq_len = config.train.seq_len
     masked = config.data.document_mask or attention.sliding_window > 0 or cp > 1
     # The keys of a cp rank end where one of its chunks of the row ends. A sink is one more key.
     chunk, ends = (seq_len, 1) if cp == 1 else (seq_len // (2 * cp), 2 * cp)
@@ -189,7 +200,9 @@ def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     """Yield the rules of ``train.compile``: compiled parts must not contain graph breaks."""
     if not config.train.compile:
         return
-    kernels, fp8, names = config.kernels, config.train.fp8, recomputed_names(config.parallel)
+    kernels = config.kernels
+    fp8 = config.train.fp8
+    names = recomputed_names(config.parallel)
     # These modules drop their outputs and recompute them for their readers; within a compiled part
     # the compiler decides which outputs to recompute.
     hooked = [name for name in DISCARDED_OUTPUTS if name in names]
@@ -214,7 +227,8 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield the rules of ``train.fp8``."""
     if config.train.fp8 == "off":
         return
-    mode, blockwise = config.train.fp8, config.train.fp8 == "blockwise"
+    mode = config.train.fp8
+    blockwise = config.train.fp8 == "blockwise"
     yield ("train.fp8", config.train.dtype == "float64" and device != "cpu",
            "what surrounds a GPU's 8-bit products is float32 or bfloat16, and train.dtype=float64",
            "Set train.fp8=off, train.dtype=bfloat16, or launch.device=cpu")
@@ -225,7 +239,9 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
         yield ("moe.pad_to_capacity", not blockwise and config.moe.pad_to_capacity,
                f"what fills an expert up is the first token of each rank, and train.fp8={mode} would find its scales "
                "over other tokens on every mesh", "Set moe.pad_to_capacity=false, or train.fp8=blockwise")
-        hidden, width, etp = config.model.hidden_size, config.model.moe_intermediate_size, shape.etp
+        hidden = config.model.hidden_size
+        width = config.model.moe_intermediate_size
+        etp = shape.etp
         yield ("model.moe_intermediate_size", blockwise and width % (BLOCK * etp) != 0,
                f"gate and up of a rank's experts are whole blocks of {BLOCK} rows: {width} % ({BLOCK} * mesh.etp) = "
                f"{width} % {BLOCK * etp} = {width % (BLOCK * etp)}",
@@ -251,14 +267,17 @@ def _largest_cut(size: int, ranks: int) -> int:
 
 def _cut_sizes(config: Config, tp: int) -> Iterator[tuple[str, int]]:
     """Yield (name of a weight that tp shards, its rows or columns per rank)."""
-    model, a = config.model, config.model.attention
+    model = config.model
+    a = config.model.attention
     if model.first_k_dense:
         yield "the dense FFN (model.intermediate_size)", model.intermediate_size // tp
     if model.shared_width and config.model.num_moe_layers:
         said = "" if model.shared_intermediate_size else " (num_shared_experts * moe_intermediate_size)"
         yield f"the shared experts{said}", model.shared_width // tp
     if a.kind == "mla":
-        heads, nope, value = a.num_heads // tp, a.qk_nope_head_dim, a.v_head_dim
+        heads = a.num_heads // tp
+        nope = a.qk_nope_head_dim
+        value = a.v_head_dim
         yield "queries (num_heads * (qk_nope_head_dim + qk_rope_head_dim))", heads * (nope + a.qk_rope_head_dim)
         yield "keys and values (num_heads * (qk_nope_head_dim + v_head_dim))", heads * (nope + value)
         yield "the output projection (num_heads * v_head_dim)", heads * value

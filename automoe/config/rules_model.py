@@ -47,7 +47,9 @@ def _expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield divides("model.num_experts", model.num_experts, shape.ep,
         f"mesh.ep={shape.ep} ranks hold equal numbers of experts: {model.num_experts} % {shape.ep} = "
         f"{model.num_experts % shape.ep}", f"mesh.ep={gcd(model.num_experts, shape.ep)}")
-    width, hidden, ranks = model.moe_intermediate_size, model.hidden_size, shape.etp * shape.ep_shard
+    width = model.moe_intermediate_size
+    hidden = model.hidden_size
+    ranks = shape.etp * shape.ep_shard
     yield divides("model.moe_intermediate_size", width, ranks,
         "etp and FSDP cut the width of the experts evenly over mesh.etp*mesh.ep_shard = "
         f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {width} % {ranks} = {width % ranks}",
@@ -59,7 +61,8 @@ def _expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def _dispatch_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    nodes, ranks = config.cluster.gpus_per_node, shape.ep * shape.etp
+    nodes = config.cluster.gpus_per_node
+    ranks = shape.ep * shape.etp
     yield ("cluster.gpus_per_node", config.moe.dispatcher == "hierarchical" and not shape.ep_per_node(nodes),
            f"moe.dispatcher=hierarchical wants equal numbers of each ep group's ranks on its nodes of {nodes}, and "
            f"mesh.ep*mesh.etp = {shape.ep}*{shape.etp} = {ranks} consecutive ranks are a group",
@@ -71,7 +74,8 @@ def _dispatch_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def _tensor_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    model, tp = config.model, shape.tp
+    model = config.model
+    tp = shape.tp
     sizes = [
         ("model.attention.num_heads", model.attention.num_heads, "attention heads"),
         ("model.vocab_size", model.vocab_size, "rows of the embedding"),
@@ -81,7 +85,8 @@ def _tensor_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     for key, size, what in sizes:
         rule = f"mesh.tp={tp} ranks hold equal numbers of {what}: {size} % {tp} = {size % tp}"
         yield divides(key, size, tp, rule)
-    shared, rule = model.shared_width, f"mesh.tp={tp} ranks hold equal numbers of columns of the shared experts"
+    shared = model.shared_width
+    rule = f"mesh.tp={tp} ranks hold equal numbers of columns of the shared experts"
     if model.shared_intermediate_size:
         yield divides("model.shared_intermediate_size", shared, tp, f"{rule}: {shared} % {tp} = {shared % tp}")
     else:
@@ -95,7 +100,9 @@ def _tensor_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def _routing_rows(config: Config) -> Iterator[Row]:
-    experts, k, router = config.model.num_experts, config.model.num_experts_per_token, config.model.router
+    experts = config.model.num_experts
+    k = config.model.num_experts_per_token
+    router = config.model.router
     yield ("model.num_experts_per_token", k > experts,
            f"a token cannot choose more than all {experts} experts (model.num_experts)",
            f"Set model.num_experts_per_token={experts} or less")
@@ -119,7 +126,8 @@ _PAIRS = "rotary embedding turns pairs of dimensions"
 
 
 def _gqa_rows(config: Config) -> Iterator[Row]:
-    a, share = config.model.attention, config.model.rope.partial_rotary_factor
+    a = config.model.attention
+    share = config.model.rope.partial_rotary_factor
     yield ("model.attention.num_kv_heads", a.num_heads % a.num_kv_heads != 0,
            f"key/value heads serve equal numbers of query heads: {a.num_heads} % {a.num_kv_heads} = "
            f"{a.num_heads % a.num_kv_heads}",
@@ -171,7 +179,8 @@ def _window_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 def _delta_net_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     attention = config.model.attention
-    heads, values = attention.linear_num_key_heads, attention.linear_num_value_heads
+    heads = attention.linear_num_key_heads
+    values = attention.linear_num_value_heads
     given = f"(model.attention.linear_num_key_heads={heads})"
     for key in ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"):
         key = f"model.attention.{key}"
@@ -192,7 +201,8 @@ def _delta_net_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def _biased_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    model, hidden = config.model, config.model.hidden_size
+    model = config.model
+    hidden = config.model.hidden_size
     for key in ("swiglu_alpha", "swiglu_limit"):
         broken = model.expert_activation == "clamped_swiglu" and not 0 < getattr(model, key) < inf
         yield f"model.{key}", broken, "must be a number larger than 0", f"Set model.{key}=1.702"
@@ -205,7 +215,9 @@ def _biased_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def _routing_option_rows(config: Config) -> Iterator[Row]:
-    moe, model, router = config.moe, config.model, config.model.router
+    moe = config.moe
+    model = config.model
+    router = config.model.router
     yield ("moe.router_jitter", moe.router_jitter >= 1,
            "the router's input is multiplied by uniform(1 - jitter, 1 + jitter), which must stay above 0",
            "Set moe.router_jitter=0.01, or anything below 1")

@@ -93,8 +93,12 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 # fmt: off
 
 def _batch_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    rows, seq_len, micro = config.train.global_batch_size, config.train.seq_len, config.train.micro_batch_size
-    unit, cut, pieces = shape.dp * micro, shape.cp * shape.tp, 2 * shape.cp
+    rows = config.train.global_batch_size
+    seq_len = config.train.seq_len
+    micro = config.train.micro_batch_size
+    unit = shape.dp * micro
+    cut = shape.cp * shape.tp
+    pieces = 2 * shape.cp
     yield divides("train.global_batch_size", rows, unit,
         "every data-parallel rank runs whole micro-batches, so dp_replicate*dp_shard*micro_batch_size = "
         f"{shape.dp_replicate}*{shape.dp_shard}*{micro} = {unit} divides it: {rows} % {unit} = {rows % unit}")
@@ -109,8 +113,13 @@ def _batch_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 
 def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    parallel, micro, rows = config.parallel, config.train.micro_batch_size, config.train.global_batch_size
-    key, stages, schedule, pp = "parallel.stages_per_rank", parallel.stages_per_rank, parallel.schedule, shape.pp
+    parallel = config.parallel
+    micro = config.train.micro_batch_size
+    rows = config.train.global_batch_size
+    key = "parallel.stages_per_rank"
+    stages = parallel.stages_per_rank
+    schedule = parallel.schedule
+    pp = shape.pp
     interleaved = schedule == "Interleaved1F1B"
     yield (key, stages > 1 and not interleaved,
            f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B runs several",
@@ -147,7 +156,8 @@ def _split_rows(num_layers: int, num_stages: int, sizes: list[int] | None) -> It
     if sizes is None or num_layers < num_stages:
         return
     even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
-    key, remedy = "parallel.layers_per_stage", f"Set parallel.layers_per_stage=[{even}] or null"
+    key = "parallel.layers_per_stage"
+    remedy = f"Set parallel.layers_per_stage=[{even}] or null"
     yield (key, len(sizes) != num_stages,
            f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes", remedy)
     least = min(sizes)
@@ -158,7 +168,8 @@ def _split_rows(num_layers: int, num_stages: int, sizes: list[int] | None) -> It
 
 
 def _context_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    key, ring = "parallel.context", uses_ring(config, shape)
+    key = "parallel.context"
+    ring = uses_ring(config, shape)
     yield (key, ring and config.data.document_mask,
            "ring attention has no document mask, and data.document_mask=true asks for one",
            "Set parallel.context=gather, or data.document_mask=false")
@@ -168,7 +179,8 @@ def _context_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row
 
 def _optimizer_rows(config: Config) -> Iterator[Row]:
     """Yield the rules of AdamW's numbers and of stochastic rounding."""
-    optim, stochastic = config.optim, config.optim.master_weights == "stochastic"
+    optim = config.optim
+    stochastic = config.optim.master_weights == "stochastic"
     for i, beta in enumerate(optim.betas):
         yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
     yield "optim.min_lr_ratio", not optim.min_lr_ratio <= 1, "a share of optim.lr, at most 1", "Set 0.1"
@@ -188,7 +200,10 @@ def _optimizer_rows(config: Config) -> Iterator[Row]:
 
 
 def _data_rows(config: Config) -> Iterator[Row]:
-    data, val_every, hf_path, here = config.data, config.train.val_every, config.model.hf_path, os.getcwd()
+    data = config.data
+    val_every = config.train.val_every
+    hf_path = config.model.hf_path
+    here = os.getcwd()
     yield ("observe.samples", bool(config.observe.samples) and not val_every,
            "they are answered after validations, and train.val_every=0 has none", "Set train.val_every=50")
     yield ("data.val_fraction", not 0 <= data.val_fraction < 1,
@@ -266,7 +281,9 @@ def _chat_rows(config: Config) -> Iterator[Row]:
 
 def checkpoint_rows(config: Config) -> Iterator[Row]:
     """Yield the rules of ``checkpoint``: where to resume from and which steps to keep."""
-    checkpoint, every, val_every = config.checkpoint, config.checkpoint.every, config.train.val_every
+    checkpoint = config.checkpoint
+    every = config.checkpoint.every
+    val_every = config.train.val_every
     yield ("checkpoint.resume",
            checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).expanduser().is_dir(),
            f"no such directory (looked from {os.getcwd()})",

@@ -82,7 +82,8 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
         DataError: with file and line: bad UTF-8, malformed JSON, a missing key, an unknown role, a
             content that is not text; an empty or unreadable file.
     """
-    left, some = data.max_bytes, False
+    left = data.max_bytes
+    some = False
     for index, path in enumerate(paths):
         found = False
         try:
@@ -140,11 +141,9 @@ class _Reader:
     """One record as messages and tools; every error names its place."""
 
     def __init__(self, chat: ChatConfig, where: str, pairs: bool = False) -> None:
-        self.chat, self.where, self.formats = (
-            chat,
-            where,
-            "messages or sharegpt" if pairs else ", ".join(_KEYS),
-        )
+        self.chat = chat
+        self.where = where
+        self.formats = "messages or sharegpt" if pairs else ", ".join(_KEYS)
         self.keys = _KEYS[chat.format] | (_PAIR_KEYS if pairs else {}) | (chat.keys or {})
         self.roles = (
             _ROLES | (_SHAREGPT_ROLES if chat.format == "sharegpt" else {}) | (chat.roles or {})
@@ -175,7 +174,8 @@ class _Reader:
             shortest = min(map(len, answers)) - 1
             same = (n for n in range(shortest) if answers[0][n] != answers[1][n])
             shared = next(same, shortest)
-            prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
+            prompt = answers[0][:shared]
+            answers = [answer[shared:] for answer in answers]
         if prompt is None:
             self._value(record, "prompt")
         for key, answer in zip(("chosen", "rejected"), answers, strict=True):
@@ -191,7 +191,8 @@ class _Reader:
 
     def _turns(self, record: dict[str, Any], key: str, role: str = "assistant") -> list[Message]:
         """The messages of a column; one of ``role`` where it is text."""
-        value, name = self._value(record, key), self.keys[key]
+        value = self._value(record, key)
+        name = self.keys[key]
         parsed = self._parsed(value)
         if isinstance(parsed, dict):
             parsed = [parsed]

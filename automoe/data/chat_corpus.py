@@ -43,7 +43,9 @@ def tokenise_chat(
             that is no single one.
     """
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-    digest, table, counts = hashlib.blake2b(digest_size=16), array("Q"), Counter[str]()
+    digest = hashlib.blake2b(digest_size=16)
+    table = array("Q")
+    counts = Counter[str]()
     template.counts.clear()
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as marks:
         batched = _batched(conversations, template)
@@ -116,7 +118,8 @@ def describe_chat(counts: dict[str, int], tokens: int, samples: int) -> Iterator
         counts: of ``tokenise_chat``.
         tokens, samples: of the whole corpus.
     """
-    answers, conversations = counts["answers"], counts["conversations"]
+    answers = counts["answers"]
+    conversations = counts["conversations"]
     share = counts["trained_tokens"] / max(tokens, 1)
     if pairs := counts.get("pairs", 0):
         yield f"{pairs:,} pairs of answers: {tokens:,} tokens, {share:.0%} of them in answers"

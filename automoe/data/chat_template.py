@@ -61,7 +61,9 @@ class ChatTemplate:
     """
 
     def __init__(self, chat: ChatConfig, tokenizer: str) -> None:
-        self.chat, self.tokenizer, stored = chat, tokenizer, stored_template(chat, tokenizer)
+        self.chat = chat
+        self.tokenizer = tokenizer
+        stored = stored_template(chat, tokenizer)
         self.own = stored if chat.template is not None else None
         settings = [
             _VERSION,
@@ -197,7 +199,8 @@ class ChatTemplate:
     ) -> tuple[str, str]:
         """The text before the answer ``messages[n]``, generation prompt included, and the text
         through it."""
-        tools, answer = conversation.tools, messages[n]
+        tools = conversation.tools
+        answer = messages[n]
         try:
             before = self._render(messages[:n], tools, prompt=True)
             through = self._render(messages[: n + 1], tools)
@@ -250,7 +253,8 @@ class ChatTemplate:
         if start < len(prompt) and through.startswith(before):
             # One token holds the prompt's end and the answer's beginning: at inference the prompt
             # is all there is.
-            ids, start = prompt + self._encode_inside(through[len(before) :]), len(prompt)
+            ids = prompt + self._encode_inside(through[len(before) :])
+            start = len(prompt)
             self.counts["apart"] += 1
         elif start < len(prompt):
             self.counts["prompt_cut"] += 1
@@ -258,7 +262,8 @@ class ChatTemplate:
             if prompt[start] not in self._hf.added_tokens_decoder:
                 cut = len(os.path.commonprefix([before, through]))
                 [head] = self._encode([through[:cut]])
-                ids, start = head + self._encode_inside(through[cut:]), len(head)
+                ids = head + self._encode_inside(through[cut:])
+                start = len(head)
         end = self._stop(ids, start, calls)
         return (
             Turn([*ids, self._next_token(calls)], start) if end is None else Turn(ids[:end], start)
@@ -348,7 +353,8 @@ class ChatTemplate:
         not begin with."""
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         try:
-            through, asked = self._render(messages, None), self._render(messages, None, prompt=True)
+            through = self._render(messages, None)
+            asked = self._render(messages, None, prompt=True)
             more = self._render([*messages, messages[0]], None)
         except Exception:  # a template may want more than this
             return False

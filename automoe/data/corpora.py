@@ -178,7 +178,8 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
         DataError: bad UTF-8, a malformed line, a missing key or column, an empty or unreadable
             file.
     """
-    read, left = source_of(data.kind).read, data.max_bytes
+    read = source_of(data.kind).read
+    left = data.max_bytes
     for index, path in enumerate(paths):
         found = False
         try:
@@ -214,7 +215,8 @@ def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
 
 
 def _read_text(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
-    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    line = 1
     with open_file(path) as file:
         while True:
             raw = file.read(_PART_BYTES)
@@ -287,7 +289,8 @@ def parquet_records(
 
     if path.stat().st_size == 0:
         return
-    row, kind = 0, path.suffix.removeprefix(".") or "parquet"
+    row = 0
+    kind = path.suffix.removeprefix(".") or "parquet"
     try:
         for names, batch in _batches(path, columns):
             for column in columns or ():

@@ -99,8 +99,11 @@ class Loader:
                 f"{rows} rows do not divide over {dp_size} data-parallel ranks",
                 f"Set train.global_batch_size={-(-rows // dp_size) * dp_size}.",
             )
-        self.config, self.split = config, split
-        self.dp_rank, self.dp_size, self.rows_per_rank = dp_rank, dp_size, rows // dp_size
+        self.config = config
+        self.split = split
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.rows_per_rank = rows // dp_size
         self.tokenizer, self.corpora = prepare_data(config, cache_dir)
         self.names, shares, sources = zip(*sources_of(config.data), strict=True)
         self._sources = [replace(config, data=source) for source in sources]
@@ -122,7 +125,8 @@ class Loader:
 
         A thread prepares the following step while this one trains.
         """
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
+        self._ahead = None
         # After a resume or a fallback to a checkpoint, the step made ahead is not the next one.
         fits = ahead is not None and ahead[0] == self.consumed_rows
         batch = ahead[1].result() if ahead is not None and fits else self._step(self.consumed_rows)
@@ -184,10 +188,8 @@ class Loader:
         for start in range(0, min(n * step, packed.num_rows), step):
             first = start + self.dp_rank * self.rows_per_rank
             indices = np.arange(first, first + self.rows_per_rank)
-            sources, rows = (
-                np.full(len(indices), source),
-                np.where(indices < packed.num_rows, indices, -1),
-            )
+            sources = np.full(len(indices), source)
+            rows = np.where(indices < packed.num_rows, indices, -1)
             yield self._batch(split, first, sources, rows)
 
     @property
@@ -208,7 +210,8 @@ class Loader:
         Raises:
             DataError: the data changed since ``state`` was saved; the message lists what differs.
         """
-        saved, now = state["fingerprint"], self.fingerprint()
+        saved = state["fingerprint"]
+        now = self.fingerprint()
         differing = [
             key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)
         ]
@@ -261,11 +264,9 @@ class Loader:
         ]
 
     def _describe(self, source: int) -> list[str]:
-        corpus, rows, said = (
-            self.corpora[source],
-            self._rows_of(self.split, source),
-            self.names[source],
-        )
+        corpus = self.corpora[source]
+        rows = self._rows_of(self.split, source)
+        said = self.names[source]
         assert corpus.chat is not None
         lines = [f"{said}:"] if said else []
         lines += describe_chat(corpus.chat, len(corpus.tokens), len(corpus.lengths))
@@ -292,7 +293,8 @@ class Loader:
 
     def _rows_of(self, split: Split, source: int) -> PackedRows:
         if (split, source) not in self._packed:
-            corpus, one = self.corpora[source], self._sources[source]
+            corpus = self.corpora[source]
+            one = self._sources[source]
             starts, lengths = fitting_documents(corpus, one, split)
             options: dict[str, Any] = {
                 "seq_len": one.train.seq_len,
@@ -315,7 +317,8 @@ class Loader:
         """Return rows ``indices`` of their ``sources``, [R] each, as a batch."""
         arrays: dict[str, np.ndarray] = {}
         for source in np.unique(sources):
-            packed, places = self._rows_of(split, source), np.flatnonzero(sources == source)
+            packed = self._rows_of(split, source)
+            places = np.flatnonzero(sources == source)
             rows = packed.take(indices[places])
             self._check_ids(source, packed, indices[places], rows)
             for name, array in vars(rows).items():
@@ -331,7 +334,8 @@ class Loader:
         """Return the numbers of each row's pairs, [R, P] int64, with -1 after the last pair."""
         found = []
         for source, index in zip(sources, indices, strict=True):
-            packed, corpus = self._rows_of(split, source), self.corpora[source]
+            packed = self._rows_of(split, source)
+            corpus = self.corpora[source]
             assert isinstance(packed, SampleRows)
             starts = packed.starts[packed.samples(int(index)) if index >= 0 else []]
             found.append(self._first_pairs[source] + np.searchsorted(corpus.starts, starts))

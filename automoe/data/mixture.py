@@ -42,7 +42,8 @@ class Mixture:
         if S == 1:
             return np.zeros(count, dtype=np.int64), np.arange(first, first + count)
         # The number of rows with times before T is T, within S.
-        begin, end = max(0, first - S), first + count + S
+        begin = max(0, first - S)
+        end = first + count + S
         spans = [(self._before(s, begin), self._before(s, end)) for s in range(S)]
         sources = np.repeat(np.arange(S), [last - start for start, last in spans])
         rows = np.concatenate([np.arange(*span) for span in spans])

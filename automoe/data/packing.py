@@ -62,13 +62,13 @@ class PackedRows:
         document_mask: bool = True,
     ) -> None:
         assert len(starts) == len(lengths) > 0 and lengths.min() > 0
-        self.tokens, self.starts, self.lengths = tokens, starts, lengths
-        self.seq_len, self.seed, self.pad_id, self.document_mask = (
-            seq_len,
-            seed,
-            pad_id,
-            document_mask,
-        )
+        self.tokens = tokens
+        self.starts = starts
+        self.lengths = lengths
+        self.seq_len = seq_len
+        self.seed = seed
+        self.pad_id = pad_id
+        self.document_mask = document_mask
         self.num_tokens = int(lengths.sum())
         self.num_rows = -(-self.num_tokens // seq_len)
         # A batch across an epoch's end needs two epochs at a time.
@@ -128,7 +128,8 @@ class PackedRows:
             positions = place - np.maximum(doc_start, row_start)
             doc_ids = doc - doc[:, :1]
         else:
-            positions, doc_ids = place - row_start, np.zeros_like(place)
+            positions = place - row_start
+            doc_ids = np.zeros_like(place)
         rows.positions[chosen] = np.where(real, positions, 0)[:, :-1]
         rows.doc_ids[chosen] = np.where(real, doc_ids, -1)[:, :-1]
 
@@ -145,7 +146,9 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
     """
     rows = np.empty(len(lengths), dtype=np.int64)
     by_room: list[list[int]] = [[] for _ in range(size + 1)]
-    rooms, num_rows = 0, 0  # bit r of rooms: there is a row with room r
+    # bit r of rooms: there is a row with room r
+    rooms = 0
+    num_rows = 0
     for place, length in enumerate(lengths.tolist()):
         if enough := rooms >> length:
             room = length + (enough & -enough).bit_length() - 1
@@ -153,7 +156,8 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
             if not by_room[room]:
                 rooms ^= 1 << room
         else:
-            room, row = size, num_rows
+            room = size
+            row = num_rows
             num_rows += 1
         rows[place] = row
         if left := room - length:
@@ -203,7 +207,9 @@ class SampleRows(PackedRows):
             document_mask=document_mask,
         )
         assert lengths.max() <= seq_len and (document_mask or not pack)
-        self.trained, self.firsts, self.pack = trained, firsts, pack
+        self.trained = trained
+        self.firsts = firsts
+        self.pack = pack
         self.num_rows = len(self._epoch(0)[1])
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
@@ -243,7 +249,8 @@ class SampleRows(PackedRows):
     def _sequences(self, samples: np.ndarray) -> Iterator[tuple[int, int]]:
         """Start and length of every sequence of ``samples``, one or two each."""
         for sample in samples:
-            start, length = int(self.starts[sample]), int(self.lengths[sample])
+            start = int(self.starts[sample])
+            length = int(self.lengths[sample])
             first = length if self.firsts is None else int(self.firsts[sample])
             yield start, first
             if first < length:

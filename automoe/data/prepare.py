@@ -32,7 +32,8 @@ from automoe.storage.cache import default_cache_dir, open_entry
 Split = Literal["train", "validation"]
 FORMAT = 3  # part of the cache key: raise it when the files below change
 # at least and at most; as many as make so many tokens
-SYNTHETIC_ROWS, SYNTHETIC_TOKENS = (64, 4096), 1 << 22
+SYNTHETIC_ROWS = (64, 4096)
+SYNTHETIC_TOKENS = 1 << 22
 _SAMPLE = 1 << 16  # bytes hashed at either end of a file
 
 
@@ -93,7 +94,8 @@ def open_corpus(
             return tokenise_chat(folder, read, template, tokenizer.vocab_size, data.is_preference)
         return _tokenise(folder, read_documents(data, paths), tokenizer, paths)
 
-    what, again = "the tokenised corpus", "the text is tokenised again"
+    what = "the tokenised corpus"
+    again = "the text is tokenised again"
     facts = open_entry(entry, write, what=what, again=again, error_type=DataError)
     columns = np.load(entry / "documents.npy", mmap_mode="r")
     lengths = columns[0].astype(np.int64)
@@ -160,14 +162,16 @@ def _tokenise(
         writer = _Writer(file, tokenizer, paths)
         for _, group in groupby(documents, key=lambda document: (document.file, document.line)):
             parts = iter(group)
-            first, second = next(parts), next(parts, None)
+            first = next(parts)
+            second = next(parts, None)
             long = second is not None or len(first.text) > PIECE
             if not long:
                 batch.append(first)
                 chars += len(first.text)
             if long or chars >= BATCH:
                 writer.short(batch)
-                batch, chars = [], 0
+                batch = []
+                chars = 0
             if long:
                 writer.long(chain([first] if second is None else [first, second], parts))
         writer.short(batch)
@@ -180,12 +184,15 @@ class _Writer:
     document in a table."""
 
     def __init__(self, file: BinaryIO, tokenizer: Tokenizer, paths: list[Path]) -> None:
-        self.file, self.tokenizer, self.paths = file, tokenizer, paths
+        self.file = file
+        self.tokenizer = tokenizer
+        self.paths = paths
         self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         self.eos = np.array([tokenizer.eos_id])
         # length, hash of the text, file, line; a list of tuples would take ten times as much
         self.table = array("Q")
-        self.digest, self.text_bytes = hashlib.blake2b(digest_size=16), 0
+        self.digest = hashlib.blake2b(digest_size=16)
+        self.text_bytes = 0
 
     def short(self, documents: list[Document]) -> None:
         """Documents that are encoded together."""
@@ -300,7 +307,8 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
             ("conversation", "drop or truncate") if data.is_chat else ("document", "split")
         )
         if data.is_preference:
-            what, others = "pair", "drop"
+            what = "pair"
+            others = "drop"
         counted = "" if data.is_chat else ", its end-of-text token counted,"
         raise DataError(
             f"{corpus.where(too_long[0])}: a {what} of {corpus.lengths[too_long[0]]} tokens{counted} does not fit "
@@ -362,7 +370,8 @@ def split_documents(
     Raises:
         DataError: nothing is left for the split.
     """
-    starts, lengths = corpus.starts, corpus.lengths
+    starts = corpus.starts
+    lengths = corpus.lengths
     if len(lengths) == 1 and val_fraction > 0 and corpus.trained is None:
         tail = max(2, round(int(lengths[0]) * val_fraction))  # two tokens make one label
         head = int(lengths[0]) - tail

@@ -26,11 +26,13 @@ def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], li
         ConfigError: the file of prompts cannot be read, a prompt does not fit into a row with its
             answer, or the data has no tokenizer.
     """
-    texts, chat = _texts(config.observe.samples), chat_template_of(config)
+    texts = _texts(config.observe.samples)
+    chat = chat_template_of(config)
     if texts and tokenizer.digest == NO_TOKENIZER:
         rule = "they are text, and data.kind=benchmark trains on ids that stand for none"
         raise ConfigError(KEY, texts[0], rule, "Leave it out")
-    row, answer = config.train.seq_len, config.observe.sample_tokens
+    row = config.train.seq_len
+    answer = config.observe.sample_tokens
     if texts and answer >= row:
         rule = f"a prompt and its answer share a row of train.seq_len={row} tokens, and an answer may fill it"
         raise ConfigError("observe.sample_tokens", answer, rule, f"At most {row - 1}")

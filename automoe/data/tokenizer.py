@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 BYTE_VOCAB_SIZE = 258  # 256 bytes, end of text, padding
 PIECE = 1 << 17  # characters of a long text that are encoded at once
 BATCH = 1 << 20  # characters of several texts, or pieces of one
-TEMPLATE, OTHER_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+TEMPLATE = "chat_template.jinja"
+OTHER_TEMPLATES = "additional_chat_templates"
 _CONTEXT = 512  # characters on either side of a cut that decide whether it changes any id
 
 # Files that decide how text becomes ids, for the digest of a directory without a tokenizer.json.
@@ -83,7 +84,9 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         self.digest = "byte"
-        self.vocab_size, self.eos_id, self.pad_id = BYTE_VOCAB_SIZE, 256, 257
+        self.vocab_size = BYTE_VOCAB_SIZE
+        self.eos_id = 256
+        self.pad_id = 257
         self.byte_lengths = np.array([1] * 256 + [0, 0], dtype=np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -106,7 +109,8 @@ class ByteTokenizer(Tokenizer):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {
             "special": True
         }
-        eos, pad = "<|endoftext|>", "<|pad|>"
+        eos = "<|endoftext|>"
+        pad = "<|pad|>"
         by_bytes = {
             "type": "ByteLevel",
             "add_prefix_space": False,
@@ -213,7 +217,9 @@ class HFTokenizer(Tokenizer):
     def _pieces(self, parts: Iterable[str]) -> Iterator[tuple[str, str]]:
         """(context, piece) of a text: context is the end of the piece before, empty for the
         first."""
-        context, rest, size = "", "", PIECE
+        context = ""
+        rest = ""
+        size = PIECE
         for part in (long[at : at + BATCH] for long in parts for at in range(0, len(long), BATCH)):
             rest += part
             while len(rest) >= size + _CONTEXT:
@@ -230,14 +236,17 @@ class HFTokenizer(Tokenizer):
                     size *= 2
                     continue
                 yield context, rest[:cut]
-                context, rest, size = rest[cut - _CONTEXT : cut], rest[cut:], PIECE
+                context = rest[cut - _CONTEXT : cut]
+                rest = rest[cut:]
+                size = PIECE
         if rest:
             yield context, rest
 
     def _is_clean(self, text: str, cut: int) -> bool:
         """Whether ids on either side of a cut are the same with and without the text beyond it, and
         with more of it."""
-        near, far = text[cut - _CONTEXT : cut], text[max(0, cut - 2 * _CONTEXT) : cut]
+        near = text[cut - _CONTEXT : cut]
+        far = text[max(0, cut - 2 * _CONTEXT) : cut]
         behind = text[cut : cut + _CONTEXT]
         a, b, c, d = (
             ids.tolist() for ids in self.encode_batch([near, near + behind, far, far + behind])
@@ -265,7 +274,10 @@ class NoTokenizer(Tokenizer):
     """Ids that stand for no text: ``data.kind=benchmark``."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.digest, self.vocab_size, self.eos_id, self.pad_id = NO_TOKENIZER, vocab_size, 0, 0
+        self.digest = NO_TOKENIZER
+        self.vocab_size = vocab_size
+        self.eos_id = 0
+        self.pad_id = 0
         self.byte_lengths = np.zeros(vocab_size, dtype=np.int64)
 
 
@@ -274,7 +286,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     Raises ConfigError."""
     if spec == "byte":
         return ByteTokenizer()
-    path, content = local_folder(spec) / "tokenizer.json", ByteTokenizer.files()["tokenizer.json"]
+    path = local_folder(spec) / "tokenizer.json"
+    content = ByteTokenizer.files()["tokenizer.json"]
     if (
         path.is_file()
         and path.stat().st_size == len(content.encode())
@@ -287,11 +300,13 @@ def load_tokenizer(spec: str) -> Tokenizer:
 def fitting_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of ``config``. Raises ConfigError, also for one with more ids than the
     embedding has rows."""
-    name, path = tokenizer_of(config), config.model.hf_path
+    name = tokenizer_of(config)
+    path = config.model.hf_path
     if name == NO_TOKENIZER:
         return NoTokenizer(config.model.vocab_size)
     tokenizer = load_tokenizer(name)
-    size, rows = tokenizer.vocab_size, config.model.vocab_size
+    size = tokenizer.vocab_size
+    rows = config.model.vocab_size
     if size > rows:
         remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
         if path is not None:  # its embedding has the rows it has

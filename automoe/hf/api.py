@@ -227,7 +227,8 @@ def _rewrite(
         write_settings(folder, config, done.dtype, None, fp8_config(config, keys) if fp8 else None)
         written = check_catalog(folder, config)
         compare_rewritten(plan, catalog, written)
-        logits_error, dense_error = verify_with_transformers(config, written), None
+        logits_error = verify_with_transformers(config, written)
+        dense_error = None
         if catalog.upcycling is not None and not fp8:
             dense_error = compare_with_dense(catalog.folder, folder)
         return replace(done, path=path, logits_error=logits_error, dense_error=dense_error)

@@ -207,9 +207,12 @@ def _check_scales(
     if codes.encoding == "fp8":
         *lead, rows, cols = codes.shape
         asked = (*lead, -(-rows // block[0]), -(-cols // block[1]))
-        code_dtype, scale_dtypes = "F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}
+        code_dtype = "F8_E4M3"
+        scale_dtypes = FLOAT_DTYPES | {"F8_E8M0"}
     else:
-        asked, code_dtype, scale_dtypes = codes.shape[:-1], "U8", {"U8"}
+        asked = codes.shape[:-1]
+        code_dtype = "U8"
+        scale_dtypes = {"U8"}
         if codes.shape[-1] != MXFP4_BLOCK // 2:
             raise CheckpointError(
                 f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {MXFP4_BLOCK // 2} bytes "

@@ -173,7 +173,8 @@ def header_bytes(items: list[Entries]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in (entry for item in items for entry in item):
-        begin, end = end, end + entry.num_bytes
+        begin = end
+        end = end + entry.num_bytes
         offsets = [begin, end]
         entries[entry.key] = {
             "dtype": _DTYPE_NAMES[entry.dtype],

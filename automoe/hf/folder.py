@@ -200,7 +200,8 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
         CheckpointError: one of them is a link out of its folder, no file, or cannot be read.
     """
     source = local_folder(config.hf_path) if config.hf_path is not None else None
-    own, found = _is_own(tokenizer, source), []
+    own = _is_own(tokenizer, source)
+    found = []
     if source is not None and own and is_there(source, "generation_config.json"):
         found.append((source, "generation_config.json"))
     place = source if own else None
@@ -242,7 +243,8 @@ def _write_chat(folder: Path, chat: ChatTemplate) -> None:
     for name, template in chat.exported().items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(template, encoding="utf-8")
-    file, stop_id = folder / "generation_config.json", chat.stop_id()
+    file = folder / "generation_config.json"
+    stop_id = chat.stop_id()
     settings = json.loads(file.read_text(encoding="utf-8"))
     known = settings.get("eos_token_id")
     if not isinstance(known, list):

@@ -160,7 +160,8 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
     experts = config.num_experts * (
         config.num_moe_layers if one_by_one else config.num_moe_layers > 0
     )
-    most, held = max(len(tensors), MANY), f"and its files hold {len(tensors):,} tensors"
+    most = max(len(tensors), MANY)
+    held = f"and its files hold {len(tensors):,} tensors"
     asked = {"layers": config.num_layers, "experts": experts}
     found = [f"{count:,} {what}, {held}" for what, count in asked.items() if count > most]
     # The factor 2 allows for half of the files to be missing; they are then reported by name.
@@ -212,7 +213,8 @@ def _check_index(folder: Path, index: dict[str, str], tensors: dict[str, StoredT
 def _read_index(folder: Path) -> dict[str, str] | None:
     if not is_there(folder, INDEX_FILE):
         return None
-    file, raw = folder / INDEX_FILE, read_bytes(folder, INDEX_FILE)
+    file = folder / INDEX_FILE
+    raw = read_bytes(folder, INDEX_FILE)
     if raw.startswith(_LFS_MARK):
         raise _lfs_pointer(file, len(raw))
     try:
@@ -266,7 +268,8 @@ def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, S
     tensors: dict[str, StoredTensor] = {}
     # Shape and size in bits are cached by the dtype and shape in the header.
     sizes: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}
-    at, in_order = 0, True
+    at = 0
+    in_order = True
     for name, entry in header.items():
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 63:
@@ -281,7 +284,8 @@ def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, S
                 f"{brief(name)} has {end - begin:,} bytes, and {brief(shape)} {dtype} takes {size[1] // 8:,}"
             )
         tensors[name] = StoredTensor(file, dtype, size[0], data + begin, end - begin)
-        in_order, at = in_order and begin == at, end
+        in_order = in_order and begin == at
+        at = end
     if in_order:
         return tensors
     return dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)))

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from automoe.parallel.agreement import Ranks
 
 KIND = "crc32:"  # prefix of an identity; identities of different kinds cannot be compared
-THREADS, PIECE_BYTES = 4, 8 << 20  # per rank; a thread reads 2 GB/s
+# per rank; a thread reads 2 GB/s
+THREADS = 4
+PIECE_BYTES = 8 << 20
 SAID_BYTES = 10e9  # a larger checkpoint takes seconds to read, so a line is printed
 
 
@@ -65,7 +67,9 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     """
     from automoe.parallel.agreement import Ranks  # torch
 
-    folder, ranks, digest = local_folder(path), ranks or Ranks(alone=True), hashlib.sha256()
+    folder = local_folder(path)
+    ranks = ranks or Ranks(alone=True)
+    digest = hashlib.sha256()
 
     def headers() -> dict[str, StoredTensor]:
         tensors = read_headers(folder)
@@ -97,14 +101,17 @@ def _checksums(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, int]
     """Return the CRC-32 of each tensor's bytes, which a few threads read, file after file."""
 
     def checksum(stored: StoredTensor) -> int:
-        value, at, end = 0, stored.start, stored.start + stored.num_bytes
+        value = 0
+        at = stored.start
+        end = stored.start + stored.num_bytes
         while at < end:
             piece = os.pread(opened[stored.file].fileno(), min(PIECE_BYTES, end - at), at)
             if not piece:
                 raise OSError(
                     errno.EIO, "it became shorter while it was read", str(folder / stored.file)
                 )
-            value, at = zlib.crc32(piece, value), at + len(piece)
+            value = zlib.crc32(piece, value)
+            at = at + len(piece)
         return value
 
     order = sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].start))

@@ -185,7 +185,8 @@ def hf_pieces(
     match = _LAYER.fullmatch(name)
     if match is None:
         return whole(name if name.startswith("lm_head.") else f"model.{name}")
-    prefix, rest = f"model.layers.{match[1]}.", match[2]
+    prefix = f"model.layers.{match[1]}."
+    rest = match[2]
     if keys.ffn_parts and rest.startswith(("mlp.experts.", "mlp.router.")):
         return _ffn_pieces(prefix, rest, shape, keys, experts)
     renamed = {
@@ -205,7 +206,8 @@ def hf_pieces(
         num_experts, _, width, hidden = shape
         one = (width, hidden)
         if keys.fused:
-            fused, half = (num_experts, 2 * width, hidden), (num_experts, width, hidden)
+            fused = (num_experts, 2 * width, hidden)
+            half = (num_experts, width, hidden)
             return [
                 Piece(prefix + keys.gate, fused, (None, i, None, None), (0, i * width, 0), half)
                 for i in (0, 1)
@@ -244,7 +246,8 @@ def _ffn_pieces(
     numbers = experts or range(shape[0])
     if rest == "mlp.experts.down_proj":
         _, hidden, width = shape
-        whole, part = (hidden, width * keys.ffn_parts), (hidden, width)
+        whole = (hidden, width * keys.ffn_parts)
+        part = (hidden, width)
         return [
             Piece(
                 prefix + keys.down,
@@ -256,7 +259,8 @@ def _ffn_pieces(
             for expert in numbers
         ]
     _, _, width, hidden = shape
-    whole, part = (width * keys.ffn_parts, hidden), (width, hidden)
+    whole = (width * keys.ffn_parts, hidden)
+    part = (width, hidden)
     return [
         Piece(
             prefix + key, whole, (expert, i, None, None), (expert % keys.ffn_parts * width, 0), part

@@ -87,7 +87,9 @@ def to_peft(
         CheckpointError: on every rank alike: the directory exists or cannot be written, or peft
             loads something else.
     """
-    parts, path, ranks = as_parts(model), Path(path).expanduser().absolute(), Ranks()
+    parts = as_parts(model)
+    path = Path(path).expanduser().absolute()
+    ranks = Ranks()
     config = config_of(parts)
     if layout not in LAYOUTS:
         raise ConfigError("layout", layout, f"must be one of {', '.join(LAYOUTS)}", "Use auto")
@@ -104,7 +106,8 @@ def to_peft(
         "an adapter is written and checked with it",
         "Install peft>=0.19, or set lora.export=merged",
     )
-    keys, targets = family_of(config).keys, set(lora.targets)
+    keys = family_of(config).keys
+    targets = set(lora.targets)
     # peft 0.21 puts those of gate and up, expert by expert, where they lie with an adapter of down
     # around them.
     half = (
@@ -231,7 +234,8 @@ def _peft_config(
     """
     from peft import LoraConfig as PeftConfig
 
-    modules, parameters = set(), set()
+    modules = set()
+    parameters = set()
     for module, suffix, _, _ in _adapters(ours):
         if not suffix:
             stored = _module(f"{module}.weight", keys)

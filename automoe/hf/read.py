@@ -234,11 +234,14 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
     spans = [(one.start, one.stop) for one in found[0]]
     place = piece.in_stored_order(shard.local[found[1]])
     if len(spans) == 1:
-        spans, place = [*spans, (0, 1)], place.unsqueeze(1)
+        spans = [*spans, (0, 1)]
+        place = place.unsqueeze(1)
     if len(spans) == 2:
-        spans, place = [(0, 1), *spans], place.unsqueeze(0)
+        spans = [(0, 1), *spans]
+        place = place.unsqueeze(0)
     matrices, rows, cols = spans
-    row_unit, stored = 1, _Rows.of(source, cols)
+    row_unit = 1
+    stored = _Rows.of(source, cols)
     # MXFP4 stores the last two dims transposed: [..., rows, groups, 16 bytes].
     if source.encoding == "mxfp4":
         rows, cols, place = cols, rows, place.movedim(1, -1)
@@ -258,7 +261,9 @@ class Reader:
     def __init__(
         self, catalog: Catalog, advance: Callable[[int], None] = lambda num_bytes: None
     ) -> None:
-        self.catalog, self.advance, self.bytes_read = catalog, advance, 0
+        self.catalog = catalog
+        self.advance = advance
+        self.bytes_read = 0
         self._open: dict[str, int] = {}
 
     def __enter__(self) -> Reader:
@@ -289,7 +294,8 @@ class Reader:
                 read.
         """
         for one in ranges:
-            stored, place = one.stored, one.place
+            stored = one.stored
+            place = one.place
             if (  # stored bytes equal the parameter's: no buffer is needed
                 one.source.encoding == "plain"
                 and place.dtype == DTYPES[stored.tensor.dtype]
@@ -355,7 +361,9 @@ class Reader:
     def _read(
         self, one: ReadItem, stored: _Rows, matrix: int, rows: tuple[int, int], into: torch.Tensor
     ) -> None:
-        file, target, width = stored.tensor.file, into.numpy().data, stored.width
+        file = stored.tensor.file
+        target = into.numpy().data
+        width = stored.width
         start = (
             stored.tensor.start
             + (matrix * stored.num_rows + rows[0]) * stored.row_bytes
@@ -402,7 +410,8 @@ class _Rows(NamedTuple):
         """Select ``cols``, indices of the first of the last ``dims`` dims, which make up a row."""
         shape = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
         step = DTYPES[tensor.dtype].itemsize * math.prod(shape[len(shape) - dims + 1 :])
-        row_bytes, wanted = shape[-dims] * step, (cols[0] * step, cols[1] * step)
+        row_bytes = shape[-dims] * step
+        wanted = (cols[0] * step, cols[1] * step)
         read = (0, row_bytes) if row_bytes - (wanted[1] - wanted[0]) < GAP_BYTES else wanted
         return cls(tensor, shape[-dims - 1], row_bytes, wanted, read)
 

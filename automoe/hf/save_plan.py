@@ -219,7 +219,8 @@ def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) 
     """
     with Reader(source) as from_source, Reader(written) as from_written:
         for item in plan:
-            wanted, found = _read(item, from_source), _read(item, from_written)
+            wanted = _read(item, from_source)
+            found = _read(item, from_written)
             if odd := num_not_finite(found):
                 raise not_exported(source.folder, item.key, odd)
             if len(item.entries) > 1:

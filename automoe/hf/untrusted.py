@@ -64,7 +64,8 @@ def open_inside(folder: Path, name: str) -> int:
 
 def _real_path(folder: Path, name: str) -> str:
     here = os.path.realpath(folder)
-    places, above = [here], os.path.dirname(here)
+    places = [here]
+    above = os.path.dirname(here)
     if os.path.basename(above) == "snapshots":
         places.append(os.path.join(os.path.dirname(above), "blobs"))
     real = os.path.realpath(os.path.join(here, name))

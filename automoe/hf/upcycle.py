@@ -76,7 +76,8 @@ def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, Upcy
         ConfigError: as ``upcycled``, or the expert width does not divide the dense one.
     """
     assert model.hf_path is not None
-    dense, width = model_config_from_hf(model.hf_path), model.moe_intermediate_size
+    dense = model_config_from_hf(model.hf_path)
+    width = model.moe_intermediate_size
     if width < 1 or dense.intermediate_size % width:
         raise ConfigError(
             "model.moe_intermediate_size",
@@ -109,7 +110,8 @@ def upcycled(
             has no mixture counterpart.
     """
     dense = model_config_from_hf(path)
-    G, width = granularity, dense.intermediate_size
+    G = granularity
+    width = dense.intermediate_size
 
     if dense.family not in TARGETS:
         there = ", ".join(f"{source} (to {target})" for source, target in TARGETS.items())

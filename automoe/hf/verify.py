@@ -39,7 +39,8 @@ MIN_SAME_ROUTING = 0.98
 # Bytes of float32 weights. A larger model is not run; only its tensor names and shapes are checked.
 MAX_COMPARED_BYTES = 4 << 30
 FP8_ERROR = 2**-4  # three bits of mantissa: half a step, relative
-_ROWS, _SEQ = 4, 64
+_ROWS = 4
+_SEQ = 64
 
 
 def verify_hf(
@@ -64,7 +65,8 @@ def verify_hf(
         CheckpointError: on every rank alike: the first difference, by name.
     """
     parts = as_parts(parts)
-    config, ranks = config_of(parts), Ranks()
+    config = config_of(parts)
+    ranks = Ranks()
     catalog = open_catalog(folder, config)
     ranks.all(lambda: _compare_shards(parts, catalog, dtype or {}, fp8))
     return ranks.lead(lambda: verify_with_transformers(config, catalog))
@@ -110,7 +112,8 @@ def _compare_shards(
         if fp8 and one.source.encoding == "fp8":
             live = target.to("cpu", torch.float32)
             error, size = squares.setdefault(one.key, [0.0, 0.0])
-            off, whole = (source - live).square().sum(), live.square().sum()
+            off = (source - live).square().sum()
+            whole = live.square().sum()
             squares[one.key] = [error + float(off), size + float(whole)]
             return
         # The dtype of a tied embedding's copy is known to the stage that writes the embedding.

@@ -65,7 +65,9 @@ def to_hf(
             equal to the model. Nothing is left under ``path`` then, and an older export stays.
     """
     dtype = str(dtype).removeprefix("torch.")
-    parts, path, ranks = as_parts(model), Path(path).expanduser().absolute(), Ranks()
+    parts = as_parts(model)
+    path = Path(path).expanduser().absolute()
+    ranks = Ranks()
     config = config_of(parts)
     keys = family_of(config).keys
     quantization = fp8_config(config, keys) if fp8 else None

@@ -70,7 +70,9 @@ class BufferExchange:
                 f"mesh.ep={size}: DeepEP v1 has settings for {', '.join(map(str, V1_GROUP_SIZES))} ranks. "
                 "Choose one of them, or set moe.dispatcher=alltoall"
             )
-        self._deep_ep, self._group, self._size = deep_ep, group, size
+        self._deep_ep = deep_ep
+        self._group = group
+        self._size = size
         self._buffer: Any = None
         self._row_bytes = 0
 
@@ -122,7 +124,8 @@ class ElasticExchange:
     """DeepEP v2: ``ElasticBuffer``, over NCCL's device interface."""
 
     def __init__(self, deep_ep: Any, group: dist.ProcessGroup) -> None:
-        self._deep_ep, self._group = deep_ep, group
+        self._deep_ep = deep_ep
+        self._group = group
         self._buffer: Any = None
         self._sizes = (0, 0, 0)
 

@@ -62,5 +62,6 @@ def use_one_worker(lazy: bool = False, making_timeout: timedelta = timedelta.max
         lazy: connect ranks when they first communicate, not all to all when a group is made.
         making_timeout: time after which a rank stops waiting for its peers to make a group.
     """
-    OneWorkerGloo.lazy, OneWorkerGloo.making_timeout = lazy, making_timeout
+    OneWorkerGloo.lazy = lazy
+    OneWorkerGloo.making_timeout = making_timeout
     replace_gloo(OneWorkerGloo)

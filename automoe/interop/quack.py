@@ -88,11 +88,9 @@ class _QuackExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ops, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_EJH, down_proj_EHI):
         ctx.ops = ops
-        x_TH, gate_up_proj_EJH, down_proj_EHI = (
-            x_TH.contiguous(),
-            gate_up_proj_EJH.contiguous(),
-            down_proj_EHI.contiguous(),
-        )
+        x_TH = x_TH.contiguous()
+        gate_up_proj_EJH = gate_up_proj_EJH.contiguous()
+        down_proj_EHI = down_proj_EHI.contiguous()
         # Kernels read these in groups of four: copies, since a view may begin between two groups.
         ends = F.pad(offsets_E.int(), (1, 0))  # [E + 1], from 0
         row_idx_R = gather_idx_R.to(torch.int32, copy=True)
@@ -121,7 +119,8 @@ class _QuackExperts(torch.autograd.Function):
         x_TH, gather_idx_R, _, probs_R, gate_up_proj_EJH, down_proj_EHI = args
         if gather_idx_R.shape[0] == 0:
             return None, *zero_gradients(*args)
-        ops, grad_out_RH = ctx.ops, grad_out_RH.contiguous()
+        ops = ctx.ops
+        grad_out_RH = grad_out_RH.contiguous()
         # One product and its epilogue: the gradient of gate and up, the weighted activation once
         # more, and for the gradient of probs each row's product of the activation with its own
         # gradient.
@@ -140,7 +139,8 @@ class _QuackExperts(torch.autograd.Function):
         # interleaved in grad_gate_up and halves of the result, along the dim that is not
         # contiguous.
         grad_w_gate_up_EJH = torch.empty_like(gate_up_proj_EJH)
-        out, halves = grad_w_gate_up_EJH.mT, ("out",)
+        out = grad_w_gate_up_EJH.mT
+        halves = ("out",)
         _product(
             ops,
             x_TH.mT,

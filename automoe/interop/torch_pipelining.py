@@ -64,14 +64,18 @@ def replaced_waits(wait: Callable[[Works], None]) -> Iterator[None]:
     ``dist.send`` and ``dist.recv``, whether to infer shapes, whenever an evaluation begins and the
     training after it.
     """
-    waits, send, recv = schedules._wait_batch_p2p, dist.send, dist.recv
+    waits = schedules._wait_batch_p2p
+    send = dist.send
+    recv = dist.recv
     schedules._wait_batch_p2p = wait
     dist.send = lambda *args, **kwargs: wait([dist.isend(*args, **kwargs)])
     dist.recv = lambda *args, **kwargs: wait([dist.irecv(*args, **kwargs)])
     try:
         yield
     finally:
-        schedules._wait_batch_p2p, dist.send, dist.recv = waits, send, recv
+        schedules._wait_batch_p2p = waits
+        dist.send = send
+        dist.recv = recv
 
 
 class BufferlessStage(PipelineStage):
@@ -99,7 +103,8 @@ class BufferlessStage(PipelineStage):
 
     @contextmanager
     def _without_memory(self) -> Iterator[None]:
-        device, self.device = self.device, torch.device("meta")
+        device = self.device
+        self.device = torch.device("meta")
         try:
             yield
         finally:

@@ -22,7 +22,8 @@ def peak_flops(device_name: str) -> float | None:
     get_peak_flops = _titan("torchtitan.tools.utils").get_peak_flops
     logger = _titan("torchtitan.tools.logging").logger
     # it warns about the guess that is discarded here
-    disabled, logger.disabled = logger.disabled, True
+    disabled = logger.disabled
+    logger.disabled = True
     try:
         flops = float(get_peak_flops(device_name))
     finally:

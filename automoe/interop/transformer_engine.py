@@ -107,7 +107,8 @@ def experts() -> ExpertFn:
             )
         ends: list[int] = offsets_E.tolist()
         splits = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        num_rows, used = gather_idx_R.shape[0], ends[-1]
+        num_rows = gather_idx_R.shape[0]
+        used = ends[-1]
         if used == 0:  # nothing to multiply; every weight still gets its gradient of zeros
             out = grouped_mm_experts(
                 x_TH, gather_idx_R[:0], offsets_E, probs_R[:0], gate_up_proj_E2IH, down_proj_EHI

@@ -22,7 +22,8 @@ import triton.language as tl
 from automoe.kernels.products import _dot, _narrow, _rows_of_tile
 from automoe.kernels.tiling import precision, row_tiles
 
-WARPS, STAGES = 8, 3
+WARPS = 8
+STAGES = 3
 _SIDE = tl.constexpr(128)
 _COLUMNS = tl.constexpr(64)  # of a gradient of weights: with 128 the accumulators spill
 _HEIGHT = 32  # rows of a program where each row has scales of its own
@@ -259,7 +260,10 @@ def block_scaled_product(
     contiguous.
     """
     fixed = dict(PRECISION=precision(a.dtype), num_warps=WARPS, num_stages=STAGES)
-    num_experts, num_rows, num_cols, summed = offsets.numel(), a.shape[0], b.shape[-2], a.shape[1]
+    num_experts = offsets.numel()
+    num_rows = a.shape[0]
+    num_cols = b.shape[-2]
+    summed = a.shape[1]
     if b.dim() == 2:
         out = torch.empty(num_experts, num_rows, num_cols, dtype=dtype, device=a.device)
         grid = (num_experts * triton.cdiv(num_rows, 128) * triton.cdiv(num_cols, _COLUMNS.value),)

@@ -33,7 +33,8 @@ def gather_up_activate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
     (num_rows,), (_, _, width, hidden) = gather_idx.shape, gate_up_proj.shape
-    pre, act = x.new_empty(num_rows, 2 * width), x.new_empty(num_rows, width)
+    pre = x.new_empty(num_rows, 2 * width)
+    act = x.new_empty(num_rows, width)
     step = _step(x, gate_up_proj, act)
     blocks = blocks or blocks_of("up", x.dtype, step > 1)
     weights = gate_up_proj
@@ -95,7 +96,8 @@ def grad_down_activate(
     step = _step(grad_out, down_proj)
     blocks = blocks or blocks_of("back", pre.dtype, step > 1)
     _, hidden, width = down_proj.shape
-    grad_pre, act = torch.empty_like(pre), pre.new_empty(pre.shape[0], width)
+    grad_pre = torch.empty_like(pre)
+    act = pre.new_empty(pre.shape[0], width)
     shares = probs.new_empty(pre.shape[0], triton.cdiv(width, blocks.columns), dtype=torch.float32)
     if tma := blocks.tma and step > 1:
         grad_out = _described(grad_out, (tiles.height, blocks.summed))
@@ -122,11 +124,13 @@ def grad_weights(
 
     ``right`` is read through ``gather_idx`` if given.
     """
-    gathered, step = gather_idx is not None, _step(left, right)
+    gathered = gather_idx is not None
+    step = _step(left, right)
     blocks = blocks or blocks_of(
         "grad_weights_gathered" if gathered else "grad_weights", left.dtype, step > 1
     )
-    m, n = left.shape[1], right.shape[1]
+    m = left.shape[1]
+    n = right.shape[1]
     grid = offsets.numel() * triton.cdiv(m, blocks.rows) * triton.cdiv(n, blocks.columns)
     products.grad_weights[(grid,)](
         left, right, _or(gather_idx, offsets), out, offsets, m, n,

@@ -40,7 +40,8 @@ def _rows_of_tile(
     together = _TILES_TOGETHER * num_columns
     first_tile = (pid // together) * _TILES_TOGETHER
     height = tl.minimum(num_tiles - first_tile, _TILES_TOGETHER)
-    tile, column = first_tile + (pid % together) % height, (pid % together) // height
+    tile = first_tile + (pid % together) % height
+    column = (pid % together) // height
     expert = tl.load(tile_expert + tile)
     first = tl.load(tile_row + tile)
     row = tl.arange(0, BLOCK_M)
@@ -61,7 +62,8 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
     ``ieee`` multiplies in full float32, which the interpreter also needs for narrower numbers.
     """
     if PRECISION == "ieee":
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
@@ -120,7 +122,8 @@ def gather_up_activate(
     BLOCK_K: tl.constexpr,
 ):
     """Compute gate, up and activation, reading rows through ``gather_idx``: x is never permuted."""
-    hidden, width = _known(hidden, STEP), _known(width, STEP)
+    hidden = _known(hidden, STEP)
+    width = _known(width, STEP)
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(width, BLOCK_N), BLOCK_M
     )
@@ -165,10 +168,8 @@ def _store_activation(
     mask = real[:, None] & (cols < width)[None, :]
     to = pre + row[:, None] * (2 * width) + cols[None, :]
     # Values are rounded first, since the backward activates the stored values.
-    gate, up = (
-        _narrow(gate, pre.dtype.element_ty, PRECISION),
-        _narrow(up, pre.dtype.element_ty, PRECISION),
-    )
+    gate = _narrow(gate, pre.dtype.element_ty, PRECISION)
+    up = _narrow(up, pre.dtype.element_ty, PRECISION)
     tl.store(to, gate, mask=mask)
     tl.store(to + width, up, mask=mask)
     value, _, _ = _activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
@@ -207,7 +208,8 @@ def rows_times_weights(
 
     The kernel serves the down projection and the gradient of the gathered rows.
     """
-    K, N = _known(K, STEP), _known(N, STEP)
+    K = _known(K, STEP)
+    N = _known(N, STEP)
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(N, BLOCK_N), BLOCK_M
     )
@@ -327,7 +329,8 @@ def grad_down_activate(
     The gradient of the activation stays on the chip; its product with the activation is the
     gradient of probs.
     """
-    hidden, width = _known(hidden, STEP), _known(width, STEP)
+    hidden = _known(hidden, STEP)
+    width = _known(width, STEP)
     num_columns = tl.cdiv(width, BLOCK_N)
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, num_columns, BLOCK_M
@@ -416,7 +419,8 @@ def grad_weights(
     BLOCK_R: tl.constexpr,
 ):
     """Compute out[e] = left.T @ right over the rows of e."""
-    M, N = _known(M, STEP), _known(N, STEP)
+    M = _known(M, STEP)
+    N = _known(N, STEP)
     num_columns = tl.cdiv(N, BLOCK_N)
     blocks = tl.cdiv(M, BLOCK_M) * num_columns
     expert = tl.program_id(0) // blocks

@@ -104,7 +104,8 @@ def join_heads(
 ):
     """Join keys; the grid is tokens x blocks of heads."""
     token = tl.program_id(0).to(tl.int64)
-    row, place = token // seq_len, token % seq_len
+    row = token // seq_len
+    place = token % seq_len
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     real = head < num_heads
     target = k + (token * num_heads + head) * (KEEP + TURN)
@@ -144,14 +145,13 @@ def part_heads(
 ):
     """Split the gradients of joined keys; each program sums over all heads of its token."""
     token = tl.program_id(0).to(tl.int64)
-    row, place = token // seq_len, token % seq_len
+    row = token // seq_len
+    place = token % seq_len
     grad_k += row * k_stride_b + place * k_stride_s
     grad_v += row * v_stride_b + place * v_stride_s
-    keep, turn, value = (
-        tl.arange(0, BLOCK_KEEP),
-        tl.arange(0, BLOCK_TURN),
-        tl.arange(0, BLOCK_VALUES),
-    )
+    keep = tl.arange(0, BLOCK_KEEP)
+    turn = tl.arange(0, BLOCK_TURN)
+    value = tl.arange(0, BLOCK_VALUES)
     acc = tl.zeros((BLOCK_TURN,), tl.float32)
     for start in range(0, num_heads, HEADS):
         head = (start + tl.arange(0, HEADS))[:, None].to(tl.int64)
@@ -216,8 +216,10 @@ def join_keys(
 class _JoinKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx, kv, k_rope, nope_dim):
-        ctx.nope_dim, ctx.turn = nope_dim, k_rope.shape[-1]
-        kv, k_rope = _dense(kv), _dense(k_rope)
+        ctx.nope_dim = nope_dim
+        ctx.turn = k_rope.shape[-1]
+        kv = _dense(kv)
+        k_rope = _dense(k_rope)
         batch, seq_len, num_heads, _ = kv.shape
         k = kv.new_empty(batch, seq_len, num_heads, nope_dim + ctx.turn)
         if k.numel():
@@ -231,7 +233,8 @@ class _JoinKeys(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_k, grad_v):
-        grad_k, grad_v = _dense(grad_k), _dense(grad_v)
+        grad_k = _dense(grad_k)
+        grad_v = _dense(grad_v)
         batch, seq_len, num_heads, values = grad_v.shape
         grad_kv = grad_k.new_empty(batch, seq_len, num_heads, ctx.nope_dim + values)
         grad_k_rope = grad_k.new_empty(batch, seq_len, ctx.turn)

@@ -17,7 +17,9 @@ from automoe.kernels.counter_random import GOLDEN_GAMMA, MIX_1, MIX_2
 
 WARPS = 4
 BLOCK = 1024  # elements of a program
-_GOLDEN_GAMMA, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN_GAMMA), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+_GOLDEN_GAMMA = tl.constexpr(GOLDEN_GAMMA)
+_MIX_1 = tl.constexpr(MIX_1)
+_MIX_2 = tl.constexpr(MIX_2)
 
 
 @triton.jit
@@ -85,8 +87,10 @@ def update_part(
     col = (tl.program_id(0) % blocks).to(tl.int64) * COLS + tl.arange(0, COLS)
     mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
     at = row.to(tl.int64)[:, None] * num_cols + col[None, :]
-    grad, value = _load(grads, at, mask), _load(values, at, mask)
-    first, second = _load(firsts, at, mask), _load(seconds, at, mask)
+    grad = _load(grads, at, mask)
+    value = _load(values, at, mask)
+    first = _load(firsts, at, mask)
+    second = _load(seconds, at, mask)
     first = first * beta1 + grad * beta1_rest
     second = second * beta2 + (grad * grad) * beta2_rest
     divisor = tl.sqrt_rn(second * tl.load(second_scales + place)) + eps

@@ -133,12 +133,10 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
 
 def _checked(launch: ExternalLaunch) -> ExternalLaunch:
     """Return ``launch``; raise ``LaunchError`` if its numbers contradict each other."""
-    rank, ranks, local, locals_ = (
-        launch.rank,
-        launch.world_size,
-        launch.local_rank,
-        launch.local_world_size,
-    )
+    rank = launch.rank
+    ranks = launch.world_size
+    local = launch.local_rank
+    locals_ = launch.local_world_size
     if not (
         rank < ranks
         and local < locals_ <= ranks
@@ -233,7 +231,8 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
                 config, args.overrides, launch.world_size, f"{launch.launcher} started WORLD_SIZE"
             )
             shape, device = check_external(config, launch)
-            run_dir, frozen = Path(config.run_dir).absolute(), resolved(config, shape, device)
+            run_dir = Path(config.run_dir).absolute()
+            frozen = resolved(config, shape, device)
             run_dir_lost = held.enter_context(runs.locked(run_dir))
             for note in start_notes(config) + runs.check_same_run(run_dir, frozen):
                 print(note, file=sys.stderr, flush=True)

@@ -39,7 +39,9 @@ IMPORTED = (
     "automoe.data.loader",
 )
 _PR_SET_PDEATHSIG = 1
-_MAX_MESSAGE, _MAX_FILES = 1 << 20, 253  # bytes; Linux's SCM_MAX_FD
+# bytes; Linux's SCM_MAX_FD
+_MAX_MESSAGE = 1 << 20
+_MAX_FILES = 253
 
 
 class Job(NamedTuple):
@@ -107,7 +109,8 @@ class ForkServer:
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        self.env, self.folder = dict(env), os.getcwd()
+        self.env = dict(env)
+        self.folder = os.getcwd()
         self._ranks: list[ForkedRank] = []
         self._hearing = False
         self._begin()
@@ -201,7 +204,8 @@ def fork_server(env: Mapping[str, str], keep: bool = False) -> Iterator[ForkServ
             this process. False: close the server when the context ends.
     """
     global _kept
-    server, _kept = _kept, None
+    server = _kept
+    _kept = None
     if server is not None and not server.serves(env):
         server.close()
         server = None
@@ -255,7 +259,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def _import_all() -> Imports:
-    terminal, log = os.dup(2), os.memfd_create("automoe-imports")
+    terminal = os.dup(2)
+    log = os.memfd_create("automoe-imports")
     os.dup2(log, 2)
     error = None
     try:
@@ -277,7 +282,8 @@ def _serve(job: Job, files: list[int], requests: socket.socket, imports: Imports
 
     An answer is "rank pid 0" when the rank begins, and "rank 0 status" when it ends.
     """
-    server, numbers = os.getpid(), {}
+    server = os.getpid()
+    numbers = {}
     for rank in range(job.num_ranks):
         # Python 3.12 warns if a process with threads forks; OpenBLAS has threads, and survives it.
         with warnings.catch_warnings():

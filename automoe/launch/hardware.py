@@ -238,7 +238,8 @@ def _experts(config: Config) -> str:
 
 def _check_compile(device: str) -> None:
     """Check that torch.compile supports this Python, and finds a compiler and Python's headers."""
-    key, remedy = "train.compile=true", "set train.compile=false"
+    key = "train.compile=true"
+    remedy = "set train.compile=false"
     python = sys.version_info
     if python >= (3, 15) or (sysconfig.get_config_var("Py_GIL_DISABLED") and python < (3, 13, 3)):
         raise BackendError(

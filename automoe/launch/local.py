@@ -123,14 +123,16 @@ def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkS
         ConfigError: ``run_dir`` cannot be written, or it holds a run with other settings.
         LaunchError: another run holds the lock of ``run_dir``.
     """
-    run_dir, frozen = Path(config.run_dir).absolute(), resolved(config, shape, device)
+    run_dir = Path(config.run_dir).absolute()
+    frozen = resolved(config, shape, device)
     limit = config.launch.max_restarts
     with runs.locked(run_dir) as run_dir_lost:
         # This repeats an earlier check: another run may have been here until the lock was free.
         runs.check_same_run(run_dir, frozen)
         runs.start_run(run_dir)
         save_config(frozen, run_dir)
-        earlier, failures = _identity(run_dir / "checkpoints"), list[dict[str, Any]]()
+        earlier = _identity(run_dir / "checkpoints")
+        failures = list[dict[str, Any]]()
         launch = _Launch(server, run_dir, shape.world_size, config, run_dir_lost)
         with launch.forwarding_signals():
             while True:
@@ -157,7 +159,8 @@ def _start_again(
     run_dir: Path, error: dict[str, Any], failures: list[dict[str, Any]], limit: int
 ) -> bool:
     """Add a failed attempt to ``failures`` and prepare the next; False if none may follow."""
-    step, number = last_step(run_dir), len(failures) + 1
+    step = last_step(run_dir)
+    number = len(failures) + 1
     failures.append({"attempt": number, "step": step, "error": error})
     if (why_not := refusal(failures, limit)) is not None:
         if limit:
@@ -182,12 +185,10 @@ class _Launch:
         config: Config,
         run_dir_lost: Callable[[], str | None],
     ) -> None:
-        self.server, self.run_dir, self.num_ranks, self.run_dir_lost = (
-            server,
-            run_dir,
-            num_ranks,
-            run_dir_lost,
-        )
+        self.server = server
+        self.run_dir = run_dir
+        self.num_ranks = num_ranks
+        self.run_dir_lost = run_dir_lost
         self.config = config
         self.signum: int | None = None
         self.kill_at = math.inf  # monotonic time (s), finite once a signal has asked to stop
@@ -207,7 +208,8 @@ class _Launch:
 
     def attempt(self) -> RunResult:
         """Start every rank, wait for the end, and return the result."""
-        self.ranks, self.killed = [], set()
+        self.ranks = []
+        self.killed = set()
         with store_file() as store, _rank_output() as stdout:
             options = {"run_dir": self.run_dir, "store": store, "launcher": os.getpid()}
             try:
@@ -245,7 +247,8 @@ class _Launch:
             return
         # The attribute is set before the message is written: a user who reads the message may send
         # the second signal during this call.
-        first, self.signum = self.signum is None, signum
+        first = self.signum is None
+        self.signum = signum
         if first:
             self.kill_at = time.monotonic() + self.config.launch.grace_s
             name = signal.Signals(signum).name
@@ -269,7 +272,8 @@ class _Launch:
         self._give_up()
 
     def _give_up(self) -> None:
-        self.gave_up, self.kill_at = True, math.inf
+        self.gave_up = True
+        self.kill_at = math.inf
         self._kill()
 
     def _ask_to_stop(self) -> None:
@@ -368,7 +372,8 @@ def refusal(failures: Sequence[Mapping[str, Any]], limit: int) -> str | None:
         limit: ``launch.max_restarts``.
     """
     *before, last = failures
-    error, step = last["error"], last["step"]
+    error = last["error"]
+    step = last["step"]
     furthest = max((failure["step"] or 0 for failure in before), default=-1)
     if error["for_user"] and error["type"] != "LaunchError":
         return f"{error['type']}: another attempt would end the same way"

@@ -86,9 +86,11 @@ def settle(config: Config, overrides: list[str]) -> Config:
         model = replace(
             model_config_from_hf(path), initializer_range=config.model.initializer_range
         )
-    stored, keys = replace(config, model=replace(model, hf_path=path)), set(leaf_keys())
+    stored = replace(config, model=replace(model, hf_path=path))
+    keys = set(leaf_keys())
     for override in overrides:
-        key, value = key_of(override), override.partition("=")[2]
+        key = key_of(override)
+        value = override.partition("=")[2]
         compared = (key,) if key.startswith("model.") and key in keys else ()
         if key == "model":
             compared = (
@@ -186,7 +188,8 @@ def _pinned(config: Config) -> Config:
 
     A run that is continued keeps the commits and the date that it began with.
     """
-    resume, then = Path(config.checkpoint.resume).expanduser(), dict[str, Any]()
+    resume = Path(config.checkpoint.resume).expanduser()
+    then = dict[str, Any]()
     begun = {"never": [], "auto": [Path(config.run_dir)]}.get(
         str(resume), [resume, resume.parent.parent]
     )
@@ -202,10 +205,8 @@ def _pinned(config: Config) -> Config:
             return FromEnvironment(found, f"{spec.written}@{found.rpartition('@')[2]}")
         return found
 
-    data, model = (
-        config.data,
-        replace(config.model, hf_path=pin("model.hf_path", config.model.hf_path)),
-    )
+    data = config.data
+    model = replace(config.model, hf_path=pin("model.hf_path", config.model.hf_path))
     chat = replace(data.chat, date=data.chat.date or then.get("data.chat.date"))
     config = replace(
         config,

@@ -111,7 +111,8 @@ def init_ranks(
         # Metadata, stop flags and pickled objects travel over gloo, without a device copy.
         backend = "cpu:gloo,cuda:nccl"
     else:
-        device, backend = torch.device("cpu"), "gloo"
+        device = torch.device("cpu")
+        backend = "gloo"
         keep_freed_memory()
     if isinstance(store, Path):
         store = dist.FileStore(str(store), world_size)

@@ -108,7 +108,8 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
         raise ConfigError(
             "run_dir", run_dir, f"holds a sweep ({SWEEP_FILE})", "Name another run_dir"
         )
-    metrics, saved = run_dir / "metrics.jsonl", any(run_dir.glob("checkpoints/step-*"))
+    metrics = run_dir / "metrics.jsonl"
+    saved = any(run_dir.glob("checkpoints/step-*"))
     try:
         done = read_status(run_dir).get("state") == "done"
     except (OSError, ValueError):
@@ -193,7 +194,8 @@ def start_run(run_dir: Path) -> None:
         ConfigError: a folder is in the place of a file, or a file in that of a folder; nothing was
             deleted.
     """
-    logs, old = run_dir / LOG_FOLDER, [run_dir / name for name in (ERROR_FILE, STUCK_FILE)]
+    logs = run_dir / LOG_FOLDER
+    old = [run_dir / name for name in (ERROR_FILE, STUCK_FILE)]
     if logs.exists() and not logs.is_dir():
         raise ConfigError(
             "run_dir", run_dir, f"{logs} is a file, where a folder belongs", "Move it away"

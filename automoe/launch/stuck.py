@@ -100,7 +100,10 @@ class StuckWatch:
     """
 
     def __init__(self, run_dir: Path, rank: int, num_ranks: int, terminal: TextIO) -> None:
-        self.run_dir, self.rank, self.num_ranks, self.terminal = run_dir, rank, num_ranks, terminal
+        self.run_dir = run_dir
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.terminal = terminal
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)  # switches the recorder on
         self.tells_errors = False  # True under torchrun and srun, without automoe's launcher
         self.timeout_s: float | None = None  # None until the configuration is read
@@ -154,7 +157,8 @@ class StuckWatch:
             # The message has the group's timeout, which may be larger than that of a step.
             stated = re.search(r"(\d+) ?ms", str(error))
             self._report(*self._find_missing(int(stated[1]) / 1000 if stated else self.timeout_s))
-        deadline, outcome = time.monotonic() + 2 * _ANSWER_S, self.run_dir / runs.ERROR_FILE
+        deadline = time.monotonic() + 2 * _ANSWER_S
+        outcome = self.run_dir / runs.ERROR_FILE
         while self._asked() is not None and not outcome.exists() and time.monotonic() < deadline:
             time.sleep(0.1)  # a rank is asking, so this rank's error is a consequence
 
@@ -359,7 +363,9 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
     Args:
         frames: a call stack, outermost frame first.
     """
-    place, communicates, modules = "the interpreter", False, []
+    place = "the interpreter"
+    communicates = False
+    modules = []
     for frame in frames:
         path = frame.f_code.co_filename
         self = frame.f_locals.get("self")
@@ -369,10 +375,8 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
             shown = (
                 os.path.relpath(path, _PACKAGE.parent) if path.startswith(str(_PACKAGE)) else path
             )
-            place, communicates = (
-                f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}",
-                frame.f_code.co_name == _WAITS,
-            )
+            place = f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
+            communicates = frame.f_code.co_name == _WAITS
         elif "torch/distributed/" in path:
             communicates = True
     if modules:

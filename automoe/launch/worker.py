@@ -74,7 +74,8 @@ def outlive_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
             os.set_inheritable(number, True)
-    sys.stdout, sys.stderr = Outlet(sys.stdout), Outlet(sys.stderr)
+    sys.stdout = Outlet(sys.stdout)
+    sys.stderr = Outlet(sys.stderr)
 
 
 def run_rank(
@@ -233,7 +234,8 @@ def _fail(
         terminal: stream that shows the error if it is the run's first; None if the launcher shows
             it.
     """
-    failure, first = runs.error_report(error, rank), True
+    failure = runs.error_report(error, rank)
+    first = True
     with contextlib.suppress(OSError):  # this rank must leave even if the disk is full
         first = runs.record_failure(run_dir, failure)
     if first and terminal is not None:

@@ -127,16 +127,16 @@ def adapter_activation_bytes(
 
 def describe_training(config: Config) -> list[str]:
     """Return lines that say what is trained and frozen; none if all of the model is trained."""
-    model, lora = config.model, config.lora
+    model = config.model
+    lora = config.lora
     if not (lora.rank or config.train.freeze):
         return []
     own = model_params(model)
     params = with_adapters(own, config)
-    trained, total = (
-        sum(param.numel for param in params if param.trained),
-        sum(param.numel for param in own),
-    )
-    how, of = f"frozen: {', '.join(config.train.freeze)}", "of"
+    trained = sum(param.numel for param in params if param.trained)
+    total = sum(param.numel for param in own)
+    how = f"frozen: {', '.join(config.train.freeze)}"
+    of = "of"
     if lora.rank:
         how = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
         of = "beside"
@@ -195,7 +195,9 @@ def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row
 
 
 def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
-    lora, train, moe = config.lora, config.train, config.moe
+    lora = config.lora
+    train = config.train
+    moe = config.moe
     yield "lora.alpha", not lora.alpha > 0, "an adapter's product is multiplied by alpha / rank", "Set lora.alpha=32"
     yield "lora.dropout", not 0 <= lora.dropout < 1, "a share in [0, 1)", "Set lora.dropout=0"
     known = sorted({*LORA_GROUPS}.union(*map(target_names, params)))
@@ -233,7 +235,8 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
 
 
 def _base_rows(config: Config, params: list[Param], shape: MeshShape | None) -> Iterator[Row]:
-    base, moe = config.lora.base, config.moe
+    base = config.lora.base
+    moe = config.moe
     packed = [param for param in params if packed_shape(param, config) is not None]
     yield ("moe.experts", any(param.expert for param in packed) and moe.experts not in _BACKENDS,
            f"{moe.experts} multiplies by weights as they are, and lora.base={base} packs those of routed experts",

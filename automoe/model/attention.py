@@ -37,7 +37,8 @@ class AttentionContext:
     ) -> None:
         attention = config.attention
         dim = rotary_dim(attention, config.rope)
-        self.rope, self.keys = backend.rope, backend.pg_collection.keys
+        self.rope = backend.rope
+        self.keys = backend.pg_collection.keys
         self.cos, self.sin = rotary_cos_sin(
             config.rope, dim, tokens.positions, self.rope.angle_dtype or dtype
         )
@@ -122,13 +123,12 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
         super().__init__()
-        attention, hidden, self.sequence = (
-            config.attention,
-            config.hidden_size,
-            backend.pg_collection.sequence,
-        )
+        attention = config.attention
+        hidden = config.hidden_size
+        self.sequence = backend.pg_collection.sequence
         self.head_dim = attention.head_dim
-        bias, kv_rows = attention.qkv_bias, self._kv_rows(attention.num_kv_heads)
+        bias = attention.qkv_bias
+        kv_rows = self._kv_rows(attention.num_kv_heads)
         self.output_gate = attention.output_gate
         # With an output gate each head has the rows of its query first, then the rows of its gate.
         self.q_proj = Linear(
@@ -160,7 +160,8 @@ class GroupedQueryAttention(nn.Module):
         """Return the attention output [B, s, H] for hidden states [B, s, H]."""
         x_BSH = self.sequence.all_gather(x_BsH)
         heads = (*x_BSH.shape[:2], -1, self.head_dim)
-        q_BSND, gate = self.q_proj(x_BSH), None
+        q_BSND = self.q_proj(x_BSH)
+        gate = None
         if self.output_gate:
             q_BSND, gate = q_BSND.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
         q_BSND = context.rotate(self.q_norm(q_BSND.reshape(heads)))
@@ -179,17 +180,15 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
         super().__init__()
-        attention, hidden, self.sequence = (
-            config.attention,
-            config.hidden_size,
-            backend.pg_collection.sequence,
-        )
-        self.num_heads, self.expanded = (
-            attention.num_heads,
-            expanded_width(attention, self.sequence.num_ranks),
-        )
-        self.nope_dim, self.rope_dim = attention.qk_nope_head_dim, attention.qk_rope_head_dim
-        self.v_dim, self.kv_lora_rank = attention.v_head_dim, attention.kv_lora_rank
+        attention = config.attention
+        hidden = config.hidden_size
+        self.sequence = backend.pg_collection.sequence
+        self.num_heads = attention.num_heads
+        self.expanded = expanded_width(attention, self.sequence.num_ranks)
+        self.nope_dim = attention.qk_nope_head_dim
+        self.rope_dim = attention.qk_rope_head_dim
+        self.v_dim = attention.v_head_dim
+        self.kv_lora_rank = attention.kv_lora_rank
         qk_dim = self.nope_dim + self.rope_dim
         self.q_lora_rank = attention.q_lora_rank
         if self.q_lora_rank is None:

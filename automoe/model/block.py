@@ -57,7 +57,8 @@ class Block(nn.Module):
         self, config: ModelConfig, moe: MoEConfig, layer: int, backend: BackendConfig
     ) -> None:
         super().__init__()
-        hidden, sequence = config.hidden_size, backend.pg_collection.sequence
+        hidden = config.hidden_size
+        sequence = backend.pg_collection.sequence
         self.input_layernorm = backend.norm(hidden, config.norm_eps, config.zero_centered_norms)
         if is_linear(config.attention, layer):
             self.linear_attn = GatedDeltaNet(config, backend)
@@ -72,7 +73,8 @@ class Block(nn.Module):
         if layer < config.first_k_dense:
             self.mlp = MLP(hidden, config.intermediate_size, sequence=sequence)
         else:
-            width, gated = config.shared_width, config.shared_expert_gate
+            width = config.shared_width
+            gated = config.shared_expert_gate
             shared = MLP(hidden, width, gated, sequence) if width else None
             moe_index = layer - config.first_k_dense
             given = backend.pg_collection, backend.experts, backend.seed

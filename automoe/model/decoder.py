@@ -50,11 +50,15 @@ class Decoder(nn.Module):
         backend: BackendConfig | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.backend = config, backend or BackendConfig()
-        self.embeds, self.predicts = embeds, predicts
-        self.loss, self.reported = self.backend.loss, dict[str, torch.Tensor]()
+        self.config = config
+        self.backend = backend or BackendConfig()
+        self.embeds = embeds
+        self.predicts = predicts
+        self.loss = self.backend.loss
+        self.reported = dict[str, torch.Tensor]()
         layers = range(config.num_layers) if layers is None else layers
-        vocab, hidden = config.vocab_size, config.hidden_size
+        vocab = config.vocab_size
+        hidden = config.hidden_size
         tied = config.tie_embeddings
         # This is the token id of the first row of embedding and head on this rank.
         self.first_id = first_of_rank(self.backend.pg_collection.sequence, vocab)
@@ -144,7 +148,8 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Return next tokens, logits, or (with labels) the loss of the last hidden states."""
         assert self.norm is not None
-        sequence, weight_VH = self.backend.pg_collection.sequence, local_shard(self.head_weight)
+        sequence = self.backend.pg_collection.sequence
+        weight_VH = local_shard(self.head_weight)
         x_BSH = sequence.all_gather(self.norm(x_BsH))
         if next_token_at is not None:
             tokens_BS = torch.full_like(next_token_at, IGNORE, dtype=torch.int64)
@@ -156,7 +161,8 @@ class Decoder(nn.Module):
             return tokens_BS
         if inputs is None:
             return nn.functional.linear(x_BSH, weight_VH)
-        x_TH, labels_T = x_BSH.flatten(0, 1), inputs.labels.flatten()
+        x_TH = x_BSH.flatten(0, 1)
+        labels_T = inputs.labels.flatten()
         if self.loss is not None:
             nll_T = token_losses(x_TH, weight_VH, labels_T, self.first_id, sequence)
             return torch.stack([self.loss(nll_T.view(inputs.labels.shape), inputs).to(nll_T.dtype)])

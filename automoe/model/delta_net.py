@@ -51,7 +51,9 @@ def gated_delta_rule(
     Returns:
         [B, S, N, V] in the dtype of v; computed in at least float32.
     """
-    dtype, size, repeats = v_BSNV.dtype, v_BSNV.shape[1], v_BSNV.shape[2] // k_BSGK.shape[2]
+    dtype = v_BSNV.dtype
+    size = v_BSNV.shape[1]
+    repeats = v_BSNV.shape[2] // k_BSGK.shape[2]
     wide = torch.promote_types(dtype, torch.float32)
     # Padding behind the row has a beta of zero, so it changes no state, and is cut off at the end.
     q_BNMCK, k_BNMCK, v_BNMCV, log_decay_BNMC1, beta_BNMC1 = (
@@ -108,7 +110,8 @@ def _chunked(x_BSND: torch.Tensor, chunk: int) -> torch.Tensor:
 
 def causal_conv(x_BSD: torch.Tensor, weight_D1W: torch.Tensor) -> torch.Tensor:
     """Convolve each of D channels over its W last positions, the current one included."""
-    width, size = weight_D1W.shape[-1], x_BSD.shape[1]
+    width = weight_D1W.shape[-1]
+    size = x_BSD.shape[1]
     padded_BSD = F.pad(x_BSD, (0, 0, width - 1, 0))
     return sum(padded_BSD[:, i : i + size] * weight_D1W[:, 0, i] for i in range(width))  # type: ignore[return-value]
 
@@ -125,11 +128,15 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
         super().__init__()
-        a, hidden = config.attention, config.hidden_size
-        self.key_heads, self.value_heads = a.linear_num_key_heads, a.linear_num_value_heads
-        self.key_dim, self.value_dim = a.linear_key_head_dim, a.linear_value_head_dim
+        a = config.attention
+        hidden = config.hidden_size
+        self.key_heads = a.linear_num_key_heads
+        self.value_heads = a.linear_num_value_heads
+        self.key_dim = a.linear_key_head_dim
+        self.value_dim = a.linear_value_head_dim
         self.repeats = self.value_heads // self.key_heads
-        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        keys = self.key_heads * self.key_dim
+        values = self.value_heads * self.value_dim
         self.in_proj_qkvz = Linear(hidden, 2 * keys + 2 * values)
         self.in_proj_ba = Linear(hidden, 2 * self.value_heads)
         channels = 2 * keys + values
@@ -181,7 +188,8 @@ class GatedDeltaNet(nn.Module):
         weight = local_shard(self.conv1d.weight)
         if heads == self.key_heads:
             return weight
-        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        keys = self.key_heads * self.key_dim
+        values = self.value_heads * self.value_dim
         pieces = [
             piece.unflatten(0, (self.key_heads, -1)) for piece in weight.split((keys, keys, values))
         ]

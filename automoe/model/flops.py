@@ -55,7 +55,8 @@ def train_flops_per_token(
         made: function that turns the model's parameters into the ones to multiply by, with frozen
             parameters marked and adapters added.
     """
-    attention, params = model.attention, made(model_params(model))
+    attention = model.attention
+    params = made(model_params(model))
     by_layer: dict[int | None, list[Param]] = {}
     for param in params:
         by_layer.setdefault(param.layer, []).append(param)

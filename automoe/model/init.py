@@ -34,7 +34,8 @@ def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tenso
         The rows of the part's first dim, and for each of their elements the index in the full
         parameter, laid out row by row (int64).
     """
-    local, offset = local_shard(parameter), global_offset(parameter)
+    local = local_shard(parameter)
+    offset = global_offset(parameter)
     if local.numel() == 0:
         return
     assert local.is_contiguous()
@@ -63,9 +64,11 @@ def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
         The index of the part's first element, and (size, stride in the full parameter) of its dims.
         Dims that follow each other without a gap are merged; the last stride is one.
     """
-    local, offset = local_shard(parameter), global_offset(parameter)
+    local = local_shard(parameter)
+    offset = global_offset(parameter)
     assert local.is_contiguous()
-    first, stride = 0, 1
+    first = 0
+    stride = 1
     runs = [(1, 1)]
     for size, whole, start in zip(
         local.shape[::-1], parameter.shape[::-1], offset[::-1], strict=True

@@ -42,12 +42,11 @@ class Linear(nn.Module):
         self.lora: nn.Module | None = None
 
     def forward(self, x_BSI: torch.Tensor) -> torch.Tensor:
-        weight_OI, bias_O = (
-            local_shard(self.weight),
-            None if self.bias is None else local_shard(self.bias),
-        )
+        weight_OI = local_shard(self.weight)
+        bias_O = None if self.bias is None else local_shard(self.bias)
         if self.rows is not None:
-            weight_OI, bias_O = weight_OI[self.rows], None if bias_O is None else bias_O[self.rows]
+            weight_OI = weight_OI[self.rows]
+            bias_O = None if bias_O is None else bias_O[self.rows]
         return self._adapted(self.product(x_BSI, weight_OI, bias_O), x_BSI)
 
     def reduce_scatter(self, x_BSI: torch.Tensor, sequence: Communicator) -> torch.Tensor:
@@ -99,7 +98,8 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, first_id: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.vocab_size, self.first_id = vocab_size, first_id
+        self.vocab_size = vocab_size
+        self.first_id = first_id
 
     def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """Return this rank's term [B, S, H] of the sum over ranks, for token ids (int64)."""

@@ -77,7 +77,8 @@ def adapt(
             for made in adapters(p, rank)
         }
         for name in dict.fromkeys(param.name.rpartition(".")[0] for param in targets):
-            module, given = part.get_submodule(name), (name, config.lora, config.train.seed)
+            module = part.get_submodule(name)
+            given = (name, config.lora, config.train.seed)
             if isinstance(module, GroupedExperts):
                 adapter: Adapter = ExpertLora(*given, stacks, PRODUCTS[config.moe.experts])
             else:
@@ -120,10 +121,8 @@ def fill_adapters(part: Decoder) -> None:
             if name.startswith("B"):
                 local.zero_()
                 continue
-            key, bound = (
-                stream_key(f"{module.name}.{name}", module.seed),
-                1 / sqrt(parameter.shape[-1]),
-            )
+            key = stream_key(f"{module.name}.{name}", module.seed)
+            bound = 1 / sqrt(parameter.shape[-1])
             for block, index in indexed_blocks(parameter):
                 local[block] = ((2 * uniform_from(bits_at(index, key)) - 1) * bound).to(local.dtype)
 
@@ -148,13 +147,15 @@ def merge_adapters(part: Decoder) -> None:
 def _merge(module: nn.Module, name: str, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
     """Add scale B [..., O, r] A [r, I] to weight [..., O, I] in place; experts have A [E, r, I]."""
     weight = module.get_parameter(name)
-    local, packed = local_shard(weight), is_packed(weight)
+    local = local_shard(weight)
+    packed = is_packed(weight)
     wide = torch.promote_types(b.dtype if packed else weight.dtype, torch.float32)
     spans = [
         slice(first, first + n) for first, n in zip(global_offset(weight), local.shape, strict=True)
     ]
     if packed:  # the last two dims hold one dim of columns
-        blocks, size = spans[-2], block_size(weight)
+        blocks = spans[-2]
+        size = block_size(weight)
         spans[-2:] = [slice(blocks.start * size, blocks.stop * size)]
     *outer, columns = spans
     whole_a, whole_b = (p.full_tensor() if isinstance(p, DTensor) else p for p in (a, b))

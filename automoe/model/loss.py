@@ -105,7 +105,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
         step = chunk_tokens(*x_TH.shape)
         for start in range(0, x_TH.shape[0], step):
-            chunk, chunk_labels = x_TH[start : start + step], labels_T[start : start + step]
+            chunk = x_TH[start : start + step]
+            chunk_labels = labels_T[start : start + step]
             loss, grad_TV = chunk_fn(
                 chunk, weight_VH, chunk_labels, first_id, vocab, needs_x or needs_weight
             )

@@ -27,7 +27,8 @@ class _RMSNorm(torch.autograd.Function):
         out_TD = torch.empty_like(x_TD)
         scales_T1 = weight_D.new_empty(x_TD.shape[0], 1)
         for block in row_blocks(*x_TD.shape, x_TD.device):
-            rows, into = x_TD[block].to(weight_D.dtype), out_TD[block]
+            rows = x_TD[block].to(weight_D.dtype)
+            into = out_TD[block]
             result = into if into.dtype == rows.dtype else torch.empty_like(rows)
             mean_square = torch.mul(rows, rows, out=result).mean(-1, keepdim=True)
             torch.rsqrt(mean_square.add_(eps), out=scales_T1[block])
@@ -41,13 +42,12 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_TD: torch.Tensor):
         x_TD, weight_D, scales_T1 = ctx.saved_tensors
-        grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(weight_D)
+        grad_x_TD = torch.empty_like(x_TD)
+        grad_weight_D = torch.zeros_like(weight_D)
         for block in row_blocks(*x_TD.shape, x_TD.device):
-            rows, grad, scale = (
-                x_TD[block].to(weight_D.dtype),
-                grad_TD[block].to(weight_D.dtype),
-                scales_T1[block],
-            )
+            rows = x_TD[block].to(weight_D.dtype)
+            grad = grad_TD[block].to(weight_D.dtype)
+            scale = scales_T1[block]
             into = grad_x_TD[block]
             result = into if into.dtype == rows.dtype else torch.empty_like(rows)
             products = torch.mul(grad, rows, out=result)  # scratch until dx is computed
@@ -91,7 +91,8 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float, zero_centered: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.eps, self.zero_centered = eps, zero_centered
+        self.eps = eps
+        self.zero_centered = zero_centered
         self.first_values = {"weight": "zeros" if zero_centered else "ones"}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -49,10 +49,13 @@ def inverse_frequencies(
             / (2 * math.log(config.theta))
         )
 
-    low, high = dim_with_rotations(config.beta_fast), dim_with_rotations(config.beta_slow)
+    low = dim_with_rotations(config.beta_fast)
+    high = dim_with_rotations(config.beta_slow)
     if config.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / (
         high - low or 0.001
     )
@@ -77,7 +80,8 @@ def _llama3_frequencies(config: RopeConfig, inverse: torch.Tensor) -> torch.Tens
     linearly.
     """
     turns = config.original_seq_len * inverse / (2 * math.pi)
-    low, high = config.low_freq_factor, config.high_freq_factor
+    low = config.low_freq_factor
+    high = config.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * inverse / config.factor + kept * inverse
 
@@ -109,7 +113,9 @@ class _Rotation(torch.autograd.Function):
         ctx, x, cos, sin, interleaved: bool, start: int, turn: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.start, ctx.turn = interleaved, start, turn
+        ctx.interleaved = interleaved
+        ctx.start = start
+        ctx.turn = turn
         return turn(x, cos, sin, start, interleaved, False, back=False)
 
     @staticmethod

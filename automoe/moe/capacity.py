@@ -112,7 +112,8 @@ def choose_kept(
     if moe.drop_scope == "rank":
         # Choices queue by position, then by row.
         ids_GN, weights_GN = (x.transpose(0, 1).reshape(1, -1) for x in (ids_BSK, weights_BSK))
-        row_size, num_tokens = size, num_rows * size
+        row_size = size
+        num_tokens = num_rows * size
     else:
         # One collective carries ids and weights: float64 holds ids exactly.
         both = torch.stack((ids_BSK.to(torch.float64), weights_BSK.to(torch.float64)), dim=-1)

@@ -61,9 +61,11 @@ def loop_experts(
     experts = zip(
         ends, gate_up_proj_E2IH.unbind(0), down_proj_EHI.unbind(0), biases, down_biases, strict=True
     )
-    outputs, start = [], 0
+    outputs = []
+    start = 0
     for end, gate_up_2IH, down_HI, bias_2I, down_bias_H in experts:
-        rows, weight = x_TH[gather_idx_R[start:end]], probs_R[start:end, None].to(x_TH.dtype)
+        rows = x_TH[gather_idx_R[start:end]]
+        weight = probs_R[start:end, None].to(x_TH.dtype)
         act = activation(
             F.linear(rows, gate_up_2IH[0], bias_2I[0]), F.linear(rows, gate_up_2IH[1], bias_2I[1])
         )
@@ -130,11 +132,9 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: ExpertFn, drops: bool = False) -> None:
         super().__init__()
-        num_experts, hidden, width = (
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-        )
+        num_experts = config.num_experts
+        hidden = config.hidden_size
+        width = config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2, width, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, width))
         biased = config.biased_experts
@@ -145,7 +145,8 @@ class GroupedExperts(nn.Module):
         self.num_experts = num_experts
         self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops)
         self.first_bias_column = 0  # first column of down_proj_bias on this rank
-        self.hidden_size, self.backend = hidden, backend
+        self.hidden_size = hidden
+        self.backend = backend
         self.lora: nn.Module | None = None  # if set, it multiplies instead of the backend
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = (

@@ -93,7 +93,8 @@ class _GroupedExperts(torch.autograd.Function):
         up: GroupedProducts,
         down: GroupedProducts,
     ) -> torch.Tensor:
-        ctx.activation, ctx.products = activation, (up, down)
+        ctx.activation = activation
+        ctx.products = (up, down)
         args = (
             x_TH,
             gather_idx_R,
@@ -157,7 +158,8 @@ class _GroupedExperts(torch.autograd.Function):
         grad_act_RI = down.grad_input(
             grad_out_RH, down_proj_EHI, offsets_E, grad_scales, down_scales
         )
-        act_RI, grad_gate_up_RJ = torch.empty_like(grad_act_RI), torch.empty_like(gate_up_RJ)
+        act_RI = torch.empty_like(grad_act_RI)
+        grad_gate_up_RJ = torch.empty_like(gate_up_RJ)
         grad_probs_R = torch.empty_like(probs_R)
         read = *gate_up_RJ.chunk(2, dim=-1), scale_R1, grad_act_RI
         written = act_RI, *grad_gate_up_RJ.chunk(2, dim=-1), grad_probs_R

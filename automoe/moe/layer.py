@@ -47,7 +47,8 @@ class MoE(nn.Module):
         drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
         self.experts = GroupedExperts(config, experts or expert_backend(moe.experts), drops)
         self.shared_experts = shared_experts
-        self.moe, self.num_experts = moe, config.num_experts
+        self.moe = moe
+        self.num_experts = config.num_experts
 
     def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """Return the layer's output [B, S, H] for hidden states [B, S, H]."""
@@ -103,7 +104,8 @@ def run_on_side_stream(
         A function that makes the current stream wait for the result and returns the result. Call it
         once.
     """
-    main, side = torch.cuda.current_stream(x.device), side_stream(x.device)
+    main = torch.cuda.current_stream(x.device)
+    side = side_stream(x.device)
     if x.requires_grad:
         # In the backward autograd orders the gradient of x by itself, but not gradients of weights,
         # which are accumulated on the side stream. FSDP reads those on the current stream as soon

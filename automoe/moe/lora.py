@@ -42,8 +42,11 @@ class Adapter(nn.Module):
 
     def __init__(self, name: str, lora: LoraConfig, seed: int) -> None:
         super().__init__()
-        self.name, self.seed, self.step = f"{name}.lora", seed, 0
-        self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
+        self.name = f"{name}.lora"
+        self.seed = seed
+        self.step = 0
+        self.scale = lora.alpha / lora.rank
+        self.dropout = lora.dropout
 
     @property
     def first_values(self) -> dict[str, str]:
@@ -129,7 +132,9 @@ class _AdaptedExperts(torch.autograd.Function):
         ctx, x_TH, gather_idx_R, offsets_E, probs_R, w13_EJH, w2_EHI, bias13_EJ, bias2_EH, a13_ErH, b13_EJr, a2_ErI,
         b2_EHr, scale: float, activation: Activation, mm: GroupedMM,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.scale, ctx.activation, ctx.mm = scale, activation, mm
+        ctx.scale = scale
+        ctx.activation = activation
+        ctx.mm = mm
         args = (
             x_TH,
             gather_idx_R,
@@ -146,7 +151,8 @@ class _AdaptedExperts(torch.autograd.Function):
         if gather_idx_R.shape[0] == 0:  # without tokens the backward still runs
             ctx.save_for_backward(*args, None, None)
             return x_TH.new_empty(0, x_TH.shape[1])
-        rows_RH, low_Rr = x_TH.index_select(0, gather_idx_R), None
+        rows_RH = x_TH.index_select(0, gather_idx_R)
+        low_Rr = None
         gate_up_RJ = mm(rows_RH, unpack(w13_EJH, rows_RH.shape[1], x_TH.dtype).mT, offsets_E)
         if a13_ErH is not None:
             low_Rr = mm(rows_RH, a13_ErH.mT, offsets_E)
@@ -180,7 +186,8 @@ class _AdaptedExperts(torch.autograd.Function):
             a2_ErI,
             b2_EHr,
         ) = args
-        mm, scale = ctx.mm, ctx.scale
+        mm = ctx.mm
+        scale = ctx.scale
         if gate_up_RJ is None:
             zeros = [None if t is None else torch.zeros_like(t) for t in (x_TH, probs_R, *args[7:])]
             return zeros[0], None, None, zeros[1], *[None] * 4, *zeros[2:], *[None] * 3
@@ -193,7 +200,8 @@ class _AdaptedExperts(torch.autograd.Function):
             grad_low_Rr = mm(grad_out_RH, b2_EHr, offsets_E).mul_(scale)
             grad_act_RI += mm(grad_low_Rr, a2_ErI, offsets_E)
 
-        act_RI, grad_gate_up_RJ = torch.empty_like(grad_act_RI), torch.empty_like(gate_up_RJ)
+        act_RI = torch.empty_like(grad_act_RI)
+        grad_gate_up_RJ = torch.empty_like(gate_up_RJ)
         grad_probs_R = torch.empty_like(probs_R)
         read = *gate_up_RJ.chunk(2, dim=-1), scale_R1, grad_act_RI
         written = act_RI, *grad_gate_up_RJ.chunk(2, dim=-1), grad_probs_R

@@ -27,7 +27,8 @@ class QuantizedExperts(nn.Module):
 
     def __init__(self, up: Scaling, down: Scaling) -> None:
         super().__init__()
-        self.up, self.down = QuantizedGroupedProducts(up), QuantizedGroupedProducts(down)
+        self.up = QuantizedGroupedProducts(up)
+        self.down = QuantizedGroupedProducts(down)
 
     def forward(self, *args: Any, **options: Any) -> torch.Tensor:
         return grouped_mm_experts(*args, **options, up=self.up, down=self.down)
@@ -102,7 +103,8 @@ def whole_tiles(offsets_E: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, t
         of each expert's places [E] int32; the number of places, which is the most that these counts
         can need, plus one tile.
     """
-    num_experts, ends_E = offsets_E.numel(), offsets_E.long()
+    num_experts = offsets_E.numel()
+    ends_E = offsets_E.long()
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
     sizes_E = ((counts_E + SIDE - 1) // SIDE).clamp_min(1) * SIDE
     new_ends_E = sizes_E.cumsum(0)
@@ -156,16 +158,15 @@ def grouped_product(
     # Torch's kernel for Hopper takes only one scale per row (here all rows have the same) and
     # returns bfloat16.
     if b.codes.dim() == 3:
-        scale_a, scale_b = (
-            a.scales.view(1).expand(a.codes.shape[0]),
-            b.scales.view(-1, 1).expand(b.codes.shape[:2]),
-        )
+        scale_a = a.scales.view(1).expand(a.codes.shape[0])
+        scale_b = b.scales.view(-1, 1).expand(b.codes.shape[:2])
     else:
         scale_a, scale_b = (
             q.scales.view(1).expand(offsets_E.numel() * q.codes.shape[0]) for q in (a, b)
         )
     scale_a, scale_b = (s.clone(memory_format=torch.contiguous_format) for s in (scale_a, scale_b))
-    of_rows, columns = F.ScalingType.RowWise, b.codes.transpose(-2, -1)
+    of_rows = F.ScalingType.RowWise
+    columns = b.codes.transpose(-2, -1)
     out = F.scaled_grouped_mm(
         a.codes,
         columns,

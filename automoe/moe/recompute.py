@@ -21,7 +21,9 @@ class _Context:
     """
 
     def __init__(self, saved: list, recomputes: bool) -> None:
-        self.saved, self.recomputes, self.position = saved, recomputes, 0
+        self.saved = saved
+        self.recomputes = recomputes
+        self.position = 0
 
     def __enter__(self) -> None:
         self.position = 0

@@ -160,7 +160,8 @@ class _WideProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         x, weight = ctx.saved_tensors
-        rows, grad_rows = x.flatten(0, -2).to(weight.dtype), grad.flatten(0, -2)
+        rows = x.flatten(0, -2).to(weight.dtype)
+        grad_rows = grad.flatten(0, -2)
         return (grad @ weight).to(x.dtype), (rows.T @ grad_rows).T
 
 
@@ -192,16 +193,12 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         num_experts = config.num_experts
-        self.config, self.moe, self.pg_collection = (
-            config.router,
-            moe,
-            pg_collection or ProcessGroupCollection(),
-        )
-        self.num_experts, self.top_k, self.moe_index = (
-            num_experts,
-            config.num_experts_per_token,
-            moe_index,
-        )
+        self.config = config.router
+        self.moe = moe
+        self.pg_collection = pg_collection or ProcessGroupCollection()
+        self.num_experts = num_experts
+        self.top_k = config.num_experts_per_token
+        self.moe_index = moe_index
         self.seed = seed  # seed of the jitter
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(num_experts)) if config.router.logit_bias else None
@@ -283,7 +280,8 @@ class Router(nn.Module):
         plain_BE = (
             chosen_BE if same else count_choices(plain_ids_BSK, tokens.valid, self.num_experts)
         )
-        moe, shares_BSE = self.moe, scores.shares()
+        moe = self.moe
+        shares_BSE = scores.shares()
         off = shares_BSE.new_zeros(())
         terms = (
             (

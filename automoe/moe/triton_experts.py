@@ -106,10 +106,8 @@ class _TritonExperts(torch.autograd.Function):
             (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else None
         )
         if gather_idx_R.numel() == 0:  # an empty grid is an error; the backward still runs
-            pre_RJ, out_RH = (
-                x_TH.new_empty(0, 2 * down_proj_EHI.shape[2]),
-                x_TH.new_empty(0, x_TH.shape[1]),
-            )
+            pre_RJ = x_TH.new_empty(0, 2 * down_proj_EHI.shape[2])
+            out_RH = x_TH.new_empty(0, x_TH.shape[1])
         else:
             tiles = row_tiles(offsets_E, gather_idx_R.numel())
             pre_RJ, act_RI = launches.gather_up_activate(

@@ -64,7 +64,9 @@ class Console:
     def __init__(
         self, config: Config, mesh: MeshShape, *, enabled: bool = True, file: IO[str] | None = None
     ) -> None:
-        self.config, self.mesh, self.enabled = config, mesh, enabled
+        self.config = config
+        self.mesh = mesh
+        self.enabled = enabled
         self._lines = 0
         self._last: tuple[int, float] | None = None  # step and clock of the previous record
         self._pace: float | None = None  # smoothed seconds per step
@@ -98,7 +100,8 @@ class Console:
         """
         if not self.enabled:
             return
-        step, steps = record["step"], self.config.train.steps
+        step = record["step"]
+        steps = self.config.train.steps
         left = self._time_left(record)
         finite = math.isfinite(float(record["loss"])) and math.isfinite(float(record["grad_norm"]))
         validates = record.get("val_loss") is not None
@@ -212,7 +215,8 @@ class Console:
         """Return the seconds to the last step at the recent wall-clock pace, validation
         included.
         """
-        step, now = record["step"], time.monotonic()
+        step = record["step"]
+        now = time.monotonic()
         # The first step is slow because of warm-up: its pace is used once and then forgotten.
         if self._last is None:
             pace = float(record.get("step_seconds") or math.nan)

@@ -35,13 +35,15 @@ def draw_mesh(mesh: MeshShape) -> Figure:
         return _draw_schematic(mesh)
     height_cells = rows + STAGE_GAP * (mesh.pp - 1)
     cell = max(0.42, min(0.85, 5.4 / columns, 5.6 / height_cells))
-    width, height = max(4.3, columns * cell + 1.0), height_cells * cell + 1.6
+    width = max(4.3, columns * cell + 1.0)
+    height = height_cells * cell + 1.6
     if width > 5.6:  # two wide views are drawn one above the other
         figure, axes = new_figure(width, 2 * height, rows=2)
     else:
         figure, axes = new_figure(2 * width, height, columns=2)
     # Ranks that read the same rows, and ranks that exchange tokens.
-    readers, expert_group = mesh.cp * mesh.tp, mesh.ep * mesh.etp
+    readers = mesh.cp * mesh.tp
+    expert_group = mesh.ep * mesh.etp
     read_by = [rank % per_stage // readers for rank in range(mesh.world_size)]
     experts_of = [rank % expert_group // mesh.etp for rank in range(mesh.world_size)]
     default_note, moe_note = _notes(mesh)
@@ -54,8 +56,10 @@ def _notes(mesh: MeshShape) -> tuple[str, str]:
     """Return the notes under the default and the moe view, which explain colours and frames."""
     if mesh.world_size == 1:
         return "one rank reads every row and holds all weights", "and all experts"
-    rows, weights = "all ranks read the same rows", "one whole copy of its stage's weights"
-    experts, tokens = "every rank computes all experts of its layers", "no tokens are exchanged"
+    rows = "all ranks read the same rows"
+    weights = "one whole copy of its stage's weights"
+    experts = "every rank computes all experts of its layers"
+    tokens = "no tokens are exchanged"
     if mesh.dp > 1:
         rows = f"one colour: ranks that read the same rows{_repeats(mesh.dp)}"
     if mesh.fsdp > 1:
@@ -177,7 +181,8 @@ def _draw_strip(axis: Axes, top: float, name: str, size: int, stride: int) -> No
     )
     width = 1.0 / len(drawn)
     for place, position in enumerate(drawn):
-        left, middle = place * width + 0.004, (place + 0.5) * width
+        left = place * width + 0.004
+        middle = (place + 0.5) * width
         if position is None:
             axis.text(middle, top + 0.5, "…", color=MUTED, fontsize=13, **CENTRED)
             continue

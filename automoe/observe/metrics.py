@@ -265,10 +265,8 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             # Newest counts between two snapshots; ``close`` writes them.
             self._last_load: dict[str, Any] | None = None
         except OSError as error:
-            path, remedy = (
-                error.filename2 or error.filename,
-                "Mend its permissions, or move it away",
-            )
+            path = error.filename2 or error.filename
+            remedy = "Mend its permissions, or move it away"
             raise ConfigError(
                 "run_dir", run_dir, f"{path} cannot be opened: {error.strerror}", remedy
             ) from None
@@ -319,7 +317,8 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         MAX_LOAD_SNAPSHOTS.
         """
         path = self._load.path
-        stride, kept = self._stride, read_jsonl(path)
+        stride = self._stride
+        kept = read_jsonl(path)
         while len(kept) > MAX_LOAD_SNAPSHOTS:
             stride *= 2
             kept = kept[:1] + [record for record in kept[1:] if record["step"] % stride == 0]
@@ -359,7 +358,8 @@ def _lines(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
     start = 0
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
-            whole, record = raw.endswith(b"\n"), {}
+            whole = raw.endswith(b"\n")
+            record = {}
             with contextlib.suppress(ValueError):  # A power loss can leave zeros inside the file.
                 record = unsealed(raw) if whole else {}
             if type(record.get("step")) is not int:

@@ -37,7 +37,9 @@ from automoe.observe.summary import COMPARED, median, short_number
 
 Records = list[dict[str, Any]]
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values, as ``series`` returns them
-WIDE, NARROW = 9.0, 4.6  # figure widths in inches
+# figure widths in inches
+WIDE = 9.0
+NARROW = 4.6
 SWEEP_PLOT = "sweep.png"
 MAX_LINES = 8  # up to this many layers have lines with legend entries
 # Colours of loads from below to above an equal share; grey for a layer without tokens.
@@ -327,7 +329,8 @@ def _trend(values: np.ndarray) -> np.ndarray:
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     number = np.concatenate([[0], np.cumsum(known)])
     places = np.arange(len(values))
-    low, high = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
+    low = np.maximum(places - half, 0)
+    high = np.minimum(places + half + 1, len(values))
     return (sums[high] - sums[low]) / np.maximum(number[high] - number[low], 1)
 
 
@@ -345,7 +348,9 @@ def _focus(axis: Axes, values: list[np.ndarray]) -> None:
     finite = np.concatenate([v[np.isfinite(v)] for v in values])
     if len(finite) < 20:
         return
-    low, high, start = finite.min(), np.percentile(finite, 99.5), finite[0]
+    low = finite.min()
+    high = np.percentile(finite, 99.5)
+    start = finite[0]
     high = max(high, min(start, finite.max()))
     if finite.max() > high + 2 * (high - low):
         axis.set_ylim(low - 0.05 * (high - low), high + 0.3 * (high - low))
@@ -357,7 +362,8 @@ def _label_last(axis: Axes, curve: Curve) -> None:
     known = np.flatnonzero(np.isfinite(values))
     if not len(known):
         return
-    last, before = known[-1], known[-2:][0]
+    last = known[-1]
+    before = known[-2:][0]
     falling = values[last] < values[before]
     axis.annotate(
         f"{values[last]:.3f}",
@@ -398,10 +404,8 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
         if any((job.get("measured") or {}).get(key) is not None for job, _ in runs)
     ]
     others = [key for key in others if key != "tokens_per_second"]
-    height, widths = (
-        max(3.8, 1.2 + 0.3 * len(runs) + 0.19 * sum(map(len, labels))),
-        [5, 5, *(2 for _ in others)],
-    )
+    height = max(3.8, 1.2 + 0.3 * len(runs) + 0.19 * sum(map(len, labels)))
+    widths = [5, 5, *(2 for _ in others)]
     figure, (loss, speed, *rest) = new_figure(
         1.1 * sum(widths), height, columns=len(widths), width_ratios=widths
     )
@@ -413,7 +417,8 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
         return save(figure, directory / SWEEP_PLOT)
     colours = matplotlib.colormaps["tab10" if len(runs) <= 10 else "turbo"]
     panels = dict(zip(("tokens_per_second", *others), (speed, *rest), strict=True))
-    place, most = 0.0, dict.fromkeys(panels, 0.0)
+    place = 0.0
+    most = dict.fromkeys(panels, 0.0)
     for i, ((job, records), lines) in enumerate(zip(runs, labels, strict=True)):
         colour = colours(i if len(runs) <= 10 else i / (len(runs) - 1))
         # Later jobs have thinner lines, so that coinciding curves are all visible.
@@ -428,7 +433,8 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
             **(job.get("measured") or {}),
         }
         for key, axis in panels.items():
-            value, predicted = measured.get(key) or 0.0, (job.get("predicted") or {}).get(key)
+            value = measured.get(key) or 0.0
+            predicted = (job.get("predicted") or {}).get(key)
             axis.barh(place, value, height=0.44, color=colour)
             text = f"{value:,.0f}" if axis is speed else COMPARED[key][1](measured.get(key))
             axis.text(value, place, f" {text}", va="center", fontsize=8.5, color=MUTED)

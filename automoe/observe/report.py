@@ -63,7 +63,8 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise AutomoeError(f"{run_dir}: no such run directory. Give the run_dir of a training run")
-    records, status = read_metrics(run_dir), _read_json(run_dir / STATUS_FILE)
+    records = read_metrics(run_dir)
+    status = _read_json(run_dir / STATUS_FILE)
     for name in (METRICS_FILE, LOAD_FILE, SAMPLES_FILE):
         if lines := damaged_lines(run_dir / name):
             _warn(run_dir / name, f"damaged lines: {lines}")

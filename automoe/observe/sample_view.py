@@ -12,7 +12,9 @@ from automoe.data.tokenizer import Tokenizer
 from automoe.errors import steers
 from automoe.moe.tokens import IGNORE
 
-_MOST_SAMPLES, _MOST_LINES = 3, 4  # most samples shown per row; most lines shown per part
+# most samples shown per row; most lines shown per part
+_MOST_SAMPLES = 3
+_MOST_LINES = 4
 _MARKS = {False: "          | ", True: "trained > | "}
 Line = tuple[str, bool]  # (text of the line, whether it is trained)
 
@@ -33,7 +35,8 @@ def describe_row(
     """
     trained = np.zeros(len(tokens), dtype=bool)
     trained[1:] = labels[:-1] != IGNORE
-    count, filled = int(doc_ids.max()) + 1, int((doc_ids >= 0).sum())
+    count = int(doc_ids.max()) + 1
+    filled = int((doc_ids >= 0).sum())
     head = f"a row of the training data: {count} samples, {filled} of {len(tokens)} tokens, {trained.sum()} trained"
     lines: list[Line] = [(head, False)]
     for sample in range(min(count, _MOST_SAMPLES)):

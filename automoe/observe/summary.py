@@ -27,8 +27,11 @@ SYNTHETIC = "SYNTHETIC random ids (data=benchmark): speed is measured, and nothi
 
 def describe_run(config: Config, mesh: MeshShape) -> Facts:
     """Describe a run as (name, text): model, parameters, meshes, batch, data and optimizer."""
-    model, train, optim = config.model, config.train, config.optim
-    params, batch = count_params(model), plan_batch(config, mesh)
+    model = config.model
+    train = config.train
+    optim = config.optim
+    params = count_params(model)
+    batch = plan_batch(config, mesh)
     source = (
         f"{config.data.kind} {written(config.data.path)}" if config.data.path else config.data.kind
     )
@@ -66,7 +69,8 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
     """Return (name, text) of a run's results after its last recorded step; [] without records."""
     if not records:
         return []
-    last, mfu = records[-1], median(records, "mfu")
+    last = records[-1]
+    mfu = median(records, "mfu")
     keys = ("val_loss", "val_bits_per_byte", "peak_memory_bytes", "step_seconds")
     validated = next(
         (record for record in reversed(records) if record.get("val_loss") is not None), {}
@@ -258,7 +262,8 @@ def _grid(mesh: MeshShape, view: str) -> list[str]:
     # Otherwise as many inner axes run along a row as fit, at least the innermost.
     splits = range(1 if axes[0][0] == "pp" else 0, len(axes) + 1)
     split = next(n for n in splits if math.prod(sizes[n:]) <= MAX_COLUMNS or n == len(axes) - 1)
-    outer, inner = axes[:split], axes[split:]
+    outer = axes[:split]
+    inner = axes[split:]
     columns = math.prod(sizes[split:])
     labels = []
     for rank in range(0, mesh.world_size, columns):

@@ -130,7 +130,8 @@ def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
     assert gradient is not None
     if not isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
         return gradient
-    want, have = _layout(parameter), _layout(gradient)
+    want = _layout(parameter)
+    have = _layout(gradient)
     if want != have or "Partial" in have:
         raise ValueError(
             f"gradient of a parameter of shape {tuple(parameter.shape)} is {have} and the parameter {want}: "

@@ -41,7 +41,9 @@ class Recomputed:
     def __init__(
         self, fn: Callable[..., torch.Tensor], to_end: bool = False, saves: bool = False
     ) -> None:
-        self.fn, self.to_end, self.saves = fn, to_end, saves
+        self.fn = fn
+        self.to_end = to_end
+        self.saves = saves
 
     def __call__(self, *args: Any) -> torch.Tensor:
         # No compiled part has an FSDP unit or saves results.

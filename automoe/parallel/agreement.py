@@ -61,10 +61,12 @@ class Ranks:
     """
 
     def __init__(self, timeout_s: float | None = None, alone: bool = False) -> None:
-        self.rank, self.size = 0, 1
+        self.rank = 0
+        self.size = 1
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized() and not alone:
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
             if timeout_s is not None:
                 wait = timedelta(seconds=timeout_s)
                 self.group = dist.new_group(backend="gloo", timeout=wait, group_desc=SAVES)

@@ -128,7 +128,8 @@ class GroupCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return all_gather(x, 1, self.group)
@@ -164,7 +165,8 @@ class ProcessGroupDispatch:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return all_gather(x, 0, self.group)

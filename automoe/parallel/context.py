@@ -44,9 +44,11 @@ def ring_attention(mesh: DeviceMesh) -> AttentionFn:
         assert mask is None and sinks is None, (
             "torch's ring attention has no mask but causality, and no sinks"
         )
-        value_dim, repeats = v.shape[-1], q.shape[2] // k.shape[2]
+        value_dim = v.shape[-1]
+        repeats = q.shape[2] // k.shape[2]
         if repeats > 1:
-            k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+            k = k.repeat_interleave(repeats, dim=2)
+            v = v.repeat_interleave(repeats, dim=2)
         v = F.pad(v, (0, q.shape[-1] - value_dim))  # flash kernels want equal head dims
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))  # [B, N, S, D]
         cut = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in (q, k, v)]

@@ -127,7 +127,8 @@ class _Recompute:
                 args[i] = tensor
             with torch.no_grad():
                 self.recomputed = _as_tuple(self.fn(*args))
-            self.waiting, self.times = self.readers, self.times + 1
+            self.waiting = self.readers
+            self.times = self.times + 1
         return self.recomputed
 
     def count_read(self) -> None:
@@ -140,7 +141,8 @@ class _SavedView:
     """Saved form of a discarded output for one reader: any view of its storage."""
 
     def __init__(self, recompute: _Recompute, index: int, tensor: torch.Tensor) -> None:
-        self.recompute, self.index = recompute, index
+        self.recompute = recompute
+        self.index = index
         self.layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
         self.times_read = 0
         recompute.readers += 1

@@ -290,7 +290,8 @@ class _RoutedCall(nn.Module):
     def __init__(self, module: nn.Module, dispatcher: Dispatcher) -> None:
         super().__init__()
         self.module = module  # registered, so that functional_call finds its parameters
-        self.own_forward, self.dispatcher = module.forward, dispatcher
+        self.own_forward = module.forward
+        self.dispatcher = dispatcher
         self.signature = inspect.signature(module.forward)
 
     def route(self, *args: Any, **kwargs: Any) -> torch.Tensor:

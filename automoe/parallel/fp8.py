@@ -44,7 +44,8 @@ def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
         return
     if meshes.default.device_type == "cuda":
         _check_gpu(torch.cuda.get_device_capability())
-    tp, etp = meshes.group("tp"), meshes.group("etp")
+    tp = meshes.group("tp")
+    etp = meshes.group("etp")
     stage = None if mode == "blockwise" else meshes.stage_group()
     for linear in list(_linears(model)):
         # Ranks of tp use different rows or columns of the weight: shards, or some rows of a whole
@@ -56,7 +57,8 @@ def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
             linear.product.gradient_hook = _sum_of_terms(linear.rows, linear.weight.shape[0], tp)
     for _, layer in model.moe_layers():
         # Gradients in e4m3 too: torch's grouped product knows no other format.
-        up, down = _scaling(mode, E4M3, stage, etp), _scaling(mode, E4M3, stage, etp)
+        up = _scaling(mode, E4M3, stage, etp)
+        down = _scaling(mode, E4M3, stage, etp)
         layer.experts.backend = QuantizedExperts(up, down)
 
 
@@ -69,7 +71,8 @@ def _sum_of_terms(
     queries of its own. One rank would round their sum to 8 bits, so the first of them gets the sum,
     and the others, for whose rows it then counts once, get zeros.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     shared_by = size * (rows.stop - rows.start) // num_rows  # neighbours, as tp deals out heads
 
     def summed(grad: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,8 @@ def apply_data_parallel(
     The root is wrapped too, so that a pipeline stage is an ``FSDPModule`` and torch defers gradient
     reduction and resharding over its micro-batches.
     """
-    compute, reduce = COMPUTE_DTYPES[dtype], PARAM_DTYPES[dtype]
+    compute = COMPUTE_DTYPES[dtype]
+    reduce = PARAM_DTYPES[dtype]
     # Routing weights must reach the experts in full precision, so inputs are cast at the layer, not
     # here.
     as_is = MixedPrecisionPolicy(
@@ -57,7 +58,8 @@ def apply_data_parallel(
     shard = partial(fully_shard, mesh=meshes.fsdp, reshard_after_forward=parallel.reshard != "step")
     for block in model.layers.values():
         if isinstance(block.mlp, MoE):
-            experts, router = block.mlp.experts, block.mlp.router
+            experts = block.mlp.experts
+            router = block.mlp.router
             shard(
                 experts,
                 mesh=meshes.expert_fsdp,

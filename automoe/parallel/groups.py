@@ -46,7 +46,8 @@ def open_groups() -> Opened:
     cuda = torch.cuda.is_initialized()
     if cuda:
         torch.cuda.synchronize()
-    free, began = torch.cuda.mem_get_info()[0] if cuda else 0, time.perf_counter()
+    free = torch.cuda.mem_get_info()[0] if cuda else 0
+    began = time.perf_counter()
     for group in process_groups():
         # "cpu:gloo,cuda:nccl"; of gloo alone also "cuda:gloo"
         backends = dist.get_backend_config(group)

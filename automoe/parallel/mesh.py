@@ -98,7 +98,8 @@ def build_meshes(
             device.type, tuple(getattr(shape, axis) for axis in kept), mesh_dim_names=tuple(kept)
         )
 
-    default, moe = view(DEFAULT_AXES), view(MOE_AXES)
+    default = view(DEFAULT_AXES)
+    moe = view(MOE_AXES)
     fsdp = flatten_mesh(default["dp_shard", "cp"], "fsdp") if shape.cp > 1 else default["dp_shard"]
     if shape.dp_replicate > 1:
         fsdp = concatenate_meshes([default["dp_replicate"], fsdp])

@@ -59,10 +59,8 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
             it.
         ConfigError: as ``checked_loss``.
     """
-    kernels, ring = (
-        config.kernels,
-        None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp"),
-    )
+    kernels = config.kernels
+    ring = None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
     named = config.train.loss
     attend = (
         transformer_engine.attention()
@@ -134,7 +132,8 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
         config.parallel.layers_per_stage,
     )
     mine = stage_of_rank(shape.pp, config.parallel.stages_per_rank)[meshes.coordinate("pp")]
-    backend, style = build_backend(config, meshes), expert_parallel_style(meshes, config)
+    backend = build_backend(config, meshes)
+    style = expert_parallel_style(meshes, config)
     model_parts = {}
     for stage in mine:
         part = build_decoder(

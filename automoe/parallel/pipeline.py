@@ -165,7 +165,8 @@ class StepRunner(ABC):
     def __init__(
         self, model_parts: dict[int, Decoder], meshes: Meshes, device: torch.device
     ) -> None:
-        self.model_parts, self.device = model_parts, device
+        self.model_parts = model_parts
+        self.device = device
         self.shared = SharedGradients(model_parts, meshes)
         self.reports_loss = meshes.coordinate("tp") == 0
 
@@ -209,10 +210,8 @@ class StepRunner(ABC):
 
     def take_reported(self) -> dict[str, torch.Tensor]:
         """Return this rank's shares of the loss's reported values since the last call, by name."""
-        zero, found = (
-            torch.zeros((), dtype=torch.float64, device=self.device),
-            dict[str, torch.Tensor](),
-        )
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        found = dict[str, torch.Tensor]()
         for part in self.model_parts.values():
             for name in getattr(part.loss, "metrics", ()):
                 found[name] = (
@@ -231,7 +230,8 @@ class SingleStageRunner(StepRunner):
         self, model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device
     ) -> None:
         super().__init__(model_parts, meshes, device)
-        self.part, self.config = model_parts[0], config
+        self.part = model_parts[0]
+        self.config = config
 
     def train(self, inputs: Inputs) -> torch.Tensor:
         micro_batches = self._split(inputs)
@@ -344,8 +344,10 @@ class PipelineRunner(StepRunner):
         self, model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device
     ) -> None:
         super().__init__(model_parts, meshes, device)
-        num_stages, train = meshes.shape.pp * config.parallel.stages_per_rank, config.train
-        rows, seq = train.micro_batch_size, train.seq_len // meshes.shape.cp
+        num_stages = meshes.shape.pp * config.parallel.stages_per_rank
+        train = config.train
+        rows = train.micro_batch_size
+        seq = train.seq_len // meshes.shape.cp
 
         def meta(*size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(
@@ -363,7 +365,8 @@ class PipelineRunner(StepRunner):
             returned = loss if stage == num_stages - 1 else hidden
             stages.append(make_stage(part, stage, input_args=given, output_args=returned))
         self.stages = stages
-        self.first, self.last = 0 in model_parts, num_stages - 1 in model_parts
+        self.first = 0 in model_parts
+        self.last = num_stages - 1 in model_parts
         self.schedule = SCHEDULES[config.parallel.schedule](
             stages if config.parallel.schedule == "Interleaved1F1B" else stages[0],
             n_microbatches=train.global_batch_size // meshes.shape.dp // rows,
@@ -392,10 +395,8 @@ class PipelineRunner(StepRunner):
 
     def _run(self, run, inputs: Inputs, losses: list[torch.Tensor]) -> torch.Tensor | None:
         kwargs = {name: tensor for name, tensor in inputs.items() if name != "tokens"}
-        tokens, labels = (
-            [inputs["tokens"]] if self.first else [],
-            inputs["labels"] if self.last else None,
-        )
+        tokens = [inputs["tokens"]] if self.first else []
+        labels = inputs["labels"] if self.last else None
         with receives_in_time(self.stages[0].group, self.device):
             found = run(*tokens, target=labels, losses=losses, **kwargs)
             for stage in self.stages:

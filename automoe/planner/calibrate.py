@@ -46,8 +46,12 @@ if TYPE_CHECKING:
     import torch
 
 POINTS = 7  # points of the matmul curve; each has twice the intensity of the one before
-ROUNDS, LEAST_S = 5, 0.03  # timings per median; minimum seconds of one timing
-SMALL, LARGE = 1 << 12, 1 << 22  # bytes of the small and the large collective that are timed
+# timings per median; minimum seconds of one timing
+ROUNDS = 5
+LEAST_S = 0.03
+# bytes of the small and the large collective that are timed
+SMALL = 1 << 12
+LARGE = 1 << 22
 MOST_RANKS = 4  # largest number of ranks between which collectives are measured
 
 
@@ -165,7 +169,8 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
     import torch
 
     device, dtype = bench.prepare()
-    size, found = dtype.itemsize, dict[str, Any]()
+    size = dtype.itemsize
+    found = dict[str, Any]()
     found["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     speeds = []
     for point in range(POINTS):
@@ -205,7 +210,9 @@ def _attention(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
     import torch
     import torch.nn.functional as F
 
-    heads, dim, seq = 4, 64, bench.seq
+    heads = 4
+    dim = 64
+    seq = bench.seq
     q, k, v = (
         torch.randn(2, heads, seq, dim, device=device, dtype=dtype, requires_grad=True)
         for _ in range(3)
@@ -229,12 +236,14 @@ def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
 
     from automoe.moe.experts import expert_backend
 
-    n, experts = bench.expert, 8
+    n = bench.expert
+    experts = 8
     x = torch.randn(experts * n, n, device=device, dtype=dtype)
     rows = torch.arange(experts * n, device=device)
     ends = torch.arange(n, experts * n + 1, n, device=device, dtype=torch.int32)
     up = torch.randn(experts, 2, n, n, device=device, dtype=dtype)
-    down, probs = up[:, 0].contiguous(), torch.ones(experts * n, device=device)
+    down = up[:, 0].contiguous()
+    probs = torch.ones(experts * n, device=device)
     run = expert_backend("grouped_mm")
     with torch.no_grad():
         return bench.seconds(lambda: run(x, rows, ends, probs, up, down))
@@ -292,7 +301,8 @@ def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[fl
     from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
     seen: list[list[float]] = [[] for _ in (*configs, "rest")]
-    meshes, runs = build_meshes(resolve_mesh(MeshConfig(), 1), device), []
+    meshes = build_meshes(resolve_mesh(MeshConfig(), 1), device)
+    runs = []
     for config in configs:
         parts = build_parts(config, meshes)
         materialize(parts, config, device)
@@ -344,7 +354,8 @@ def measure_links(bench: Bench) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {"gather": {}, "reduce": {}, "exchange": {}}
     for size in (SMALL, LARGE) if device.type == "cpu" else (SMALL, 64 * LARGE):
         whole = torch.ones(size // 4, device=device)
-        part, splits = whole[: len(whole) // world].clone(), [len(whole) // world] * world
+        part = whole[: len(whole) // world].clone()
+        splits = [len(whole) // world] * world
         works = {
             "gather": partial(group.all_gather, part),
             "reduce": partial(group.reduce_scatter, whole),
@@ -370,7 +381,8 @@ def cluster_values(
     Args:
         links: one list per world size (2, 4), with the result of ``measure_links`` of every rank.
     """
-    cpu, constants = bench.device == "cpu", Constants.load()
+    cpu = bench.device == "cpu"
+    constants = Constants.load()
     values: dict[str, Any] = {"name": name, "gpu": alone["gpu"]}
     values |= {
         "peak_flops": alone["peak"],
@@ -386,7 +398,8 @@ def cluster_values(
     # On a CPU the cores that communicate also compute, so nothing overlaps.
     shares |= {"overlap": 0.0} if cpu else {}
     if links:
-        delays, speeds = [], []
+        delays = []
+        speeds = []
         for world, ranks in zip((2, 4), links, strict=False):
             for kind in ranks[0]:
                 small, large = (

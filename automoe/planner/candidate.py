@@ -118,7 +118,8 @@ def first_that_fits(rungs: Sequence[Candidate]) -> int | None:
     """
     if not rungs[-1].fits:
         return None
-    low, high = 0, len(rungs) - 1
+    low = 0
+    high = len(rungs) - 1
     while low < high:
         middle = (low + high) // 2
         if rungs[middle].fits:

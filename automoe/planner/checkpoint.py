@@ -21,16 +21,22 @@ from automoe.planner.step_memory import Sizes, local_numel
 # Bytes that torch's format (2.13) adds: per shard in its file, per shard in the index, per tensor
 # in the index. Then the bytes of the manifest, mostly the configuration, and of the manifest's line
 # about each file.
-SHARD_BYTES, SHARD_INDEX_BYTES, TENSOR_INDEX_BYTES = 1575, 177, 147
-MANIFEST_BYTES, FILE_LINE_BYTES = 4980, 145
+SHARD_BYTES = 1575
+SHARD_INDEX_BYTES = 177
+TENSOR_INDEX_BYTES = 147
+MANIFEST_BYTES = 4980
+FILE_LINE_BYTES = 145
 # Bytes of the states of torch's, Python's and NumPy's random generators, of which each rank stores
 # its own; and of a GPU's generator.
-GENERATOR_BYTES, GPU_GENERATOR_BYTES = (5056, 5016, 5016), 16
+GENERATOR_BYTES = (5056, 5016, 5016)
+GPU_GENERATOR_BYTES = 16
 HISTORY_BYTES = 3 * 16 * 4  # bytes of a matrix's scale history with train.fp8=delayed
 # Bytes per second, assumed if the cluster file has no value: from one node to its storage; from a
 # GPU to CPU memory (half of the 32 GB/s of 16 PCIe 4 lanes); and hashed (SHA-256) by one rank while
 # it writes.
-STORAGE_BANDWIDTH, HOST_BANDWIDTH, HASH_BANDWIDTH = 2e9, 16e9, 2e9
+STORAGE_BANDWIDTH = 2e9
+HOST_BANDWIDTH = 16e9
+HASH_BANDWIDTH = 2e9
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,8 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
     Args:
         step_seconds: seconds of one training step.
     """
-    cluster, saves = config.cluster, config.checkpoint
+    cluster = config.cluster
+    saves = config.checkpoint
     on_cpu = cluster.gpu == "cpu"
     own = (*GENERATOR_BYTES, *([] if on_cpu else [GPU_GENERATOR_BYTES]))
     mine = sum(own) + SHARD_BYTES * len(own)
@@ -138,7 +145,8 @@ def most_kept(config: Config, steps_between: float) -> int:
     Args:
         steps_between: training steps between two saves.
     """
-    saves, steps = config.checkpoint, config.train.steps
+    saves = config.checkpoint
+    steps = config.train.steps
     if not saves.saves:
         return 0
     by_step = steps // lcm(saves.keep_every, saves.every or 1) if saves.keep_every else 0
@@ -150,7 +158,9 @@ def most_kept(config: Config, steps_between: float) -> int:
 
 def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -> Iterator[_Tensor]:
     """Yield every tensor of pipeline stage ``stage`` that a checkpoint stores."""
-    model, optim, sizes = config.model, config.optim, Sizes(config, mesh)
+    model = config.model
+    optim = config.optim
+    sizes = Sizes(config, mesh)
     ranks = mesh.world_size // mesh.pp
     left_out = (
         model.hf_path is not None

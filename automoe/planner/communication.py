@@ -94,7 +94,8 @@ def all_to_all(machine: Machine, group: Group, sent: float) -> Cost:
     """
     if group.size == 1 or not sent:
         return NOTHING
-    across, within = sent * group.off_node, sent * group.on_node
+    across = sent * group.off_node
+    within = sent * group.on_node
     seconds = across / machine.off_node + within / machine.on_node + machine.constants.latency
     return Cost(seconds, across + within, across)
 

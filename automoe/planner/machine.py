@@ -18,7 +18,9 @@ from automoe.config.schema import Config
 
 # Speeds of an unknown machine: matmuls and memory of one CPU core, and a loopback link. Plans for
 # such a machine are marked as uncalibrated.
-NOMINAL_FLOPS, NOMINAL_MEMORY, NOMINAL_LINK = 5e10, 1e10, 1e9
+NOMINAL_FLOPS = 5e10
+NOMINAL_MEMORY = 1e10
+NOMINAL_LINK = 1e9
 # Share of peak FLOP/s by intensity on Hopper GPUs, for cluster files without a gemm_curve.
 HOPPER_CURVE = (0.17, 0.31, 0.48, 0.61, 0.70, 0.75, 0.78)
 
@@ -96,7 +98,8 @@ class Machine:
 
         Matmuls with a small dim move more bytes per FLOP, so they reach a lower speed on the curve.
         """
-        flops, moved = 2.0 * m * n * k, self.number_bytes * (m * k + k * n + m * n)
+        flops = 2.0 * m * n * k
+        moved = self.number_bytes * (m * k + k * n + m * n)
         if not flops:
             return 0.0
         place = min(max(log2(flops / moved) - self.first, 0.0), len(self.curve) - 1.0)

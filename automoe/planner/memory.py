@@ -38,7 +38,8 @@ BATCH_BYTES = 4 * 8
 # A stochastically rounded update on the CPU works on blocks of UPDATE_BLOCK elements. Each element
 # takes UPDATE_BYTES for its float32 values, int64 indices and int64 random bits. On CUDA the update
 # is one kernel and needs no blocks.
-UPDATE_BYTES, UPDATE_BLOCK = 56, 1 << 22
+UPDATE_BYTES = 56
+UPDATE_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankM
 
 
 def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     layers = split_layers(
         model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage
     )
@@ -107,7 +109,8 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     bare = [stage_params(model, layers, stage) for stage in numbers]
     held = [as_stored(with_adapters(stage, config), config) for stage in bare]
     params = [param for stage in held for param in stage]
-    sizes, load = Sizes(config, mesh), TokenLoad.of(config, mesh, batch)
+    sizes = Sizes(config, mesh)
+    load = TokenLoad.of(config, mesh, batch)
     stages = [
         plan_stage(
             config, sizes, load, list(layers[stage]), own, stage == 0, stage == len(layers) - 1
@@ -146,7 +149,8 @@ def _loop_moments(
     """Yield the memory of each moment for a rank that holds the whole model and runs micro-batches
     in turn.
     """
-    parallel, sizes = config.parallel, Sizes(config, mesh)
+    parallel = config.parallel
+    sizes = Sizes(config, mesh)
     deferred = parallel.grad_sync == "step" and batch.num_micro_batches > 1
     if stays_unsharded(config, mesh):
         deferred = False  # each new gradient is added to the existing one
@@ -188,12 +192,15 @@ def _pipeline_moments(
     Whatever the FSDP policy, a stage keeps weights unsharded from its first backward pass on, and
     unsharded gradients until its last backward pass.
     """
-    parallel, num_micro_batches = config.parallel, batch.num_micro_batches
+    parallel = config.parallel
+    num_micro_batches = batch.num_micro_batches
     if parallel.schedule != "GPipe" and num_micro_batches % mesh.pp == 0:
         # After the warm-up, every round repeats the one before.
         num_micro_batches = min(num_micro_batches, 4 * mesh.pp)
     gathered = sum(stage.weights for stage in stages)
-    held, done, seen = [0] * len(stages), [False] * len(stages), set()
+    held = [0] * len(stages)
+    done = [False] * len(stages)
+    seen = set()
     most = {
         (i, adds): max(stage.backward(adds, False, mesh.ep_shard), key=lambda moment: moment.total)
         for i, stage in enumerate(stages)
@@ -216,7 +223,8 @@ def _pipeline_moments(
         gradients = sum(each.gradients for each, some in zip(stages, done, strict=True) if some)
         if is_forward:
             now = stage.loss(False, others)
-            there, kept = float(gradients), now.activations
+            there = float(gradients)
+            kept = now.activations
         else:
             now = most[i, done[i]]
             there = gradients - stage.gradients * done[i] + now.unsharded_gradients
@@ -279,7 +287,8 @@ def rank_actions(
         ConfigError: the micro-batches of Interleaved1F1B do not divide into equal rounds, which
             torch's schedule also refuses.
     """
-    total, rounds = num_micro_batches * stages_per_rank, max(1, num_micro_batches // pp)
+    total = num_micro_batches * stages_per_rank
+    rounds = max(1, num_micro_batches // pp)
     round_size, left = divmod(num_micro_batches, rounds)
     if schedule == "Interleaved1F1B" and stages_per_rank > 1 and left:
         rule = f"Interleaved1F1B runs {num_micro_batches} micro-batches in {rounds} equal rounds: {left} are left"

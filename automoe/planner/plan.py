@@ -142,7 +142,8 @@ def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
         if config.model.num_moe_layers
         else None
     )
-    speed, memory = plan.time.tokens_per_second, plan.heaviest.peak
+    speed = plan.time.tokens_per_second
+    memory = plan.heaviest.peak
     return {"tokens_per_second": speed, "mfu": plan.time.mfu, "memory": memory, "balance": balance}
 
 
@@ -156,8 +157,11 @@ def full_load(config: Config, mesh: MeshShape, batch: BatchPlan) -> float | None
     def need(load: float) -> float:
         return needed(config, mesh, plan_memory(config, mesh, at_load(batch, load, config, mesh)))
 
-    limit, low, high = config.cluster.memory_bytes, 1.0, most_load(config, mesh)
-    fits, over = need(low), need(high)
+    limit = config.cluster.memory_bytes
+    low = 1.0
+    high = most_load(config, mesh)
+    fits = need(low)
+    over = need(high)
     if not fits <= limit < over:
         return None
     for _ in range(8):  # Bytes grow almost linearly with the load: two or three rounds suffice.
@@ -171,7 +175,9 @@ def full_load(config: Config, mesh: MeshShape, batch: BatchPlan) -> float | None
 
 
 def _memory_warnings(config: Config, plan: Plan) -> list[str]:
-    limit, need, peak = config.cluster.memory_bytes, plan.needed, plan.heaviest.peak
+    limit = config.cluster.memory_bytes
+    need = plan.needed
+    peak = plan.heaviest.peak
     where = f"pp rank {plan.heaviest.pp_rank}" if plan.mesh.pp > 1 else "every rank"
     if not limit or plan.uneven_needed <= limit:
         if plan.full_at is None or plan.full_at >= ROOM:
@@ -182,7 +188,8 @@ def _memory_warnings(config: Config, plan: Plan) -> list[str]:
             "moe.capacity_factor"
         ]
     if need <= limit:
-        need, peak = plan.uneven_needed, plan.uneven_peak
+        need = plan.uneven_needed
+        peak = plan.uneven_peak
         where = "a rank whose experts get twice their even share of tokens"
     verdict = "does not fit" if peak > limit else "leaves too little for what no tensor explains"
     had = f"the {gib(limit)} that {config.cluster.name} has"
@@ -236,7 +243,8 @@ def _speed_warnings(config: Config, plan: Plan) -> list[str]:
             "Raise train.micro_batch_size or mesh.ep"
         )
     warnings += _time_warnings(config, plan)
-    saved, interval = plan.checkpoint, plan.checkpoint.interval_seconds
+    saved = plan.checkpoint
+    interval = plan.checkpoint.interval_seconds
     if interval and saved.write_seconds > interval:
         warnings.append(
             f"a checkpoint takes {saved.write_seconds:,.0f} s to write and is saved every {interval:,.0f} s. Raise "
@@ -246,15 +254,18 @@ def _speed_warnings(config: Config, plan: Plan) -> list[str]:
 
 
 def _time_warnings(config: Config, plan: Plan) -> Iterator[str]:
-    time, step = plan.time, plan.time.seconds
-    seen, away = time.communication.get("ep", 0.0), time.off_node.get("ep", 0.0)
+    time = plan.time
+    step = plan.time.seconds
+    seen = time.communication.get("ep", 0.0)
+    away = time.off_node.get("ep", 0.0)
     if away and seen > SLOW * step:
         yield (
             f"experts' tokens leave the node: {gib(away)} a rank and step, and ep takes {seen / step:.0%} of the step. "
             f"Keep mesh.ep * mesh.etp within the {config.cluster.gpus_per_node} GPUs of a node, or send one copy a "
             "node with moe.dispatcher=hierarchical"
         )
-    usual, most = median(time.by_rank), max(time.by_rank)
+    usual = median(time.by_rank)
+    most = max(time.by_rank)
     a_layer = usual * plan.mesh.pp / config.model.num_layers
     # A difference below one layer's time cannot be reduced by moving a layer.
     if most > usual + max(SLOW * usual, a_layer):

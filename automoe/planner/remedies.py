@@ -90,7 +90,8 @@ def _fastest(now: Candidate) -> Candidate | None:
     for way in _WAYS:
         made += [two for one in made for two in way(one)]
     lightest = [_in_all_layers(one).with_recompute(rungs[0]) for one in made if _legal(one)]
-    best, most = None, 0.0
+    best = None
+    most = 0.0
     for one in sorted(lightest, key=lambda one: -one.bound):
         if one.bound <= most:
             break
@@ -103,7 +104,8 @@ def _fastest(now: Candidate) -> Candidate | None:
             found += [one.with_recompute(names) for names in _without_moe(now.config)]
         for each in found:
             if each.speed > most and each.fits:
-                best, most = each, each.speed
+                best = each
+                most = each.speed
     return best
 
 

@@ -75,7 +75,8 @@ def _in_turn(
 ) -> Iterator[tuple[Action, ...]]:
     forwards: list[Action] = []
     backwards: list[Action] = []
-    ahead, seen = 0, dict[tuple[bool, int], int]()
+    ahead = 0
+    seen = dict[tuple[bool, int], int]()
     # Overlapping pairs deliver activations only at their end, so 1F1B needs more forwards in
     # advance.
     like = "Interleaved1F1B" if overlap else schedule
@@ -152,7 +153,8 @@ def _dual_pipe_v(
 
     Without ``overlap`` the actions of a pair run one after the other.
     """
-    order, later = _Order((rank, 2 * pp - 1 - rank)), pp - rank - 1
+    order = _Order((rank, 2 * pp - 1 - rank))
+    later = pp - rank - 1
     both = (lambda f, b: [f"{f}+{b}"]) if overlap else (lambda f, b: [f, b])
     order.add(*["F0"] * 2 * later, *["F0", "F1"] * (rank + 1), *["I1", "W", "F1"] * later)
     for index in range(num_micro_batches - 2 * pp + rank + 1):
@@ -193,20 +195,25 @@ def simulate(
     cost["I"] = cost["W"] = [s.backward / 2 for s in stages]
     saved = [HIDDEN * s.all_to_all / 2 for s in stages]
     forward, backward = ([dict[int, float]() for _ in stages] for _ in range(2))
-    clock, at, last = [0.0] * pp, [0] * pp, len(stages) - 1
+    clock = [0.0] * pp
+    at = [0] * pp
+    last = len(stages) - 1
     left = sum(map(len, ranks))
     while left:
         before = left
         for rank, actions in enumerate(ranks):
-            now, place = clock[rank], at[rank]
+            now = clock[rank]
+            place = at[rank]
             while place < len(actions):
-                ready, seconds = now, 0.0
+                ready = now
+                seconds = 0.0
                 for kind, stage, index in actions[place]:
                     if kind == "F":
                         arrived = 0.0 if stage == 0 else forward[stage - 1].get(index)
                         late = wait[stage]
                     elif kind == "W":
-                        arrived, late = 0.0, 0.0
+                        arrived = 0.0
+                        late = 0.0
                     else:
                         arrived = (
                             forward[stage].get(index)
@@ -233,7 +240,8 @@ def simulate(
                     continue
                 break
             left -= place - at[rank]
-            clock[rank], at[rank] = now, place
+            clock[rank] = now
+            at[rank] = place
         assert left < before, (
             f"{schedule} waits for itself: pp={pp}, {num_micro_batches} micro-batches"
         )
@@ -276,7 +284,8 @@ def stretch(
         )
         for s in stages
     )
-    near, steady = round(4 * border / unit) / 4, STEADY_ROUNDS * pp + num_micro_batches % pp
+    near = round(4 * border / unit) / 4
+    steady = STEADY_ROUNDS * pp + num_micro_batches % pp
     busy = [0.0] * pp
     for index, stage in enumerate(scaled):
         busy[rank_of(index, schedule, pp)] += stage.forward + stage.backward

@@ -28,9 +28,12 @@ from automoe.planner.candidate import RECOMPUTE_KEYS, Candidate, changed, first_
 from automoe.planner.step_memory import DTYPE_BYTES
 
 TOP = 10  # number of candidates in the result
-ROWS, STAGES = (1, 2, 4, 8), (2, 4, 8)  # tried rows per micro-batch; tried stages per rank
+# tried rows per micro-batch; tried stages per rank
+ROWS = (1, 2, 4, 8)
+STAGES = (2, 4, 8)
 # Meshes that a process times in one call; candidates fitted between two updates of the result.
-CHUNK, STRIDE = 128, 64
+CHUNK = 128
+STRIDE = 64
 ONE_STAGE: dict[str, Any] = {"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": None}
 PATIENCE = 512  # The search ends after this many candidates in a row without a new result.
 
@@ -101,7 +104,8 @@ def _look(
     tell: Callable[[str, int, int], Any],
 ) -> None:
     """Fill ``result`` with the candidates that fit, in order of their bounds, highest first."""
-    best, since = dict[MeshShape, Candidate](), 0
+    best = dict[MeshShape, Candidate]()
+    since = 0
     for start in range(0, len(timed), STRIDE):
         some = timed[start : start + STRIDE]
         floor = result.found[-1].speed if len(result.found) == TOP else 0.0
@@ -127,11 +131,9 @@ def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> I
 
     tp and etp stay within a node. dp_replicate and ep_replicate are 1 unless ``fixed`` names them.
     """
-    node, experts, layers = (
-        config.cluster.gpus_per_node,
-        max(1, config.model.num_experts),
-        config.model.num_layers,
-    )
+    node = config.cluster.gpus_per_node
+    experts = max(1, config.model.num_experts)
+    layers = config.model.num_layers
 
     def given(axis: str) -> int | None:
         size: int = getattr(config.mesh, axis)
@@ -180,8 +182,11 @@ def _timed(
         The timed candidates, the number of refused ones by broken key, and the number of meshes
         that cannot fit in memory.
     """
-    timed, refused, too_large = [], Counter[str](), 0
-    lightest, params = ladder(config, fixed)[0], count_params(config.model)
+    timed = []
+    refused = Counter[str]()
+    too_large = 0
+    lightest = ladder(config, fixed)[0]
+    params = count_params(config.model)
     for shape in shapes:
         if _cannot_fit(config, shape, params):
             too_large += 1

@@ -83,9 +83,11 @@ def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
         raise ConfigError("world", own["world"], "a number of ranks", "Write world=1024")
     world = int(own["world"]) if own["world"] else None
     if (own["search"] == "fewest_gpus") == (world is not None):
-        rule, remedy = "a search is over the meshes of so many ranks", "Add world=1024"
+        rule = "a search is over the meshes of so many ranks"
+        remedy = "Add world=1024"
         if world is not None:
-            rule, remedy = "search=fewest_gpus finds the number itself", "Leave world= out"
+            rule = "search=fewest_gpus finds the number itself"
+            remedy = "Leave world= out"
         raise ConfigError("world", own["world"], rule, remedy)
     return Question(own["search"], world, folder), rest
 
@@ -149,7 +151,8 @@ def _find(
     """Run the searches that a question needs and return them in order; the last is the answer."""
     if question.kind == "fewest_gpus":
         made: list[tuple[Config, Search]] = []
-        world, least = 1, least_ranks(config)
+        world = 1
+        least = least_ranks(config)
         while world <= MAX_GPUS and not (made and made[-1][1].found):
             if world >= min(least, MAX_GPUS):
                 made.append((config, look(config, world)))
@@ -232,7 +235,8 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
             "mesh", name, rule, "In that file, move - mesh: null behind _self_ in its defaults"
         )
     for section in values:
-        ours, theirs = asdict(getattr(best.config, section)), asdict(getattr(composed, section))
+        ours = asdict(getattr(best.config, section))
+        theirs = asdict(getattr(composed, section))
         typed += [
             f"{section}.{key}={json.dumps(ours[key])}"
             for key in values[section]

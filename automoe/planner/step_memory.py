@@ -219,7 +219,8 @@ class StagePlan:
             reduces: FSDP reduces the gradients of each layer at once and frees the layer's weights.
             experts_ranks: number of ranks over which FSDP shards the experts.
         """
-        kept, weights = self.shared + self.border * (not self.last), self.weights
+        kept = self.shared + self.border * (not self.last)
+        weights = self.weights
         below = kept + sum(layer.kept for layer in self.layers)
         whole = self.gradients if adds else 0
         rest = self.rest_gradients * self.last  # gradients of the head, which come first
@@ -267,7 +268,9 @@ def plan_stage(
     """Plan the memory of the pipeline stage that holds ``params`` and the layers numbered
     ``layers``.
     """
-    model, mesh, compute = config.model, sizes.mesh, sizes.compute
+    model = config.model
+    mesh = sizes.mesh
+    compute = sizes.compute
     of_layer: dict[int | None, list[Param]] = {}
     for param in params:
         of_layer.setdefault(param.layer, []).append(param)
@@ -317,7 +320,8 @@ def _plan_layer(
     params: list[Param],
     again: frozenset[str],
 ) -> LayerPlan:
-    model, mesh = config.model, sizes.mesh
+    model = config.model
+    mesh = sizes.mesh
     kept = sum(layer_activation_bytes(model, layer, load, again).values())
     kept += adapter_activation_bytes(
         config, layer, load.tokens, load.expert_rows, load.number_bytes, again

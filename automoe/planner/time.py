@@ -30,7 +30,8 @@ OPTIMIZER_BYTES = 28
 # Relative error to expect of a prediction, from runs that the constants were not fitted to
 # (docs/plan_accuracy.md). BAND is for GPUs with a measured matmul curve, UNCALIBRATED_BAND for
 # other GPUs.
-BAND, UNCALIBRATED_BAND = 0.20, 0.40
+BAND = 0.20
+UNCALIBRATED_BAND = 0.40
 # For a machine known only by its own calibration (``benchmarks/plan_correlation.py``).
 MEASURED_BAND = 0.45
 
@@ -137,13 +138,16 @@ def step_time(
     machine = Machine.of(config, constants or Constants.load())
     place = Place.of(config, mesh, machine, batch, fused, gradient_bytes)
     stages = _stages(place, num_mtp)
-    count, schedule, pp = batch.num_micro_batches, config.parallel.schedule, mesh.pp
+    count = batch.num_micro_batches
+    schedule = config.parallel.schedule
+    pp = mesh.pp
     held = _stages_by_rank(stages, schedule, pp)
     busy = [
         count * sum(stage.times.forward + stage.times.backward for stage in own) for own in held
     ]
     longest = max(busy)
-    mine, border = held[busy.index(longest)], _border(place)
+    mine = held[busy.index(longest)]
+    border = _border(place)
 
     # Pipeline: the busiest rank waits for other ranks, and for activations in transit.
     without_border = with_border = longest
@@ -245,7 +249,9 @@ def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]
     """
     batch = plan_batch(config, mesh)
     place = Place.of(config, mesh, Machine.of(config, Constants.load()), batch)
-    stages, spans, border = _stages(place, 0), list[Span](), _border(place).seconds
+    stages = _stages(place, 0)
+    spans = list[Span]()
+    border = _border(place).seconds
     times = tuple(stage.times for stage in stages)
     simulate(config.parallel.schedule, times, mesh.pp, batch.num_micro_batches, border, spans=spans)
     return spans, [
@@ -291,8 +297,11 @@ def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, f
 
 def _stages(place: Place, num_mtp: int) -> list[_Stage]:
     """Return every pipeline stage; stages with equal layers are one object."""
-    config, mesh = place.config, place.mesh
-    model, parallel, attention = config.model, config.parallel, config.model.attention
+    config = place.config
+    mesh = place.mesh
+    model = config.model
+    parallel = config.parallel
+    attention = config.model.attention
     split = split_layers(
         model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage
     )
@@ -338,8 +347,11 @@ def _stages(place: Place, num_mtp: int) -> list[_Stage]:
 
 def _add(place: Place, stage: _Stage, layer: int, number: int, times: tuple[Pass, Pass]) -> None:
     """Add ``number`` layers like ``layer`` to ``stage``."""
-    config, mesh, waits = place.config, place.mesh, []
-    cpu, floor = config.cluster.gpu == "cpu", place.machine.constants.host_layer
+    config = place.config
+    mesh = place.mesh
+    waits = []
+    cpu = config.cluster.gpu == "cpu"
+    floor = place.machine.constants.host_layer
     # A dense layer launches half as many kernels. A CPU launches none; the fixed time of its
     # operators was measured as host_layer.
     share = float(not cpu or "host_layer" in config.cluster.constants) * (
@@ -363,7 +375,9 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: tuple[Pass
 
 def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, num_mtp: int) -> None:
     """Add the embedding to the first stage, and the head with its loss to the last."""
-    model, mesh, machine = place.config.model, place.mesh, place.machine
+    model = place.config.model
+    mesh = place.mesh
+    machine = place.machine
     numel = model.vocab_size * model.hidden_size // mesh.tp
     trained = place.config.lora.rank == 0
     ends = int(first) + int(last and not (model.tie_embeddings and first))
@@ -384,10 +398,13 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     """Set the exposed gathers and reductions of a stage: ``once`` per step, ``each`` per
     micro-batch.
     """
-    config, mesh, machine = place.config, place.mesh, place.machine
+    config = place.config
+    mesh = place.mesh
+    machine = place.machine
     parallel = config.parallel
     wide = place.gradient_bytes
-    dense, experts = place.group("fsdp"), place.group("ep_shard")
+    dense = place.group("fsdp")
+    experts = place.group("ep_shard")
     gathered = gather(machine, dense, stage.dense) + gather(machine, experts, stage.experts)
     reduced = gather(machine, dense, wide * stage.dense_trained)
     reduced += gather(machine, experts, wide * stage.experts_trained)
@@ -396,7 +413,8 @@ def _fsdp(place: Place, stage: _Stage) -> None:
         delay = Cost(
             (stage.layers - 1) * machine.constants.latency * ((dense.size > 1) + (experts.size > 1))
         )
-        gathered, reduced = gathered + delay, reduced + delay
+        gathered = gathered + delay
+        reduced = reduced + delay
     replicas = reduce_all(
         machine, place.group("dp_replicate"), wide * stage.dense_trained / mesh.fsdp
     )
@@ -415,7 +433,8 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     once += seen(reduced + replicas, backward) if once_gradients else replicas
     each = NOTHING if once_weights else seen(gathered, forward)
     back = (NOTHING if once_weights else gathered) + (NOTHING if once_gradients else reduced)
-    stage.once, stage.each = once, (each, seen(back, backward))
+    stage.once = once
+    stage.each = (each, seen(back, backward))
 
 
 def _optimizer(place: Place, stages: list[_Stage]) -> float:

@@ -80,8 +80,11 @@ def titan_model(model: ModelConfig) -> tuple[str, str]:
 # fmt: off
 def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     """Yield the rules under which torchtitan trains the same model on the same mesh."""
-    model, train, parallel = config.model, config.train, config.parallel
-    routed, kv_heads = model.num_moe_layers > 0, model.attention.num_kv_heads
+    model = config.model
+    train = config.train
+    parallel = config.parallel
+    routed = model.num_moe_layers > 0
+    kv_heads = model.attention.num_kv_heads
     unit = mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1)
     stages = split_layers(model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
     yield ("mesh.etp", routed and mesh.etp != (mesh.tp if mesh.ep == 1 else 1),
@@ -118,12 +121,10 @@ def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
     """Yield one line for each setting that the written file omits: key, and torchtitan's
     behaviour.
     """
-    moe, parallel, train, names = (
-        config.moe,
-        config.parallel,
-        config.train,
-        recomputed_names(config.parallel),
-    )
+    moe = config.moe
+    parallel = config.parallel
+    train = config.train
+    names = recomputed_names(config.parallel)
     several = train.global_batch_size > train.micro_batch_size * mesh.dp
     deferred = mesh.pp == 1 and several and "step" in (parallel.reshard, parallel.grad_sync)
     losses = "seq_balance_coef", "global_balance_coef", "micro_batch_balance_coef", "z_loss_coef"
@@ -177,13 +178,12 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
     """
     module, flavour = titan_model(config.model)
     check_rows(config, export_rows(config, mesh), mesh)
-    train, saves, optim, start = (
-        config.train,
-        config.checkpoint,
-        config.optim,
-        _folder(config.model),
-    )
-    names, model = recomputed_names(config.parallel), config.model
+    train = config.train
+    saves = config.checkpoint
+    optim = config.optim
+    start = _folder(config.model)
+    names = recomputed_names(config.parallel)
+    model = config.model
     backend = "deepep" if config.moe.dispatcher == "deepep" else "standard"
     experts = f', moe_comm_backend="{backend}"' if model.num_moe_layers else ""
     minutes = round(60 * saves.every_minutes / step_time(config, mesh).seconds)
@@ -247,7 +247,8 @@ def _stages(config: Config, mesh: MeshShape) -> str:
     """Return the module names of every pipeline stage, as Python source."""
     if mesh.pp == 1:
         return "None"
-    parallel, count = config.parallel, mesh.pp * config.parallel.stages_per_rank
+    parallel = config.parallel
+    count = mesh.pp * config.parallel.stages_per_rank
     held = [
         [f"layers.{i}" for i in layers]
         for layers in split_layers(config.model.num_layers, count, parallel.layers_per_stage)

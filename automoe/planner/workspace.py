@@ -74,16 +74,15 @@ def layer_workspaces(
     def kept(modules: frozenset[str]) -> dict[str, float]:
         return layer_activation_bytes(model, layer, load, modules)
 
-    nothing, now = kept(frozenset()), kept(recompute)
+    nothing = kept(frozenset())
+    now = kept(recompute)
     whole = sum(nothing.values())
     dropped = {name: whole - sum(kept(frozenset((name,))).values()) for name in recompute}
     read = sum(dropped.pop(name) for name in DISCARDED_OUTPUTS if name in dropped)
     all_again = dropped.get(FULL, 0.0)
     kept_now = nothing if all_again else now
-    routed, residual = (
-        layer >= model.first_k_dense,
-        load.number_bytes * load.tokens * model.hidden_size,
-    )
+    routed = layer >= model.first_k_dense
+    residual = load.number_bytes * load.tokens * model.hidden_size
     found = []
     width = model.shared_width if routed else model.intermediate_size
     if width:
@@ -115,11 +114,9 @@ def _used_up(gone: float, again: float, all_again: float, temporaries: float) ->
 
 
 def _experts_temporaries(model: ModelConfig, load: TokenLoad, expert_numbers: int) -> float:
-    rows, hidden, width = (
-        load.expert_rows,
-        model.hidden_size,
-        model.moe_intermediate_size / load.etp,
-    )
+    rows = load.expert_rows
+    hidden = model.hidden_size
+    width = model.moe_intermediate_size / load.etp
     read = load.read_rows
     if load.loop:
         numbers = (rows + 2 * read) * hidden + expert_numbers
@@ -134,7 +131,8 @@ def _experts_temporaries(model: ModelConfig, load: TokenLoad, expert_numbers: in
 
 
 def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
-    attention, scores = model.attention, 0.0
+    attention = model.attention
+    scores = 0.0
     if load.scores:  # gradient of the scores, before and after the softmax
         scores = 2 * max(4, load.number_bytes) * score_numbers(load, attention.num_heads)
     if attention.kind == "gqa":
@@ -170,7 +168,8 @@ def head_workspace_bytes(
     """
     wide = max(4, bytes_per_number)
     narrower = bytes_per_number * (bytes_per_number < wide)  # equal widths are converted in place
-    tokens, rows = tokens * tp, -(-model.vocab_size // tp)
+    tokens = tokens * tp
+    rows = -(-model.vocab_size // tp)
     chunk = chunk_tokens(tokens, model.hidden_size)
     before = bytes_per_number * (chunk < tokens)
     rounding = wide * on_cpu * (narrower > 0)  # a CPU rounds the product from a wide copy

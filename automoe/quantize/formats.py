@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 SIDE = 128
@@ -53,7 +54,8 @@ def tile_amax(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
         return torch.maximum(high, -low).to(torch.float32).unsqueeze(-1).unsqueeze(-1)
     x = x.to(torch.float32)
     rows, cols = x.shape[-2:]
-    down, across = -(-rows // tile[0]), -(-cols // tile[1])
+    down = -(-rows // tile[0])
+    across = -(-cols // tile[1])
     padded = F.pad(x, (0, across * tile[1] - cols, 0, down * tile[0] - rows))
     return padded.abs().view(*x.shape[:-2], down, tile[0], across, tile[1]).amax(dim=(-3, -1))
 
@@ -107,7 +109,8 @@ def transposed(q: Quantized) -> Quantized:
     """
     if q.tile == LINE:
         return quantize(dequantize(q).transpose(-2, -1), q.codes.dtype, LINE)
-    codes, scales = q.codes.transpose(-2, -1).contiguous(), q.scales.transpose(-2, -1).contiguous()
+    codes = q.codes.transpose(-2, -1).contiguous()
+    scales = q.scales.transpose(-2, -1).contiguous()
     return Quantized(codes, scales, q.tile)
 
 

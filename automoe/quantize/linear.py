@@ -35,11 +35,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-        x_scales, weight_scales = scaling.scales(x.flatten(0, -2), X), scaling.scales(weight, W)
-        rows, columns = (
-            scaling.quantize(x.flatten(0, -2), x_scales, X),
-            scaling.quantize(weight, weight_scales, W),
-        )
+        x_scales = scaling.scales(x.flatten(0, -2), X)
+        weight_scales = scaling.scales(weight, W)
+        rows = scaling.quantize(x.flatten(0, -2), x_scales, X)
+        columns = scaling.quantize(weight, weight_scales, W)
         ctx.save_for_backward(x, weight, x_scales, weight_scales)
         ctx.scaling = scaling
         return scaled_product(rows, columns, x.dtype).view(*x.shape[:-1], weight.shape[0])
@@ -48,7 +47,8 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         x, weight, x_scales, weight_scales = ctx.saved_tensors
-        grad, scaling = grad.reshape(-1, grad.shape[-1]), ctx.scaling
+        grad = grad.reshape(-1, grad.shape[-1])
+        scaling = ctx.scaling
         grad_scales = scaling.scales(grad, GRAD)
         rows = scaling.quantize(grad, grad_scales, GRAD)
         grad_x = grad_weight = None
@@ -99,11 +99,13 @@ def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tens
 
 
 def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    num_rows, num_cols = a.codes.shape[0], b.codes.shape[0]
+    num_rows = a.codes.shape[0]
+    num_cols = b.codes.shape[0]
     if 0 in (num_rows, num_cols, a.codes.shape[1]):  # Kernels may refuse empty operands.
         return torch.zeros(num_rows, num_cols, dtype=dtype, device=a.codes.device)
     step = _KERNEL_STEP if a.tile == WHOLE else SIDE
-    a, b = _padded(a, step), _padded(b, step)
+    a = _padded(a, step)
+    b = _padded(b, step)
     recipe_a, recipe_b = (getattr(F.ScalingType, _RECIPES[q.tile]) for q in (a, b))
     out = F.scaled_mm(
         a.codes, b.codes.T, _kernel_scales(a), recipe_a, _kernel_scales(b), recipe_b, output_dtype=dtype
@@ -118,7 +120,8 @@ def _padded(q: Quantized, step: int) -> Quantized:
     get a row of ones for each new row.
     """
     rows, cols = q.codes.shape
-    more_rows, more_cols = -rows % step, -cols % step
+    more_rows = -rows % step
+    more_cols = -cols % step
     if not more_rows and not more_cols:
         return q
     codes = F.pad(q.codes.view(torch.uint8), (0, more_cols, 0, more_rows)).view(q.codes.dtype)

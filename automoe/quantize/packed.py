@@ -95,11 +95,13 @@ def unpack(weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tens
 
 def _numbers(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Decode blocks [R, blocks, bytes] to [R, blocks, numbers per block], float32 or ``dtype``."""
-    codes, scales = blocks[..., :-_SCALE], blocks[..., -_SCALE:].contiguous().view(torch.float32)
+    codes = blocks[..., :-_SCALE]
+    scales = blocks[..., -_SCALE:].contiguous().view(torch.float32)
     if base_of(blocks) == "fp8":
         return codes.view(E4M3).to(torch.float32) * scales
     known = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-    shape, library = (*codes.shape[:-1], 2 * codes.shape[-1]), _bitsandbytes()
+    shape = (*codes.shape[:-1], 2 * codes.shape[-1])
+    library = _bitsandbytes()
     state = library.QuantState(
         scales.flatten(), shape, dtype=known, blocksize=shape[-1], quant_type="nf4"
     )

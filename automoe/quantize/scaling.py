@@ -56,7 +56,8 @@ class Tensorwise(nn.Module):
     ) -> None:
         super().__init__()
         self.formats = {X: E4M3, W: E4M3, GRAD: gradients}
-        self.reduce_rows, self.reduce_weight = reduce_rows, reduce_weight
+        self.reduce_rows = reduce_rows
+        self.reduce_weight = reduce_weight
 
     def scales(self, tensor: torch.Tensor, operand: int) -> torch.Tensor:
         """Return the scale [..., 1, 1] of ``tensor``. Collective: called once per product.

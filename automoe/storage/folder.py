@@ -54,7 +54,8 @@ def exchange(one: Path, other: Path) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    at_working_directory, exchanged = -100, 2
+    at_working_directory = -100
+    exchanged = 2
     if (
         rename(
             at_working_directory,

@@ -67,12 +67,14 @@ class PreferenceLoss:
     mean_over = "documents"
 
     def __init__(self, beta: float, kind: str) -> None:
-        self.beta, self.kind = beta, kind
+        self.beta = beta
+        self.kind = kind
 
     def __call__(self, nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
         reference = inputs.given["reference"].to(nll_BS.dtype)
         log_probs, lengths = pair_log_probs(nll_BS, inputs, reference.shape[1])
-        there_BP, num_pairs = lengths[..., 0] > 0, (inputs.counts.documents // 2).clamp_min(1)
+        there_BP = lengths[..., 0] > 0
+        num_pairs = (inputs.counts.documents // 2).clamp_min(1)
         gained = torch.where(there_BP.unsqueeze(-1), log_probs - reference, 0.0)
 
         def mean(x_BP: torch.Tensor) -> torch.Tensor:
@@ -100,7 +102,8 @@ class Reference:
     """Log-probabilities of every pair under the initial weights: [N, 2], float64, on the CPU."""
 
     def __init__(self, log_probs: torch.Tensor, device: torch.device) -> None:
-        self.log_probs, self.device = log_probs, device
+        self.log_probs = log_probs
+        self.device = device
 
     def inputs(self, batch: StepBatch) -> Inputs:
         """Return the extra inputs of ``PreferenceLoss`` for a batch; 0 where a row has no pair."""
@@ -131,7 +134,8 @@ def open_reference(
         ConfigError: a folder has the name of the file.
         CheckpointError: the checkpoint at ``model.hf_path`` cannot be read.
     """
-    path, hf_path = context.run_dir / REFERENCE_FILE, config.model.hf_path
+    path = context.run_dir / REFERENCE_FILE
+    hf_path = config.model.hf_path
     weights = (
         checkpoint_identity(hf_path, ranks)
         if hf_path
@@ -238,7 +242,8 @@ def _compute(
 
     Pairs outside the splits have zeros.
     """
-    collector, before = _Collector(), runner.loss
+    collector = _Collector()
+    before = runner.loss
     runner.set_loss(collector)
     for batch in (batch for split in splits for batch in loader.every_pair(split)):
         if context.any_rank_stops():

@@ -41,11 +41,9 @@ class RunRecord:
     ) -> None:
         self._run_dir = context.run_dir
         self._console = Console(config, shape, enabled=context.rank == 0)
-        self.note, self.warn, self.show_row = (
-            self._console.note,
-            self._console.warn,
-            self._console.row,
-        )
+        self.note = self._console.note
+        self.warn = self._console.warn
+        self.show_row = self._console.row
         self._console.start(resume_step=step)
         for line in describe_training(config):
             for part in textwrap.wrap(line, 66):  # behind a note's margin: 80 columns

@@ -90,7 +90,8 @@ def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tenso
     if config.moe.replay_routing is None:
         return None
     model, (num_rows, seq_len) = config.model, batch.tokens.shape
-    num_layers, top_k = model.num_moe_layers, model.num_experts_per_token
+    num_layers = model.num_moe_layers
+    top_k = model.num_experts_per_token
     folder = Path(config.moe.replay_routing).expanduser() / f"step-{step}"
     files = sorted(folder.glob("rank-*.npz"))
     if not files:
@@ -101,7 +102,9 @@ def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tenso
     forced = np.full((num_rows, seq_len, num_layers, 2, top_k), -1, dtype=np.int64)
     for path in files:
         with np.load(path) as part:
-            rows, index, layers = part["rows"] - batch.first_row, part["index"], part["layers"]
+            rows = part["rows"] - batch.first_row
+            index = part["index"]
+            layers = part["layers"]
             mine = (rows >= 0) & (rows < num_rows)
             if not mine.any():
                 continue

@@ -84,14 +84,22 @@ class Run:
         record: RunRecord,
         hooks: Hooks,
     ) -> None:
-        self.config, self.shape, self.context, self.state = config, shape, context, state
-        self.store, self.note, self._record, self._hooks = store, record.note, record, hooks
+        self.config = config
+        self.shape = shape
+        self.context = context
+        self.state = state
+        self.store = store
+        self.note = record.note
+        self._record = record
+        self._hooks = hooks
         self._slow_ranks = SlowRanks(context, config.launch.probe_every, record.note)
         self._flops = step_flops_per_token(config)
         self._peak_flops = _peak_flops(config, context.device)
         self._began = 0.0
         self._samples: tuple[list[dict[str, str]], float] | None = None
-        self._resumed, self._first_step, self._save_is_due = resumed, state.step, False
+        self._resumed = resumed
+        self._first_step = state.step
+        self._save_is_due = False
         self.stopping = False
         self.objective: float | None = None
         if state.step >= config.train.steps:
@@ -140,7 +148,9 @@ class Run:
 
     def end_step(self, stats: StepStats, update: Update) -> dict[str, Any]:
         """Stop the step's clock and return the step's record, without validation results."""
-        config, train, state = self.config, self.config.train, self.state
+        config = self.config
+        train = self.config.train
+        state = self.state
         over_ranks = update.over_ranks
         assert "stop" in over_ranks, (
             "optimizer_step(..., run.report) tells this rank's values to the others"
@@ -198,7 +208,8 @@ class Run:
 
     def validates(self) -> bool:
         """Return True if a validation follows the step just taken."""
-        train, step = self.config.train, self.state.step
+        train = self.config.train
+        step = self.state.step
         return bool(train.val_every) and (
             step % train.val_every == 0 or step == train.steps or self.stopping
         )
@@ -217,7 +228,8 @@ class Run:
         that is taken is saved instead. Nothing is saved before the first step that was taken since
         the start or the resume.
         """
-        state, checkpoint = self.state, self.config.checkpoint
+        state = self.state
+        checkpoint = self.config.checkpoint
         if not checkpoint.saves:
             return False
         self._save_is_due |= checkpoint.every > 0 and state.step % checkpoint.every == 0
@@ -246,7 +258,8 @@ class Run:
             if self._samples is not None:
                 self._record.write_samples(self.state.step, *self._samples)
                 self._samples = None
-        state, train = self.state, self.config.train
+        state = self.state
+        train = self.config.train
         over = state.skipped >= train.max_skipped
         if over or (state.step >= train.steps and not self._took_a_step()):
             self.store.poll(wait=True)  # what was saved before all this is not lost with the run
@@ -272,11 +285,13 @@ class Run:
 
     def _fall_back(self) -> bool:
         """Load the checkpoint before the resumed one; return False if there is none."""
-        before, earlier = self._resumed, self.state.step
+        before = self._resumed
+        earlier = self.state.step
         self._resumed = before and self.store.fall_back(self.state, before)
         if before is None or self._resumed is None:
             return False
-        self._first_step, self._save_is_due = self.state.step, False
+        self._first_step = self.state.step
+        self._save_is_due = False
         self.context.fell_back.append(
             f"no step from {before.step + 1} to {earlier} could be taken, gone back to step {self.state.step}"
         )

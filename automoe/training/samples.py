@@ -42,7 +42,10 @@ class Engine:
     def __init__(
         self, config: Config, runner: StepRunner, meshes: Meshes, device: torch.device
     ) -> None:
-        self.config, self.runner, self.meshes, self.device = config, runner, meshes, device
+        self.config = config
+        self.runner = runner
+        self.meshes = meshes
+        self.device = device
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int, stops: Collection[int]
@@ -67,13 +70,15 @@ class Engine:
 
         Every data-parallel rank runs the same number of rows, some of them copies.
         """
-        train, shape = self.config.train, self.meshes.shape
+        train = self.config.train
+        shape = self.meshes.shape
         # A pipeline's shapes are fixed.
         count = train.global_batch_size // shape.dp if shape.pp > 1 else train.micro_batch_size
         unit = _ROUNDED * 2 * shape.cp * shape.tp
         length = -(-max(map(len, rows.values())) // unit) * unit
         length = train.seq_len if shape.pp > 1 else min(length, train.seq_len)
-        numbers, found = list(rows), dict.fromkeys(rows, NO_TOKEN)
+        numbers = list(rows)
+        found = dict.fromkeys(rows, NO_TOKEN)
         for first in range(0, len(numbers), count * shape.dp):
             start = first + self.meshes.dp_rank * count
             own = numbers[start : start + count]
@@ -108,7 +113,8 @@ class Sampler:
         meshes: Meshes,
         device: torch.device,
     ) -> None:
-        self.config, self.tokenizer = config, tokenizer
+        self.config = config
+        self.tokenizer = tokenizer
         self.engine = Engine(config, runner, meshes, device)
         self.texts: list[str] = []
         if config.observe.samples:
@@ -151,7 +157,8 @@ def _batch(rows: list[list[int]], filler: list[int], count: int, length: int) ->
     """Return ``rows`` padded to ``count`` x ``length``; only each last token has a label."""
     rows = [*rows, *[filler] * (count - len(rows))]
     tokens = torch.zeros(count, length, dtype=torch.int64)
-    labels, doc_ids = torch.full_like(tokens, IGNORE), torch.full_like(tokens, -1)
+    labels = torch.full_like(tokens, IGNORE)
+    doc_ids = torch.full_like(tokens, -1)
     for place, row in enumerate(rows):
         tokens[place, : len(row)] = torch.tensor(row)
         doc_ids[place, : len(row)] = 0

@@ -36,7 +36,8 @@ class SlowRanks:
     """
 
     def __init__(self, context: RunContext, every: int, name: Callable[[str], object]) -> None:
-        self._context, self._name = context, name
+        self._context = context
+        self._name = name
         self._every = every if context.world_size > 1 else 0
         self._names = [f"probe_seconds.{rank}" for rank in range(context.world_size)]
         self._hosts = [socket.gethostname()] * context.world_size
@@ -89,7 +90,8 @@ class SlowRanks:
         seconds = [over_ranks[name] for name in self._names if name in over_ranks]
         if not seconds:
             return {}
-        middle, slowest = median(seconds), max(range(len(seconds)), key=seconds.__getitem__)
+        middle = median(seconds)
+        slowest = max(range(len(seconds)), key=seconds.__getitem__)
         self._behind = [*self._behind, slowest if seconds[slowest] > SLOW * middle else -1][
             -IN_A_ROW:
         ]

@@ -63,7 +63,8 @@ def gather_stats(
             every rank.
     """
     model = config.model
-    num_layers, num_experts = model.num_moe_layers, model.num_experts
+    num_layers = model.num_moe_layers
+    num_experts = model.num_experts
     device = loss_share.device
     # spelled out below: a dense model has no layer to tell it by
     size = LoadCounter.size(num_experts)

@@ -140,7 +140,8 @@ def optimizer_step(
         report: values of this rank (``Run.report``) for the max-reduction that also decides about
             skipping.
     """
-    model_parts, train = list(state.model_parts.values()), config.train
+    model_parts = list(state.model_parts.values())
+    train = config.train
     with phase("optimizer_step", state.step + 1):
         lr = learning_rate(config.optim, state.step, train.steps)
         # One norm over both meshes and all stages, equal on every rank.

@@ -69,10 +69,8 @@ def compare_tensors(
             else "present here, absent in the reference"
         )
         return Comparison(kind, name, step, inf, absent=missing)
-    got, expected = (
-        torch.as_tensor(got, dtype=torch.float64),
-        torch.as_tensor(expected, dtype=torch.float64),
-    )
+    got = torch.as_tensor(got, dtype=torch.float64)
+    expected = torch.as_tensor(expected, dtype=torch.float64)
     if got.shape != expected.shape:
         return Comparison(
             kind,
@@ -82,7 +80,8 @@ def compare_tensors(
             absent=f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}",
         )
     delta = got - expected
-    size, off = float(expected.norm()), float(delta.norm())
+    size = float(expected.norm())
+    off = float(delta.norm())
     if size:
         error = off / size
     else:  # the error is 0 if both norms are 0, and NaN if a value is NaN

@@ -47,7 +47,8 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, rank: int, kind: str, message: str) -> None:
-        self.rank, self.kind = rank, kind
+        self.rank = rank
+        self.kind = kind
         super().__init__(message)
 
 
@@ -62,7 +63,8 @@ class RankPool:
 
     def __init__(self, max_ranks: int = 16, timeout_s: float = 600.0) -> None:
         check_system()
-        self.max_ranks, self.timeout_s = max_ranks, timeout_s
+        self.max_ranks = max_ranks
+        self.timeout_s = timeout_s
         self._server: ForkServer | None = None
         self._ranks: list[ForkedRank] = []
         self._pipes: list[connection.Connection] = []
@@ -138,7 +140,8 @@ class RankPool:
             time.sleep(_PAUSE_S)
         for pipe in self._pipes:
             pipe.close()
-        self._ranks, self._pipes = [], []
+        self._ranks = []
+        self._pipes = []
 
     def _gather(self, pipes: Sequence[connection.Connection]) -> list[bytes]:
         """Return one successful answer from each rank, or raise the first failure."""
@@ -180,7 +183,8 @@ class RankPool:
         """Return the stacks of a hanging rank's threads; empty if it fails to write them."""
         os.truncate(self._stacks, 0)
         rank.send_signal(signal.SIGUSR1)
-        deadline, text = time.monotonic() + _STACKS_S, ""
+        deadline = time.monotonic() + _STACKS_S
+        text = ""
         while time.monotonic() < deadline and (not text or text != self._stacks.read_text()):
             text = self._stacks.read_text()
             time.sleep(0.1)

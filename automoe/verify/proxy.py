@@ -30,8 +30,12 @@ from automoe.config.schema import (
 )
 
 MAX_AXIS = 2
-MAX_LAYERS, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K = 4, 16, 4, 4
-MAX_SEQ_LEN, MAX_MICRO_BATCHES = 64, 4
+MAX_LAYERS = 4
+MAX_EXPERTS = 16
+MAX_GROUPS = 4
+MAX_TOP_K = 4
+MAX_SEQ_LEN = 64
+MAX_MICRO_BATCHES = 4
 MAX_WINDOW = 16
 # Largest sizes in the proxy, by kind of attention.
 MAX_ATTENTION = {
@@ -83,7 +87,8 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
         # The listed layers that exist recompute; if none exists, the last layer does.
         there = [layer for layer in parallel.recompute_layers if layer < model.num_layers]
         parallel = replace(parallel, recompute_layers=there or [model.num_layers - 1])
-    mesh, train = MeshConfig(**asdict(small)), _cut_train(config, shape, small)
+    mesh = MeshConfig(**asdict(small))
+    train = _cut_train(config, shape, small)
     on_long = "truncate" if config.data.is_chat else "split"
     if config.data.is_preference:  # a pair is a conversation too
         on_long = "drop"
@@ -165,7 +170,8 @@ def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
         **{name: getattr(attention, name) for name in HEAD_WIDTHS},
     )
     if attention.kind == "mla":
-        no_position, value = attention.qk_nope_head_dim, attention.v_head_dim
+        no_position = attention.qk_nope_head_dim
+        value = attention.v_head_dim
         widths = [no_position + attention.qk_rope_head_dim, no_position + value, value]
     else:
         widths = [attention.head_dim]

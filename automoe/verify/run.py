@@ -27,11 +27,14 @@ if TYPE_CHECKING:  # these import torch, which the configuration's checks need n
     from automoe.verify.compare import Comparison
     from automoe.verify.trajectory import Trajectory
 
-EXIT_DIFFERENT, EXIT_FAILED = 1, 3
+EXIT_DIFFERENT = 1
+EXIT_FAILED = 3
 
 MAX_RANKS = 8
 MAX_PARAMETERS = 16_000_000  # every full tensor of both runs is kept in float64
-MAX_TOKENS, MAX_SEQ_LEN = 8192, 1024  # tokens per step, tokens per row
+# tokens per step, tokens per row
+MAX_TOKENS = 8192
+MAX_SEQ_LEN = 1024
 
 # Tolerances bound ||difference|| / ||reference|| of every tensor. In float64 runs differ only by
 # the order of sums; bfloat16 has 8 bits, and its rounding depends on how a sum is split.
@@ -183,10 +186,8 @@ def _for_a_cpu(config: Config) -> Config:
 
     Triton kernels stay if Triton is interpreted.
     """
-    moe, kernels = (
-        replace(config.moe, record_routing=None, replay_routing=None),
-        replace(config.kernels, norm="torch"),
-    )
+    moe = replace(config.moe, record_routing=None, replay_routing=None)
+    kernels = replace(config.kernels, norm="torch")
     if moe.dispatcher == "deepep":  # alltoall sums the same rows
         moe = replace(moe, dispatcher="alltoall")
     if moe.experts in ("te", "quack") or (moe.experts == "triton" and not triton_is_interpreted()):

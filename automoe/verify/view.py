@@ -111,5 +111,6 @@ def _both_views(shape: MeshShape) -> str:
 
 def name_of(config: Config) -> str:
     """Return the name of a pass: its dtype, and the format of its 8-bit products if any."""
-    dtype, fp8 = config.train.dtype, config.train.fp8
+    dtype = config.train.dtype
+    fp8 = config.train.fp8
     return dtype if fp8 == "off" else f"{dtype} around {fp8} 8-bit products"

@@ -209,7 +209,7 @@ _DATA = [
     ("prepare.py", 'if split == "validation" else ~validation', 'if split == "train" else ~validation', LLAMA),
     ("prepare.py", "(length + 1, text_hash", "(length, text_hash", LLAMA),
     ("tokenizer.py", "[1] * 256 + [0, 0]", "[1] * 256 + [1, 0]", LLAMA),
-    ("tokenizer.py", "BYTE_VOCAB_SIZE, 256, 257", "BYTE_VOCAB_SIZE, 257, 256", LLAMA),
+    ("tokenizer.py", "_id = 256", "_id = 255", LLAMA),
     ("corpora.py", "left -= len(raw)", "left -= len(text)", CORPORA),
 ]
 _MOE = [
@@ -326,12 +326,7 @@ _MODEL = [
         parity("dsv3_odd"),
     ),
     ("rope.py", "(turns - low) / (high - low)", "(turns - high) / (low - high)", LLAMA),
-    (
-        "rope.py",
-        "math.floor(low), math.ceil(high)",
-        "math.ceil(low), math.floor(high)",
-        ROPE + parity("qwen3_moe_yarn"),
-    ),
+    ("rope.py", "math.floor(low)", "math.ceil(low)", ROPE + parity("qwen3_moe_yarn")),
     ("rope.py", "qk_head_dim**-0.5", "(qk_head_dim + 1) ** -0.5", LLAMA),
     ("norm.py", "mean_square.add_(eps)", "mean_square", NORMS),
     ("norm.py", "scale.pow(3)", "scale.pow(2)", NORMS),

@@ -163,7 +163,8 @@ class Family:
                     f"a {self.model_type} checkpoint can only say {value}",
                     f"Set model.{ours}={value}, or export as another model.family",
                 )
-        hidden, heads = config.hidden_size, config.attention.num_heads
+        hidden = config.hidden_size
+        heads = config.attention.num_heads
         if self.whole_heads and hidden % heads:
             raise ConfigError(
                 "model.hidden_size",
@@ -199,11 +200,10 @@ class Family:
                 raise TypeError(error.rule) from None
 
     def _read_rope(self, theirs: Any, path: str) -> RopeConfig:
-        params, max_positions = (
-            theirs.rope_parameters,
-            int(getattr(theirs, "max_position_embeddings", 4096)),
-        )
-        kind, partial = params["rope_type"], params.get("partial_rotary_factor", 1.0)
+        params = theirs.rope_parameters
+        max_positions = int(getattr(theirs, "max_position_embeddings", 4096))
+        kind = params["rope_type"]
+        partial = params.get("partial_rotary_factor", 1.0)
         refused = {
             "rope type": kind if kind not in ("default", "yarn", "llama3") else None,
             "partial_rotary_factor": partial if not self.partial_rotary and partial != 1 else None,

@@ -72,11 +72,14 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         content = parse_json(read_bytes(local_folder(path), "config.json"))
         if isinstance(content, dict):
             return content
-        rule, remedy = "its config.json is not a JSON object", "Copy it again"
+        rule = "its config.json is not a JSON object"
+        remedy = "Copy it again"
     except (FileNotFoundError, NotADirectoryError):
-        rule, remedy = "there is no config.json in it", "Name a HuggingFace checkpoint directory"
+        rule = "there is no config.json in it"
+        remedy = "Name a HuggingFace checkpoint directory"
     except OSError as error:
-        rule, remedy = f"its config.json cannot be read: {error.strerror}", "Make it readable"
+        rule = f"its config.json cannot be read: {error.strerror}"
+        remedy = "Make it readable"
     except ValueError as error:
         rule = f"its config.json is not JSON: {error}"
         remedy = "Copy it again; a Git LFS pointer in its place needs `git lfs pull`"

@@ -21,7 +21,8 @@ class AllGatherDispatcher:
     """
 
     def __init__(self, num_experts: int, ep: DispatchGroup) -> None:
-        self.ep, self.num_local = ep, num_experts // ep.num_ranks
+        self.ep = ep
+        self.num_local = num_experts // ep.num_ranks
         self.first_expert = ep.rank * self.num_local
 
     def __call__(

@@ -20,7 +20,8 @@ class AllToAllDispatcher:
     """
 
     def __init__(self, num_experts: int, ep: DispatchGroup) -> None:
-        self.num_experts, self.ep = num_experts, ep
+        self.num_experts = num_experts
+        self.ep = ep
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None

@@ -175,7 +175,8 @@ class LocalDispatcher:
     """
 
     def __init__(self, num_experts: int, drops: bool = False) -> None:
-        self.num_experts, self.drops = num_experts, drops
+        self.num_experts = num_experts
+        self.drops = drops
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None

@@ -73,7 +73,8 @@ class _Dispatch(torch.autograd.Function):
             x_TH.contiguous(), topk_ids_TK, weights_TK.contiguous(), num_experts
         )
         out.append(received)
-        ctx.exchange, ctx.handle = exchange, received.handle
+        ctx.exchange = exchange
+        ctx.handle = received.handle
         return received.x_RH, received.weights_RK
 
     @staticmethod
@@ -87,7 +88,8 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_RH: torch.Tensor, handle: Any, exchange: TokenExchange) -> torch.Tensor:
-        ctx.exchange, ctx.handle = exchange, handle
+        ctx.exchange = exchange
+        ctx.handle = handle
         return exchange.combine(rows_RH.contiguous(), None, handle)[0]
 
     @staticmethod
@@ -105,11 +107,9 @@ class DeepEPDispatcher:
     """
 
     def __init__(self, num_experts: int, num_ranks: int, exchange: TokenExchange) -> None:
-        self.num_experts, self.num_local, self.exchange = (
-            num_experts,
-            num_experts // num_ranks,
-            exchange,
-        )
+        self.num_experts = num_experts
+        self.num_local = num_experts // num_ranks
+        self.exchange = exchange
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None

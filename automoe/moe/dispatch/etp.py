@@ -23,7 +23,8 @@ class ExpertTensorDispatcher:
     """
 
     def __init__(self, dispatcher: Dispatcher, etp: DispatchGroup) -> None:
-        self.dispatcher, self.etp = dispatcher, etp
+        self.dispatcher = dispatcher
+        self.etp = etp
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
@@ -35,16 +36,16 @@ class ExpertTensorDispatcher:
             ends_E = offsets_E.to(torch.int64)
             counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
             if rows_per_expert is not None:  # all ranks of the group then have the same number
-                counts_PE, sizes = counts_E.expand(num_ranks, -1), [num_rows] * num_ranks
+                counts_PE = counts_E.expand(num_ranks, -1)
+                sizes = [num_rows] * num_ranks
             else:
                 counts_PE = self.etp.all_gather(counts_E.unsqueeze(0))
                 sizes = counts_PE.sum(1).tolist()
-            received_P, sent = counts_PE.sum(1), [num_rows] * num_ranks
+            received_P = counts_PE.sum(1)
+            sent = [num_rows] * num_ranks
             counts_2P = torch.stack((torch.full_like(received_P, num_rows), received_P))
-            source_GR, probs_G1 = (
-                gather_idx_R.repeat(num_ranks),
-                probs_R.repeat(num_ranks).unsqueeze(1),
-            )
+            source_GR = gather_idx_R.repeat(num_ranks)
+            probs_G1 = probs_R.repeat(num_ranks).unsqueeze(1)
             exchange = RowExchange(self.etp, x_XH, source_GR, probs_G1, counts_2P, sent, sizes)
             out_GH = run_received(exchange, counts_PE, experts)
             terms = self.etp.all_to_all(out_GH, sent, sizes)

@@ -35,7 +35,8 @@ class HierarchicalDispatcher:
     """
 
     def __init__(self, num_experts: int, levels: Sequence[DispatchGroup]) -> None:
-        self.num_experts, self.levels = num_experts, tuple(levels)
+        self.num_experts = num_experts
+        self.levels = tuple(levels)
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
@@ -50,7 +51,8 @@ def _send(
 ) -> torch.Tensor:
     """Dispatch over these ``levels``; an id outside 0 ... E - 1 is no choice."""
     group, *inner = levels
-    num_parts, top_k = group.num_ranks, topk_ids_TK.shape[1]
+    num_parts = group.num_ranks
+    top_k = topk_ids_TK.shape[1]
     num_local = num_experts // num_parts
     part_TK = topk_ids_TK.div(num_local, rounding_mode="floor").clamp(max=num_parts)
     # If a token has several choices in one part, the first stands for all of them.
@@ -65,13 +67,16 @@ def _send(
         *sizes, choices = torch.cat(
             (counts_2P.flatten(), theirs_P2[:, 1].sum(0, keepdim=True))
         ).tolist()
-        sent, received = sizes[:num_parts], sizes[num_parts:]
+        sent = sizes[:num_parts]
+        received = sizes[num_parts:]
     else:  # tokens have one choice each
         sent = received = [rows_per_expert * num_local] * num_parts
-        counts_2P, choices = torch.full_like(copies_P, sent[0]).expand(2, -1), sum(received)
+        counts_2P = torch.full_like(copies_P, sent[0]).expand(2, -1)
+        choices = sum(received)
         rows_per_expert *= num_parts
     token_idx_M = order_M[: sum(sent)] // top_k
-    weights_MK, ids_MK = weights_TK[token_idx_M], topk_ids_TK[token_idx_M]
+    weights_MK = weights_TK[token_idx_M]
+    ids_MK = topk_ids_TK[token_idx_M]
     exchange = RowExchange(
         group,
         x_TH,

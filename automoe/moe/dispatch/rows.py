@@ -41,7 +41,8 @@ def layout_of(counts_P: torch.Tensor, counts: list[int], num_words: int, line_wo
         num_words: words per row.
         line_words: words that fill a line.
     """
-    num_rows, device = sum(counts), counts_P.device
+    num_rows = sum(counts)
+    device = counts_P.device
     tail_P = (counts_P * num_words + line_words - 1) // line_words
     block_M = torch.arange(len(counts), device=device).repeat_interleave(
         counts_P, output_size=num_rows
@@ -76,7 +77,8 @@ class _Pack(torch.autograd.Function):
         word_MC: torch.Tensor,
     ):
         ctx.save_for_backward(source_B, word_MC)
-        ctx.num_tokens, ctx.dtype = x_TH.shape[0], words_MC.dtype
+        ctx.num_tokens = x_TH.shape[0]
+        ctx.dtype = words_MC.dtype
         lines_BH = x_TH.index_select(0, source_B.clamp(max=ctx.num_tokens - 1))
         _words(lines_BH, ctx.dtype)[word_MC] = words_MC
         return lines_BH
@@ -173,7 +175,9 @@ class RowExchange:
         self.source_B = token_idx_M.new_full((sum(out.splits),), num_tokens)
         self.source_B[out.row_M] = token_idx_M
         lines_BH = _Pack.apply(x_TH, words_MC, self.source_B, out.word_MC)
-        self.out_splits, self.in_splits, self.row_R = out.splits, self.into.splits, self.into.row_M
+        self.out_splits = out.splits
+        self.in_splits = self.into.splits
+        self.row_R = self.into.row_M
         self._lines = group.all_to_all(lines_BH, self.in_splits, self.out_splits)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,7 +31,9 @@ class Trackers:
     def __init__(
         self, opened: dict[str, Tracker], config: Config, warn: Callable[[str], object]
     ) -> None:
-        self._open, self._config, self._warn = opened, config, warn
+        self._open = opened
+        self._config = config
+        self._warn = warn
         self.places = {
             name: place for tracker in opened.values() for name, place in tracker.places.items()
         }
@@ -84,7 +86,8 @@ def make_trackers(
     """
     warn = warn or (lambda text: print(f"automoe: {text}", file=sys.stderr))
     ids = _read_ids(run_dir) if resume_step is not None else {}
-    observe, absolute = config.observe, run_dir.resolve()
+    observe = config.observe
+    absolute = run_dir.resolve()
     group = observe.run_group or (
         absolute.parent.name if (absolute.parent / SWEEP_FILE).is_file() else ""
     )

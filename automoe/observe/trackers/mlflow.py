@@ -27,7 +27,8 @@ class MlflowTracker:
     """
 
     def __init__(self, client: Any, run: Any, place: str) -> None:
-        self._client, self.id = client, str(run.info.run_id)
+        self._client = client
+        self.id = str(run.info.run_id)
         self.places = {"MLflow": f"{place}, run {self.id}"}
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -26,7 +26,9 @@ class TensorBoardTracker:
         self._writer = import_backend(
             "torch.utils.tensorboard", "observe.tensorboard=true", needed
         ).SummaryWriter
-        self._folder, self.id, self.places = folder, "", {"TensorBoard": str(folder)}
+        self._folder = folder
+        self.id = ""
+        self.places = {"TensorBoard": str(folder)}
         self.events = self._writer(
             str(folder), purge_step=None if resume_step is None else resume_step + 1
         )
@@ -58,7 +60,8 @@ def start(config: Config, about: About) -> TensorBoardTracker:
     """Start or continue a TensorBoard record; a new run renames an earlier folder to
     ``tensorboard.1``.
     """
-    folder, number = about.run_dir / FOLDER, 1
+    folder = about.run_dir / FOLDER
+    number = 1
     if about.resume_step is None and folder.exists():
         while (aside := folder.with_name(f"{FOLDER}.{number}")).exists():
             number += 1

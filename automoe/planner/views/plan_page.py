@@ -89,7 +89,9 @@ def _verdict(config: Config, plan: Plan) -> tuple[str, str]:
 
 
 def _numbers(config: Config, plan: Plan) -> list[tuple[str, str]]:
-    time, limit, saved = plan.time, config.cluster.memory_bytes, plan.checkpoint
+    time = plan.time
+    limit = config.cluster.memory_bytes
+    saved = plan.checkpoint
     low, high = map(short_number, time.band)
     share = [f", {peak / limit:.0%}" if limit else "" for peak in (plan.needed, plan.uneven_needed)]
     numbers = [

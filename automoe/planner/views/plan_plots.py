@@ -42,11 +42,15 @@ MEMORY = (
     ("temporaries", ("temporaries",), CELLS[3]),
 )
 # A rank's first stage has the pale colour; its last stage is halfway to the full colour.
-FORWARD, BACKWARD, AGAIN, IDLE = (CELLS[0], BLUE), (CELLS[2], GREEN), (CELLS[1], ORANGE), "#eceff2"
+FORWARD = (CELLS[0], BLUE)
+BACKWARD = (CELLS[2], GREEN)
+AGAIN = (CELLS[1], ORANGE)
+IDLE = "#eceff2"
 WHOLE = 72  # With at most this many actions per rank, the whole step is drawn.
 LONGEST = 64  # Otherwise the drawn first and last parts have at most this many actions each.
 # Inches of margin and per digit that an action needs to show its micro-batch number.
-MARGIN, DIGIT = 0.06, 0.05
+MARGIN = 0.06
+DIGIT = 0.05
 
 
 def time_parts(time: StepTime) -> list[tuple[str, float]]:
@@ -64,10 +68,8 @@ def time_parts(time: StepTime) -> list[tuple[str, float]]:
 def draw_time(plan: Plan) -> Figure:
     """Draw the seconds of a step by part, and the bytes that a rank sends by axis, if any."""
     time = plan.time
-    parts, sent = (
-        time_parts(time),
-        {axis: num_bytes for axis, num_bytes in time.traffic.items() if num_bytes},
-    )
+    parts = time_parts(time)
+    sent = {axis: num_bytes for axis, num_bytes in time.traffic.items() if num_bytes}
     rows = max(len(parts), len(sent))
     figure, axes = new_figure(WIDE, 1.2 + 0.34 * rows, columns=1 + bool(sent))
     colours = {"computing": BLUE, "bubble": "#b8c0c8", "other": "#8b95a1"}
@@ -115,10 +117,8 @@ def draw_memory(config: Config, plan: Plan) -> Figure:
     """Draw each pipeline rank's memory at even and at twice the even expert load, and the GPU's
     limit.
     """
-    pairs, limit = (
-        list(zip(plan.ranks, plan.uneven_ranks, strict=True)),
-        config.cluster.memory_bytes,
-    )
+    pairs = list(zip(plan.ranks, plan.uneven_ranks, strict=True))
+    limit = config.cluster.memory_bytes
     step = max(0.16, min(0.5, 5.4 / len(pairs)))
     figure, (axis,) = new_figure(WIDE, 1.5 + step * len(pairs))
     most = max(plan.needed, plan.uneven_needed)
@@ -177,9 +177,11 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
     The caption says which part of the step is drawn.
     """
     spans, again = step_spans(config, plan.mesh)
-    pp, end = plan.mesh.pp, max(span.end for span in spans)
+    pp = plan.mesh.pp
+    end = max(span.end for span in spans)
     first, last = _ends(spans, pp, end)
-    windows, said = [(0.0, end)], "The whole step"
+    windows = [(0.0, end)]
+    said = "The whole step"
     if first < last:
         windows = [(0.0, first), (last, end)]
         said = f"Its first {first:.3g} s and its last {end - last:.3g} s; {last - first:.3g} s between them are left out"
@@ -206,7 +208,8 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
                 [(start, seconds) for start, seconds, _ in cells], (rank - 0.42, 0.84), **style
             )
             for span in mine:
-                middle, number = (span.start + span.end) / 2, str(span.micro_batch)
+                middle = (span.start + span.end) / 2
+                number = str(span.micro_batch)
                 room = (span.end - span.start) * inches >= MARGIN + DIGIT * len(number)
                 if room and row >= 0.18 and low < middle < high:
                     axis.text(middle, rank, number, ha="center", va="center", fontsize=6, color=INK)

@@ -67,7 +67,10 @@ def plan_tables(config: Config, plan: Plan) -> list[Table]:
 
 
 def _summary(config: Config, plan: Plan) -> Table:
-    train, batch, model, cluster = config.train, plan.batch, config.model, config.cluster
+    train = config.train
+    batch = plan.batch
+    model = config.model
+    cluster = config.cluster
     table = Table.grid(Column(style="bold"), Column(), padding=(0, 2))
     ranks = f"{plan.mesh.world_size:,} rank{'s' * (plan.mesh.world_size > 1)}"
     if cluster.memory_bytes:
@@ -145,7 +148,8 @@ def _number(heading: str) -> Column:
 
 
 def _rank_table(config: Config, plan: Plan) -> Table:
-    rank, mesh = plan.heaviest, plan.mesh
+    rank = plan.heaviest
+    mesh = plan.mesh
     title = f"memory per rank ({f'heaviest, pp rank {rank.pp_rank}' if mesh.pp > 1 else 'each'})"
     table = _titled(title, Column("component"), _number("bytes"), Column("what it is", style="dim"))
     shards = f"over {mesh.fsdp} ranks"
@@ -245,7 +249,8 @@ def _time_table(config: Config, plan: Plan) -> Table:
 
 
 def _checkpoint_table(config: Config, plan: Plan) -> Table:
-    cost, saves = plan.checkpoint, config.checkpoint
+    cost = plan.checkpoint
+    saves = config.checkpoint
     table = _titled(
         "a checkpoint", Column("what"), _number("figure"), Column("what it is", style="dim")
     )

@@ -46,7 +46,9 @@ def print_search(config: Config, search: Search, console: Console) -> None:
 
 
 def _lines(number: int, one: Candidate) -> Iterator[str]:
-    parallel, time, limit = one.config.parallel, one.time, one.config.cluster.memory_bytes
+    parallel = one.config.parallel
+    time = one.time
+    limit = one.config.cluster.memory_bytes
     mfu = f", MFU {time.mfu:.1%}" if time.mfu else ""
     memory = f"; {gib(one.needed)}" + (f" of {gib(limit)}" if limit else "")
     yield f"{number:>2}  {time.tokens_per_second:,.0f} tokens/s{mfu}{memory} at twice the even load"
