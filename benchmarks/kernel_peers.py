@@ -21,6 +21,7 @@ from torch import nn
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError
 from automoe.moe.dispatch.base import LocalDispatcher, sort_by_expert
+from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import expert_backend
 from automoe.moe.layer import MoE
 from automoe.parallel.parallelize import FOREIGN_EXPERTS
@@ -66,7 +67,7 @@ def ours(backend: str) -> Callable[[Shape, torch.Tensor], Layer]:
 
         def layer(x, weights, gate_up_proj, down_proj):
             def run(rows, gather_idx, offsets, probs):
-                return experts(rows, gather_idx, offsets, probs, gate_up_proj, down_proj)
+                return experts(rows, gather_idx, offsets, probs, ExpertWeights(gate_up_proj, down_proj))
 
             return dispatch(x, ids, weights, run)
 

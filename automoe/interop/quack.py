@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from automoe.errors import BackendError, import_backend
 from automoe.moe.activation import SWIGLU, Activation
+from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import ExpertFn
 from automoe.moe.grouped_mm import zero_gradients
 
@@ -57,17 +58,10 @@ def _experts(
     gather_idx_R,
     offsets_E,
     probs_R,
-    gate_up_proj_E2IH,
-    down_proj_EHI,
-    gate_up_proj_bias_E2I=None,
-    down_proj_bias_EH=None,
+    weights: ExpertWeights,
     activation: Activation = SWIGLU,
 ) -> torch.Tensor:
-    if (
-        gate_up_proj_bias_E2I is not None
-        or down_proj_bias_EH is not None
-        or activation is not SWIGLU
-    ):
+    if weights.gate_up_proj_bias is not None or activation is not SWIGLU:
         raise BackendError(
             "moe.experts=quack has SwiGLU experts without biases alone. Set moe.experts=grouped_mm"
         )
@@ -76,10 +70,8 @@ def _experts(
             f"moe.experts=quack computes in bfloat16 and float16, and the rows are {x_TH.dtype}. Set "
             "moe.experts=grouped_mm"
         )
-    gate_up_proj_EJH = gate_up_proj_E2IH.flatten(1, 2)
-    return _QuackExperts.apply(
-        ops, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_EJH, down_proj_EHI
-    )
+    matrices = weights.joined()[:2]
+    return _QuackExperts.apply(ops, x_TH, gather_idx_R, offsets_E, probs_R, *matrices)
 
 
 class _QuackExperts(torch.autograd.Function):

@@ -27,6 +27,7 @@ from automoe.errors import BackendError, import_backend
 from automoe.model.attention_kernels import AttentionFn
 from automoe.model.norm import RMSNorm
 from automoe.moe.activation import SWIGLU, Activation
+from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import ExpertFn
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.parallel.collectives import wait_tensor
@@ -95,13 +96,10 @@ def experts() -> ExpertFn:
         gather_idx_R,
         offsets_E,
         probs_R,
-        gate_up_proj_E2IH,
-        down_proj_EHI,
-        gate_up_proj_bias_E2I=None,
-        down_proj_bias_EH=None,
+        weights: ExpertWeights,
         activation: Activation = SWIGLU,
     ) -> torch.Tensor:
-        if gate_up_proj_bias_E2I is not None or down_proj_bias_EH is not None:
+        if weights.gate_up_proj_bias is not None:
             raise BackendError(
                 "moe.experts=te has experts without biases alone. Set moe.experts=grouped_mm"
             )
@@ -110,14 +108,12 @@ def experts() -> ExpertFn:
         num_rows = gather_idx_R.shape[0]
         used = ends[-1]
         if used == 0:  # nothing to multiply; every weight still gets its gradient of zeros
-            out = grouped_mm_experts(
-                x_TH, gather_idx_R[:0], offsets_E, probs_R[:0], gate_up_proj_E2IH, down_proj_EHI
-            )
+            out = grouped_mm_experts(x_TH, gather_idx_R[:0], offsets_E, probs_R[:0], weights)
         else:
             rows = x_TH.index_select(0, gather_idx_R[:used])
-            gate, up = multiply(rows, splits, gate_up_proj_E2IH.flatten(1, 2)).chunk(2, dim=-1)
+            gate, up = multiply(rows, splits, weights.joined().gate_up_proj).chunk(2, dim=-1)
             act = activation(gate, up) * probs_R[:used, None].to(x_TH.dtype)
-            out = multiply(act, splits, down_proj_EHI)
+            out = multiply(act, splits, weights.down_proj)
         # rows past the last offset belong to no expert
         return F.pad(out, (0, 0, 0, num_rows - used))
 

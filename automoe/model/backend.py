@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from automoe.model.attention_kernels import AttentionFn, attend
 from automoe.model.loss import ChunkLoss, Loss, chunk_loss
 from automoe.model.norm import RMSNorm
@@ -22,8 +24,9 @@ class BackendConfig:
 
     Attributes:
         pg_collection: the groups of ranks that share rows, weights and micro-batches.
-        experts: function that multiplies by the experts' weights; None: the backend of this package
-            that ``moe.experts`` names.
+        experts: constructor of the function that multiplies by a layer's experts; None: that of
+            ``expert_backend(moe.experts)``.
+        router_dtype: dtype in which routers are stored; None: that of the other parameters.
         attend: softmax attention.
         rope: rotation of heads.
         norm: constructor of a norm, with the arguments of ``RMSNorm``.
@@ -35,7 +38,8 @@ class BackendConfig:
     """
 
     pg_collection: ProcessGroupCollection = field(default_factory=ProcessGroupCollection)
-    experts: ExpertFn | None = None
+    experts: Callable[[], ExpertFn] | None = None
+    router_dtype: torch.dtype | None = None
     attend: AttentionFn = attend
     rope: Rope = field(default_factory=Rope)
     norm: Callable[..., RMSNorm] = RMSNorm

@@ -7,8 +7,6 @@ rows, S positions, H hidden, V vocabulary, I input and O output features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from automoe.moe.local_shard import local_shard
 from automoe.moe.process_groups import Communicator
+from automoe.quantize.packed import linear
 
 
 class Linear(nn.Module):
@@ -23,13 +22,7 @@ class Linear(nn.Module):
 
     Args:
         rows: use only these output features, of a weight that the rank keeps whole.
-
-    Attributes:
-        product: function of x, weight, and bias or None that computes the layer.
-        lora: adapter whose output is added (``automoe.model.lora``), or None.
     """
-
-    product: Callable[..., torch.Tensor]
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, rows: slice | None = None
@@ -38,26 +31,23 @@ class Linear(nn.Module):
         self.rows = rows
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.product = F.linear
-        self.lora: nn.Module | None = None
 
     def forward(self, x_BSI: torch.Tensor) -> torch.Tensor:
-        weight_OI = local_shard(self.weight)
-        bias_O = None if self.bias is None else local_shard(self.bias)
-        if self.rows is not None:
-            weight_OI = weight_OI[self.rows]
-            bias_O = None if bias_O is None else bias_O[self.rows]
-        return self._adapted(self.product(x_BSI, weight_OI, bias_O), x_BSI)
+        return self.multiply(x_BSI, None if self.bias is None else self.shard(self.bias))
 
     def reduce_scatter(self, x_BSI: torch.Tensor, sequence: Communicator) -> torch.Tensor:
         """Multiply by this rank's input features, sum over ranks, and add the bias once."""
-        out_BSO = sequence.reduce_scatter(
-            self._adapted(self.product(x_BSI, local_shard(self.weight)), x_BSI)
-        )
+        out_BSO = sequence.reduce_scatter(self.multiply(x_BSI))
         return out_BSO if self.bias is None else out_BSO + local_shard(self.bias)
 
-    def _adapted(self, out_BSO: torch.Tensor, x_BSI: torch.Tensor) -> torch.Tensor:
-        return out_BSO if self.lora is None else out_BSO + self.lora(x_BSI, self.rows)
+    def multiply(self, x_BSI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x times this rank's weight, plus a bias; layers that replace this one differ."""
+        return linear(x_BSI, self.shard(self.weight), bias_O)
+
+    def shard(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the output features of weight or bias that this rank uses."""
+        local = local_shard(parameter)
+        return local if self.rows is None else local[self.rows]
 
 
 class _Lookup(torch.autograd.Function):

@@ -19,11 +19,11 @@ from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
 from automoe.model.decoder import Decoder
 from automoe.model.init import indexed_blocks
 from automoe.model.linear import Linear
-from automoe.model.params import layer_params, model_params
+from automoe.model.params import Param, layer_params, model_params
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.local_shard import global_offset, local_shard
-from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora
-from automoe.quantize.packed import block_size, is_packed, packed_product
+from automoe.moe.local_shard import global_offset, local_shard, take_over
+from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora, LoRAExperts
+from automoe.quantize.packed import block_size, is_packed
 
 
 class Lora(Adapter):
@@ -48,63 +48,68 @@ class Lora(Adapter):
         return F.linear(low_BSr, b_Or if rows is None else b_Or[rows])
 
 
+class LoRALinear(Linear):
+    """Linear layer that takes the place of ``base`` and adds the output of its adapter."""
+
+    def __init__(self, base: Linear, lora: Lora) -> None:
+        take_over(self, base)
+        self.lora = lora
+
+    def multiply(self, x_BSI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        return super().multiply(x_BSI, bias_O) + self.lora(x_BSI, self.rows)
+
+
 def adapt(
     part: Decoder, config: Config, trained_dtype: torch.dtype, frozen_dtype: torch.dtype
 ) -> None:
-    """Give a part of the model its adapters (``lora``) and freeze the rest, on the meta device.
+    """Freeze what ``lora`` or ``train.freeze`` leave untrained, and add the adapters, on meta.
 
-    ``train.freeze`` names frozen parameters without LoRA. Frozen parameters are stored in
-    ``frozen_dtype``, in which they are multiplied, since no update is added to them. Matrices that
-    ``lora.base`` names are packed (``automoe.quantize.packed``).
+    Modules with adapters are replaced by ``LoRALinear`` and ``LoRAExperts``.
+
+    Args:
+        part: decoder, or a part of it, on the meta device.
+        trained_dtype: dtype of adapters.
+        frozen_dtype: dtype of frozen parameters other than routers. They are multiplied in it,
+            since no update is added to them. Matrices that ``lora.base`` names are packed bytes.
     """
-    rank = config.lora.rank
-    if not (rank or config.train.freeze):
+    if not (config.lora.rank or config.train.freeze):
         return
-    for name, parameter in part.named_parameters():
-        if not is_trained(name, config):
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(frozen_dtype)
-    for layer in part.layers if rank else ():
-        targets = [
-            param
-            for param in layer_params(config.model, int(layer))
-            if is_target(param, config.lora)
-        ]
-        stacks = {
-            made.name.rpartition(".")[2]: made.shape
-            for p in targets
-            if p.expert
-            for made in adapters(p, rank)
-        }
-        for name in dict.fromkeys(param.name.rpartition(".")[0] for param in targets):
-            module = part.get_submodule(name)
-            given = (name, config.lora, config.train.seed)
-            if isinstance(module, GroupedExperts):
-                adapter: Adapter = ExpertLora(*given, stacks, PRODUCTS[config.moe.experts])
-            else:
-                assert isinstance(module, Linear)
-                adapter = Lora(*given, module.weight.shape[1], module.weight.shape[0])
-            module.lora = adapter.to("meta", trained_dtype)
-    if config.lora.base != "weights":
-        _pack(part, config)
-
-
-def _pack(part: Decoder, config: Config) -> None:
-    """Pack frozen matrices into blocks of bytes, and make their modules widen them to multiply."""
     shapes = {param.name: packed_shape(param, config) for param in model_params(config.model)}
     for name, parameter in list(part.named_parameters()):
-        if (shape := shapes.get(name)) is None:
+        if is_trained(name, config):
             continue
+        # Routers keep their dtype, in which they compute.
+        stored = parameter if ".router." in name else parameter.to(frozen_dtype)
+        if (shape := shapes.get(name)) is not None:
+            stored = torch.empty(shape, dtype=torch.uint8, device=parameter.device)
         path, _, last = name.rpartition(".")
-        module = part.get_submodule(path)
-        packed = torch.empty(shape, dtype=torch.uint8, device=parameter.device)
-        module.register_parameter(last, nn.Parameter(packed, requires_grad=False))
-        if isinstance(module, Linear):
-            module.product = packed_product
-        elif module.lora is None:  # experts without adapters use the same product
-            module.lora = ExpertLora(
-                path, config.lora, config.train.seed, {}, PRODUCTS[config.moe.experts]
-            )
+        frozen = nn.Parameter(stored, requires_grad=False)
+        part.get_submodule(path).register_parameter(last, frozen)
+    for layer in part.layers if config.lora.rank else ():
+        _add_adapters(part, layer_params(config.model, int(layer)), config, trained_dtype)
+
+
+def _add_adapters(part: Decoder, params: list[Param], config: Config, dtype: torch.dtype) -> None:
+    """Replace the modules of one layer that have adapters, and experts with packed matrices."""
+    lora = config.lora
+    by_module: dict[str, list[Param]] = {}
+    for param in params:
+        packed_expert = param.expert and packed_shape(param, config) is not None
+        if is_target(param, lora) or packed_expert:
+            by_module.setdefault(param.name.rpartition(".")[0], []).append(param)
+    for name, owned in by_module.items():
+        base = part.get_submodule(name)
+        given = (name, lora, config.train.seed)
+        if isinstance(base, GroupedExperts):
+            made = [each for p in owned if is_target(p, lora) for each in adapters(p, lora.rank)]
+            shapes = {each.name.rpartition(".")[2]: each.shape for each in made}
+            stacks = ExpertLora(*given, shapes, PRODUCTS[config.moe.experts])
+            module: nn.Module = LoRAExperts(base, stacks.to("meta", dtype))
+        else:
+            assert isinstance(base, Linear)
+            out_features, in_features = owned[0].shape
+            module = LoRALinear(base, Lora(*given, in_features, out_features).to("meta", dtype))
+        part.set_submodule(name, module)
 
 
 def fill_adapters(part: Decoder) -> None:
@@ -136,9 +141,10 @@ def merge_adapters(part: Decoder) -> None:
     then the term that an export adds to them (``automoe.hf.shards``).
     """
     for module in part.modules():
-        if isinstance(adapter := getattr(module, "lora", None), Lora):
+        adapter = getattr(module, "lora", None)
+        if isinstance(module, LoRALinear):
             _merge(module, "weight", adapter.A, adapter.B, adapter.scale)
-        elif isinstance(adapter, ExpertLora):
+        elif isinstance(module, LoRAExperts):
             for name, number in (("gate_up_proj", "13"), ("down_proj", "2")):
                 if (b := getattr(adapter, f"B{number}")) is not None:
                     _merge(module, name, getattr(adapter, f"A{number}"), b, adapter.scale)

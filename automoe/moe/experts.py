@@ -1,16 +1,13 @@
 """The routed experts' weights, and the expert backends: functions that multiply by these weights.
 
-All backends have one signature; the last three arguments are optional:
+All backends have one signature:
 
     x_TH            rows to read from: a rank's tokens, or a dispatcher's receive buffer
     gather_idx_R    row of x that each of the R computed rows reads, sorted by expert
     offsets_E       int32, end of each expert's rows among the R
     probs_R         routing weight of each computed row
-    gate_up_proj_E2IH  gate and up projections; a view of [E, 2I, H]
-    down_proj_EHI      down projection
-    gate_up_proj_bias_E2I   added to gate and up; None: no biases
-    down_proj_bias_EH       added to the output, before it is weighted
-    activation      of gate and up (``automoe.moe.activation``); default: SwiGLU
+    weights         matrices and biases of this rank's experts (``ExpertWeights``)
+    activation      function of gate and up (``automoe.moe.activation``); default: SwiGLU
     returns [R, H]  probs * expert(x[gather_idx]), in gather_idx order
 
 Probabilities multiply the activation before the down projection, so that no copy of the expert
@@ -20,7 +17,9 @@ from, R computed rows, E experts of this rank, I expert width, H hidden.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +31,7 @@ from automoe.errors import BackendError, import_backend
 from automoe.model.params import EXPERT_SPECS
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
+from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.moe.local_shard import local_shard
 
@@ -39,28 +39,19 @@ ExpertFn = Callable[..., torch.Tensor]  # the module docstring lists its argumen
 
 
 def loop_experts(
-    x_TH,
-    gather_idx_R,
-    offsets_E,
-    probs_R,
-    gate_up_proj_E2IH,
-    down_proj_EHI,
-    gate_up_proj_bias_E2I=None,
-    down_proj_bias_EH=None,
-    activation: Activation = SWIGLU,
+    x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation = SWIGLU
 ) -> torch.Tensor:
     """Compute one expert after the other in any dtype, float64 included: the reference backend."""
     ends = offsets_E.tolist()
     # w[i] in place of unbind would give each expert a gradient as large as all of them.
-    biases = (
-        [(None, None)] * len(ends)
-        if gate_up_proj_bias_E2I is None
-        else gate_up_proj_bias_E2I.unbind(0)
-    )
-    down_biases = [None] * len(ends) if down_proj_bias_EH is None else down_proj_bias_EH.unbind(0)
-    experts = zip(
-        ends, gate_up_proj_E2IH.unbind(0), down_proj_EHI.unbind(0), biases, down_biases, strict=True
-    )
+    gates_and_ups = weights.gate_up_proj.unbind(0)
+    downs = weights.down_proj.unbind(0)
+    biases = [(None, None)] * len(ends)
+    down_biases = [None] * len(ends)
+    if weights.gate_up_proj_bias is not None:
+        biases = weights.gate_up_proj_bias.unbind(0)
+        down_biases = weights.down_proj_bias.unbind(0)
+    experts = zip(ends, gates_and_ups, downs, biases, down_biases, strict=True)
     outputs = []
     start = 0
     for end, gate_up_2IH, down_HI, bias_2I, down_bias_H in experts:
@@ -102,6 +93,11 @@ def expert_backend(name: str, foreign: dict[str, Callable[[], ExpertFn]] | None 
             backends that exist.
     """
     if name in (plugins := registered("moe.experts")):
+        if "gate_up_proj" in inspect.signature(plugins[name]).parameters:
+            raise BackendError(
+                f"moe.experts={name}: the plugin takes each weight as an argument, as before 0.8. It must take "
+                "(x, gather_idx, offsets, probs, weights, activation): see automoe.moe.experts"
+            )
         return plugins[name]
     backends = BACKENDS | (foreign or {})
     if name not in backends:
@@ -147,7 +143,6 @@ class GroupedExperts(nn.Module):
         self.first_bias_column = 0  # first column of down_proj_bias on this rank
         self.hidden_size = hidden
         self.backend = backend
-        self.lora: nn.Module | None = None  # if set, it multiplies instead of the backend
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = (
             ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
@@ -163,12 +158,15 @@ class GroupedExperts(nn.Module):
         """Return the experts' output [R, H]; the module docstring lists arguments and shapes."""
         # The dispatcher brings rows for this rank's experts only, so only their shards are used.
         parameters = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
-        *weights, down_proj_bias = (None if p is None else local_shard(p) for p in parameters)
-        down_proj_bias_EH = None if down_proj_bias is None else self._pad_to_hidden(down_proj_bias)
-        multiply = self.backend if self.lora is None else self.lora
-        return multiply(
-            x_TH, gather_idx_R, offsets_E, probs_R, *weights, down_proj_bias_EH, self.activation
-        )
+        weights = ExpertWeights(*(None if p is None else local_shard(p) for p in parameters))
+        if weights.down_proj_bias is not None:
+            padded = self._pad_to_hidden(weights.down_proj_bias)
+            weights = weights._replace(down_proj_bias=padded)
+        return self.multiply(x_TH, gather_idx_R, offsets_E, probs_R, weights, self.activation)
+
+    def multiply(self, *args: Any) -> torch.Tensor:
+        """Call the backend; a module that multiplies otherwise overrides this method."""
+        return self.backend(*args)
 
     def _pad_to_hidden(self, bias: torch.Tensor) -> torch.Tensor:
         """Pad [E, some of H] to [E, H]; other ranks of the etp axis add the zero columns."""

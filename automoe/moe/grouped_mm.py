@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from automoe.moe.activation import SWIGLU, Activation, row_blocks
+from automoe.moe.expert_weights import ExpertWeights
 
 Scales = torch.Tensor | None
 
@@ -80,31 +81,12 @@ class _GroupedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x_TH,
-        gather_idx_R,
-        offsets_E,
-        probs_R,
-        gate_up_proj_EJH,
-        down_proj_EHI,
-        gate_up_proj_bias_EJ,
-        down_proj_bias_EH,
-        activation: Activation,
-        up: GroupedProducts,
-        down: GroupedProducts,
+        ctx, activation: Activation, up: GroupedProducts, down: GroupedProducts, *args
     ) -> torch.Tensor:
         ctx.activation = activation
         ctx.products = (up, down)
-        args = (
-            x_TH,
-            gather_idx_R,
-            offsets_E,
-            probs_R,
-            gate_up_proj_EJH,
-            down_proj_EHI,
-            gate_up_proj_bias_EJ,
-            down_proj_bias_EH,
-        )
+        x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
+        gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH = args[4:]
         rows_RH = x_TH.index_select(0, gather_idx_R)
         x_scales, up_scales = up.scales(rows_RH, gate_up_proj_EJH, offsets_E)
         if gather_idx_R.shape[0] == 0:
@@ -137,22 +119,14 @@ class _GroupedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out_RH: torch.Tensor):
         *args, gate_up_RJ, x_scales, up_scales, act_scales, down_scales = ctx.saved_tensors
-        (
-            x_TH,
-            gather_idx_R,
-            offsets_E,
-            probs_R,
-            gate_up_proj_EJH,
-            down_proj_EHI,
-            gate_up_proj_bias_EJ,
-            down_proj_bias_EH,
-        ) = args
+        x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
+        gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH = args[4:]
         up, down = ctx.products
         grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
         grad_scales = down.grad_scales(grad_out_RH, offsets_E)
         if gather_idx_R.shape[0] == 0:
             up.grad_scales(x_TH.new_empty(0, gate_up_proj_EJH.shape[1]), offsets_E)
-            return *zero_gradients(*args), None, None, None
+            return None, None, None, *zero_gradients(*args)
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
 
         grad_act_RI = down.grad_input(
@@ -166,7 +140,7 @@ class _GroupedExperts(torch.autograd.Function):
         for block in row_blocks(*act_RI.shape, act_RI.device):
             ctx.activation.backward(*(tensor[block] for tensor in read + written))
         grad_w_gate_up_EJH = grad_w_down_EHI = None  # frozen weights have none
-        if ctx.needs_input_grad[5]:
+        if ctx.needs_input_grad[8]:
             grad_w_down_EHI = down.grad_weight(
                 grad_out_RH, act_RI, offsets_E, grad_scales, act_scales
             )
@@ -183,7 +157,7 @@ class _GroupedExperts(torch.autograd.Function):
             grad_b_gate_up_EJ = sum_by_expert(grad_gate_up_RJ, offsets_E)
 
         grad_scales = up.grad_scales(grad_gate_up_RJ, offsets_E)
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[7]:
             rows_RH = x_TH.index_select(0, gather_idx_R)
             grad_w_gate_up_EJH = up.grad_weight(
                 grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales
@@ -193,10 +167,8 @@ class _GroupedExperts(torch.autograd.Function):
             grad_gate_up_RJ, gate_up_proj_EJH, offsets_E, grad_scales, up_scales
         )
         grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
-        return (
-            grad_x_TH, None, None, grad_probs_R, grad_w_gate_up_EJH, grad_w_down_EHI, grad_b_gate_up_EJ, grad_b_down_EH,
-            None, None, None,
-        )  # fmt: skip
+        grad_weights = grad_w_gate_up_EJH, grad_w_down_EHI, grad_b_gate_up_EJ, grad_b_down_EH
+        return None, None, None, grad_x_TH, None, None, grad_probs_R, *grad_weights
 
 
 def zero_gradients(
@@ -266,10 +238,7 @@ def grouped_mm_experts(
     gather_idx_R,
     offsets_E,
     probs_R,
-    gate_up_proj_E2IH,
-    down_proj_EHI,
-    gate_up_proj_bias_E2I=None,
-    down_proj_bias_EH=None,
+    weights: ExpertWeights,
     activation: Activation = SWIGLU,
     up: GroupedProducts = UNSCALED,
     down: GroupedProducts = UNSCALED,
@@ -280,19 +249,6 @@ def grouped_mm_experts(
     of gate_up_proj and of down_proj. Rows past the last offset are not computed: their output and
     their terms in the gradients of x and probs are uninitialised memory.
     """
-    gate_up_proj_bias_EJ = (
-        None if gate_up_proj_bias_E2I is None else gate_up_proj_bias_E2I.flatten(1, 2)
-    )
     return _GroupedExperts.apply(
-        x_TH,
-        gather_idx_R,
-        offsets_E,
-        probs_R,
-        gate_up_proj_E2IH.flatten(1, 2),
-        down_proj_EHI,
-        gate_up_proj_bias_EJ,
-        down_proj_bias_EH,
-        activation,
-        up,
-        down,
+        activation, up, down, x_TH, gather_idx_R, offsets_E, probs_R, *weights.joined()
     )

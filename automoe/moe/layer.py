@@ -27,8 +27,10 @@ class MoE(nn.Module):
         shared_experts: dense FFN that every token passes, or None.
         moe_index: number of this layer among the model's MoE layers, for replayed routing.
         pg_collection: groups of ranks that share rows and micro-batches; default: one rank.
-        experts: backend that multiplies by the experts' weights; default: that of ``moe.experts``.
+        experts: constructor of the backend that multiplies by the experts' weights; default: the
+            backend that ``moe.experts`` names.
         seed: seed of the router's jitter.
+        router_dtype: dtype in which the router is stored; default: torch's default.
     """
 
     def __init__(
@@ -38,14 +40,16 @@ class MoE(nn.Module):
         moe_index: int,
         shared_experts: nn.Module | None,
         pg_collection: ProcessGroupCollection | None = None,
-        experts: ExpertFn | None = None,
+        experts: Callable[[], ExpertFn] | None = None,
         seed: int = 0,
+        router_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.pg_collection = pg_collection or ProcessGroupCollection()
-        self.router = Router(config, moe, moe_index, self.pg_collection, seed)
+        self.router = Router(config, moe, moe_index, self.pg_collection, seed, router_dtype)
         drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
-        self.experts = GroupedExperts(config, experts or expert_backend(moe.experts), drops)
+        backend = expert_backend(moe.experts) if experts is None else experts()
+        self.experts = GroupedExperts(config, backend, drops)
         self.shared_experts = shared_experts
         self.moe = moe
         self.num_experts = config.num_experts

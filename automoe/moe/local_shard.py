@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automoe.interop.torch_private import offset_of_shard
@@ -18,3 +21,14 @@ def global_offset(tensor: torch.Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
     return offset_of_shard(tensor)
+
+
+def take_over(module: nn.Module, base: nn.Module) -> None:
+    """Initialise ``module`` with all parameters, submodules and attributes of ``base``.
+
+    Constructors of modules that replace another one (``LoRALinear``, ``FP8Linear``,
+    ``LoRAExperts``) call it; parameters keep their names and are not copied.
+    """
+    nn.Module.__init__(module)
+    for name, value in vars(base).items():
+        vars(module)[name] = copy(value) if isinstance(value, dict) else value

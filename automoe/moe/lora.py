@@ -9,6 +9,7 @@ hidden, I expert width, J = 2 I (gate, then up), r rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +18,10 @@ from torch.autograd.function import once_differentiable
 from automoe.config.schema import LoraConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.moe.activation import Activation, row_blocks
-from automoe.moe.grouped_mm import grouped_mm, one_by_one, repeat_by_expert
-from automoe.moe.local_shard import global_offset, local_shard
+from automoe.moe.expert_weights import ExpertWeights
+from automoe.moe.experts import GroupedExperts
+from automoe.moe.grouped_mm import grouped_mm, one_by_one, repeat_by_expert, zero_gradients
+from automoe.moe.local_shard import global_offset, local_shard, take_over
 from automoe.quantize.packed import unpack
 
 # a function with the signature of ``grouped_mm``
@@ -97,27 +100,33 @@ class ExpertLora(Adapter):
             )
 
     def forward(
-        self,
-        x_TH,
-        gather_idx_R,
-        offsets_E,
-        probs_R,
-        gate_up_proj_E2IH,
-        down_proj_EHI,
-        gate_up_proj_bias_E2I,
-        down_proj_bias_EH,
-        activation: Activation,
+        self, x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation
     ) -> torch.Tensor:
         """Compute the experts as an ``ExpertFn``; their weights and biases get no gradient."""
         names = ("A13", "B13", "A2", "B2")
         a13, b13, a2, b2 = (
             None if getattr(self, n) is None else self.weight(n, x_TH.dtype) for n in names
         )
+        adapters = a13, None if b13 is None else b13.flatten(1, 2), a2, b2
+        rows = x_TH, gather_idx_R, offsets_E, probs_R
         return _AdaptedExperts.apply(
-            x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH.flatten(1, 2), down_proj_EHI,
-            None if gate_up_proj_bias_E2I is None else gate_up_proj_bias_E2I.flatten(1, 2), down_proj_bias_EH,
-            a13, None if b13 is None else b13.flatten(1, 2), a2, b2, self.scale, activation, self.product,
-        )  # fmt: skip
+            self.scale, activation, self.product, *rows, *weights.joined(), *adapters
+        )
+
+
+class LoRAExperts(GroupedExperts):
+    """Experts that take the place of ``base``: frozen weights, which may be packed, and adapters.
+
+    Args:
+        lora: the adapters, which multiply by the weights too.
+    """
+
+    def __init__(self, base: GroupedExperts, lora: ExpertLora) -> None:
+        take_over(self, base)
+        self.lora = lora
+
+    def multiply(self, *args: Any) -> torch.Tensor:
+        return self.lora(*args)
 
 
 class _AdaptedExperts(torch.autograd.Function):
@@ -129,25 +138,14 @@ class _AdaptedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x_TH, gather_idx_R, offsets_E, probs_R, w13_EJH, w2_EHI, bias13_EJ, bias2_EH, a13_ErH, b13_EJr, a2_ErI,
-        b2_EHr, scale: float, activation: Activation, mm: GroupedMM,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx, scale: float, activation: Activation, mm: GroupedMM, *args: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.scale = scale
         ctx.activation = activation
         ctx.mm = mm
-        args = (
-            x_TH,
-            gather_idx_R,
-            offsets_E,
-            probs_R,
-            w13_EJH,
-            w2_EHI,
-            bias2_EH,
-            a13_ErH,
-            b13_EJr,
-            a2_ErI,
-            b2_EHr,
-        )
+        x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
+        w13_EJH, w2_EHI, bias13_EJ, bias2_EH = args[4:8]
+        a13_ErH, b13_EJr, a2_ErI, b2_EHr = args[8:]
         if gather_idx_R.shape[0] == 0:  # without tokens the backward still runs
             ctx.save_for_backward(*args, None, None)
             return x_TH.new_empty(0, x_TH.shape[1])
@@ -173,24 +171,13 @@ class _AdaptedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out_RH: torch.Tensor):
         *args, gate_up_RJ, low_Rr = ctx.saved_tensors
-        (
-            x_TH,
-            gather_idx_R,
-            offsets_E,
-            probs_R,
-            w13_EJH,
-            w2_EHI,
-            bias2_EH,
-            a13_ErH,
-            b13_EJr,
-            a2_ErI,
-            b2_EHr,
-        ) = args
+        x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
+        w13_EJH, w2_EHI, _, bias2_EH = args[4:8]
+        a13_ErH, b13_EJr, a2_ErI, b2_EHr = args[8:]
         mm = ctx.mm
         scale = ctx.scale
         if gate_up_RJ is None:
-            zeros = [None if t is None else torch.zeros_like(t) for t in (x_TH, probs_R, *args[7:])]
-            return zeros[0], None, None, zeros[1], *[None] * 4, *zeros[2:], *[None] * 3
+            return None, None, None, *zero_gradients(*args[:4], *[None] * 4, *args[8:])
         grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
         grad_act_RI = mm(
@@ -222,7 +209,7 @@ class _AdaptedExperts(torch.autograd.Function):
             grad_b13 = mm(grad_gate_up_RJ.mT, low_Rr, offsets_E).mul_(scale)
             grad_a13 = mm(grad_low_Rr.mT, x_TH.index_select(0, gather_idx_R), offsets_E)
         grad_x_TH = None
-        if ctx.needs_input_grad[0]:  # not if nothing below is trained
+        if ctx.needs_input_grad[3]:  # not if nothing below is trained
             grad_rows_RH = mm(
                 grad_gate_up_RJ, unpack(w13_EJH, x_TH.shape[1], x_TH.dtype), offsets_E
             )
@@ -230,4 +217,4 @@ class _AdaptedExperts(torch.autograd.Function):
                 grad_rows_RH += mm(grad_low_Rr, a13_ErH, offsets_E)
             grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
         adapters = grad_a13, grad_b13, grad_a2, grad_b2
-        return grad_x_TH, None, None, grad_probs_R, *[None] * 4, *adapters, *[None] * 3
+        return *[None] * 3, grad_x_TH, None, None, grad_probs_R, *[None] * 4, *adapters

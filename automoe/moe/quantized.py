@@ -30,8 +30,8 @@ class QuantizedExperts(nn.Module):
         self.up = QuantizedGroupedProducts(up)
         self.down = QuantizedGroupedProducts(down)
 
-    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
-        return grouped_mm_experts(*args, **options, up=self.up, down=self.down)
+    def forward(self, *args: Any) -> torch.Tensor:
+        return grouped_mm_experts(*args, up=self.up, down=self.down)
 
 
 class QuantizedGroupedProducts(nn.Module, GroupedProducts):

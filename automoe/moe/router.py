@@ -190,6 +190,7 @@ class Router(nn.Module):
         moe_index: int,
         pg_collection: ProcessGroupCollection | None = None,
         seed: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         num_experts = config.num_experts
@@ -200,8 +201,9 @@ class Router(nn.Module):
         self.top_k = config.num_experts_per_token
         self.moe_index = moe_index
         self.seed = seed  # seed of the jitter
-        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
-        self.bias = nn.Parameter(torch.empty(num_experts)) if config.router.logit_bias else None
+        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=dtype))
+        biased = config.router.logit_bias
+        self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype)) if biased else None
         bias = torch.empty(num_experts, dtype=torch.float32) if config.router.expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.register_buffer("load_fractions", torch.empty(num_experts, dtype=torch.float64))

@@ -15,6 +15,7 @@ from automoe.kernels import launches
 from automoe.kernels.served import check_served
 from automoe.kernels.tiling import row_tiles
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
+from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import repeat_by_expert, sum_by_expert, zero_gradients
 
 # Only Hopper and datacenter Blackwell have the 227 KB of shared memory that the blocks need.
@@ -31,15 +32,7 @@ def check_gpu() -> None:
 
 
 def triton_experts(
-    x_TH,
-    gather_idx_R,
-    offsets_E,
-    probs_R,
-    gate_up_proj_E2IH,
-    down_proj_EHI,
-    gate_up_proj_bias_E2I=None,
-    down_proj_bias_EH=None,
-    activation: Activation = SWIGLU,
+    x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation = SWIGLU
 ) -> torch.Tensor:
     """Compute the experts on CUDA in bfloat16, float16 or float32.
 
@@ -51,57 +44,18 @@ def triton_experts(
         BackendError: tensors are on the CPU, or of another dtype.
     """
     check_served(x_TH, "moe.experts=triton", "moe.experts=grouped_mm", "moe.experts=loop")
-    return _TritonExperts.apply(
-        x_TH,
-        gather_idx_R,
-        offsets_E,
-        probs_R,
-        gate_up_proj_E2IH,
-        down_proj_EHI,
-        gate_up_proj_bias_E2I,
-        down_proj_bias_EH,
-        activation,
-    )
+    return _TritonExperts.apply(activation, x_TH, gather_idx_R, offsets_E.int(), probs_R, *weights)
 
 
 class _TritonExperts(torch.autograd.Function):
     """Autograd function of ``triton_experts``; ``pre`` is [R, 2I], before the activation."""
 
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        gather_idx,
-        offsets,
-        probs,
-        gate_up_proj,
-        down_proj,
-        gate_up_proj_bias,
-        down_proj_bias,
-        activation,
-    ):
-        args = (
-            x,
-            gather_idx,
-            offsets.int(),
-            probs,
-            gate_up_proj,
-            down_proj,
-            gate_up_proj_bias,
-            down_proj_bias,
-        )
+    def forward(ctx, activation, *args):
         # kernels assume contiguous tensors
         args = [None if arg is None else arg.contiguous() for arg in args]
-        (
-            x_TH,
-            gather_idx_R,
-            offsets_E,
-            probs_R,
-            gate_up_proj_E2IH,
-            down_proj_EHI,
-            gate_up_proj_bias_E2I,
-            down_proj_bias_EH,
-        ) = args
+        x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
+        gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I, down_proj_bias_EH = args[4:]
         ctx.clamp = (
             (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else None
         )
@@ -129,18 +83,10 @@ class _TritonExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out_RH):
         *args, pre_RJ = ctx.saved_tensors
-        (
-            x_TH,
-            gather_idx_R,
-            offsets_E,
-            probs_R,
-            gate_up_proj_E2IH,
-            down_proj_EHI,
-            gate_up_proj_bias_E2I,
-            down_proj_bias_EH,
-        ) = args
+        x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
+        gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I, down_proj_bias_EH = args[4:]
         if gather_idx_R.numel() == 0:
-            return *zero_gradients(*args), None
+            return None, *zero_gradients(*args)
         grad_out_RH = grad_out_RH.contiguous()
         tiles = row_tiles(offsets_E, gather_idx_R.numel())
         grad_pre_RJ, act_RI, shares = launches.grad_down_activate(
@@ -165,7 +111,6 @@ class _TritonExperts(torch.autograd.Function):
             "grad_rows", grad_pre_RJ, gate_up_proj_E2IH.flatten(1, 2), tiles
         )
         grad_x_TH = launches.sum_of_tokens(grad_rows_RH, gather_idx_R, offsets_E, x_TH)
-        return (
-            grad_x_TH, None, None, grad_probs_R.to(probs_R.dtype), grad_w_gate_up, grad_w_down,
-            grad_b_gate_up, grad_b_down, None,
-        )  # fmt: skip
+        grad_probs_R = grad_probs_R.to(probs_R.dtype)
+        grad_weights = grad_w_gate_up, grad_w_down, grad_b_gate_up, grad_b_down
+        return None, grad_x_TH, None, None, grad_probs_R, *grad_weights

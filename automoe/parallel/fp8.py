@@ -18,6 +18,7 @@ from automoe.errors import BackendError
 from automoe.model.decoder import Decoder
 from automoe.model.linear import Linear
 from automoe.model.params import find_spec
+from automoe.moe.local_shard import take_over
 from automoe.moe.quantized import QuantizedExperts
 from automoe.parallel.collectives import communicator
 from automoe.parallel.mesh import Meshes
@@ -33,33 +34,45 @@ from automoe.quantize.scaling import (
 )
 
 
+class FP8Linear(Linear):
+    """Linear layer that takes the place of ``base`` and multiplies by its weight in 8 bits."""
+
+    def __init__(self, base: Linear, product: QuantizedProduct) -> None:
+        take_over(self, base)
+        self.product = product
+
+    def multiply(self, x_BSI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        return self.product(x_BSI, self.shard(self.weight), bias_O)
+
+
 def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
-    """Give the products of ``ParamSpec.fp8`` their scales, after the axes that shard weights.
+    """Replace the linear layers of ``ParamSpec.fp8``, after the axes that shard their weights."""
+    mode = config.train.fp8
+    if mode == "off":
+        return
+    tp = meshes.group("tp")
+    for name, linear in list(_linears(model)):
+        # Ranks of tp use different rows or columns of the weight: shards, or some rows of a whole
+        # one.
+        differs = isinstance(linear.weight, DTensor) or linear.rows is not None
+        hook = None
+        if linear.rows is not None:
+            assert tp is not None
+            hook = _sum_of_terms(linear.rows, linear.weight.shape[0], tp)
+        scaling = _scaling(config, E5M2, meshes, tp if differs else None)
+        model.set_submodule(name, FP8Linear(linear, QuantizedProduct(scaling, hook)))
+
+
+def fp8_experts(meshes: Meshes, config: Config) -> QuantizedExperts:
+    """Return the products of one layer's routed experts in 8 bits.
 
     Raises:
         BackendError: the GPU has no 8-bit products of this kind.
     """
-    mode = config.train.fp8
-    if mode == "off":
-        return
-    if meshes.default.device_type == "cuda":
-        _check_gpu(torch.cuda.get_device_capability())
-    tp = meshes.group("tp")
     etp = meshes.group("etp")
-    stage = None if mode == "blockwise" else meshes.stage_group()
-    for linear in list(_linears(model)):
-        # Ranks of tp use different rows or columns of the weight: shards, or some rows of a whole
-        # one.
-        differs = isinstance(linear.weight, DTensor) or linear.rows is not None
-        linear.product = QuantizedProduct(_scaling(mode, E5M2, stage, tp if differs else None))
-        if linear.rows is not None:
-            assert tp is not None
-            linear.product.gradient_hook = _sum_of_terms(linear.rows, linear.weight.shape[0], tp)
-    for _, layer in model.moe_layers():
-        # Gradients in e4m3 too: torch's grouped product knows no other format.
-        up = _scaling(mode, E4M3, stage, etp)
-        down = _scaling(mode, E4M3, stage, etp)
-        layer.experts.backend = QuantizedExperts(up, down)
+    # Gradients in e4m3 too: torch's grouped product knows no other format.
+    up, down = (_scaling(config, E4M3, meshes, etp) for _ in range(2))
+    return QuantizedExperts(up, down)
 
 
 def _sum_of_terms(
@@ -84,27 +97,31 @@ def _sum_of_terms(
     return summed
 
 
-def _linears(model: Decoder) -> Iterator[Linear]:
+def _linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
     for name, module in model.named_modules():
         spec = find_spec(f"{name}.weight")
         if spec is not None and spec.fp8:
-            yield module
+            yield name, module
 
 
 def _scaling(
-    mode: str,
-    gradients: torch.dtype,
-    stage: dist.ProcessGroup | None,
-    shards: dist.ProcessGroup | None,
+    config: Config, gradients: torch.dtype, meshes: Meshes, shards: dist.ProcessGroup | None
 ) -> Scaling:
     """Return the scaling of a product.
 
     Args:
-        stage: ranks with the rows of a micro-batch.
+        gradients: float8 dtype of gradients.
         shards: ranks with other parts of the weight.
+
+    Raises:
+        BackendError: the GPU has no 8-bit products of this kind.
     """
+    mode = config.train.fp8
+    if meshes.default.device_type == "cuda":
+        _check_gpu(torch.cuda.get_device_capability())
     if mode == "blockwise":
         return Blockwise()
+    stage = meshes.stage_group()
     if mode == "delayed":
         return Delayed(gradients, _max_over(stage))
     return Tensorwise(gradients, _max_over(stage), _max_over(shards))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from automoe.config.mesh_shape import MeshShape, split_layers, stage_of_rank, stays_unsharded
@@ -23,7 +25,7 @@ from automoe.parallel.collectives import communicator
 from automoe.parallel.compile import apply_compile, compiled
 from automoe.parallel.context import ring_attention
 from automoe.parallel.expert import ExpertParallel, apply_expert_parallel, expert_parallel_style
-from automoe.parallel.fp8 import apply_fp8
+from automoe.parallel.fp8 import apply_fp8, fp8_experts
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import checked_loss
@@ -60,27 +62,33 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         ConfigError: as ``checked_loss``.
     """
     kernels = config.kernels
-    ring = None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
-    named = config.train.loss
-    attend = (
-        transformer_engine.attention()
-        if kernels.attention == "te"
-        else attention_fn(kernels.attention)
-    )
+    pg_collection = ProcessGroupCollection()
+    if meshes is not None:
+        pg_collection = _build_communicators(meshes, config.parallel)
+    experts = None
+    if config.model.num_moe_layers:
+        backend = expert_backend(config.moe.experts, FOREIGN_EXPERTS)
+        experts = lambda: backend  # noqa: E731
+        if meshes is not None and config.train.fp8 != "off":
+            experts = partial(fp8_experts, meshes, config)
+    if meshes is not None and config.parallel.context == "ring" and meshes.axis("cp") is not None:
+        attend = ring_attention(meshes.axis("cp"))
+    elif kernels.attention == "te":
+        attend = transformer_engine.attention()
+    else:
+        attend = attention_fn(kernels.attention)
+    loss = None
+    if (named := config.train.loss) != "cross_entropy":
+        loss = checked_loss(registered("train.loss")[named], named)
     return BackendConfig(
-        pg_collection=ProcessGroupCollection()
-        if meshes is None
-        else _build_communicators(meshes, config.parallel),
-        experts=expert_backend(config.moe.experts, FOREIGN_EXPERTS)
-        if config.model.num_moe_layers
-        else None,
-        attend=attend if ring is None else ring_attention(ring),
+        pg_collection=pg_collection,
+        experts=experts,
+        router_dtype=PARAM_DTYPES[config.train.dtype],
+        attend=attend,
         rope=rope_fns(kernels.rope),
         norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
         chunk_loss=compiled(chunk_loss) if config.train.compile else chunk_loss,
-        loss=None
-        if named == "cross_entropy"
-        else checked_loss(registered("train.loss")[named], named),
+        loss=loss,
         always_masked=config.train.compile,
         seed=config.train.seed,
     )
@@ -146,9 +154,6 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
             predicts=stage == len(stages) - 1,
         )
         adapt(part, config, parameter_dtype(config), COMPUTE_DTYPES[config.train.dtype])
-        for _, layer in part.moe_layers():
-            for parameter in layer.router.parameters():  # wide in every case
-                parameter.data = parameter.data.to(PARAM_DTYPES[config.train.dtype])
         parallelize(part, meshes, config, style)
         model_parts[stage] = part
     return model_parts

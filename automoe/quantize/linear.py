@@ -63,19 +63,20 @@ class _Product(torch.autograd.Function):
 
 
 class QuantizedProduct(nn.Module):
-    """``Linear.product`` in float8: x [..., K], weight [N, K], bias [N] or None -> [..., N].
+    """``F.linear`` in float8: x [..., K], weight [N, K], bias [N] or None -> [..., N].
 
-    Attributes:
+    Args:
+        scaling: the scales and formats of the operands.
         gradient_hook: function that changes the gradient of the product before the gradient is
             quantized; None leaves the gradient as it is.
-        scaling: the scales and formats of the operands.
     """
 
-    gradient_hook: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    def __init__(self, scaling: Scaling) -> None:
+    def __init__(
+        self, scaling: Scaling, gradient_hook: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.scaling = scaling
+        self.gradient_hook = gradient_hook
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None

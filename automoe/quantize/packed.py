@@ -137,11 +137,10 @@ class _PackedProduct(torch.autograd.Function):
         return grad_x, None, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
 
 
-def packed_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Multiply as a ``Linear.product`` does, by a packed weight that stands for [O, I].
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``F.linear`` of a weight [O, I], or of a packed weight that stands for one.
 
     Shapes: x [..., I], bias [O] or None -> [..., O].
     """
-    return _PackedProduct.apply(x, weight, bias)
+    product = _PackedProduct.apply if is_packed(weight) else F.linear
+    return product(x, weight, bias)

@@ -11,6 +11,7 @@ from device_models import relative
 from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.dispatch.base import group_ends
 from automoe.moe.experts import expert_backend, loop_experts
+from tests.support.experts import flat
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # tokens, hidden, width; both widths are multiples of 16 bytes in bfloat16, nothing else is round
@@ -67,7 +68,7 @@ def test_a_backend_equals_the_float64_loop(device: torch.device, dtype: torch.dt
             ]
             where = leaves[0].device
             more = dict(activation=ClampedSwiGLU(1.702, limit)) if biased else {}
-            out = backend(leaves[0], gather_idx.to(where), offsets.to(where), *leaves[1:], **more)
+            out = flat(backend)(leaves[0], gather_idx.to(where), offsets.to(where), *leaves[1:], **more)
             out.backward(upstream.to(**to))
             results.append([out, *(leaf.grad for leaf in leaves)])
         parts = ["out", "dx", "dprobs", "dw_gate_up", "dw_down", "db_gate_up", "db_down"]

@@ -23,6 +23,7 @@ from automoe.interop import quack
 from automoe.launch.hardware import check_backends
 from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.experts import loop_experts
+from tests.support.experts import flat
 
 # quack-kernels 0.3.11, quack/gemm_interface.py; gemm_gated is gemm_act, gemm_dgated is gemm_dact.
 SIGNATURES = {
@@ -144,7 +145,7 @@ def test_experts_equal_the_float64_loop(counts: list[int]) -> None:
     args, results = expert_args(counts), []
     for fn in (quack.experts(), loop_experts):
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in args]
-        out = fn(*leaves)
+        out = flat(fn)(*leaves)
         upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
         out.backward(upstream)
         results.append([out, *(leaf.grad for leaf in leaves if leaf.requires_grad)])
@@ -156,12 +157,12 @@ def test_experts_equal_the_float64_loop(counts: list[int]) -> None:
 def test_rows_past_the_last_offset_touch_no_weight() -> None:
     args, used = expert_args([2, 0, 3, 1], past_the_end=3), 6
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in args]
-    out = quack.experts()(*leaves)
-    expected = loop_experts(*args)
+    out = flat(quack.experts())(*leaves)
+    expected = flat(loop_experts)(*args)
     torch.testing.assert_close(out[:used], expected, rtol=1e-11, atol=1e-12)
     out.backward(torch.ones_like(out))
     exact = [x.clone().requires_grad_(x.is_floating_point()) for x in args]
-    loop_experts(*exact).sum().backward()
+    flat(loop_experts)(*exact).sum().backward()
     for got, wanted in zip(leaves[4:], exact[4:], strict=True):
         torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(leaves[3].grad[:used], exact[3].grad[:used], rtol=1e-11, atol=1e-12)
@@ -180,19 +181,17 @@ def test_what_is_kept_besides_the_arguments_is_gate_and_up() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        quack.experts()(*args)
+        flat(quack.experts())(*args)
     assert list(kept.values()) == KEPT == [8 * 2 * WIDTH]
 
 
 @pytest.mark.usefixtures("documented")
 def test_what_it_has_not() -> None:
-    experts, args = quack.experts(), expert_args([1, 1, 1, 1])
-    for options in (
-        {"gate_up_proj_bias_E2I": torch.zeros(E, 2, WIDTH), "down_proj_bias_EH": torch.zeros(E, H)},
-        {"activation": ClampedSwiGLU(1.7, 7.0)},
-    ):
+    experts, args = flat(quack.experts()), expert_args([1, 1, 1, 1])
+    biases = torch.zeros(E, 2, WIDTH), torch.zeros(E, H)
+    for more, options in ((biases, {}), ((), {"activation": ClampedSwiGLU(1.7, 7.0)})):
         with pytest.raises(BackendError, match="SwiGLU experts without biases alone.*moe.experts=grouped_mm"):
-            experts(*args, **options)
+            experts(*args, *more, **options)
     with pytest.raises(BackendError, match=r"the rows are torch\.float32.*moe.experts=grouped_mm"):
         experts(args[0].float(), *args[1:])
 

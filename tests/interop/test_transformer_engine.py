@@ -42,6 +42,7 @@ from automoe.moe.experts import loop_experts
 from automoe.parallel.parallelize import build_backend, build_decoder
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory
+from tests.support.experts import flat
 from tests.support.gpu import conf_model, one_rank
 from tests.support.host_syncs import HostReads
 from tests.support.trajectories import run_trajectory
@@ -247,23 +248,23 @@ def test_experts_equal_the_float64_loop(counts: list[int], past_the_end: int) ->
     for fn in (te, loop_experts):
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in args]
         with HostReads("interop") as reads:
-            out = fn(*leaves)
+            out = flat(fn)(*leaves)
         assert fn is loop_experts or (reads.count == 1 and out.shape == (used + past_the_end, H))
         out[:used].square().sum().backward()
         results.append([out[:used], *(leaf.grad for leaf in leaves if leaf.requires_grad)])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
-    te(*args)
+    flat(te)(*args)
     assert MADE == ["linear", "linear"] * (used > 0), "made once for all layers of a shape"
 
 
 @pytest.mark.usefixtures("documented")
 def test_experts_take_any_activation_and_no_biases() -> None:
     args, clamped = expert_args([2, 1, 0, 4]), ClampedSwiGLU(1.7, 0.5)
-    got, expected = (fn(*args, activation=clamped) for fn in (transformer_engine.experts(), loop_experts))
+    got, expected = (flat(fn)(*args, activation=clamped) for fn in (transformer_engine.experts(), loop_experts))
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
     with pytest.raises(BackendError, match="without biases alone.*moe.experts=grouped_mm"):
-        transformer_engine.experts()(*args, torch.zeros(E, 2, WIDTH), torch.zeros(E, H))
+        flat(transformer_engine.experts())(*args, torch.zeros(E, 2, WIDTH), torch.zeros(E, H))
 
 
 def rows(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:

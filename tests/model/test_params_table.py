@@ -50,7 +50,7 @@ def test_rows_agree_with_the_modules_that_own_the_parameters(name: str) -> None:
         spec, owner = param.spec, built.get_submodule(param.name.rpartition(".")[0])
         assert find_spec(param.name) is not None
         assert spec.part in PARTS
-        # Adapters and 8 bits are for Linear.product and for the experts' backends, which nothing else has.
+        # Adapters and 8 bits are for Linear and for the experts' backends, which nothing else has.
         assert spec.lora is None or isinstance(owner, Linear | GroupedExperts)
         assert spec.fp8 == (spec.lora is not None)
         assert all(dim is None or dim < len(param.shape) for dim in (spec.tp, spec.etp, spec.fsdp))

@@ -9,6 +9,7 @@ from automoe.config.schema import LoraConfig
 from automoe.moe.activation import SWIGLU, ClampedSwiGLU
 from automoe.moe.experts import loop_experts
 from automoe.moe.lora import PRODUCTS, ExpertLora
+from tests.support.experts import flat
 
 E, H, I, R, T = 4, 16, 8, 4, 12  # noqa: E741
 SHAPES = {"A13": (E, R, H), "B13": (E, 2, I, R), "A2": (E, R, I), "B2": (E, H, R)}
@@ -42,7 +43,7 @@ def merged(args, made: ExpertLora) -> torch.Tensor:
         w13 = w13 + made.scale * torch.einsum("egir,erh->egih", made.B13, made.weight("A13", w13.dtype))
     if made.A2 is not None:
         w2 = w2 + made.scale * torch.einsum("ehr,eri->ehi", made.B2, made.weight("A2", w13.dtype))
-    return loop_experts(*rest, w13, w2, b13, b2, ACTIVATION[b13 is not None])
+    return flat(loop_experts)(*rest, w13, w2, b13, b2, activation=ACTIVATION[b13 is not None])
 
 
 ACTIVATION = {False: SWIGLU, True: ClampedSwiGLU(1.702, 0.5)}
@@ -61,7 +62,7 @@ def test_output_and_gradients_are_those_of_merged_experts(pair, dtype, product, 
     made = adapter(dtype, product, PAIRS[pair])
     args, grad = problem(dtype, biased)
     leaves = [args[0], args[3], *made.parameters()]
-    got, expected = made(*args, ACTIVATION[biased]), merged(args, made)
+    got, expected = flat(made)(*args, activation=ACTIVATION[biased]), merged(args, made)
     assert (got - expected).norm() <= bound * expected.norm()
     theirs = torch.autograd.grad(expected, leaves, grad)
     for mine, other in zip(torch.autograd.grad(got, leaves, grad), theirs, strict=True):
@@ -72,7 +73,7 @@ def test_a_rank_without_rows_has_zero_gradients() -> None:
     made = adapter(torch.float64)
     args, _ = problem(torch.float64, biased=False)
     args[1:4] = [args[1][:0], torch.zeros_like(OFFSETS), torch.zeros(0, dtype=torch.float64, requires_grad=True)]
-    out = made(*args, SWIGLU)
+    out = flat(made)(*args, activation=SWIGLU)
     out.sum().backward()
     assert out.shape == (0, H) and all(p.grad is not None and not p.grad.any() for p in made.parameters())
 
@@ -89,5 +90,5 @@ def test_dropout_leaves_out_columns_of_a_step_and_nothing_when_evaluated() -> No
         assert 0.2 < left.double().mean() < 0.8 and len({tuple(row) for row in left.tolist()}) == E
     assert not torch.equal(*kept)
     args, _ = problem(torch.float64, biased=False)
-    torch.testing.assert_close(made(*args, SWIGLU), merged(args, made))
+    torch.testing.assert_close(flat(made)(*args, activation=SWIGLU), merged(args, made))
     assert torch.equal(made.eval().weight("A13", torch.float64), whole)

@@ -11,6 +11,7 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError
 from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.experts import GroupedExperts, expert_backend
+from tests.support.experts import flat
 
 E, H, WIDTH, T = 6, 16, 8, 20
 
@@ -88,7 +89,7 @@ COMPUTED = pytest.mark.parametrize(
 @COMPUTED
 def test_a_backend_computes_the_formula(backend: str, dtype: torch.dtype, tolerance: float, counts: list[int]) -> None:
     expected = outputs_and_gradients(row_by_row, inputs(counts, torch.float64))
-    got = outputs_and_gradients(expert_backend(backend), inputs(counts, dtype))
+    got = outputs_and_gradients(flat(expert_backend(backend)), inputs(counts, dtype))
     for name, mine, theirs in zip(("out", "x", "probs", "gate_up_proj", "down_proj"), got, expected, strict=True):
         assert mine.dtype == dtype and mine.shape == theirs.shape, name
         error = (mine.double() - theirs).norm()
@@ -104,7 +105,7 @@ def test_biases_and_the_clamped_activation(backend: str, dtype: torch.dtype, tol
     args = inputs(COUNTS[counts], torch.float64, biased=True)
     expected = outputs_and_gradients(partial(row_by_row, limit=limit), args)
     args = inputs(COUNTS[counts], dtype, biased=True)
-    got = outputs_and_gradients(expert_backend(backend), args, activation=clamped)
+    got = outputs_and_gradients(flat(expert_backend(backend)), args, activation=clamped)
     names = ("out", "x", "probs", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
     for name, mine, theirs in zip(names, got, expected, strict=True):
         assert mine.dtype == dtype and mine.shape == theirs.shape, name
@@ -115,11 +116,11 @@ def test_biases_and_the_clamped_activation(backend: str, dtype: torch.dtype, tol
 def test_rows_past_the_last_offset_reach_no_bias() -> None:
     """A dispatcher's buffer may be longer than what it received, and hold anything there."""
     args = inputs([3, 0, 2, 1, 0, 4], torch.float32, biased=True)
-    expected = outputs_and_gradients(expert_backend("grouped_mm"), args)
+    expected = outputs_and_gradients(flat(expert_backend("grouped_mm")), args)
     longer = inputs([3, 0, 2, 1, 0, 4], torch.float32, biased=True)
     longer[1] = torch.cat((longer[1], torch.zeros(6, dtype=torch.int64)))
     longer[3] = torch.cat((longer[3].detach(), torch.full((6,), float("nan")))).requires_grad_()
-    out = expert_backend("grouped_mm")(*longer)
+    out = flat(expert_backend("grouped_mm"))(*longer)
     upstream = torch.linspace(-1, 1, 10 * H, dtype=torch.float64).view(10, H).float()
     upstream = torch.cat((upstream, torch.full((6, H), float("nan"))))
     gradients = torch.autograd.grad(out, longer[6:], upstream)
@@ -130,7 +131,7 @@ def test_rows_past_the_last_offset_reach_no_bias() -> None:
 @pytest.mark.parametrize("backend", ["loop", "grouped_mm", "triton"])
 def test_an_expert_without_a_token_gets_a_gradient_of_zeros(backend: str) -> None:
     args = inputs(COUNTS["one expert"], torch.float32, biased=True)
-    expert_backend(backend)(*args).sum().backward()
+    flat(expert_backend(backend))(*args).sum().backward()
     for weight in args[4:]:
         others = [e for e in range(E) if e != 2]
         assert weight.grad[others].abs().max() == 0 and weight.grad[2].abs().min() > 0

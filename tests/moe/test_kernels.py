@@ -19,6 +19,7 @@ from automoe.errors import BackendError
 from automoe.kernels import launches, tiling
 from automoe.kernels.tiling import row_tiles, tile_height
 from automoe.moe.experts import expert_backend, loop_experts
+from tests.support.experts import flat
 
 
 def arguments(
@@ -42,7 +43,7 @@ def arguments(
 
 def run(function, args: list[torch.Tensor]) -> list[torch.Tensor]:
     """Output and the gradients of all that is trained."""
-    out = function(*args)
+    out = flat(function)(*args)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.dtype)
     trained = [arg for arg in args if arg.requires_grad]
     return [out.detach(), *torch.autograd.grad(out, trained, upstream)]
@@ -103,8 +104,8 @@ def test_arguments_may_lie_in_memory_in_any_way() -> None:
 def test_one_expert_cut_from_many_is_described_by_its_shape() -> None:
     x, gather_idx, offsets, probs, gate_up_proj, down_proj = (arg.detach() for arg in arguments([9], 4, 8, 1))
     wide = torch.zeros(129).as_strided((1, 8, 1), (129, 1, 1)).copy_(down_proj)
-    expected = expert_backend("loop")(x, gather_idx, offsets, probs, gate_up_proj, down_proj)
-    got = expert_backend("triton")(x, gather_idx, offsets, probs, gate_up_proj, wide)
+    expected = flat(expert_backend("loop"))(x, gather_idx, offsets, probs, gate_up_proj, down_proj)
+    got = flat(expert_backend("triton"))(x, gather_idx, offsets, probs, gate_up_proj, wide)
     assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -114,7 +115,7 @@ def test_rows_past_the_last_offset_reach_no_weight_and_no_token() -> None:
     longer = list(args)
     longer[1] = torch.cat((args[1], torch.zeros(6, dtype=torch.int64)))
     longer[3] = torch.cat((args[3].detach(), torch.full((6,), torch.nan))).requires_grad_()
-    out = expert_backend("triton")(*longer)
+    out = flat(expert_backend("triton"))(*longer)
     upstream = torch.randn((20, 16), generator=torch.Generator().manual_seed(0))
     upstream = torch.cat((upstream, torch.full((6, 16), torch.nan)))
     grad_x, grad_probs, *grad_weights = torch.autograd.grad(out, [arg for arg in longer if arg.requires_grad], upstream)
@@ -134,7 +135,7 @@ def test_gate_and_up_are_all_that_is_kept_besides_the_arguments() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        expert_backend("triton")(*args)
+        flat(expert_backend("triton"))(*args)
     assert sum(saved.values()) == 32 * 2 * 24 * 2  # rows x (gate, up) x width x bytes
 
 
@@ -185,9 +186,9 @@ def test_a_gpu_without_room_for_the_blocks_is_told_what_serves_it(monkeypatch) -
 def test_a_model_on_the_cpu_is_told_where_the_kernels_run() -> None:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     code = (
-        "import torch; from automoe.moe.experts import expert_backend; x = torch.ones(1, 16);"
+        "import torch; from automoe.moe.experts import ExpertWeights, expert_backend; x = torch.ones(1, 16);"
         "expert_backend('triton')(x, torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.int32),"
-        "torch.ones(1), torch.ones(1, 2, 16, 16), torch.ones(1, 16, 16))"
+        "torch.ones(1), ExpertWeights(torch.ones(1, 2, 16, 16), torch.ones(1, 16, 16)))"
     )
     ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert ended.returncode == 1

@@ -19,10 +19,12 @@ from automoe.model.linear import Linear
 from automoe.moe import quantized
 from automoe.moe.experts import loop_experts
 from automoe.moe.quantized import QuantizedExperts, whole_tiles
+from automoe.parallel.fp8 import FP8Linear
 from automoe.quantize import linear
 from automoe.quantize.formats import BLOCK, E4M3, E5M2, LINE, SIDE, WHOLE, Quantized, dequantize, quantize
 from automoe.quantize.linear import QuantizedProduct
 from automoe.quantize.scaling import GRAD, Blockwise, Delayed, Scaling, Tensorwise, W, X, clipped_share
+from tests.support.experts import flat
 
 E4, E5 = 0.045, 0.070
 SCALINGS: dict[str, tuple[Callable[[], Scaling], float]] = {
@@ -54,8 +56,7 @@ def test_a_linear_layer_is_off_by_what_its_formats_round(
 ) -> None:
     x, weight, bias = random(3, 150, 200).to(dtype), random(160, 200).to(dtype), random(160).to(dtype)
     grad = random(3, 150, 160, seed=1).to(dtype)
-    layer = Linear(200, 160, bias=True)
-    layer.product = QuantizedProduct(scaling())
+    layer = FP8Linear(Linear(200, 160, bias=True), QuantizedProduct(scaling()))
 
     def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
@@ -230,7 +231,7 @@ def experts_through(backend: Callable[..., torch.Tensor], args: list[torch.Tenso
     x, gather_idx, offsets, probs, up, down = args
     grad = random(len(gather_idx), HIDDEN, seed=2)
     return through(
-        lambda x, probs, up, down: backend(x, gather_idx, offsets, probs, up, down), x, probs, up, down, grad=grad
+        lambda x, probs, up, down: flat(backend)(x, gather_idx, offsets, probs, up, down), x, probs, up, down, grad=grad
     )
 
 
@@ -262,7 +263,7 @@ def test_an_expert_computes_the_same_among_others(make: Callable[[], Scaling]) -
     x, gather_idx, _, probs, up, down = args
     grad = random(len(gather_idx), HIDDEN, seed=2)[:200]
     alone = through(
-        lambda x, probs, up, down: QuantizedExperts(make(), make())(
+        lambda x, probs, up, down: flat(QuantizedExperts(make(), make()))(
             x, gather_idx[:200], torch.tensor([200], dtype=torch.int32), probs, up, down
         ),
         x, probs[:200], up[:1], down[:1], grad=grad,
@@ -284,7 +285,7 @@ def test_rows_past_the_last_offset_reach_no_scale(make: Callable[[], Scaling]) -
     longer = torch.cat((gather_idx, torch.full((5,), TOKENS)))
     grad = torch.cat((random(60, HIDDEN, seed=2), torch.full((5, HIDDEN), 1e30)))
     got = through(
-        lambda up, down: QuantizedExperts(make(), make())(
+        lambda up, down: flat(QuantizedExperts(make(), make()))(
             rubbish, longer, offsets, torch.cat((probs, torch.ones(5))), up, down
         ),
         up, down, grad=grad,

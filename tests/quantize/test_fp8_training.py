@@ -15,7 +15,6 @@ from fp8_cases import GQA, LINEARS, ROWS, batches, config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.errors import BackendError
-from automoe.model.linear import Linear
 from automoe.moe import quantized
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.quantized import QuantizedExperts
@@ -289,7 +288,7 @@ def scales_of_weights(settings: Config) -> dict[str, torch.Tensor]:
     scales = {}
     for name, module in parts[0].named_modules():
         weights: dict[str, tuple[torch.nn.Parameter, Scaling]] = {}
-        if isinstance(module, Linear) and isinstance(module.product, QuantizedProduct):
+        if isinstance(module, fp8.FP8Linear):
             weights[name] = (module.weight, module.product.scaling)
         elif isinstance(module, GroupedExperts):
             weights[f"{name}.up"] = (module.gate_up_proj, module.backend.up.scaling)

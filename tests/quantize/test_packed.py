@@ -15,7 +15,8 @@ from automoe.hf.quantized import dequantize_fp8, quantize_fp8
 from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.lora import PRODUCTS, ExpertLora
 from automoe.quantize import packed
-from automoe.quantize.packed import pack_fp8, pack_nf4, packed_product, unpack
+from automoe.quantize.packed import linear, pack_fp8, pack_nf4, unpack
+from tests.support.experts import flat
 
 # Quantiles of a normal distribution, arXiv 2305.14314, appendix E.
 NF4 = """
@@ -88,7 +89,7 @@ def test_a_product_is_that_of_the_wide_weight_and_keeps_bytes_alone(pack, biased
     wide = unpack(stored, 256, torch.float32)
     x, grad = normal(2, 3, 256).requires_grad_(), normal(2, 3, 96)
     leaves = [x] if bias is None else [x, bias]
-    out, kept = kept_bytes(lambda: packed_product(x, stored, bias))
+    out, kept = kept_bytes(lambda: linear(x, stored, bias))
     expected = F.linear(x, wide, bias)
     assert torch.equal(out, expected) and kept == stored.nbytes < wide.nbytes / 3
     for mine, theirs in zip(
@@ -108,10 +109,11 @@ def test_experts_are_those_of_the_wide_weights_and_keep_bytes_alone(shapes: dict
         parameter.data = normal(*parameter.shape)
     x, probs = normal(12, 64).requires_grad_(), normal(20).abs().requires_grad_()
     rows = torch.arange(20) % 12, torch.tensor([5, 5, 9, 20], dtype=torch.int32), probs
-    rest = normal(4, 2, 128), normal(4, 64), ClampedSwiGLU(1.702, 0.5)
+    biases = normal(4, 2, 128), normal(4, 64)
+    activation = ClampedSwiGLU(1.702, 0.5)
     leaves = [x, probs, *made.parameters()]
-    out, kept = kept_bytes(lambda: made(x, *rows, up, down, *rest))
-    expected, more = kept_bytes(lambda: made(x, *rows, *wide, *rest))
+    out, kept = kept_bytes(lambda: flat(made)(x, *rows, up, down, *biases, activation=activation))
+    expected, more = kept_bytes(lambda: flat(made)(x, *rows, *wide, *biases, activation=activation))
     assert torch.equal(out, expected) and more - kept == sum(w.nbytes for w in wide) - up.nbytes - down.nbytes
     grad = normal(20, 64)
     for mine, theirs in zip(

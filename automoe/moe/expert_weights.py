@@ -1,0 +1,31 @@
+"""The weights that an expert backend multiplies by, as plain tensors of this rank's experts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class ExpertWeights(NamedTuple):
+    """Matrices and biases of E experts of width I, for rows of width H. Biases come in pairs.
+
+    Attributes:
+        gate_up_proj: [E, 2, I, H], gate then up; a view of [E, 2I, H].
+        down_proj: [E, H, I].
+        gate_up_proj_bias: [E, 2, I], added to gate and up; None: the experts have no biases.
+        down_proj_bias: [E, H], added to the output before the routing weight multiplies it.
+    """
+
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    gate_up_proj_bias: torch.Tensor | None = None
+    down_proj_bias: torch.Tensor | None = None
+
+    def joined(self) -> ExpertWeights:
+        """Return the same weights with gate and up in one dim J = 2I: [E, J, H] and [E, J]."""
+        bias = self.gate_up_proj_bias
+        return self._replace(
+            gate_up_proj=self.gate_up_proj.flatten(1, 2),
+            gate_up_proj_bias=None if bias is None else bias.flatten(1, 2),
+        )
