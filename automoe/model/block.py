@@ -6,6 +6,8 @@ hidden.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -77,6 +79,8 @@ class Block(nn.Module):
             gated = config.shared_expert_gate
             shared = MLP(hidden, width, gated, sequence) if width else None
             moe_index = layer - config.first_k_dense
+            if not backend.has_side_stream(layer):
+                moe = replace(moe, overlap_shared_experts=False)
             given = backend.pg_collection, backend.experts, backend.seed, backend.router_dtype
             self.mlp = MoE(config, moe, moe_index, shared, *given)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,6 +58,16 @@ class Recomputed:
         )
 
 
+def has_side_stream(parallel: ParallelConfig, layer: int) -> bool:
+    """Return whether shared experts of ``layer`` may run on a stream of their own.
+
+    Autograd runs a region again on the stream of the node that needs it first, and nodes on the
+    other stream would not wait for it. So a layer stays on one stream if its shared experts read
+    recomputed tensors.
+    """
+    return not recomputed_modules(parallel, layer) & {FULL, "layernorm"}
+
+
 def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
     """Recompute the parts in ``parallel.recompute`` of the layers that the setting selects.
 
@@ -69,7 +78,6 @@ def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
         modules = recomputed_modules(parallel, int(name))
         if FULL in modules:
             _recompute_forward(block, to_end=True, saves=True)
-            _keep_on_one_stream(block)
         if "core_attn" in modules:
             block.attention.attend = Recomputed(block.attention.attend)
         if "mlp" in modules and isinstance(block.mlp, MLP):
@@ -96,15 +104,6 @@ def _discard_norms(block: nn.Module) -> None:
         if sequence is not None and sequence.num_ranks > 1:
             module.sequence = copy(sequence)
             module.sequence.all_gather = discard_outputs(sequence.all_gather)
-    _keep_on_one_stream(block)
-
-
-def _keep_on_one_stream(block: nn.Module) -> None:
-    # Autograd runs a region again on the stream of whichever node asks first, and nodes on the
-    # other would not wait for it. So a layer whose shared experts read what is made again is on one
-    # stream.
-    if isinstance(block.mlp, MoE):
-        block.mlp.moe = replace(block.mlp.moe, overlap_shared_experts=False)
 
 
 def _recompute_forward(module: nn.Module, **options: bool) -> None:

@@ -20,7 +20,7 @@ from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
 from automoe.moe.experts import expert_backend
 from automoe.moe.process_groups import SINGLE_RANK, ProcessGroupCollection
-from automoe.parallel.activation_checkpoint import apply_recompute
+from automoe.parallel.activation_checkpoint import apply_recompute, has_side_stream
 from automoe.parallel.collectives import communicator
 from automoe.parallel.compile import apply_compile, compiled
 from automoe.parallel.context import ring_attention
@@ -89,6 +89,7 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
         chunk_loss=compiled(chunk_loss) if config.train.compile else chunk_loss,
         loss=loss,
+        has_side_stream=partial(has_side_stream, config.parallel),
         always_masked=config.train.compile,
         seed=config.train.seed,
     )

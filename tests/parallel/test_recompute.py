@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointError
 from automoe.config.recompute import DISCARDED_OUTPUTS, MODULES
 from automoe.config.schema import Config, ModelConfig
 from automoe.parallel.activation_checkpoint import Recomputed, apply_recompute
-from automoe.parallel.parallelize import build_decoder
+from automoe.parallel.parallelize import build_backend, build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
@@ -269,6 +269,6 @@ def test_regions_are_where_the_configuration_says() -> None:
 
 def test_a_whole_layer_keeps_its_shared_experts_on_its_own_stream() -> None:
     config = make_config(DEEPSEEK, recompute="full", recompute_layers=[2])
-    layers = decoder(config).moe_layers()
+    layers = build_decoder(config.model, config.moe, torch.float32, backend=build_backend(config)).moe_layers()
     assert [layer.moe.overlap_shared_experts for _, layer in layers] == [True, False, True]
     assert config.moe.overlap_shared_experts
