@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from automoe.hf.families.as_transformers import not_computed
-from automoe.hf.families.family import COMMON_FIELDS, GROUPED_ROUTER, LEADING_DENSE, Family, Field
+from automoe.hf.families.family import COMMON_FIELDS, GROUPED_MOE, GROUPED_ROUTER, Family, Field
 
 
 def _read_turning(dims: int, theirs: Any) -> int:
@@ -22,20 +22,14 @@ FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     fields=COMMON_FIELDS
+    | GROUPED_MOE
     | {
-        "num_experts": Field("n_routed_experts"),
-        "num_shared_experts": Field("n_shared_experts"),
-        "first_k_dense": LEADING_DENSE,
         "attention.q_lora_rank": Field("q_lora_rank"),
         "attention.kv_lora_rank": Field("kv_lora_rank"),
         "attention.qk_nope_head_dim": Field("qk_nope_head_dim"),
         "attention.qk_rope_head_dim": Field("qk_rope_head_dim", read=_read_turning),
         "attention.v_head_dim": Field("v_head_dim"),
         "rope.interleaved": Field("rope_interleave"),
-        "router.norm_topk_prob": Field("norm_topk_prob"),
-        "router.routed_scaling_factor": Field("routed_scaling_factor"),
-        "router.num_groups": Field("n_group"),
-        "router.topk_groups": Field("topk_group"),
     },
     fixed=GROUPED_ROUTER | {"attention.kind": "mla"},
     only={

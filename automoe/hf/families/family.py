@@ -382,10 +382,18 @@ FULL_ATTENTION = {
         write=lambda interval, config: ["full_attention"] * config.num_layers,
     )
 }
-# Leading dense layers are given by their number.
-LEADING_DENSE = Field(
-    "first_k_dense_replace", read=lambda n, hf: max(0, min(n, hf.num_hidden_layers))
-)
+# MoE layers as DeepSeek-V3 declares them; its leading dense layers are given by their number.
+GROUPED_MOE = {
+    "num_experts": Field("n_routed_experts"),
+    "num_shared_experts": Field("n_shared_experts"),
+    "first_k_dense": Field(
+        "first_k_dense_replace", read=lambda n, hf: max(0, min(n, hf.num_hidden_layers))
+    ),
+    "router.norm_topk_prob": Field("norm_topk_prob"),
+    "router.routed_scaling_factor": Field("routed_scaling_factor"),
+    "router.num_groups": Field("n_group"),
+    "router.topk_groups": Field("topk_group"),
+}
 
 # Several families share these fields and fixed values.
 HEAD_DIM = Field(
