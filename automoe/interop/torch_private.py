@@ -204,16 +204,6 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-def split_axis(
-    mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]
-) -> DeviceMesh:
-    """Return ``mesh`` with ``axis`` split into axes ``names`` of ``sizes``. Collective.
-
-    2.11 to 2.15: ``DeviceMesh._unflatten``; 2.11 takes an axis by its place only.
-    """
-    return mesh._unflatten(list(mesh.mesh_dim_names or ()).index(axis), sizes, names)
-
-
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Return a mesh with the axes of all ``meshes``, which have one root: HSDP over a flattened
     axis.

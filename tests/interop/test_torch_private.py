@@ -199,10 +199,6 @@ def test_axes_are_flattened_split_and_put_together() -> None:
         assert torch_private.flatten_mesh(mesh["b", "c"], "bc").get_group() is flat.get_group()
         both = torch_private.concatenate_meshes([mesh["a"], flat])
         assert both.mesh_dim_names == ("a", "bc") and both.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        line = init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "ep"))
-        split = torch_private.split_axis(line, "ep", (2, 2), ("nodes", "node"))
-        assert dist.get_process_group_ranks(split.get_group("nodes")) == [5, 7]
-        assert dist.get_process_group_ranks(split.get_group("node")) == [4, 5]
 
 
 def test_a_dim_that_two_axes_shard_is_strided_and_has_an_offset() -> None:
