@@ -81,7 +81,7 @@ SHORT: dict[str, tuple[list[str], Callable[[dict[str, Any]], Rows]]] = {
     "sft_step": (["--quick"], sft_rows),
     "checkpoint": (["--quick"], checkpoint_rows),
     "hf_load": (["--quick"], load_rows),
-    "starts": (["--rounds", "1"], start_rows),
+    "starts": (["--rounds", "1", "--case", "one rank", "--case", "two ranks"], start_rows),
 }
 QUESTIONS = {
     "cpu_step": "Is a training step on one CPU thread faster than that of transformers and NeMo Automodel?",

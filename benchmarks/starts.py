@@ -1,7 +1,8 @@
 """What a user waits for: short runs from the command to their end, the documented commands, the default training run.
 
 Short runs are three steps of a small model on one, two and four gloo ranks, and a sweep of four jobs, on this checkout in
-turns with another commit of it: almost all of it is the start, and the report at the end. Token caches are warm. ``--job``
+turns with another commit of it: almost all of it is the start, and the report at the end. ``one step`` ends with the first
+step, without a report, and ``41 steps`` takes 40 more: their difference is the training step, ``cpu_seconds_per_step``. Token caches are warm. ``--job``
 times the documented commands and the default run instead, which begins with an empty token cache, as a user's first one
 does. Seconds are from the start of a process to its end, or to a line in ``metrics.jsonl``; CPU-seconds are those of the
 process and all that it started.
@@ -55,7 +56,10 @@ COMMANDS = {  # name -> arguments of python -m, and the exit status that is righ
     "plan --build": (("automoe.plan", "--config-name", "dsv3_671b", "--build"), 0),
 }
 RUN = ("experiment=smoke", "mesh=fsdp", "train.global_batch_size=8", "launch.device=cpu")
+FEW = (*RUN, "launch.num_ranks=1", "observe.report=false")
 CASES = {
+    "one step": (*FEW, "train.steps=1"),
+    "41 steps": (*FEW, "train.steps=41"),
     "one rank": (*RUN, "launch.num_ranks=1"),
     "two ranks": (*RUN, "launch.num_ranks=2"),
     "two ranks, no report": (*RUN, "launch.num_ranks=2", "observe.report=false"),
@@ -274,6 +278,11 @@ def measure(roots: dict[str, Path], cases: list[str], rounds: int) -> dict[str, 
                 f"{name} {r['cpu_seconds']:.2f} ({r['seconds']:.2f})" for name, r in results[case].items()
             )
             print(f"{case}: CPU-seconds (seconds) {shown}", flush=True)
+    if {"one step", "41 steps"} <= results.keys():
+        results["41 steps"]["cpu_seconds_per_step"] = {
+            name: (results["41 steps"][name]["cpu_seconds"] - results["one step"][name]["cpu_seconds"]) / 40
+            for name in roots
+        }
     return results
 
 
