@@ -22,7 +22,7 @@ from automoe.model.linear import Linear
 from automoe.model.params import Param, layer_params, model_params
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.local_shard import global_offset, local_shard, take_over
-from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora, LoRAExperts
+from automoe.moe.lora import PRODUCTS, Adapter, Added, ExpertLora, LoRAExperts
 from automoe.quantize.packed import block_size, is_packed
 
 
@@ -49,11 +49,16 @@ class Lora(Adapter):
 
 
 class LoRALinear(Linear):
-    """Linear layer that takes the place of ``base`` and adds the output of its adapter."""
+    """Linear layer that takes the place of ``base`` and adds the output of its adapter.
+
+    Attributes:
+        added: by parameter name, the product that an export adds to a packed weight (``_merge``).
+    """
 
     def __init__(self, base: Linear, lora: Lora) -> None:
         take_over(self, base)
         self.lora = lora
+        self.added: dict[str, Added] = {}
 
     def multiply(self, x_BSI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         return super().multiply(x_BSI, bias_O) + self.lora(x_BSI, self.rows)
@@ -150,7 +155,9 @@ def merge_adapters(part: Decoder) -> None:
                     _merge(module, name, getattr(adapter, f"A{number}"), b, adapter.scale)
 
 
-def _merge(module: nn.Module, name: str, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+def _merge(
+    module: LoRALinear | LoRAExperts, name: str, a: torch.Tensor, b: torch.Tensor, scale: float
+) -> None:
     """Add scale B [..., O, r] A [r, I] to weight [..., O, I] in place; experts have A [E, r, I]."""
     weight = module.get_parameter(name)
     local = local_shard(weight)
@@ -168,7 +175,7 @@ def _merge(module: nn.Module, name: str, a: torch.Tensor, b: torch.Tensor, scale
     mine_b = whole_b[tuple(outer)].to(wide)
     mine_a = (whole_a[outer[0]] if a.dim() == 3 else whole_a)[..., columns].to(wide)
     if packed:
-        module.added = getattr(module, "added", {}) | {name: (mine_a, mine_b, scale)}
+        module.added[name] = mine_a, mine_b, scale
         return
     pairs = zip(local, mine_b, mine_a, strict=True) if a.dim() == 3 else [(local, mine_b, mine_a)]
     # Experts are merged one after the other, to avoid a wide copy of all of them.

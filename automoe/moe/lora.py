@@ -26,6 +26,8 @@ from automoe.quantize.packed import unpack
 
 # a function with the signature of ``grouped_mm``
 GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# A [..., r, I] and B [..., O, r] of an adapter for this rank's shard of a weight, and their scale
+Added = tuple[torch.Tensor, torch.Tensor, float]
 # values of ``moe.experts``
 PRODUCTS: dict[str, GroupedMM] = {"grouped_mm": grouped_mm, "loop": one_by_one}
 
@@ -119,11 +121,15 @@ class LoRAExperts(GroupedExperts):
 
     Args:
         lora: the adapters, which multiply by the weights too.
+
+    Attributes:
+        added: as in ``automoe.model.lora.LoRALinear``.
     """
 
     def __init__(self, base: GroupedExperts, lora: ExpertLora) -> None:
         take_over(self, base)
         self.lora = lora
+        self.added: dict[str, Added] = {}
 
     def multiply(self, *args: Any) -> torch.Tensor:
         return self.lora(*args)
