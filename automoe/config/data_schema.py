@@ -1,6 +1,6 @@
-"""The section ``data`` of the configuration: where text and conversations come from.
+"""Section ``data`` of the configuration: sources of text and conversations, and their reading.
 
-Nothing here imports torch or Hydra.
+This module imports neither torch nor Hydra.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from typing import Literal
 
 @dataclass(repr=False)
 class SourceConfig:
-    """One of several sources; what is null is as in ``data``."""
+    """One of several sources of rows; null takes the value of the same key of ``data``."""
 
     path: str | None = None  # as data.path
-    name: str | None = None  # in metrics; null: that of the file or directory, without its ending
-    weight: float = 1.0  # its share of the rows is this over the sum of all weights
-    kind: str | None = None
-    text_key: str | None = None
-    subset: str | None = None
-    split: str | None = None
-    format: Literal["messages", "sharegpt", "alpaca"] | None = None  # these three: as in data.chat
-    keys: dict[str, str] | None = None
-    roles: dict[str, str] | None = None
+    # name of the source in metrics; null: name of the file or directory without its extension
+    name: str | None = None
+    weight: float = 1.0  # share of the rows, relative to the sum of all weights
+    kind: str | None = None  # as data.kind
+    text_key: str | None = None  # as data.text_key
+    subset: str | None = None  # as data.subset
+    split: str | None = None  # as data.split
+    format: Literal["messages", "sharegpt", "alpaca"] | None = None  # as data.chat.format
+    keys: dict[str, str] | None = None  # as data.chat.keys
+    roles: dict[str, str] | None = None  # as data.chat.roles
 
     def __repr__(self) -> str:
         return (
@@ -34,43 +35,44 @@ class SourceConfig:
 
 @dataclass
 class ChatConfig:
-    """Conversations: how they are written down, rendered and trained on (``docs/finetune.md``)."""
+    """Format, rendering and training of conversations (``docs/finetune.md``)."""
 
-    # messages: role and content; sharegpt: conversations of from and value; alpaca: instruction,
-    # input and output
+    # keys of a record. messages: messages with role and content; sharegpt: conversations with from
+    # and value; alpaca: instruction, input and output
     format: Literal["messages", "sharegpt", "alpaca"] = "messages"
-    # Other names in the data, such as {messages: dialogue, role: speaker, content: text, prompt:
-    # question}
+    # keys of the records that differ from the format's, such as {messages: dialogue, role: speaker,
+    # content: text, prompt: question}
     keys: dict[str, str] | None = None
-    roles: dict[str, str] | None = None  # other names of roles, such as {bot: assistant}
-    # A file with a chat template, or plain: "user: ...", "assistant: ..."; null: the tokenizer's
-    # own
+    roles: dict[str, str] | None = None  # meaning of other role names, such as {bot: assistant}
+    # file with a Jinja chat template; plain: lines of "user: ..." and "assistant: ..."; null: the
+    # tokenizer's own template
     template: str | None = None
-    # What the template takes besides messages, such as {enable_thinking: false}
+    # arguments of the template besides messages, such as {enable_thinking: false}
     template_args: dict[str, str | bool | int | float] | None = None
-    # What templates that ask for the date are told, such as 2026-11-23; null: the day on which the
-    # run began
+    # date that the template writes, if it writes one, such as 2026-11-23; null: first day of the run
     date: str | None = None
-    turns: Literal["all", "last"] = "all"  # answers that are trained
-    # several samples in a row, each attending to itself alone; false: a sample a row
+    turns: Literal["all", "last"] = "all"  # train all answers of a conversation, or only the last
+    # true: several samples share a row, and each attends only to itself; false: one sample per row
     pack: bool = True
 
 
 PREFERENCE_KINDS = ("preference", "stdlib_preference")
 CHAT_KINDS = ("chat", "stdlib_chat", *PREFERENCE_KINDS)
-NO_TOKENIZER = "none"  # in the place of a tokenizer's name: there is no text
+NO_TOKENIZER = "none"  # name of the tokenizer of data without text
 
 
 @dataclass
 class DataConfig:
-    """``stdlib`` is this Python's own library sources: real text that every machine has.
-    ``benchmark`` is no text but synthetic ids of the model's vocabulary, to measure speed with.
+    """Sources of training data, and how documents become rows.
 
-    ``chat`` is conversations in JSON lines or parquet, ``stdlib_chat`` questions about that
-    library; ``preference`` and ``stdlib_preference`` are such with two answers, one of which is
-    preferred (recipe=dpo).
+    ``stdlib`` reads the library sources of this Python, real text that every machine has; ``text``,
+    ``jsonl`` and ``parquet`` read files; ``hub`` reads data sets of ``datasets``. ``chat`` reads
+    conversations from JSON lines or parquet, and ``stdlib_chat`` makes questions about the library.
+    ``preference`` and ``stdlib_preference`` have two answers to each prompt, one of them preferred
+    (recipe=dpo). ``benchmark`` has no text: random ids of the model's vocabulary, to measure speed.
     """
 
+    # kind of data, see above
     kind: Literal[
         "stdlib",
         "text",
@@ -83,36 +85,36 @@ class DataConfig:
         "stdlib_preference",
         "benchmark",
     ] = "stdlib"
-    # file, folder or glob; of conversations and kind hub also a Hub id, or what datasets saved
+    # file, directory or glob. For conversations and kind=hub also the id of a Hub data set, or the
+    # directory of save_to_disk of datasets
     path: str | None = None
-    # several, mixed by weight, in place of path
+    # several sources instead of path, mixed by weight
     sources: list[SourceConfig] = field(default_factory=list)
-    subset: str | None = None  # of the Hub: which of the data set's configurations
-    split: str = "train"  # of the Hub, or saved by datasets: which of its splits
-    # byte, or a directory or Hub id with a tokenizer; null: model.hf_path's, or byte
+    subset: str | None = None  # configuration of a Hub data set
+    split: str = "train"  # split of a Hub data set, or of one that datasets saved
+    # byte, or a directory or Hub id with a tokenizer; null: tokenizer of model.hf_path, else byte
     tokenizer: str | None = None
-    text_key: str = "text"  # jsonl field or parquet column
-    document_mask: bool = True  # tokens attend within their own document only
-    # A document longer than seq_len; a conversation is never split, but can be left out or cut at
-    # its end
+    text_key: str = "text"  # JSON key or parquet column with the text
+    document_mask: bool = True  # true: tokens attend only within their own document
+    # reaction to a document longer than train.seq_len: split it over rows, stop with an error, drop
+    # it, or truncate its end. Conversations are never split, and only they are dropped or truncated
     on_long: Literal["split", "error", "drop", "truncate"] = "split"
-    # share of documents kept for validation, even if train.val_every=0; 0: none
+    # share of documents for validation, kept out of training even if train.val_every=0; 0: none
     val_fraction: float = 0.02
-    max_bytes: int | None = None  # stop reading the corpus after this many bytes
+    max_bytes: int | None = None  # UTF-8 bytes of text to read at most; null: all
     chat: ChatConfig = field(default_factory=ChatConfig)
 
     @property
     def is_chat(self) -> bool:
-        """Whether documents are conversations, of which answers alone are trained."""
+        """True if documents are conversations, of which only answers are trained."""
         return self.kind in CHAT_KINDS
 
     @property
     def is_preference(self) -> bool:
-        """Whether documents are pairs: a prompt with an answer that is preferred and one that is
-        not."""
+        """True if documents are pairs: a prompt with a preferred and a rejected answer."""
         return self.kind in PREFERENCE_KINDS
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether there is no text: what is trained is worth nothing but its speed."""
+        """True if the data is random ids without text, which only measure speed."""
         return self.kind == "benchmark"

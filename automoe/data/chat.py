@@ -1,5 +1,8 @@
-"""Conversations out of files: messages, ShareGPT and Alpaca records, pairs of answers of which one
-is preferred; and questions about this Python's own library."""
+"""Conversations read from files: messages, ShareGPT and Alpaca records, and pairs of answers.
+
+A pair is a prompt with a preferred and a rejected answer. This module also makes questions about
+this Python's own library.
+"""
 
 from __future__ import annotations
 
@@ -11,111 +14,101 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.data_schema import ChatConfig, DataConfig
-from automoe.data.corpora import jsonl_records, parquet_records
+from automoe.data.corpora import jsonl_records, parquet_records, read_files
 from automoe.errors import DataError, listed
 
 Message = dict[str, Any]
 
-_KEYS = {  # what we call a thing -> what it is called in a record of each format
-    "messages": {"messages": "messages", "role": "role", "content": "content", "tools": "tools"},
-    "sharegpt": {
-        "messages": "conversations",
-        "role": "from",
-        "content": "value",
-        "tools": "tools",
-        "system": "system",
-    },
-    "alpaca": {
-        "instruction": "instruction",
-        "input": "input",
-        "output": "output",
-        "system": "system",
-    },
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+# For each format: our name of a thing -> its key in a record.
+_KEYS = {
+    "messages": _same("messages", "role", "content", "tools"),
+    "sharegpt": {"messages": "conversations", "role": "from", "content": "value"}
+    | _same("tools", "system"),
+    "alpaca": _same("instruction", "input", "output", "system"),
 }
-WANTED = ("weight", "train", "training")  # of a message: 0 or false leaves the answer out
-_PAIR_KEYS = {name: name for name in ("prompt", "chosen", "rejected", "system")}
-_ROLES = {
-    name: name
-    for name in ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-}
+_PAIR_KEYS = _same("prompt", "chosen", "rejected", "system")
+# Keys of a message; 0 or false at one of them leaves the answer out of training.
+WANTED = ("weight", "train", "training")
+_ROLES = _same("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "observation": "tool",
+    "function_response": "tool",
+    "function_call": "function_call",
 }
-_SHAREGPT_ROLES |= {"function_response": "tool", "function_call": "function_call"}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the form that chat templates take, and where they stand.
+    """Messages in the form that chat templates take, with their place in the corpus.
 
-    ``prompt`` counts the first messages that are not trained, of a pair those that both of its
-    conversations have.
+    Attributes:
+        file: index in the corpus's list of files.
+        line: 1-based line or row.
+        prompt: number of leading messages that are not trained; for a pair, the messages that both
+            of its conversations share.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     path: Path
-    file: int  # index in the corpus's list of files
-    line: int  # 1-based line or row
+    file: int
+    line: int
     prompt: int = 0
 
     @property
     def where(self) -> str:
+        """``file:line`` for an error message."""
         return f"{self.path}:{self.line}"
 
 
 def num_bytes(message: Message) -> int:
-    """Of a message's text, in UTF-8."""
+    """Return the number of UTF-8 bytes of a message's text."""
     content = message.get("content") or ""
     texts = [content] if isinstance(content, str) else [part["text"] for part in content]
     return sum(len(text.encode()) for text in texts)
 
 
 def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conversation]:
-    """Every conversation in order, up to ``data.max_bytes`` of their contents; of a pair the
-    preferred one comes first.
+    """Yield every conversation in order, up to ``data.max_bytes`` of contents.
+
+    A pair yields two conversations, the preferred one first.
 
     Raises:
-        DataError: with file and line: bad UTF-8, malformed JSON, a missing key, an unknown role, a
-            content that is not text; an empty or unreadable file.
+        DataError: the text of a file is malformed (bad UTF-8 or JSON, a missing key, an unknown
+            role, a content that is not text), or a file is empty or cannot be read. The message
+            names file and line.
     """
     left = data.max_bytes
     some = False
-    for index, path in enumerate(paths):
-        found = False
-        try:
-            for line, record in _records(path, data):
-                found = True
-                reader = _Reader(data.chat, f"{path}:{line}", data.is_preference)
-                conversations, prompt = (
-                    reader.read_pair(record) if data.is_preference else ([reader.read(record)], 0)
+    records = read_files(paths, lambda path: _records(path, data), data.path is None)
+    for file, path, line, record in records:
+        reader = _Reader(data.chat, f"{path}:{line}", data.is_preference)
+        prompt = 0
+        if data.is_preference:
+            conversations, prompt = reader.read_pair(record)
+        else:
+            conversations = [reader.read(record)]
+        if left is not None:
+            left -= sum(num_bytes(message) for messages in conversations for message in messages)
+            if left < 0 and not some:
+                raise DataError(
+                    f"{path}:{line}: data.max_bytes={data.max_bytes} leaves nothing of the first "
+                    "conversation. Raise it"
                 )
-                if left is not None:
-                    left -= sum(
-                        num_bytes(message) for messages in conversations for message in messages
-                    )
-                    if left < 0 and not some:
-                        raise DataError(
-                            f"{path}:{line}: data.max_bytes={data.max_bytes} leaves nothing of the first conversation. "
-                            "Raise it"
-                        )
-                    if left < 0:
-                        return
-                some = True
-                tools = reader.tools(record)
-                for messages in conversations:
-                    yield Conversation(messages, tools, path, index, line, prompt)
-        except OSError as error:
-            raise DataError(
-                f"{path}: cannot be read ({error.strerror or error}). Check the file."
-            ) from error
-        if not found and data.path is not None:
-            raise DataError(
-                f"{path}: the file is empty. Remove it from data.path, or write it again."
-            )
+            if left < 0:
+                return
+        some = True
+        tools = reader.tools(record)
+        for messages in conversations:
+            yield Conversation(messages, tools, path, file, line, prompt)
 
 
 def _records(path: Path, data: DataConfig) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -130,26 +123,33 @@ def _records(path: Path, data: DataConfig) -> Iterator[tuple[int, dict[str, Any]
 
 
 def _without_nulls(value: Any) -> Any:
-    """A column of structs has every key in every row; null stands for one that a message never
-    had."""
+    """Remove keys that are null, at any depth.
+
+    A parquet column of structs has every key in every row; null stands for a missing one.
+    """
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 class _Reader:
-    """One record as messages and tools; every error names its place."""
+    """Reader of one record, whose place every error names.
 
-    def __init__(self, chat: ChatConfig, where: str, pairs: bool = False) -> None:
+    Args:
+        where: place of the record, ``file:line``.
+        pairs: True if records are pairs of answers.
+    """
+
+    def __init__(self, chat: ChatConfig, where: str, pairs: bool) -> None:
         self.chat = chat
         self.where = where
         self.formats = "messages or sharegpt" if pairs else ", ".join(_KEYS)
         self.keys = _KEYS[chat.format] | (_PAIR_KEYS if pairs else {}) | (chat.keys or {})
-        self.roles = (
-            _ROLES | (_SHAREGPT_ROLES if chat.format == "sharegpt" else {}) | (chat.roles or {})
-        )
+        roles = _SHAREGPT_ROLES if chat.format == "sharegpt" else {}
+        self.roles = _ROLES | roles | (chat.roles or {})
 
     def read(self, record: dict[str, Any]) -> list[Message]:
+        """Return the messages of a record, a system prompt first."""
         if self.chat.format == "alpaca":
             messages = self._instruction(record)
         else:
@@ -157,73 +157,71 @@ class _Reader:
         return self._checked([*self._system(record, messages), *messages])
 
     def read_pair(self, record: dict[str, Any]) -> tuple[list[list[Message]], int]:
-        """The conversation with the preferred answer and the one with the other, and how many
-        messages they share.
+        """Return both conversations of a pair, the preferred one first, and their shared messages.
 
-        Messages before the answers are in ``prompt``, or both answers' columns begin with them;
-        text is a question.
+        The messages before the answers are in ``prompt``, where text is a user's question; or both
+        columns of answers begin with them.
         """
-        answers = [self._turns(record, key) for key in ("chosen", "rejected")]
-        prompt = self._turns(record, "prompt", "user") if self.keys["prompt"] in record else None
-        if whole := all(answer[0]["role"] != "assistant" for answer in answers):
-            if prompt is not None and not isinstance(record[self.keys["prompt"]], str):
+        answers = [self._turns(record, key, "assistant") for key in ("chosen", "rejected")]
+        where = ""
+        if all(answer[0]["role"] != "assistant" for answer in answers):
+            if not isinstance(record.get(self.keys["prompt"], ""), str):
                 raise self._wrong(
                     "there is a prompt, and what follows it begins with no answer",
                     "Leave one of them out",
                 )
             shortest = min(map(len, answers)) - 1
-            same = (n for n in range(shortest) if answers[0][n] != answers[1][n])
-            shared = next(same, shortest)
+            differing = (n for n in range(shortest) if answers[0][n] != answers[1][n])
+            shared = next(differing, shortest)
             prompt = answers[0][:shared]
             answers = [answer[shared:] for answer in answers]
-        if prompt is None:
-            self._value(record, "prompt")
+            where = f"behind the {shared} messages that both share "
+        else:
+            prompt = self._turns(record, "prompt", "user")
         for key, answer in zip(("chosen", "rejected"), answers, strict=True):
             if answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
-                where = f"behind the {len(prompt or ())} messages that both share " if whole else ""
                 raise self._wrong(
                     f"{self.keys[key]!r} {where}is no answer: it begins or ends with "
                     f"{answer[0]['role']!r}, {answer[-1]['role']!r}",
                     "Both end in an assistant message",
                 )
-        before = [*self._system(record, prompt or []), *(prompt or ())]
+        before = [*self._system(record, prompt), *prompt]
         return [self._checked(before + answer) for answer in answers], len(before)
 
-    def _turns(self, record: dict[str, Any], key: str, role: str = "assistant") -> list[Message]:
-        """The messages of a column; one of ``role`` where it is text."""
+    def _turns(self, record: dict[str, Any], key: str, role: str) -> list[Message]:
+        """Return the messages of a column; text becomes one message of ``role``."""
         value = self._value(record, key)
         name = self.keys[key]
-        parsed = self._parsed(value)
+        parsed = _parsed(value)
         if isinstance(parsed, dict):
             parsed = [parsed]
-        if not isinstance(value, str) or _are_messages(parsed, self.keys["role"]):
-            reader = _Reader(self.chat, f"{self.where}: {name}", pairs=True)
-            if not isinstance(parsed, list) or not parsed:
-                raise self._wrong(
-                    f"{name!r} is {parsed!r:.40} where text or messages are needed", "Correct it"
-                )
-            return [reader._message(one, n) for n, one in enumerate(parsed, start=1)]
-        return [{"role": role, "content": value}]
+        if isinstance(value, str) and not _are_messages(parsed, self.keys["role"]):
+            return [{"role": role, "content": value}]
+        if not isinstance(parsed, list) or not parsed:
+            raise self._wrong(
+                f"{name!r} is {parsed!r:.40} where text or messages are needed", "Correct it"
+            )
+        reader = _Reader(self.chat, f"{self.where}: {name}", pairs=True)
+        return [reader._message(one, n) for n, one in enumerate(parsed, start=1)]
 
     def _system(self, record: dict[str, Any], messages: list[Message]) -> list[Message]:
-        """What stands in a column of its own."""
-        system = record.get(self.keys.get("system", ""))
-        if system and any(message["role"] == "system" for message in messages):
-            rule = f"a system prompt in {self.keys['system']!r} and another one among the messages"
+        """Return the system prompt that a record has in a column of its own, if any."""
+        name = self.keys.get("system", "")
+        system = record.get(name)
+        if not system:
+            return []
+        if any(message["role"] == "system" for message in messages):
+            rule = f"a system prompt in {name!r} and another one among the messages"
             raise self._wrong(rule, "Leave one of them out")
-        return (
-            [{"role": "system", "content": self._content(system, self.keys["system"])}]
-            if system
-            else []
-        )
+        return [{"role": "system", "content": self._content(system, name)}]
 
     def _checked(self, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
         try:
             json.dumps(value, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as error:
+            code = f"{ord(error.object[error.start]):04x}"
             raise self._wrong(
-                f"half of a surrogate pair (\\u{ord(error.object[error.start]):04x}), which is not text",
-                "Correct the escape",
+                f"half of a surrogate pair (\\u{code}), which is not text", "Correct the escape"
             ) from error
         return value
 
@@ -236,10 +234,10 @@ class _Reader:
         if more := record.get(self.keys["input"]):
             question += "\n\n" + self._text(more, self.keys["input"])
         answer = self._text(self._value(record, "output"), self.keys["output"])
-        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return _question(question, answer)
 
     def _list(self, record: dict[str, Any]) -> list[Any]:
-        messages = self._parsed(self._value(record, "messages"))
+        messages = _parsed(self._value(record, "messages"))
         if not isinstance(messages, list) or not messages:
             kind = "an empty list" if messages == [] else type(messages).__name__
             raise self._wrong(
@@ -253,7 +251,7 @@ class _Reader:
             raise self._wrong(
                 f"message {number} is {type(raw).__name__} where an object is needed", "Correct it"
             )
-        # Some templates take calls that are null, or an empty list, for calls.
+        # Some templates take tool calls that are null, or an empty list, for calls.
         raw = {
             key: value
             for key, value in raw.items()
@@ -267,48 +265,33 @@ class _Reader:
                 f"Set data.chat.roles={{{name}: user}}, or whatever it stands for",
             )
         own = {"role", "content", self.keys["role"], self.keys["content"]}
-        message: Message = {"role": role} | {
-            key: value for key, value in raw.items() if key not in own
-        }
+        message = {"role": role} | {key: raw[key] for key in raw if key not in own}
         for key in set(WANTED) & message.keys():
-            if message[key] not in (0, 1):  # True and False are
+            if message[key] not in (0, 1):  # True equals 1, and False 0.
                 rule = f"message {number} has {key}: {message[key]!r:.40}, and an answer is trained (1) or not (0)"
                 raise self._wrong(rule, "Correct it or leave it out")
         content = raw.get(self.keys["content"])
-        if role == "function_call":  # ShareGPT: a JSON object where the text would stand
-            call = self._parsed(content)
+        if role == "function_call":  # ShareGPT writes a JSON object in the place of the text.
+            call = _parsed(content)
             if not isinstance(call, dict) or "name" not in call:
                 raise self._wrong(
                     f"message {number} is no call with a name and arguments", "Correct it"
                 )
-            return {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"type": "function", "function": call}],
-            }
-        if content is None and not (role == "assistant" and message.get("tool_calls")):
-            self._value(raw, "content", f"message {number}: ")
-        message["content"] = (
-            "" if content is None else self._content(content, f"message {number}'s content")
-        )
-        return message
+            calls = [{"type": "function", "function": call}]
+            return {"role": "assistant", "content": "", "tool_calls": calls}
+        if content is None and role == "assistant" and message.get("tool_calls"):
+            return message | {"content": ""}
+        content = self._value(raw, "content", f"message {number}: ")
+        return message | {"content": self._content(content, f"message {number}'s content")}
 
     def tools(self, record: dict[str, Any]) -> list[dict[str, Any]] | None:
-        tools = self._parsed(record.get(self.keys.get("tools", "tools")))
+        """Return the tools of a record; None if it has none."""
+        tools = _parsed(record.get(self.keys.get("tools", "tools")))
         if not tools:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise self._wrong("tools are no list of objects", "Write them as JSON schemas")
         return self._checked(tools)
-
-    def _parsed(self, value: Any) -> Any:
-        """What a column of parquet holds as JSON text, since its rows would need one schema."""
-        if not isinstance(value, str):
-            return value
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
 
     def _value(self, record: dict[str, Any], key: str, of: str = "") -> Any:
         name = self.keys[key]
@@ -320,19 +303,18 @@ class _Reader:
         return record[name]
 
     def _content(self, value: Any, what: str) -> str | list[dict[str, str]]:
-        """A message's text; where it is in several parts, these: how they are joined is the chat
-        template's to say."""
+        """Return a message's text, or its parts if there are several; the template joins them."""
         if not isinstance(value, list):
             return self._text(value, what)
         if not value:
             raise self._wrong(f"{what} is an empty list", "Correct it or remove the line")
+        texts = []
         for number, part in enumerate(value, start=1):
             kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
             if kind != "text":
                 rule = f"part {number} of {what} is of type {kind!r}, and text alone is trained"
                 raise self._wrong(rule, "Remove the part or the line")
-            self._text(part.get("text"), f"part {number} of {what}")
-        texts = [part["text"] for part in value]
+            texts.append(self._text(part.get("text"), f"part {number} of {what}"))
         return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
     def _text(self, value: Any, what: str) -> str:
@@ -347,9 +329,21 @@ class _Reader:
         return DataError(f"{self.where}: {what}. {remedy}.")
 
 
+def _parsed(value: Any) -> Any:
+    """Parse JSON text; return anything else unchanged.
+
+    Rows of a parquet column share one schema, so columns may hold objects as JSON text.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
 def _are_messages(value: Any, role: str) -> bool:
-    """Whether text that was JSON is meant as messages, and not an answer that happens to be
-    JSON."""
+    """Return True if parsed JSON is messages, False if it is an answer that happens to be JSON."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -357,19 +351,23 @@ def _are_messages(value: Any, role: str) -> bool:
     )
 
 
+def _question(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
 def _shouted(records: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each question with its answer, which is preferred, and with the same in capitals."""
+    """Yield each question as a pair: its answer is preferred to the same answer in capitals."""
     for line, record in records:
         question, answer = record["messages"]
-        yield (
-            line,
-            {"prompt": [question], "chosen": [answer], "rejected": answer["content"].upper()},
-        )
+        rejected = answer["content"].upper()
+        yield line, {"prompt": [question], "chosen": [answer], "rejected": rejected}
 
 
 def _docstring_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """A question for each public function and class of a library module; the answer is its
-    docstring's first words."""
+    """Yield a question for each public function and class of a library module.
+
+    The answer is the first paragraph of the docstring.
+    """
     tree = ast.parse(path.read_bytes())
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
@@ -377,8 +375,4 @@ def _docstring_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if 20 <= len(answer) <= 160:
                 kind = "class" if isinstance(node, ast.ClassDef) else "function"
                 question = f"What is the {kind} {path.stem}.{node.name} for?"
-                pair = [
-                    {"role": "user", "content": question},
-                    {"role": "assistant", "content": answer},
-                ]
-                yield node.lineno, {"messages": pair}
+                yield node.lineno, {"messages": _question(question, answer)}

@@ -1,10 +1,9 @@
-"""Conversations tokenised into the cache: samples with a mark on each token that is trained."""
+"""Conversations tokenised into the files of a corpus: samples, and a mark on each trained token."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -15,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from automoe.data.chat import Conversation, num_bytes
-from automoe.data.chat_template import ChatTemplate, Sample
+from automoe.data.chat_template import ChatTemplate
+from automoe.data.tokenise import CorpusWriter
+from automoe.data.turns import Sample
 from automoe.errors import DataError
 
-_BATCH = 256  # conversations rendered and tokenised at a time
+_BATCH = 256  # conversations rendered and tokenised together
 
 
 def tokenise_chat(
@@ -28,56 +29,42 @@ def tokenise_chat(
     vocab_size: int,
     pairs: bool = False,
 ) -> dict[str, Any]:
-    """Write tokens, marks and the table of samples as ``prepare`` reads them; returns the facts of
-    the corpus.
+    """Write tokens, marks and the table of samples as ``prepare`` reads them; return their facts.
 
-    All samples of a conversation have its hash, so that none of it is validated on while the rest
-    is trained; so have pairs with the same prompt. The two sequences of a pair follow one another
-    as one sample, and the table of pairs has the length of the first as its fifth column.
+    All samples of a conversation have its hash, so that they are all in the same split; pairs with
+    the same prompt share a hash too. The two sequences of a pair follow one another as one sample,
+    and the fifth column of the table has the length of the first.
 
     Args:
-        pairs: of two conversations each, one after the other.
+        pairs: True if ``conversations`` are pairs, the two of each pair one after the other.
 
     Raises:
         DataError: as ``read_conversations`` and ``ChatTemplate.samples``, or an answer of a pair
-            that is no single one.
+            takes more than one sequence.
     """
-    dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-    digest = hashlib.blake2b(digest_size=16)
-    table = array("Q")
+    writer = CorpusWriter(vocab_size, 5 if pairs else 4)
     counts = Counter[str]()
     template.counts.clear()
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as marks:
         batched = _batched(conversations, template)
         for conversation, samples, first in (
-            _paired(batched, counts) if pairs else ((*one, 0) for one in batched)
+            _paired(batched, counts) if pairs else ((*one, []) for one in batched)
         ):
             hashed = conversation.messages[: conversation.prompt or None]
             raw = json.dumps([hashed, conversation.tools], sort_keys=True, default=str).encode()
-            text_hash = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+            text_hash = hashlib.blake2b(raw, digest_size=8)
             counts["conversations"] += 1
-            counts["text_bytes"] += sum(map(num_bytes, conversation.messages))
+            writer.text_bytes += sum(map(num_bytes, conversation.messages))
             counts["rendered_tokens"] += len(samples[-1].ids)
             for sample in samples:
                 trained = np.zeros(len(sample.ids), dtype=np.bool_)
                 for start, end in sample.spans:
                     trained[start:end] = True
-                for file, values in (
-                    (tokens, np.array(sample.ids).astype(dtype)),
-                    (marks, trained),
-                ):
-                    digest.update(values.tobytes())
-                    file.write(values.tobytes())
-                row = len(sample.ids), text_hash, conversation.file, conversation.line
-                table.extend((*row, first) if pairs else row)
+                writer.write(tokens, np.array(sample.ids).astype(writer.dtype))
+                writer.write(marks, trained)
+                writer.end(len(trained), text_hash, conversation.file, conversation.line, *first)
                 counts["trained_tokens"] += int(trained.sum())
-    columns = np.frombuffer(table, dtype=np.uint64).reshape(-1, 5 if pairs else 4).T.copy()
-    digest.update(columns[0].tobytes())
-    digest.update(columns[4:].tobytes())
-    np.save(folder / "documents.npy", columns)
-    text_bytes = counts.pop("text_bytes")
-    facts = {"dtype": dtype.name, "content": digest.hexdigest(), "text_bytes": text_bytes}
-    return facts | {"chat": dict(counts + template.counts)}
+    return writer.save(folder) | {"chat": dict(counts + template.counts)}
 
 
 def _batched(
@@ -90,65 +77,62 @@ def _batched(
 
 def _paired(
     batched: Iterator[tuple[Conversation, list[Sample]]], counts: Counter[str]
-) -> Iterator[tuple[Conversation, list[Sample], int]]:
-    """Both conversations of a pair as one, their samples one after the other, and the first one's
-    length."""
-    for chosen, rejected in zip(batched, batched, strict=True):
-        conversation = chosen[0]
-        if several := max(len(samples) for _, samples in (chosen, rejected)) - 1:
+) -> Iterator[tuple[Conversation, list[Sample], list[int]]]:
+    """Yield each pair as one conversation with one joined sample, and the length of the first."""
+    for (conversation, chosen), (other, rejected) in zip(batched, batched, strict=True):
+        if several := max(len(chosen), len(rejected)) - 1:
             raise DataError(
-                f"{conversation.where}: an answer of several messages, which the chat template shows as {several + 1} "
-                "sequences, each rewriting the one before. Put all but the last message of the answer into the prompt."
+                f"{conversation.where}: an answer of several messages, which the chat template "
+                f"shows as {several + 1} sequences, each rewriting the one before. Put all but the "
+                "last message of the answer into the prompt."
             )
-        [one], [other] = chosen[1], rejected[1]
+        [good] = chosen
+        [bad] = rejected
         counts["pairs"] += 1
-        counts["equal"] += one.ids == other.ids
-        first = len(one.ids)
-        joined = Sample(
-            one.ids + other.ids, one.spans + [(a + first, b + first) for a, b in other.spans]
-        )
-        both = conversation.messages + rejected[0].messages[conversation.prompt :]
-        yield replace(conversation, messages=both), [joined], first
+        counts["equal"] += good.ids == bad.ids
+        first = len(good.ids)
+        spans = [(start + first, end + first) for start, end in bad.spans]
+        both = conversation.messages + other.messages[conversation.prompt :]
+        joined = Sample(good.ids + bad.ids, good.spans + spans)
+        yield replace(conversation, messages=both), [joined], [first]
 
 
 def describe_chat(counts: dict[str, int], tokens: int, samples: int) -> Iterator[str]:
-    """What became of the conversations, a line each, for the user.
+    """Yield lines for the user about what became of the conversations.
 
     Args:
-        counts: of ``tokenise_chat``.
-        tokens, samples: of the whole corpus.
+        counts: ``chat`` of the facts that ``tokenise_chat`` returns.
+        tokens, samples: size of the whole corpus.
     """
-    answers = counts["answers"]
-    conversations = counts["conversations"]
-    share = counts["trained_tokens"] / max(tokens, 1)
-    if pairs := counts.get("pairs", 0):
+    count = Counter(counts)
+    conversations = count["conversations"]
+    answers = count["answers"]
+    share = count["trained_tokens"] / max(tokens, 1)
+    if pairs := count["pairs"]:
         yield f"{pairs:,} pairs of answers: {tokens:,} tokens, {share:.0%} of them in answers"
-        if equal := counts.get("equal"):
+        if equal := count["equal"]:
             yield f"warning: both answers are the same in {equal:,} of {pairs:,} pairs, which teach nothing"
     else:
         yield f"{conversations:,} conversations, {answers:,} answers: {tokens:,} tokens, {share:.0%} of them trained"
     if samples > conversations:
-        why = (
-            "the chat template rewrites"
-            if not counts.get("apart")
-            else "the chat template, or the tokenizer, rewrites"
-        )
-        factor = tokens / max(counts["rendered_tokens"], 1)
+        who = ", or the tokenizer," if count["apart"] else ""
+        factor = tokens / max(count["rendered_tokens"], 1)
         yield (
-            f"{why} earlier turns, so {conversations:,} conversations are {samples:,} samples "
-            f"with {factor:.2f} times the tokens (data.chat.turns=last: the last answer alone)"
+            f"the chat template{who} rewrites earlier turns, so {conversations:,} conversations are "
+            f"{samples:,} samples with {factor:.2f} times the tokens (data.chat.turns=last: the last answer alone)"
         )
-    told = {
-        "apart": "begin with characters that the tokenizer would join with the prompt, and are tokenised apart from it",
-        "prompt_cut": "are written without the end of the generation prompt, which a model is given at inference",
-        "eos_added": "end in the end-of-text token, since the chat template ends them in no special token",
-    }
-    for key, what in told.items():
-        if counts.get(key):
-            yield f"{counts[key]:,} answers {what}"
-    if empty := counts.get("empty"):
+    for key, what in {
+        "apart": "answers begin with characters that the tokenizer would join with the prompt, and are tokenised apart "
+        "from it",
+        "prompt_cut": "answers are written without the end of the generation prompt, which a model is given at "
+        "inference",
+        "eos_added": "answers end in the end-of-text token, since the chat template ends them in no special token",
+    }.items():
+        if number := count[key]:
+            yield f"{number:,} {what}"
+    if empty := count["empty"]:
         yield f"warning: {empty:,} answers are empty, and teach to say nothing (weight: 0 in a message leaves it out)"
-    if counts.get("tools_unseen"):
-        yield f"warning: the chat template shows no tools, and {counts['tools_unseen']:,} conversations have some"
-    if counts.get("unseen"):
-        yield f"warning: the chat template leaves out {counts['unseen']:,} questions or system prompts"
+    if unseen := count["tools_unseen"]:
+        yield f"warning: the chat template shows no tools, and {unseen:,} conversations have some"
+    if unseen := count["unseen"]:
+        yield f"warning: the chat template leaves out {unseen:,} questions or system prompts"

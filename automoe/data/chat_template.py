@@ -1,16 +1,15 @@
-"""Conversations as tokens, with the tokens that a model would have to generate marked.
+"""Conversations as tokens, with marks on the tokens that a model has to generate.
 
-No stored template of the main families says where answers begin and end, so that is found: an
-answer reaches from the longest common prefix of (messages before + generation prompt) and (messages
-through the answer) to the stop token. Text is rendered by ``transformers`` and tokenised by its
-tokenizer, as they are at inference; both are imported here where they are used.
+The stored templates of the main families do not mark where answers begin and end. So this module
+finds out: an answer begins after the longest common prefix of two renders (the messages before it
+with generation prompt, and the messages through it), and ends with the stop token. As at inference,
+``transformers`` renders the text and tokenises it. It is imported when first used.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -30,31 +29,35 @@ from automoe.data.turns import (
     Turn,
     as_tool_call,
     end_of_prompt,
-    in_parts,
     is_empty,
     is_wanted,
     joined,
+    num_shared,
 )
 from automoe.errors import ConfigError, DataError
 
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_VERSION = 3  # raise it when the same template and record give other tokens or marks
+_VERSION = 3  # Raise it if a change gives the same template and record other tokens or marks.
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+# name, argument and value of a tool call that is rendered to find out how a template writes calls
 _PROBE = "probe_name", "probe_key", "probe value"
-_ASKING = ("system", "developer", "user")  # roles whose text a template should show as it is
+_ASKING = ("system", "developer", "user")  # roles whose text a template should write unchanged
 
 
 class ChatTemplate:
-    """Renders and tokenises conversations as ``transformers`` does at inference.
+    """Renderer and tokeniser of conversations, equal to ``transformers`` at inference.
 
     Attributes:
-        digest: changes when the same record could give other tokens.
-        own: the template that ``data.chat.template`` names; None: the tokenizer's.
-        counts: what was met so far: ``answers``; of them ``apart`` (the tokenizer would have merged
-            the answer's first characters with the prompt), ``prompt_cut`` (the template writes
-            answers otherwise than its generation prompt begins them), ``eos_added`` (no stop
-            token), ``empty``; conversations with ``tools_unseen``; messages before answers that are
-            ``unseen``.
+        digest: text that differs for settings that give different tokens to a record.
+        own: the template that ``data.chat.template`` names; None: the tokenizer's template.
+        counts: counters over all ``samples`` so far. ``answers``: answers; among them ``apart`` (the
+            tokenizer would merge the answer's first characters with the prompt), ``prompt_cut``
+            (the template writes answers without the end of its generation prompt), ``eos_added``
+            (the template writes no stop token) and ``empty``. ``tools_unseen``: conversations whose
+            tools the template leaves out. ``unseen``: questions and system prompts left out.
+
+    Args:
+        tokenizer: ``byte`` or a directory.
 
     Raises:
         ConfigError: there is no template, or the tokenizer cannot be loaded.
@@ -93,22 +96,24 @@ class ChatTemplate:
         return special | {self._hf.eos_token_id}
 
     def tokenizer_settings(self) -> bytes:
-        """What the tokenizer's folder says besides ``tokenizer.json``: special tokens, which
-        templates write, too."""
+        """Return the content of the tokenizer's files besides ``tokenizer.json``.
+
+        They name special tokens, which templates write.
+        """
         files = [local_folder(self.tokenizer) / name for name in _SETTINGS]
         return b"".join(file.read_bytes() for file in files if file.is_file())
 
     def samples(self, conversations: Sequence[Conversation]) -> list[list[Sample]]:
-        """Of each conversation the samples that train its answers, every answer in one of them.
+        """Return the samples of each conversation; each answer is trained in one of them.
 
-        One sample where the render through an answer goes on in the render through the next. Where
-        the template rewrites what came before (it drops reasoning, or ends the last answer in a
-        token of its own), the conversation is unrolled. With ``turns=last`` the last answer alone
-        is trained.
+        A conversation is one sample if the render through each answer begins the render through
+        the next one. If the template rewrites earlier turns (it drops reasoning, or ends the last
+        answer differently), the conversation becomes several samples. ``data.chat.turns=last``
+        trains only the last answer.
 
         Raises:
-            DataError: with file and line: no answer to train on, or the template refuses the
-                conversation.
+            DataError: a conversation has no answer to train, or the template refuses it. The
+                message names file and line.
         """
         texts: list[str] = []
         asked: list[tuple[list[Message], list[int]]] = []
@@ -149,16 +154,17 @@ class ChatTemplate:
         return found
 
     def exported(self) -> dict[str, str]:
-        """Files of an export's templates, with ``template_args`` as their defaults; none: as the
-        tokenizer has them."""
+        """Return the template files of an export by name, with ``template_args`` as defaults.
+
+        The result is empty if the tokenizer's own files are right.
+        """
         if self.own is None and not self.chat.template_args:
             return {}
-        given = (self.chat.template_args or {}).items()
-        # Jinja reads Python's literals, not JSON's null, and drops a line end behind a block: ours,
-        # not the template's.
+        # Jinja reads Python's literals, but not JSON's null. It drops the line end after a block, so
+        # each of these lines needs one of its own.
         lines = "".join(
             f"{{%- if {k} is not defined %}}{{% set {k} = {v!r} %}}{{% endif %}}\n"
-            for k, v in given
+            for k, v in (self.chat.template_args or {}).items()
         )
         stored = self.own or self._hf.chat_template
         named = {"default": stored} if isinstance(stored, str) else stored
@@ -168,25 +174,21 @@ class ChatTemplate:
         }
 
     def stop_id(self) -> int:
-        """The token that ends an answer."""
-        path = Path("a first question")
-        conversation = Conversation(
-            [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}],
-            None,
-            path,
-            0,
-            1,
-        )
+        """Return the token that ends an answer."""
+        messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+        conversation = Conversation(messages, None, Path("a first question"), 0, 1)
         return self.samples([conversation])[0][-1].ids[-1]
 
     def prompt(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
-        """What a model is given to answer ``messages``. Raises DataError for calls that the
-        template cannot write."""
-        return self._encode([self._render(self._normal(messages, "messages"), tools, prompt=True)])[
-            0
-        ]
+        """Return the ids of ``messages`` with generation prompt, the input for an answer.
+
+        Raises:
+            DataError: the template cannot write the tool calls.
+        """
+        text = self._render(self._normal(messages, "messages"), tools, prompt=True)
+        return self._encode([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._hf.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -197,31 +199,26 @@ class ChatTemplate:
     def _renders(
         self, conversation: Conversation, messages: list[Message], n: int
     ) -> tuple[str, str]:
-        """The text before the answer ``messages[n]``, generation prompt included, and the text
-        through it."""
+        """Return the text before answer ``messages[n]``, with generation prompt, and through it."""
         tools = conversation.tools
         answer = messages[n]
         try:
             before = self._render(messages[:n], tools, prompt=True)
             through = self._render(messages[: n + 1], tools)
-            if len(os.path.commonprefix([before, through])) < len(
-                self._render(messages[:n], tools).rstrip()
-            ):
-                # It writes the question otherwise once there is an answer (Mistral: the system
-                # prompt goes along with the last message). At inference the question stands as it
-                # does before, so that is kept.
+            if num_shared(before, through) < len(self._render(messages[:n], tools).rstrip()):
+                # The template writes the question differently after its answer is known (Mistral
+                # puts the system prompt into the last message). Inference has the question as in
+                # ``before``, so the answer is joined to that text.
                 other = answer | {"content": "." if answer["content"].strip()[:1] != "." else ":"}
                 changed = self._render([*messages[:n], other], tools)
-                through = (
-                    before
-                    + through[end_of_prompt(os.path.commonprefix([changed, through]), before) :]
-                )
-        except Exception as error:  # whatever a template's expressions raise
+                head = through[: num_shared(changed, through)]
+                through = before + through[end_of_prompt(head, before) :]
+        except Exception as error:  # The expressions of a template may raise anything.
             raise DataError(
                 f"{conversation.where}: the chat template refuses this conversation "
                 f"({type(error).__name__}: {error}). Correct the line, or set data.chat.template to another template."
             ) from error
-        written = through[len(os.path.commonprefix([before, through])) :]
+        written = through[num_shared(before, through) :]
         words = re.findall(r"\w+", (answer["content"] or "").casefold())
         if words and not any(word in written.casefold() for word in words):
             raise DataError(
@@ -246,21 +243,21 @@ class ChatTemplate:
         return before, through
 
     def _turn(self, texts: tuple[str, str], prompt: list[int], ids: list[int], calls: bool) -> Turn:
-        """One answer's tokens, from the texts of ``_renders`` and their ids."""
+        """Return one answer's tokens from the texts of ``_renders`` and their ids."""
         before, through = texts
-        start = len(os.path.commonprefix([prompt, ids]))
+        start = num_shared(prompt, ids)
         self.counts["answers"] += 1
         if start < len(prompt) and through.startswith(before):
-            # One token holds the prompt's end and the answer's beginning: at inference the prompt
-            # is all there is.
+            # The tokenizer would merge the end of the prompt with the beginning of the answer; at
+            # inference it encodes the prompt alone.
             ids = prompt + self._encode_inside(through[len(before) :])
             start = len(prompt)
             self.counts["apart"] += 1
         elif start < len(prompt):
             self.counts["prompt_cut"] += 1
-            # else the border is that token's
+            # If the prompt goes on with an added token, the ids are already split at the border.
             if prompt[start] not in self._hf.added_tokens_decoder:
-                cut = len(os.path.commonprefix([before, through]))
+                cut = num_shared(before, through)
                 [head] = self._encode([through[:cut]])
                 ids = head + self._encode_inside(through[cut:])
                 start = len(head)
@@ -270,7 +267,10 @@ class ChatTemplate:
         )
 
     def _encode_inside(self, text: str) -> list[int]:
-        """Ids of a text that does not begin one: some tokenizers put a blank before what does."""
+        """Return the ids of ``text`` inside a longer text.
+
+        Some tokenizers put a blank before the beginning of a text.
+        """
         for prefix in ("", "\n", "."):
             head, ids = (
                 self._encode([prefix, prefix + text]) if prefix else ([], *self._encode([text]))
@@ -280,8 +280,10 @@ class ChatTemplate:
         return self._encode([text])[0]
 
     def _stop(self, ids: list[int], start: int, calls: bool) -> int | None:
-        """The place behind the special token that ends an answer, where what the template always
-        writes follows it."""
+        """Return the end of the special token that ends an answer; None if there is none.
+
+        After that token comes only the text that the template writes after every answer.
+        """
         ends = [end for end in range(len(ids), start, -1) if ids[end - 1] in self._special]
         behind = {end: self.decode(ids[end:]).strip() for end in ends}
         if closing := self._ending(calls)[0].strip():
@@ -291,8 +293,10 @@ class ChatTemplate:
         return ends[0] if ends and not behind[ends[0]] else None
 
     def _next_token(self, calls: bool) -> int:
-        """What ends an answer where the template writes nothing: the token that opens the next
-        turn, or the EOS."""
+        """Return the token that ends an answer if the template writes none.
+
+        It is the token that opens the next turn, else EOS.
+        """
         opener_id = self._ending(calls)[1]
         if opener_id is None and self._hf.eos_token_id is None:
             rule = "its chat template ends answers in no special token, and it names no eos_token to put there"
@@ -303,60 +307,53 @@ class ChatTemplate:
         return self._hf.eos_token_id if opener_id is None else opener_id
 
     def _ending(self, calls: bool) -> tuple[str, int | None]:
-        """What the template writes behind the token that ends any last answer, and the token that
-        opens the next turn.
+        """Return the text after the token that ends a last answer, and the next turn's first token.
 
-        Several special tokens may follow an answer's text. Those that follow it also where the
-        conversation goes on are the turn's (Command-R's two); others close the conversation
-        (Phi-3's end of text behind its end of turn), unless they stand in the place of the turn's
-        own (GPT-OSS).
+        Several special tokens may follow the text of an answer. Tokens that also follow it inside
+        a conversation belong to the turn (two for Command-R). Other tokens close the conversation
+        (Phi-3 writes end of text after end of turn), unless they replace the turn's own (GPT-OSS).
         """
         if calls not in self._endings:
-            name, key, value = _PROBE
 
             def texts(said: str) -> tuple[str, str]:
-                function = {"name": name, "arguments": {key: value + said}}
-                call = {"id": "probe0000", "type": "function", "function": function}
-                answer = {"role": "assistant", "content": "" if calls else said}
-                messages = [
-                    {"role": "user", "content": "q"},
-                    answer | ({"tool_calls": [call]} if calls else {}),
-                ]
-                messages = self._normal(messages, "a probe")
+                answer = {"role": "assistant", "content": said}
+                if calls:
+                    answer = _calling("", {_PROBE[1]: _PROBE[2] + said})
+                messages = self._normal([{"role": "user", "content": "q"}, answer], "a probe")
                 more = [*messages, {"role": "tool" if calls else "user", "content": "x"}]
                 return self._render(messages, None), self._render(more, None)
 
             try:
                 (through, more), (other, other_more) = texts("a"), texts("b")
-            except Exception:  # a template may want an id, or the roles in another order
+            except Exception:  # A template may require an id, or another order of roles.
                 through = more = other = other_more = ""
-            tail = through[len(os.path.commonprefix([through, other])) + 1 :]
-            inside = more[len(os.path.commonprefix([more, other_more])) + 1 :]
-            ends = [
-                self._end_of_last_special(text)
-                for text in (os.path.commonprefix([tail, inside]), tail)
-            ]
+            tail = through[num_shared(through, other) + 1 :]
+            inside = more[num_shared(more, other_more) + 1 :]
+            in_both = tail[: num_shared(tail, inside)]
+            end = self._end_of_last_special(in_both) or self._end_of_last_special(tail)
             opener = more.removeprefix(through).lstrip() if more != through else ""
             token = self._encode([opener])[0][0] if opener else None
-            closing = tail[ends[0] or ends[1] or len(tail) :]
+            closing = tail[end or len(tail) :]
             self._endings[calls] = closing, token if token in self._special else None
         return self._endings[calls]
 
     def _end_of_last_special(self, text: str) -> int:
-        """The place behind the last special token in ``text``; 0 where there is none."""
+        """Return the end of the last special token in ``text``; 0 if it has none."""
         names = self._hf.convert_ids_to_tokens(sorted(i for i in self._special if i is not None))
         return max((text.rfind(name) + len(name) for name in names if name in text), default=0)
 
     @cached_property
     def _always_opens(self) -> bool:
-        """Whether a render without generation prompt ends in one, which what follows an answer does
-        not begin with."""
+        """True if the template ends in a generation prompt even if none is requested.
+
+        A template whose next turn begins with the same text does not count.
+        """
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         try:
             through = self._render(messages, None)
             asked = self._render(messages, None, prompt=True)
             more = self._render([*messages, messages[0]], None)
-        except Exception:  # a template may want more than this
+        except Exception:  # A template may require more than these messages.
             return False
         return through == asked and not more.startswith(through)
 
@@ -369,7 +366,8 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.own if self.own is not None else self._hf.get_chat_template(None, tools)
-        if self.chat.date is not None:  # transformers hands no function of ours to a template
+        # transformers does not let a caller replace the template function strftime_now.
+        if self.chat.date is not None:
             day = date.fromisoformat(self.chat.date)
             template = _DATE.sub(lambda found: json.dumps(day.strftime(found[2])), template)
         given = self._hf.special_tokens_map | (self.chat.template_args or {})
@@ -390,20 +388,14 @@ class ChatTemplate:
         )["input_ids"]
 
     def _normal(self, messages: list[Message], where: str) -> list[Message]:
-        """Messages with text in parts, and tool calls, in the form that this template writes
-        out."""
-        messages = [
-            m | {"content": self._joint.join(p["text"] for p in m["content"])} if in_parts(m) else m
-            for m in messages
-        ]
-        if not any(message.get("tool_calls") for message in messages):
-            return messages
-        if self._tool_form is None:
-            self._tool_form = self._find_tool_form(where)
-        as_text, empty = self._tool_form
+        """Return messages with joined texts, and with tool calls in the form of this template."""
         found = []
         for message in messages:
+            if isinstance(parts := message.get("content"), list):
+                message = message | {"content": self._joint.join(part["text"] for part in parts)}
             if calls := message.get("tool_calls"):
+                self._tool_form = self._tool_form or self._find_tool_form(where)
+                as_text, empty = self._tool_form
                 message = message | {"tool_calls": [as_tool_call(call, as_text) for call in calls]}
                 if not message["content"]:
                     message["content"] = empty
@@ -412,38 +404,37 @@ class ChatTemplate:
 
     @cached_property
     def _joint(self) -> str:
-        """What the template writes between the parts of a text; a line end, as servers do, where it
-        takes no parts."""
+        """Text between the parts of a text, as the template joins them.
+
+        If the template takes no parts, it is a line end, as in inference servers.
+        """
         parts = [{"type": "text", "text": text} for text in _PROBE[:2]]
         try:
             text = self._render([{"role": "user", "content": parts}], None)
-        except Exception:  # it takes text alone
-            text = ""
-        between = (
-            text.partition(_PROBE[0])[2].partition(_PROBE[1])[0] if _PROBE[1] in text else "\n"
-        )
-        return "\n" if between.strip() else between
+        except Exception:  # The template takes only text.
+            return "\n"
+        between, found, _ = text.partition(_PROBE[0])[2].partition(_PROBE[1])
+        return between if found and not between.strip() else "\n"
 
     def _find_tool_form(self, where: str) -> tuple[bool, Any]:
-        """Whether arguments are text to this template, and what stands for no content.
+        """Return True if the template takes arguments as JSON text, and its form of no content.
 
-        Templates differ, and most do not fail on the form that is not theirs: they write Python's
-        brackets, JSON inside of JSON, or leave the call out. So each form is tried.
+        Most templates do not fail on a wrong form: they write Python's brackets or JSON inside
+        JSON, or leave the call out. So this function tries each form.
+
+        Raises:
+            DataError: the template writes calls in none of the forms.
         """
         name, key, value = _PROBE
         question = {"role": "user", "content": "q"}
         for as_text in (False, True):
             for empty in ("", None):
-                function = {
-                    "name": name,
-                    "arguments": json.dumps({key: value}) if as_text else {key: value},
-                }
-                call = {"id": "probe0000", "type": "function", "function": function}
-                answer = {"role": "assistant", "content": empty, "tool_calls": [call]}
+                arguments = {key: value}
+                answer = _calling(empty, json.dumps(arguments) if as_text else arguments)
                 try:
                     before = self._render([question], None, prompt=True)
                     text = self._render([question, answer], None)[len(before) :]
-                except Exception:  # not the form of this template
+                except Exception:  # The template does not take this form.
                     continue
                 written = name in text and key in text and value in text
                 if written and f"{{'{key}'" not in text and f'\\"{key}' not in text:
@@ -454,18 +445,30 @@ class ChatTemplate:
         )
 
 
+def _calling(content: str | None, arguments: Any) -> Message:
+    """Return an answer that calls the tool of ``_PROBE``."""
+    function = {"name": _PROBE[0], "arguments": arguments}
+    call = {"id": "probe0000", "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
 def chat_template_of(config: Config) -> ChatTemplate | None:
-    """The chat template of a configuration that trains on conversations, else None. Raises
-    ConfigError."""
+    """Return the chat template if ``config`` trains on conversations, else None.
+
+    Raises:
+        ConfigError: as ``ChatTemplate``.
+    """
     return ChatTemplate(config.data.chat, tokenizer_of(config)) if config.data.is_chat else None
 
 
 def with_date(config: Config) -> Config:
-    """``config`` with today as the date that its chat template writes, if it writes one and none is
-    given.
+    """Return ``config`` with today as ``data.chat.date``, if its template writes a date.
 
-    It would otherwise make other text of the same conversations tomorrow. Raises as
-    ``stored_template``.
+    A date that is already set stays. Without a fixed date the template would write another text for
+    the same conversations tomorrow.
+
+    Raises:
+        ConfigError: as ``stored_template``.
     """
     chat = config.data.chat
     if (

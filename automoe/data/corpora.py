@@ -1,5 +1,7 @@
-"""Documents out of files: this Python's own library, plain text, JSON lines, parquet; ``.gz`` and
-``.zst`` too."""
+"""Documents read from files: this Python's own library, plain text, JSON lines, parquet and Arrow.
+
+Text and JSON lines may be compressed (``.gz``, ``.zst``).
+"""
 
 from __future__ import annotations
 
@@ -15,26 +17,27 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from automoe.config.data_schema import CHAT_KINDS, DataConfig
 from automoe.config.hub import is_data_set
 from automoe.config.plugins import registered
 from automoe.errors import ConfigError, DataError, listed
 
-# Not library sources: tests (some hold deliberately broken encodings), installed packages, caches.
+Record = TypeVar("Record")
+
+# Folders of the library that are left out: tests (some have deliberately broken encodings),
+# installed packages, caches.
 _STDLIB_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-# What a folder may hold besides files of records that are not asked for: a README, a schema, but no
-# second corpus.
+# A folder of records may hold other files, such as a README or a schema, but no second format.
 _RECORDS = re.compile(r"\.(parquet|jsonl(\.gz|\.zst)?)$")
-_PART_BYTES = 1 << 20  # of a text file at a time
+_PART_BYTES = 1 << 20  # bytes of a text file read at a time
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a part of one, and where it stands; parts of one document follow one
-    another."""
+    """A document, or a part of one, with its place; the parts of a document are consecutive."""
 
     text: str
     file: int  # index in the corpus's list of files
@@ -43,13 +46,13 @@ class Document:
 
 @dataclass(frozen=True)
 class Source:
-    """How files of one kind are found and read.
+    """Way to find and read the files of one ``data.kind``.
 
     Attributes:
-        pattern: glob of the files that count where ``data.path`` is a directory.
-        read: gives (line or row, text) of each document of a file. The line is 0 where the document
-            is the file, whose text may then come in several parts, one after the other. Takes the
-            path and ``data.text_key``. Raises DataError.
+        pattern: glob of the files to read if ``data.path`` is a directory.
+        read: function of a path and ``data.text_key`` that yields (line or row, text) of each
+            document and raises DataError. If the file is one document, the line is 0, and the text
+            may come in several consecutive parts.
     """
 
     pattern: str
@@ -57,49 +60,51 @@ class Source:
 
 
 def source_of(kind: str) -> Source:
-    """The source that ``data.kind`` names: one of automoe's own, or a plugin's."""
+    """Return the source that ``data.kind`` names: one of automoe's own, or a plugin's."""
     return _SOURCES[kind] if kind in _SOURCES else registered("data.kind")[kind]
 
 
 def reader_digest(kind: str) -> str:
-    """What stands for the code that reads ``kind`` in the name of a tokenised corpus; empty for
-    automoe's own."""
+    """Return a digest of a plugin's code that reads ``kind``, for the names of cache entries.
+
+    It is empty for automoe's own kinds.
+
+    Raises:
+        ConfigError: the plugin's reader has no source file, e.g. a partial or a callable object.
+    """
     if kind in _SOURCES or kind in CHAT_KINDS:
         return ""
     try:
         return hashlib.sha256(Path(inspect.getfile(source_of(kind).read)).read_bytes()).hexdigest()
-    except TypeError as error:  # a partial, an object that can be called
+    except TypeError as error:
         rule = (
             f"its code cannot be told from other code, so no tokenised text could be kept: {error}"
         )
-        raise ConfigError(
-            "data.kind", kind, rule, "Give its Source a plain function to read with"
-        ) from error
+        remedy = "Give its Source a plain function to read with"
+        raise ConfigError("data.kind", kind, rule, remedy) from error
 
 
 def find_files(data: DataConfig) -> dict[str, Path]:
-    """The corpus's files by their names relative to what they share, in one order on every machine
-    and rank.
+    """Return the corpus's files by their names relative to their common folder.
+
+    The order is the same on every machine and rank.
 
     Raises:
         ConfigError: ``data.path`` is not set.
-        DataError: nothing is found there, or a directory of records in several formats.
+        DataError: no file is found, or a directory has records in several formats.
     """
     if data.path is not None and (data.kind == "hub" or data.is_chat and is_data_set(data.path)):
         from automoe.data.hub import hub_files
 
         return hub_files(data)
-    if data.kind == "stdlib" or data.kind in CHAT_KINDS and data.kind.startswith("stdlib"):
+    if data.kind in _STDLIB_KINDS:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = _stdlib_sources(root) if data.kind == "stdlib" else list(root.glob("*.py"))
         problem = "this Python has no library sources. Set data.kind=text and data.path."
     elif data.path is None:
-        raise ConfigError(
-            "data.path",
-            None,
-            f"data.kind={data.kind} reads a file, a directory or a glob",
-            "Set data.path, or data.kind=stdlib for text that every machine has.",
-        )
+        rule = f"data.kind={data.kind} reads a file, a directory or a glob"
+        remedy = "Set data.path, or data.kind=stdlib for text that every machine has."
+        raise ConfigError("data.path", None, rule, remedy)
     elif (root := Path(data.path).expanduser()).is_dir():
         suffix = _CHAT_PATTERN if data.is_chat else source_of(data.kind).pattern
         paths = _files_below(root, data.kind, suffix)
@@ -116,8 +121,10 @@ def find_files(data: DataConfig) -> dict[str, Path]:
 
 
 def _stdlib_sources(root: Path) -> list[Path]:
-    """The library's Python files; what is installed beside it, ten times as many files, is not
-    looked into."""
+    """Return the library's Python files without entering the folders of ``_STDLIB_SKIP``.
+
+    Installed packages can be ten times as many files.
+    """
     found = []
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if name not in _STDLIB_SKIP]
@@ -126,8 +133,10 @@ def _stdlib_sources(root: Path) -> list[Path]:
 
 
 def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
-    """Visible files of a directory whose names match; of automoe's own kinds of records, compressed
-    ones too."""
+    """Return the visible files of a directory that match ``pattern``.
+
+    Compressed files match too, for automoe's own kinds.
+    """
     visible = [
         path for path in root.rglob("*") if "/." not in f"/{path.relative_to(root).as_posix()}"
     ]
@@ -154,13 +163,15 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
     found = sorted(
         (path for path in visible if matches(path.name) and path.is_file()), key=Path.is_symlink
     )
-    # a link beside its file is no second one
+    # A link to a file of the same folder does not repeat the file.
     return list({path.resolve(): path for path in reversed(found)}.values())
 
 
 def open_file(path: Path) -> BinaryIO:
-    """The bytes of a file, those inside of ``.gz`` and ``.zst``. Damage is an OSError where it is
-    read."""
+    """Open a file for reading, decompressing ``.gz`` and ``.zst``.
+
+    Reading a damaged archive raises OSError.
+    """
     if path.suffix not in _CODECS:
         return path.open("rb")
     import pyarrow
@@ -169,48 +180,65 @@ def open_file(path: Path) -> BinaryIO:
     return io.BufferedReader(stream, _PART_BYTES)
 
 
-def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document]:
-    """Every document in order, up to ``data.max_bytes`` of text.
+def read_files(
+    paths: Iterable[Path], read: Callable[[Path], Iterable[tuple[int, Record]]], may_be_empty: bool
+) -> Iterator[tuple[int, Path, int, Record]]:
+    """Yield (index of the file, its path, line, record) of every record of several files.
 
-    Documents without any text are left out; a file that holds nothing else is an error.
+    Empty texts are left out, and do not count as records.
+
+    Args:
+        read: yields (line, record) of each record of a file.
+        may_be_empty: False makes a file without records an error.
 
     Raises:
-        DataError: bad UTF-8, a malformed line, a missing key or column, an empty or unreadable
-            file.
+        DataError: a file cannot be read, or is empty.
     """
-    read = source_of(data.kind).read
-    left = data.max_bytes
     for index, path in enumerate(paths):
         found = False
         try:
-            for line, text in read(path, data.text_key):
-                if not text:
-                    continue
-                found = True
-                if left is not None:
-                    raw = text.encode()
-                    # The cut may fall inside a character, which is dropped with the rest.
-                    text = raw[:left].decode(errors="ignore")
-                    left -= len(raw)
-                if text:
-                    yield Document(text, index, line)
-                if left is not None and left <= 0:
-                    return
+            for line, record in read(path):
+                if record != "":
+                    found = True
+                    yield index, path, line, record
         except OSError as error:
             raise DataError(
                 f"{path}: cannot be read ({error.strerror or error}). Check the file."
             ) from error
-        # The library has empty __init__.py files; in a user's corpus an empty file is a mistake.
-        if not found and data.kind != "stdlib":
+        if not found and not may_be_empty:
             raise DataError(
                 f"{path}: the file is empty. Remove it from data.path, or write it again."
             )
 
 
+def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document]:
+    """Yield every document in order, up to ``data.max_bytes`` of text; skip those without text.
+
+    Raises:
+        DataError: the text is malformed (bad UTF-8, a bad line, a missing key or column), or a file
+            has no text or cannot be read.
+    """
+    read = source_of(data.kind).read
+    left = data.max_bytes
+    # The library has empty __init__.py files; in a user's corpus an empty file is a mistake.
+    for file, _, line, text in read_files(
+        paths, lambda path: read(path, data.text_key), data.kind == "stdlib"
+    ):
+        if left is not None:
+            raw = text.encode()
+            # The cut may fall inside a character, which is dropped with the rest.
+            text = raw[:left].decode(errors="ignore")
+            left -= len(raw)
+        if text:
+            yield Document(text, file, line)
+        if left is not None and left <= 0:
+            return
+
+
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
     return DataError(
         f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}). Convert the file "
-        f"(iconv -f latin1 -t utf-8, if that is what it is) or leave it out of data.path."
+        "(iconv -f latin1 -t utf-8, if that is what it is) or leave it out of data.path."
     )
 
 
@@ -233,8 +261,12 @@ def _read_text(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
 
 
 def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, object) of each line that is not blank. Raises DataError, and OSError for a file that
-    cannot be read."""
+    """Yield (line, object) of each line that is not blank.
+
+    Raises:
+        DataError: a line is not UTF-8 or no JSON object.
+        OSError: the file cannot be read.
+    """
     with open_file(path) as file:
         for number, raw in enumerate(file, start=1):
             try:
@@ -252,16 +284,16 @@ def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 why = str(error)
-                if isinstance(error, json.JSONDecodeError):  # its own "line 1" would mislead
+                if isinstance(error, json.JSONDecodeError):  # Its "line 1" would mislead.
                     why = f"{error.msg} at column {error.colno}"
                 raise DataError(
                     f"{path}:{number}: not valid JSON ({why}). Each line is one JSON object; correct this line or "
-                    f"remove it."
+                    "remove it."
                 ) from error
             if not isinstance(record, dict):
                 raise DataError(
                     f"{path}:{number}: a {type(record).__name__} where each line must be one JSON object. Correct "
-                    f"this line or remove it."
+                    "this line or remove it."
                 )
             yield number, record
 
@@ -271,7 +303,7 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
         if text_key not in record:
             raise DataError(
                 f"{path}:{number}: no key {text_key!r}; this line has {listed(record, 10) or 'none'}. Set "
-                f"data.text_key to the key that holds the text."
+                "data.text_key to the key that holds the text."
             )
         yield number, _checked(record[text_key], f"{path}:{number}", text_key)
 
@@ -279,11 +311,14 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
 def parquet_records(
     path: Path, columns: list[str] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row, column -> value) of each row, from 1. Raises DataError.
+    """Yield (row, column -> value) of each row, counted from 1.
 
     Args:
-        path: parquet, or a stream of Arrow batches (``.arrow``), as ``datasets`` keeps them.
-        columns: those that are read; None: all.
+        path: parquet file, or a stream of Arrow batches (``.arrow``) as ``datasets`` writes it.
+        columns: columns to read; None: all.
+
+    Raises:
+        DataError: the file is damaged, lacks a column, or has text that is not UTF-8.
     """
     import pyarrow
 
@@ -292,15 +327,14 @@ def parquet_records(
     row = 0
     kind = path.suffix.removeprefix(".") or "parquet"
     try:
-        for names, batch in _batches(path, columns):
-            for column in columns or ():
-                if column not in names:
-                    raise DataError(
-                        f"{path}: no column {column!r}; this file has {listed(names, 10) or 'none'}. Set "
-                        f"data.text_key to the column that holds the text."
-                    )
-            if batch is None:
-                continue
+        names, batches = _open_table(path, columns)
+        for column in columns or ():
+            if column not in names:
+                raise DataError(
+                    f"{path}: no column {column!r}; this file has {listed(names, 10) or 'none'}. Set "
+                    "data.text_key to the column that holds the text."
+                )
+        for batch in batches:
             arrays = {name: batch.column(name) for name in columns or names}
             for place in range(batch.num_rows):
                 row += 1
@@ -315,22 +349,16 @@ def parquet_records(
         ) from error
 
 
-def _batches(path: Path, columns: list[str] | None) -> Iterator[tuple[list[str], Any]]:
-    """(all columns of the file, a batch); the first batch is None, since a file may have none."""
+def _open_table(path: Path, columns: list[str] | None) -> tuple[list[str], Iterable[Any]]:
+    """Return the names of all columns, and batches of rows with at least ``columns``."""
     import pyarrow.ipc
     import pyarrow.parquet
 
     if path.suffix == ".arrow":
-        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-            yield stream.schema.names, None
-            for batch in stream:
-                yield stream.schema.names, batch
-        return
-    with pyarrow.parquet.ParquetFile(path) as table:
-        names = table.schema_arrow.names
-        yield names, None
-        for batch in table.iter_batches(batch_size=1024, columns=columns):
-            yield names, batch
+        stream = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
+        return stream.schema.names, stream
+    table = pyarrow.parquet.ParquetFile(path)
+    return table.schema_arrow.names, table.iter_batches(batch_size=1024, columns=columns)
 
 
 def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
@@ -346,6 +374,7 @@ _SOURCES = {
     "hub": Source("*.arrow", _read_parquet),
 }
 _CHAT_PATTERN = "*.jsonl or *.parquet"
+_STDLIB_KINDS = ("stdlib", "stdlib_chat", "stdlib_preference")
 
 
 def _checked(value: object, where: str, text_key: str) -> str:

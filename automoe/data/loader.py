@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +103,13 @@ class Loader:
         self.config = config
         self.split = split
         self.dp_rank = dp_rank
-        self.dp_size = dp_size
         self.rows_per_rank = rows // dp_size
         self.tokenizer, self.corpora = prepare_data(config, cache_dir)
         self.names, shares, sources = zip(*sources_of(config.data), strict=True)
         self._sources = [replace(config, data=source) for source in sources]
         self._mixture = Mixture(shares, config.train.seed)
         self.weights = self._mixture.weights.tolist()
-        self._packed: dict[tuple[Split, int], PackedRows] = {}
+        self._rows_of = cache(self._pack)
         self.rows_per_epoch = sum(
             self._rows_of(split, source).num_rows for source in range(len(sources))
         )
@@ -160,29 +160,13 @@ class Loader:
         ]
         return first, end - 1, found
 
-    def validation_batches(self, n: int, source: int = 0) -> Iterator[StepBatch]:
-        """Yield this rank's part of the first ``n`` global batches of a source's validation split.
+    def batches(self, split: Split, n: int, source: int = 0) -> Iterator[StepBatch]:
+        """Yield this rank's part of the first ``n`` global batches of a source's split.
 
-        The rows are the same at every call and for every training seed, and no row comes twice. If
-        the split is shorter than ``n`` batches, fewer are yielded, and the last one is filled up
-        with rows of padding, which have no labels.
+        The rows are the same at every call, and no row comes twice. Those of the validation split
+        are the same for every training seed. If the split is shorter than ``n`` batches, fewer are
+        yielded, and the last one is filled up with rows of padding, which have no labels.
         """
-        return self._batches("validation", source, n)
-
-    def every_pair(self, split: Split) -> Iterator[StepBatch]:
-        """Yield this rank's part of global batches that hold every pair of ``split`` once.
-
-        Rows of padding fill up the last batch of each source.
-        """
-        for source in range(len(self.names)):
-            yield from self._batches(split, source, self._rows_of(split, source).num_rows)
-
-    def where_pair(self, number: int) -> str:
-        """Return ``file:line`` of the pair ``number``, counted over all sources."""
-        source = int(np.searchsorted(self._first_pairs, number, side="right")) - 1
-        return self.corpora[source].where(number - int(self._first_pairs[source]))
-
-    def _batches(self, split: Split, source: int, n: int) -> Iterator[StepBatch]:
         packed = self._rows_of(split, source)
         step = self.config.train.global_batch_size
         for start in range(0, min(n * step, packed.num_rows), step):
@@ -191,6 +175,19 @@ class Loader:
             sources = np.full(len(indices), source)
             rows = np.where(indices < packed.num_rows, indices, -1)
             yield self._batch(split, first, sources, rows)
+
+    def every_pair(self, split: Split) -> Iterator[StepBatch]:
+        """Yield this rank's part of global batches that hold every pair of ``split`` once.
+
+        Rows of padding fill up the last batch of each source.
+        """
+        for source in range(len(self.names)):
+            yield from self.batches(split, self._rows_of(split, source).num_rows, source)
+
+    def where_pair(self, number: int) -> str:
+        """Return ``file:line`` of the pair ``number``, counted over all sources."""
+        source = int(np.searchsorted(self._first_pairs, number, side="right")) - 1
+        return self.corpora[source].where(number - int(self._first_pairs[source]))
 
     @property
     def num_pairs(self) -> int:
@@ -213,15 +210,15 @@ class Loader:
         saved = state["fingerprint"]
         now = self.fingerprint()
         differing = [
-            key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)
+            f"{key} was {saved.get(key)}, is {now.get(key)}"
+            for key in sorted(saved.keys() | now.keys())
+            if saved.get(key) != now.get(key)
         ]
         if differing:
-            listed = "; ".join(
-                f"{key} was {saved.get(key)}, is {now.get(key)}" for key in differing
-            )
             raise DataError(
-                f"The data changed since the checkpoint, so training cannot go on where it was: {listed}. "
-                f"Restore the data and settings of the checkpoint, or start a new run_dir."
+                "The data changed since the checkpoint, so training cannot go on where it was: "
+                f"{'; '.join(differing)}. "
+                "Restore the data and settings of the checkpoint, or start a new run_dir."
             )
         self.consumed_rows = int(state["consumed_rows"])
 
@@ -247,8 +244,11 @@ class Loader:
                 "content": corpus.content,
             }
             if (template := chat_template_of(one)) is not None:
-                facts |= {"chat template": template.digest, "data.chat.pack": data.chat.pack}
-                facts |= {"data.on_long": data.on_long}
+                facts |= {
+                    "chat template": template.digest,
+                    "data.chat.pack": data.chat.pack,
+                    "data.on_long": data.on_long,
+                }
             if name:
                 facts["weight"] = weight
             found |= {f"{name}: {key}" if name else key: value for key, value in facts.items()}
@@ -270,13 +270,10 @@ class Loader:
         assert corpus.chat is not None
         lines = [f"{said}:"] if said else []
         lines += describe_chat(corpus.chat, len(corpus.tokens), len(corpus.lengths))
-        long = int((corpus.lengths > rows.seq_len).sum())
-        if long:
-            done = (
-                "left out"
-                if self.config.data.on_long == "drop"
-                else "cut, or left out where no answer begins before"
-            )
+        if long := int((corpus.lengths > rows.seq_len).sum()):
+            done = "cut, or left out where no answer begins before"
+            if self.config.data.on_long == "drop":
+                done = "left out"
             lines.append(f"{long:,} of them are longer than train.seq_len={rows.seq_len}: {done}")
         full = rows.num_tokens / (rows.num_rows * rows.seq_len)
         what = "samples" if corpus.firsts is None else "pairs"
@@ -291,25 +288,22 @@ class Loader:
         """Corpus of the first source."""
         return self.corpora[0]
 
-    def _rows_of(self, split: Split, source: int) -> PackedRows:
-        if (split, source) not in self._packed:
-            corpus = self.corpora[source]
-            one = self._sources[source]
-            starts, lengths = fitting_documents(corpus, one, split)
-            options: dict[str, Any] = {
-                "seq_len": one.train.seq_len,
-                "seed": one.train.seed if split == "train" else 0,
-                "pad_id": self.tokenizer.pad_id,
-                "document_mask": one.data.document_mask,
-            }
-            if corpus.trained is None:
-                self._packed[split, source] = PackedRows(corpus.tokens, starts, lengths, **options)
-            else:
-                options |= {"trained": corpus.trained, "pack": one.data.chat.pack}
-                if corpus.firsts is not None:
-                    options["firsts"] = corpus.firsts[np.searchsorted(corpus.starts, starts)]
-                self._packed[split, source] = SampleRows(corpus.tokens, starts, lengths, **options)
-        return self._packed[split, source]
+    def _pack(self, split: Split, source: int) -> PackedRows:
+        corpus = self.corpora[source]
+        one = self._sources[source]
+        starts, lengths = fitting_documents(corpus, one, split)
+        options: dict[str, Any] = {
+            "seq_len": one.train.seq_len,
+            "seed": one.train.seed if split == "train" else 0,
+            "pad_id": self.tokenizer.pad_id,
+            "document_mask": one.data.document_mask,
+        }
+        if corpus.trained is None:
+            return PackedRows(corpus.tokens, starts, lengths, **options)
+        options |= {"trained": corpus.trained, "pack": one.data.chat.pack}
+        if corpus.firsts is not None:
+            options["firsts"] = corpus.firsts[np.searchsorted(corpus.starts, starts)]
+        return SampleRows(corpus.tokens, starts, lengths, **options)
 
     def _batch(
         self, split: Split, first_row: int, sources: np.ndarray, indices: np.ndarray
@@ -336,8 +330,7 @@ class Loader:
         for source, index in zip(sources, indices, strict=True):
             packed = self._rows_of(split, source)
             corpus = self.corpora[source]
-            assert isinstance(packed, SampleRows)
-            starts = packed.starts[packed.samples(int(index)) if index >= 0 else []]
+            starts = packed.starts[packed.row_documents(int(index)) if index >= 0 else []]
             found.append(self._first_pairs[source] + np.searchsorted(corpus.starts, starts))
         numbers = np.full((len(found), max(1, *map(len, found))), -1)
         for row, of_row in zip(numbers, found, strict=True):
@@ -356,7 +349,7 @@ class Loader:
         """
         size = self.config.model.vocab_size
         bad = np.maximum(rows.tokens, rows.labels).max(axis=1, initial=0) >= size
-        for document in packed.documents(indices[bad]) if bad.any() else ():
+        for document in packed.documents(indices[bad]):
             start = int(packed.starts[document])
             tokens = packed.tokens[start : start + int(packed.lengths[document])]
             if (tokens >= size).any():

@@ -1,5 +1,4 @@
-"""Documents packed into rows: one stream per epoch, cut every seq_len tokens, row by row on demand;
-or whole samples, as many to a row as fit.
+"""Rows of ``seq_len`` tokens, computed by index: a stream of documents that is cut, or whole samples.
 
 Letters: N documents, R rows, S seq_len.
 """
@@ -7,7 +6,7 @@ Letters: N documents, R rows, S seq_len.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -17,7 +16,7 @@ from automoe.moe.tokens import IGNORE
 
 @dataclass(frozen=True)
 class Rows:
-    """R packed rows, each array [R, S] int64; the fields are those of ``StepBatch``."""
+    """R packed rows, each array [R, S] int64; ``StepBatch`` explains the fields."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -26,128 +25,122 @@ class Rows:
 
 
 def seeded_order(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n) that depends on ``key`` alone, [n] int64.
+    """Return a permutation of range(n) that depends on ``key`` only, [n] int64.
 
-    Sorting raw PCG64 output keeps it equal over NumPy versions: bit streams are promised to stay,
-    ``Generator.permutation`` is not.
+    NumPy promises stable raw bits of PCG64 over versions, but no stable ``Generator.permutation``;
+    so the permutation sorts raw bits.
     """
     return np.argsort(np.random.PCG64(np.random.SeedSequence(key)).random_raw(n), kind="stable")
 
 
+@dataclass(eq=False)
 class PackedRows:
-    """The endless sequence of rows that a set of documents gives; row i is computed, not stored.
+    """Endless sequence of rows made from a set of documents; row i is computed, not stored.
 
     Epoch e holds rows [e * num_rows, (e + 1) * num_rows). Its documents are shuffled by (seed, e),
-    concatenated, and cut every S tokens, the last row filled with padding; the rows are then
-    shuffled by (seed, e) again. No rank, mesh or batch size enters, so row i is the same
-    everywhere.
+    concatenated, and cut every S tokens; padding fills the last row. The rows are then shuffled by
+    (seed, e) too. Row i depends on no rank, mesh or batch size.
 
     Args:
         tokens: every token of the corpus, any integer dtype (a memory map).
-        starts, lengths: [N] each document's place in ``tokens``; lengths are at least 1.
-        document_mask: number the documents of a row in ``doc_ids`` and restart ``positions`` at
-            each. Without it a row counts as one document. Labels never cross a document's end
-            either way.
+        starts, lengths: [N] place of each document in ``tokens``; lengths are at least 1.
+        seq_len, seed: row length S, and seed of the order.
+        pad_id: token of padding.
+        document_mask: True numbers the documents of a row in ``doc_ids`` and restarts ``positions``
+            at each; False treats a row as one document. Labels never cross the end of a document.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        *,
-        seq_len: int,
-        seed: int,
-        pad_id: int,
-        document_mask: bool = True,
-    ) -> None:
-        assert len(starts) == len(lengths) > 0 and lengths.min() > 0
-        self.tokens = tokens
-        self.starts = starts
-        self.lengths = lengths
-        self.seq_len = seq_len
-        self.seed = seed
-        self.pad_id = pad_id
-        self.document_mask = document_mask
-        self.num_tokens = int(lengths.sum())
-        self.num_rows = -(-self.num_tokens // seq_len)
-        # A batch across an epoch's end needs two epochs at a time.
+    tokens: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    _: KW_ONLY
+    seq_len: int
+    seed: int
+    pad_id: int
+    document_mask: bool = True
+
+    def __post_init__(self) -> None:
+        assert len(self.starts) == len(self.lengths) > 0 and self.lengths.min() > 0
+        self.num_tokens = int(self.lengths.sum())
+        self.num_rows = -(-self.num_tokens // self.seq_len)
+        # A batch across the end of an epoch needs two epochs at a time.
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
     def take(self, indices: np.ndarray) -> Rows:
-        """Rows of the endless sequence by index, [R] int64; index -1 is a row of padding only."""
+        """Return rows of the endless sequence by index, [R] int64; index -1 is a row of padding."""
+        padding = {"tokens": self.pad_id, "labels": IGNORE, "positions": 0, "doc_ids": -1}
         shape = (len(indices), self.seq_len)
-        rows = Rows(
-            tokens=np.full(shape, self.pad_id, dtype=np.int64),
-            labels=np.full(shape, IGNORE, dtype=np.int64),
-            positions=np.zeros(shape, dtype=np.int64),
-            doc_ids=np.full(shape, -1, dtype=np.int64),
-        )
+        rows = Rows(**{name: np.full(shape, fill, np.int64) for name, fill in padding.items()})
         epochs = indices // self.num_rows
-        for epoch in np.unique(epochs[indices >= 0]):
-            chosen = np.flatnonzero((epochs == epoch) & (indices >= 0))
+        for epoch in np.unique(epochs[epochs >= 0]):
+            chosen = np.flatnonzero(epochs == epoch)
             self._fill(rows, chosen, int(epoch), indices[chosen] % self.num_rows)
         return rows
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Documents with tokens in the rows ``indices`` of the endless sequence, as sorted indices
-        into ``starts``."""
-        found: list[np.ndarray] = []
-        for index in indices[indices >= 0]:
-            doc_order, doc_ends, row_order = self._epoch(int(index) // self.num_rows)
-            start = int(row_order[index % self.num_rows]) * self.seq_len
-            last = min(start + self.seq_len, self.num_tokens) - 1
-            first_doc, last_doc = np.searchsorted(doc_ends, [start, last], side="right")
-            found.append(doc_order[first_doc : last_doc + 1])
-        return np.unique(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
+        """Return documents with tokens in the rows ``indices``, as sorted indices into ``starts``.
+
+        Index -1 has no documents.
+        """
+        found = [self.row_documents(int(index)) for index in indices[indices >= 0]]
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *found]))
+
+    def row_documents(self, index: int) -> np.ndarray:
+        """Return the documents of row ``index`` in their order, as indices into ``starts``."""
+        epoch, within = divmod(index, self.num_rows)
+        doc_order, doc_ends, row_order = self._epoch(epoch)
+        start = int(row_order[within]) * self.seq_len
+        last = min(start + self.seq_len, self.num_tokens) - 1
+        first_doc, last_doc = np.searchsorted(doc_ends, [start, last], side="right")
+        return doc_order[first_doc : last_doc + 1]
 
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the order of documents, the end of each in the stream, and the order of rows."""
         doc_order = seeded_order(len(self.lengths), self.seed, epoch, 0)
         row_order = seeded_order(self.num_rows, self.seed, epoch, 1)
         return doc_order, np.cumsum(self.lengths[doc_order]), row_order
 
     def _fill(self, rows: Rows, chosen: np.ndarray, epoch: int, within: np.ndarray) -> None:
-        """Write the epoch's rows ``within`` to ``rows[chosen]``; all places below are in its
-        stream."""
+        """Write the rows ``within`` of an epoch to ``rows[chosen]``; places count in its stream."""
         S = self.seq_len
         doc_order, doc_ends, row_order = self._epoch(epoch)
         row_start = row_order[within, None] * S  # [R, 1]
-        place = row_start + np.arange(S + 1)  # [R, S + 1]: one more, for the last label
+        # [R, S + 1]: the last label of a row is the first token of the next one
+        place = row_start + np.arange(S + 1)
         real = place < self.num_tokens
-        doc = np.searchsorted(doc_ends, np.minimum(place, self.num_tokens - 1), side="right")
+        inside = np.minimum(place, self.num_tokens - 1)
+        doc = np.searchsorted(doc_ends, inside, side="right")
         original = doc_order[doc]
         doc_start = doc_ends[doc] - self.lengths[original]
-        source = self.starts[original] + np.minimum(place, self.num_tokens - 1) - doc_start
+        source = self.starts[original] + inside - doc_start
         tokens = np.where(real, self.tokens[source].astype(np.int64), self.pad_id)
 
         same = real[:, 1:] & (doc[:, 1:] == doc[:, :-1])
         rows.tokens[chosen] = tokens[:, :-1]
         rows.labels[chosen] = np.where(same, tokens[:, 1:], IGNORE)
+        positions = place - row_start
+        doc_ids = np.zeros_like(place)
         if self.document_mask:
-            # A document cut by a row's end goes on at position 0: positions stay below S.
+            # A document that the end of a row cuts restarts at position 0: positions stay below S.
             positions = place - np.maximum(doc_start, row_start)
             doc_ids = doc - doc[:, :1]
-        else:
-            positions = place - row_start
-            doc_ids = np.zeros_like(place)
         rows.positions[chosen] = np.where(real, positions, 0)[:, :-1]
         rows.doc_ids[chosen] = np.where(real, doc_ids, -1)[:, :-1]
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Row of each sample, [N] int64: in the given order, into the row with the least room that is
-    enough for it.
+    """Return the row of each sample, [N] int64: the fullest row with enough room left for it.
 
-    Given longest first this is best-fit decreasing, which needs at most 11/9 of the fewest rows
-    possible, plus one (Johnson 1973), and in practice wastes about a percent.
+    Samples are placed in the given order. If the longest come first, this is best-fit decreasing,
+    which needs at most 11/9 of the fewest rows possible, plus one (Johnson 1973), and in practice
+    wastes about a percent.
 
     Args:
         lengths: [N], each at most ``size``.
     """
     rows = np.empty(len(lengths), dtype=np.int64)
     by_room: list[list[int]] = [[] for _ in range(size + 1)]
-    # bit r of rooms: there is a row with room r
-    rooms = 0
+    rooms = 0  # bit r is set if a row has room r
     num_rows = 0
     for place, length in enumerate(lengths.tolist()):
         if enough := rooms >> length:
@@ -166,77 +159,54 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
     return rows
 
 
+@dataclass(eq=False, kw_only=True)
 class SampleRows(PackedRows):
-    """The endless sequence of rows that samples of conversations give: each whole, and alone to
-    itself, in one row.
+    """Endless sequence of rows made from samples of conversations, each whole within one row.
 
-    Labels are the next tokens that ``trained`` marks, within a sample. Every epoch has the same
-    number of rows: which samples share one depends on (seed, epoch) among samples of equal length,
-    and on the lengths.
+    A sample attends only to itself. A label is the next token of the sample if ``trained`` marks
+    that token. Every epoch has the same number of rows. Which samples share a row depends on their
+    lengths and, among samples of equal length, on (seed, epoch).
 
     Args:
         tokens, starts, lengths, seq_len, seed, pad_id, document_mask: as for ``PackedRows``; no
-        length above seq_len. trained: [sum of lengths] whether a token is one that a model has to
-        generate. firsts: [N] tokens of the first of the two sequences that each sample consists of:
-        both are in its row, as
-            documents of their own. None: a sample is one sequence.
-        pack: several samples to a row (``best_fit``); else one.
+            length exceeds seq_len.
+        trained: [sum of lengths] True for a token that a model has to generate.
+        firsts: [N] length of the first of the two sequences of each sample; its row holds both, as
+            two documents. None: a sample is one sequence.
+        pack: True packs several samples into a row (``best_fit``); False gives each its own row.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        *,
-        trained: np.ndarray,
-        firsts: np.ndarray | None = None,
-        seq_len: int,
-        seed: int,
-        pad_id: int,
-        document_mask: bool = True,
-        pack: bool = True,
-    ) -> None:
-        super().__init__(
-            tokens,
-            starts,
-            lengths,
-            seq_len=seq_len,
-            seed=seed,
-            pad_id=pad_id,
-            document_mask=document_mask,
-        )
-        assert lengths.max() <= seq_len and (document_mask or not pack)
-        self.trained = trained
-        self.firsts = firsts
-        self.pack = pack
-        self.num_rows = len(self._epoch(0)[1])
+    trained: np.ndarray
+    firsts: np.ndarray | None = None
+    pack: bool = True
 
-    def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Samples in the rows ``indices`` of the endless sequence, as sorted indices into
-        ``starts``."""
-        found = [self.samples(int(index)) for index in indices[indices >= 0]]
-        return np.unique(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.lengths.max() <= self.seq_len and (self.document_mask or not self.pack)
+        self.num_rows = len(self._epoch(0)[2])
 
-    def samples(self, index: int) -> np.ndarray:
-        """Samples of one row, in their order, as indices into ``starts``."""
+    def row_documents(self, index: int) -> np.ndarray:
         epoch, within = divmod(index, self.num_rows)
         order, row_starts, row_order = self._epoch(epoch)
         row = row_order[within]
-        return order[row_starts[row] : row_starts[row + 1] if row + 1 < len(row_starts) else None]
+        return order[row_starts[row] : row_starts[row + 1]]
 
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return samples in the order of rows, each row's start in it and the end, and row order."""
         shuffled = seeded_order(len(self.lengths), self.seed, epoch, 0)
         order = shuffled[np.argsort(-self.lengths[shuffled], kind="stable")]
         rows = best_fit(self.lengths[order], self.seq_len) if self.pack else np.arange(len(order))
         by_row = np.argsort(rows, kind="stable")
-        row_starts = np.searchsorted(rows[by_row], np.arange(rows.max() + 1))
-        return order[by_row], row_starts, seeded_order(len(row_starts), self.seed, epoch, 1)
+        num_rows = rows.max() + 1
+        row_starts = np.searchsorted(rows[by_row], np.arange(num_rows + 1))
+        return order[by_row], row_starts, seeded_order(num_rows, self.seed, epoch, 1)
 
     def _fill(self, rows: Rows, chosen: np.ndarray, epoch: int, within: np.ndarray) -> None:
         for row, index in zip(chosen, epoch * self.num_rows + within, strict=True):
             place = 0
-            for number, (start, length) in enumerate(self._sequences(self.samples(int(index)))):
+            for number, (start, length) in enumerate(
+                self._sequences(self.row_documents(int(index)))
+            ):
                 tokens = self.tokens[start : start + length].astype(np.int64)
                 here = slice(place, place + length)
                 rows.tokens[row, here] = tokens
@@ -247,7 +217,7 @@ class SampleRows(PackedRows):
                 place += length
 
     def _sequences(self, samples: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Start and length of every sequence of ``samples``, one or two each."""
+        """Yield start and length of the sequences of ``samples``, one or two for each."""
         for sample in samples:
             start = int(self.starts[sample])
             length = int(self.lengths[sample])

@@ -1,7 +1,6 @@
-"""Text to token ids and back: plain bytes, or any HuggingFace tokenizer.
+"""Tokenizers: plain bytes, or any HuggingFace tokenizer; and the chat template stored with one.
 
-Importing this module loads neither torch, transformers nor tokenizers; the byte tokenizer never
-does.
+Importing this module loads neither torch, transformers nor tokenizers; nor does the byte tokenizer.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
     import tokenizers
 
 BYTE_VOCAB_SIZE = 258  # 256 bytes, end of text, padding
-PIECE = 1 << 17  # characters of a long text that are encoded at once
-BATCH = 1 << 20  # characters of several texts, or pieces of one
+PIECE = 1 << 17  # characters of a long text that are encoded as one piece
+BATCH = 1 << 20  # characters of the texts, or pieces of a text, that are encoded together
 TEMPLATE = "chat_template.jinja"
 OTHER_TEMPLATES = "additional_chat_templates"
-_CONTEXT = 512  # characters on either side of a cut that decide whether it changes any id
+_CONTEXT = 512  # characters on either side of a cut that decide if the cut changes an id
 
 # Files that decide how text becomes ids, for the digest of a directory without a tokenizer.json.
 _VOCAB_FILES = (
@@ -44,12 +45,13 @@ _VOCAB_FILES = (
 
 
 class Tokenizer:
-    """What the data pipeline asks of a tokenizer.
+    """Interface of a tokenizer for the data pipeline.
 
     Attributes:
         vocab_size: largest id + 1; an embedding needs at least this many rows.
-        eos_id, pad_id: end of a document; filler that is never trained.
-        digest: changes when the same text could give other ids.
+        eos_id: id at the end of every document.
+        pad_id: id of padding, which is never trained.
+        digest: text that differs for tokenizers that give different ids to a text.
         byte_lengths: [vocab_size] int64, UTF-8 bytes that each id stands for; 0 for special tokens.
     """
 
@@ -60,27 +62,29 @@ class Tokenizer:
     byte_lengths: np.ndarray
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of ``text``, [T] int64, without any special token."""
+        """Return the ids of ``text``, [T] int64, without any special token."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         raise NotImplementedError
 
     def encode_long(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
-        """Ids of one text that comes in parts; joined, those of ``encode`` of the whole, in bounded
-        memory."""
+        """Yield the ids of one text that comes in parts, in bounded memory.
+
+        Concatenated, they equal ``encode`` of the whole text.
+        """
         return (self.encode(part) for part in parts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         raise NotImplementedError
 
     def num_bytes(self, ids: Sequence[int] | np.ndarray) -> int:
-        """UTF-8 bytes that ``ids`` stand for together."""
+        """Return the number of UTF-8 bytes that ``ids`` stand for."""
         return int(self.byte_lengths[np.asarray(ids, dtype=np.int64)].sum())
 
 
 class ByteTokenizer(Tokenizer):
-    """One id per UTF-8 byte; 256 ends a document, 257 pads."""
+    """Tokenizer with one id per UTF-8 byte; id 256 ends a document, id 257 is padding."""
 
     def __init__(self) -> None:
         self.digest = "byte"
@@ -98,17 +102,18 @@ class ByteTokenizer(Tokenizer):
 
     @staticmethod
     def files() -> dict[str, str]:
-        """Name -> content of the files by which ``transformers`` and ``load_tokenizer`` know this
-        tokenizer."""
-        # GPT-2's alphabet: one letter a byte
+        """Return name -> content of the files from which ``transformers`` loads this tokenizer.
+
+        ``load_tokenizer`` recognises them too.
+        """
+        # GPT-2's alphabet has one letter for each byte.
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = (byte for byte in range(256) if byte not in printable)
         letters = {byte: chr(byte) for byte in printable} | {
             byte: chr(256 + n) for n, byte in enumerate(others)
         }
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {
-            "special": True
-        }
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        flags["special"] = True
         eos = "<|endoftext|>"
         pad = "<|pad|>"
         by_bytes = {
@@ -133,8 +138,12 @@ class ByteTokenizer(Tokenizer):
                 "merges": [],
             },
         }
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": pad}
-        config |= {"clean_up_tokenization_spaces": False}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": eos,
+            "pad_token": pad,
+            "clean_up_tokenization_spaces": False,
+        }
         return {
             "tokenizer.json": json.dumps(tokenizer),
             "tokenizer_config.json": json.dumps(config),
@@ -142,11 +151,13 @@ class ByteTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A HuggingFace tokenizer directory, through ``tokenizers`` (``transformers`` only to convert
-    older files).
+    """HuggingFace tokenizer of a directory, by ``tokenizers``.
 
-    Special tokens that are spelled out in a document are encoded as the plain text they are: a
-    corpus cannot end a document or open a chat turn by quoting one.
+    ``transformers`` converts older files. A special token that a document spells out is encoded as
+    plain text, so that a corpus cannot end a document or open a chat turn by quoting one.
+
+    Args:
+        path: a directory, or a pinned Hub id.
 
     Raises:
         ConfigError: the directory is missing, unreadable, or names no end-of-text token.
@@ -167,7 +178,7 @@ class HFTokenizer(Tokenizer):
         else:
             self._backend, eos_id = _load_with_transformers(directory)
             files = [name for name in _VOCAB_FILES if (directory / name).is_file()]
-        # Saved truncation or padding would silently cut documents or add tokens.
+        # Truncation or padding of the saved tokenizer would cut documents or add tokens.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
@@ -192,11 +203,11 @@ class HFTokenizer(Tokenizer):
         return [np.array(one.ids, dtype=np.int64) for one in encoded]
 
     def encode_long(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
-        """As ``Tokenizer.encode_long``, in pieces, cut where ``_is_clean`` finds that ids on both
-        sides stay.
+        """Yield the ids of one text that comes in parts, in bounded memory.
 
-        Each piece is encoded behind the end of the one before, whose ids are then dropped: some
-        tokenizers treat the beginning of a text in another way.
+        The text is cut into pieces where ``_is_clean`` finds that no id changes. Each piece is
+        encoded with the end of the previous piece before it, whose ids are then dropped, because
+        some tokenizers treat the beginning of a text differently.
         """
         batch: list[tuple[str, str]] = []  # context, piece
         for pair in self._pieces(parts):
@@ -207,16 +218,14 @@ class HFTokenizer(Tokenizer):
         yield from self._encode_pieces(batch)
 
     def _encode_pieces(self, batch: list[tuple[str, str]]) -> Iterator[np.ndarray]:
+        heads = self.encode_batch([context for context, _ in batch])
         whole = self.encode_batch([context + piece for context, piece in batch])
-        for ids, head in zip(
-            whole, self.encode_batch([context for context, _ in batch]), strict=True
-        ):
+        for head, ids in zip(heads, whole, strict=True):
             assert (ids[: len(head)] == head).all(), "the cut was found to be clean"
             yield ids[len(head) :]
 
     def _pieces(self, parts: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """(context, piece) of a text: context is the end of the piece before, empty for the
-        first."""
+        """Yield (context, piece) of a text; the context is the end of the previous piece."""
         context = ""
         rest = ""
         size = PIECE
@@ -231,7 +240,7 @@ class HFTokenizer(Tokenizer):
                     ),
                     None,
                 )
-                # no cut leaves the ids alone: the piece grows until there is one, or the text ends
+                # If every cut changes an id, the piece grows until one does not, or the text ends.
                 if cut is None:
                     size *= 2
                     continue
@@ -243,8 +252,11 @@ class HFTokenizer(Tokenizer):
             yield context, rest
 
     def _is_clean(self, text: str, cut: int) -> bool:
-        """Whether ids on either side of a cut are the same with and without the text beyond it, and
-        with more of it."""
+        """Return True if a cut changes no id on either side.
+
+        The ids near the cut must be equal with and without the text beyond it, and with more text
+        before it.
+        """
         near = text[cut - _CONTEXT : cut]
         far = text[max(0, cut - 2 * _CONTEXT) : cut]
         behind = text[cut : cut + _CONTEXT]
@@ -258,8 +270,7 @@ class HFTokenizer(Tokenizer):
 
 
 def _cuts(text: str, end: int) -> Iterator[int]:
-    """Places up to ``end`` at which a text may be cut: behind the last lines, before the last
-    words, anywhere."""
+    """Yield places up to ``end`` to cut a text: after the last lines, before the last words, any."""
     for mark, offset in (("\n", 1), (" ", 0)):
         at = end
         for _ in range(16):
@@ -271,7 +282,7 @@ def _cuts(text: str, end: int) -> Iterator[int]:
 
 
 class NoTokenizer(Tokenizer):
-    """Ids that stand for no text: ``data.kind=benchmark``."""
+    """Stand-in for a tokenizer if ids stand for no text (``data.kind=benchmark``)."""
 
     def __init__(self, vocab_size: int) -> None:
         self.digest = NO_TOKENIZER
@@ -282,24 +293,29 @@ class NoTokenizer(Tokenizer):
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """``byte``, or a HuggingFace tokenizer's directory or pinned id, an export's of bytes too.
-    Raises ConfigError."""
-    if spec == "byte":
-        return ByteTokenizer()
-    path = local_folder(spec) / "tokenizer.json"
-    content = ByteTokenizer.files()["tokenizer.json"]
-    if (
-        path.is_file()
-        and path.stat().st_size == len(content.encode())
-        and path.read_bytes() == content.encode()
-    ):
-        return ByteTokenizer()
-    return HFTokenizer(spec)
+    """Return the tokenizer that ``spec`` names.
+
+    Args:
+        spec: ``byte``, or the directory or pinned Hub id of a HuggingFace tokenizer. The files of
+            an exported byte tokenizer give the byte tokenizer again.
+
+    Raises:
+        ConfigError: as ``HFTokenizer``.
+    """
+    if spec != "byte":
+        path = local_folder(spec) / "tokenizer.json"
+        content = ByteTokenizer.files()["tokenizer.json"].encode()
+        if not path.is_file() or path.read_bytes() != content:
+            return HFTokenizer(spec)
+    return ByteTokenizer()
 
 
 def fitting_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of ``config``. Raises ConfigError, also for one with more ids than the
-    embedding has rows."""
+    """Return the tokenizer of ``config``.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has more ids than the embedding has rows.
+    """
     name = tokenizer_of(config)
     path = config.model.hf_path
     if name == NO_TOKENIZER:
@@ -309,7 +325,7 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
     rows = config.model.vocab_size
     if size > rows:
         remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
-        if path is not None:  # its embedding has the rows it has
+        if path is not None:  # The embedding of a checkpoint has a fixed number of rows.
             remedy = f"Set data.tokenizer={path} for the checkpoint's own, or a smaller one"
             if name == path:
                 remedy = "Copy the tokenizer that the checkpoint was published with, or set data.tokenizer to it"
@@ -330,6 +346,9 @@ def _unreadable(path: Path, why: str) -> ConfigError:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} if the file does not exist."""
+    if not path.is_file():
+        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -345,51 +364,56 @@ def _load_fast(directory: Path) -> tuple[tokenizers.Tokenizer, int | None]:
     path = directory / "tokenizer.json"
     try:
         backend = Backend.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # tokenizers raises the bare Exception for any malformed file
+    except Exception as error:  # tokenizers raises a bare Exception for a malformed file.
         raise _unreadable(path, str(error)) from error
     return backend, _find_eos(directory, backend)
 
 
 def _find_eos(directory: Path, backend: tokenizers.Tokenizer) -> int | None:
-    """The end-of-text id that the directory names, in the order in which transformers looks."""
+    """Return the end-of-text id that the directory names, searched as transformers does; or None."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (directory / name).is_file():
-            token = _read_json(directory / name).get("eos_token")
-            token = token["content"] if isinstance(token, dict) else token
-            if token is not None and backend.token_to_id(token) is not None:
-                return backend.token_to_id(token)
+        token = _read_json(directory / name).get("eos_token")
+        token = token["content"] if isinstance(token, dict) else token
+        if token is not None and (eos_id := backend.token_to_id(token)) is not None:
+            return eos_id
     for name in ("generation_config.json", "config.json"):
-        if (directory / name).is_file():
-            eos_id = _read_json(directory / name).get("eos_token_id")
-            eos_id = eos_id[0] if isinstance(eos_id, list) else eos_id
-            if eos_id is not None:
-                return int(eos_id)
+        eos_id = _read_json(directory / name).get("eos_token_id")
+        eos_id = eos_id[0] if isinstance(eos_id, list) else eos_id
+        if eos_id is not None:
+            return int(eos_id)
     return None
 
 
-def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, int | None]:
+@contextmanager
+def _transformers(tokenizer: str, rule: str, remedy: str) -> Iterator[Callable[[str], Any]]:
+    """Yield a function that loads a tokenizer's folder by ``transformers``, from this disk.
+
+    Errors of the block become a ConfigError with ``rule`` and ``remedy``.
+    """
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
-        )
-        backend = loaded.backend_tokenizer
+        yield partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError, AttributeError) as error:
-        raise ConfigError(
-            "data.tokenizer",
-            str(directory),
-            f"there is no tokenizer.json in it, and transformers cannot make one ({' '.join(str(error).split())})",
-            "Point data.tokenizer at a directory with a tokenizer.json (save_pretrained of a fast tokenizer "
-            "writes one), or set data.tokenizer=byte.",
-        ) from error
-    return backend, loaded.eos_token_id
+        why = " ".join(str(error).split())
+        raise ConfigError("data.tokenizer", tokenizer, f"{rule} ({why})", remedy) from error
+
+
+def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, int | None]:
+    rule = "there is no tokenizer.json in it, and transformers cannot make one"
+    remedy = (
+        "Point data.tokenizer at a directory with a tokenizer.json (save_pretrained of a fast "
+        "tokenizer writes one), or set data.tokenizer=byte."
+    )
+    with _transformers(str(directory), rule, remedy) as load:
+        loaded = load(str(directory))
+        return loaded.backend_tokenizer, loaded.eos_token_id
 
 
 def _byte_lengths(
     backend: tokenizers.Tokenizer, vocab: dict[str, int], vocab_size: int
 ) -> np.ndarray:
-    """UTF-8 bytes per id, [vocab_size], from the way the tokenizer's decoder spells pieces."""
+    """Return the UTF-8 bytes of each id, [vocab_size], by the way the decoder spells pieces."""
     spec = json.loads(backend.to_str())
     decoder = json.dumps(spec["decoder"])
     added = {token["id"]: token for token in spec["added_tokens"]}
@@ -398,15 +422,14 @@ def _byte_lengths(
         if index in added:
             lengths[index] = 0 if added[index]["special"] else len(piece.encode())
         elif '"ByteLevel"' in decoder:
-            lengths[index] = len(piece)  # GPT-2's alphabet: one printable character per byte
+            lengths[index] = len(piece)  # GPT-2's alphabet has one character for each byte.
         elif '"ByteFallback"' in decoder and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
             lengths[index] = 1
-        elif '"WordPiece"' in decoder:  # "##" continues a word; any other piece follows a space
-            lengths[index] = (
-                len(piece[2:].encode()) if piece.startswith("##") else len(piece.encode()) + 1
-            )
+        elif '"WordPiece"' in decoder:
+            # A piece continues a word after "##", and follows a space otherwise.
+            lengths[index] = len(piece.encode()) + (-2 if piece.startswith("##") else 1)
         else:
-            # SentencePiece's visible space
+            # SentencePiece writes a space as U+2581.
             lengths[index] = len(piece.replace("\u2581", " ").encode())
     return lengths
 
@@ -415,22 +438,19 @@ def _byte_lengths(
 
 
 def stored_template(chat: ChatConfig, tokenizer: str) -> str:
-    """The chat template as it is stored, whatever its format: what says that it is there, and the
-    same.
+    """Return the text of the chat template as it is stored, in any of the formats of tokenizers.
 
     Args:
         tokenizer: ``byte`` or a directory.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: there is no template, or it cannot be read.
     """
     chosen = chat.template
     if chosen is not None:
-        path = (
-            shipped_folder("conf") / "chat_template" / "plain.jinja"
-            if chosen == "plain"
-            else Path(chosen)
-        )
+        path = Path(chosen)
+        if chosen == "plain":
+            path = shipped_folder("conf") / "chat_template" / "plain.jinja"
         try:
             return path.expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -442,17 +462,9 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
     files = [folder / TEMPLATE, *sorted(folder.glob(f"{OTHER_TEMPLATES}/*.jinja"))]
     found = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
     for name in ("chat_template.json", "tokenizer_config.json"):
-        if not found and (folder / name).is_file():
-            try:
-                content = json.loads((folder / name).read_text(encoding="utf-8")).get(
-                    "chat_template"
-                )
-            except (ValueError, AttributeError) as error:
-                rule = f"{folder / name} is damaged ({error})"
-                raise ConfigError("data.tokenizer", tokenizer, rule, "Copy it again") from error
-            if content and not isinstance(content, str):
-                content = json.dumps(content)
-            found = content or ""
+        content = "" if found else _read_json(folder / name).get("chat_template")
+        if content:
+            found = content if isinstance(content, str) else json.dumps(content)
     if not found:
         raise ConfigError(
             "data.chat.template",
@@ -465,22 +477,19 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
 
 
 def load_for_templates(tokenizer: str) -> Any:
-    """The tokenizer as ``transformers`` has it. Raises ConfigError."""
-    from transformers import AutoTokenizer
+    """Return the tokenizer as ``transformers`` loads it.
 
-    with tempfile.TemporaryDirectory() as scratch:
-        if tokenizer == "byte":
+    Args:
+        tokenizer: ``byte`` or a directory.
+
+    Raises:
+        ConfigError: ``transformers`` cannot load it.
+    """
+    rule = "transformers, which renders conversations, cannot load it"
+    with _transformers(tokenizer, rule, "Copy the tokenizer's files again") as load:
+        if tokenizer != "byte":
+            return load(str(local_folder(tokenizer)))
+        with tempfile.TemporaryDirectory() as scratch:
             for name, content in ByteTokenizer.files().items():
                 Path(scratch, name).write_text(content, encoding="utf-8")
-        folder = scratch if tokenizer == "byte" else str(local_folder(tokenizer))
-        try:
-            loaded = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, ImportError, AttributeError) as error:
-            why = " ".join(str(error).split())
-            rule = f"transformers, which renders conversations, cannot load it ({why})"
-            raise ConfigError(
-                "data.tokenizer", tokenizer, rule, "Copy the tokenizer's files again"
-            ) from error
-    return loaded
+            return load(scratch)

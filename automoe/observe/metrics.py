@@ -17,7 +17,7 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ import numpy as np
 
 from automoe.errors import ConfigError, retried
 from automoe.observe.environment import describe_environment
+from automoe.storage.files import free_name, replace_file, set_aside
 from automoe.storage.sealed import SEAL, replace_json, sealed, unsealed
 
 METRICS_FILE = "metrics.jsonl"
@@ -53,7 +54,11 @@ VALIDATION_KEYS = ("val_loss", "val_loss_ema", "val_perplexity", "val_bits_per_b
 MAX_LOAD_SNAPSHOTS = 200
 ENVIRONMENT_FILE = "environment.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
+Warn = Callable[[str], object]  # function that shows a line to the user
+
+
+def to_stderr(text: str) -> None:
+    print(f"automoe: {text}", file=sys.stderr)
 
 
 def load_summary(counts: Any) -> dict[str, Any]:
@@ -121,33 +126,30 @@ class AppendLog:
             of the file stays as ``metrics.damaged.1.jsonl``. None renames an existing file and
             starts a new one.
         every_step: whether a step without a record counts as damage.
-        warn: function that shows a line to the user; None: standard error.
+        warn: function that shows a line about damage or a full disk to the user.
     """
 
     def __init__(
-        self,
-        path: Path,
-        resume_step: int | None,
-        every_step: bool = False,
-        warn: Callable[[str], object] | None = None,
+        self, path: Path, resume_step: int | None, warn: Warn, every_step: bool = False
     ) -> None:
         self.path = path
         self.num_records = 0
         self._pending = b""
         self._warned = False
-        self._warn = warn or _to_stderr
+        self._warn = warn
         if resume_step is None and path.exists() and path.stat().st_size:
-            path.rename(_free_name(path, path.stem))
-        self._fd = os.open(path, _APPEND, 0o644)
+            set_aside(path, path.stem)
+        self._fd = _open(path)
         if resume_step is not None:
             self._truncate_after(resume_step, every_step)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        self._pending += _line(record)
+        self._pending += _bytes(record)
         self.num_records += 1
         self.flush()
 
     def flush(self) -> None:
+        """Write pending lines; keep them in memory if they do not fit on the disk."""
         end = os.fstat(self._fd).st_size
         written = 0
         try:
@@ -172,11 +174,18 @@ class AppendLog:
             os.close(self._fd)
             self._fd = -1
 
+    def replace(self, lines: Iterable[bytes]) -> None:
+        """Replace the content of the file by ``lines``, atomically."""
+        replace_file(self.path, b"".join(lines).decode())
+        os.close(self._fd)
+        self._fd = _open(self.path)
+
     def _truncate_after(self, step: int, every_step: bool) -> None:
-        """Remove records after ``step``, a line cut by a kill, and damaged lines; warn about
-        damage.
+        """Remove records after ``step``, a line cut by a kill, and damaged lines.
+
+        Damage before the end of ``step`` is reported to the user.
         """
-        lines = [line for line, _ in _lines(self.path)]
+        lines = _lines(self.path)
         good = {line.step: line for line in lines if line.step is not None and line.step <= step}
         kept = [good[number] for number in sorted(good)]
         missing = _without_record(lines, kept, step) if every_step else []
@@ -187,32 +196,19 @@ class AppendLog:
         # The resumed run repeats the damaged steps after the last good record.
         if every_step and not missing:
             end = max((line.number for line in kept), default=0)
-        damaged = [line.number for line in lines[: end - 1] if line.step is None and line.whole]
+        damaged = _damaged(lines[: end - 1])
         self.num_records = len(kept)
-        told = [f"damaged lines: {_numbers(damaged)}"] if damaged else []
+        told = [f"damaged lines: {damaged}"] if damaged else []
         told += [f"no record of steps: {_numbers(missing)}"] if missing else []
         if kept == lines[: len(kept)]:
-            os.ftruncate(self._fd, sum(line.length for line in kept))
+            os.ftruncate(self._fd, sum(len(line.raw) for line in kept))
         else:
-            told.append(f"the file as it was is kept as {self._rewrite(kept)}")
+            aside = free_name(self.path, f"{self.path.stem}.damaged")
+            shutil.copyfile(self.path, aside)
+            self.replace(line.raw for line in kept)
+            told.append(f"the file as it was is kept as {aside.name}")
         if told:
             self._warn(f"{self.path}: {'; '.join(told)}")
-
-    def _rewrite(self, kept: list[_Line]) -> str:
-        """Replace the file's content by the lines ``kept``; return the name of the old
-        file's copy.
-        """
-        aside = _free_name(self.path, f"{self.path.stem}.damaged")
-        shutil.copyfile(self.path, aside)
-        scratch = self.path.with_suffix(".tmp")
-        with self.path.open("rb") as old, scratch.open("wb") as new:
-            for line in kept:
-                old.seek(line.start)
-                new.write(old.read(line.length))
-        os.close(self._fd)
-        os.replace(scratch, self.path)
-        self._fd = os.open(self.path, _APPEND, 0o644)
-        return aside.name
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
@@ -226,8 +222,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         resume_step: last step of the checkpoint that training continues from (0: from the start).
             Later records are removed, because their steps will run again. None means a new run:
             records of an earlier run are renamed to ``metrics.1.jsonl`` and so on.
-        warn: function that shows the user a line about damaged records or a full disk; None:
-            standard error.
+        warn: function that shows a line about damaged records or a full disk to the user.
 
     Raises:
         ConfigError: an existing file cannot be read or written.
@@ -237,29 +232,29 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self,
         run_dir: str | os.PathLike[str],
         resume_step: int | None = None,
-        warn: Callable[[str], object] | None = None,
+        warn: Warn = to_stderr,
     ) -> None:
         self.run_dir = Path(run_dir)
+        self._warn = warn
         try:
             replace_json(self.run_dir / ENVIRONMENT_FILE, describe_environment())
             for name in (METRICS_FILE, LOAD_FILE) if resume_step is not None else ():
                 # Test that both files open before one of them is truncated.
-                os.close(os.open(self.run_dir / name, _APPEND, 0o644))
-            self._metrics = AppendLog(
-                self.run_dir / METRICS_FILE, resume_step, every_step=True, warn=warn
-            )
-            self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step, warn=warn)
+                os.close(_open(self.run_dir / name))
+            metrics = self.run_dir / METRICS_FILE
+            self._metrics = AppendLog(metrics, resume_step, warn, every_step=True)
+            self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step, warn)
             # The file is created with the first sample; an existing file is truncated like the
             # others.
             samples = self.run_dir / SAMPLES_FILE
-            self._samples = AppendLog(samples, resume_step, warn=warn) if samples.exists() else None
+            self._samples = AppendLog(samples, resume_step, warn) if samples.exists() else None
             # Steps between two load snapshots. A resumed run keeps its stride; its first snapshot
             # may be off the grid.
             steps = [record["step"] for record in read_jsonl(self._load.path)]
             sampled = np.diff(steps[1:])
             self._stride = statistics.mode(sampled.tolist()) if len(sampled) else 1
             if steps and steps[-1] < (due := (resume_step or 0) // self._stride * self._stride):
-                (warn or _to_stderr)(
+                warn(
                     f"{self._load.path}: it ends after step {steps[-1]} and went to {due} at least"
                 )
             # Newest counts between two snapshots; ``close`` writes them.
@@ -297,75 +292,72 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Append the model's answers after ``step``: ``prompt`` and ``text`` of each sample."""
         if self._samples is None:
-            self._samples = AppendLog(self.run_dir / SAMPLES_FILE, None)
+            self._samples = AppendLog(self.run_dir / SAMPLES_FILE, None, self._warn)
         self._samples.append({"step": step, "samples": samples})
 
     def close(self) -> None:
         if self._last_load is not None:
             self._load.append(self._last_load)
             self._last_load = None
-        if self._samples is not None:
-            self._samples.close()
-        self._metrics.close()
-        self._load.close()
+        for log in (self._samples, self._metrics, self._load):
+            if log is not None:
+                log.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _thin(self) -> None:
-        """Double the snapshot stride, so that a run of any length keeps at most
-        MAX_LOAD_SNAPSHOTS.
-        """
-        path = self._load.path
+        """Double the snapshot stride, so that a run of any length keeps a bounded number of them."""
         stride = self._stride
-        kept = read_jsonl(path)
+        kept = read_jsonl(self._load.path)
         while len(kept) > MAX_LOAD_SNAPSHOTS:
             stride *= 2
             kept = kept[:1] + [record for record in kept[1:] if record["step"] % stride == 0]
-        temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_bytes(b"".join(map(_line, kept)))
+            self._load.replace(map(_bytes, kept))
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            temporary.unlink(missing_ok=True)
             return  # A longer record does no harm; the next snapshot tries again.
         self._stride = stride
-        self._load.close()
-        os.replace(temporary, path)
-        self._load = AppendLog(path, resume_step=kept[-1]["step"])
+        self._load.num_records = len(kept)
 
 
 class _Line(NamedTuple):
-    """Position of a line in its file.
+    """Line of a JSON-lines file.
 
-    ``step`` is None for a damaged line; ``whole`` is False for a line cut by a kill.
+    Attributes:
+        number: from 1.
+        step: step of the record; None for a damaged line.
     """
 
     number: int
-    start: int
-    length: int
+    raw: bytes
+    record: dict[str, Any]
     step: int | None
-    whole: bool
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def _bytes(record: Mapping[str, Any]) -> bytes:
     return sealed(jsonable(record), allow_nan=False).encode() + b"\n"
 
 
-def _lines(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
-    """Yield every line of a file with its record; the record of a damaged line is {}."""
-    start = 0
-    with path.open("rb") as file:
+def _lines(path: str | os.PathLike[str]) -> list[_Line]:
+    """Return every line of a JSON-lines file; a missing file has none."""
+    if not os.path.exists(path):
+        return []
+    lines = []
+    with open(path, "rb") as file:
         for number, raw in enumerate(file, start=1):
-            whole = raw.endswith(b"\n")
             record = {}
             with contextlib.suppress(ValueError):  # A power loss can leave zeros inside the file.
-                record = unsealed(raw) if whole else {}
-            if type(record.get("step")) is not int:
-                record = {}
-            yield _Line(number, start, len(raw), record.get("step"), whole), record
-            start += len(raw)
+                record = unsealed(raw) if raw.endswith(b"\n") else {}
+            step = record.get("step")
+            lines.append(_Line(number, raw, record, step if type(step) is int else None))
+    return lines
 
 
 def _without_record(lines: list[_Line], kept: list[_Line], step: int) -> list[int]:
@@ -379,12 +371,17 @@ def _without_record(lines: list[_Line], kept: list[_Line], step: int) -> list[in
     return sorted(set(range(first, step + 1)) - {line.step for line in kept})
 
 
-def _numbers(numbers: list[int]) -> str:
-    """Format ordered numbers as ranges: ``3, 5-9``."""
+def ranges(numbers: list[int]) -> list[str]:
+    """Format ordered numbers as ranges of consecutive ones: ``3``, ``5-9``."""
     there = set(numbers)
-    starts, ends = ([n for n in numbers if n + side not in there] for side in (-1, 1))
-    ranges = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    return ", ".join(ranges[:8]) + (f" and {len(ranges) - 8} more" if len(ranges) > 8 else "")
+    starts = [number for number in numbers if number - 1 not in there]
+    ends = [number for number in numbers if number + 1 not in there]
+    return [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+
+
+def _numbers(numbers: list[int]) -> str:
+    texts = ranges(numbers)
+    return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -392,20 +389,21 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     The last of several records of a step counts. A missing file has no records: [].
     """
-    if not os.path.exists(path):
-        return []
-    records = {line.step: record for line, record in _lines(Path(path)) if line.step is not None}
+    records = {line.step: line.record for line in _lines(path) if line.step is not None}
     return [records[step] for step in sorted(records)]
 
 
 def damaged_lines(path: str | os.PathLike[str]) -> str:
-    """Return the numbers of damaged lines as text, without a last line cut by a kill; ""
-    if none.
+    """Return the numbers of a file's damaged lines as text; "" if none is damaged.
+
+    A last line that was cut by a kill does not count.
     """
-    if not os.path.exists(path):
-        return ""
+    return _damaged(_lines(path))
+
+
+def _damaged(lines: list[_Line]) -> str:
     return _numbers(
-        [line.number for line, _ in _lines(Path(path)) if line.whole and line.step is None]
+        [line.number for line in lines if line.step is None and line.raw.endswith(b"\n")]
     )
 
 
@@ -446,9 +444,7 @@ def read_expert_load(run_dir: str | os.PathLike[str]) -> tuple[np.ndarray, np.nd
     N is 0 without snapshots, and L is 0 for a dense model.
     """
     records = read_jsonl(Path(run_dir) / LOAD_FILE)
-    if not records:
-        return np.zeros(0, dtype=np.int64), np.zeros((0, 0, 0))
-    steps = np.array([record["step"] for record in records])
+    steps = np.array([record["step"] for record in records], dtype=np.int64)
     counts = np.array([record["counts"] for record in records], dtype=np.float64)
     return steps, counts if counts.ndim == 3 else np.zeros((len(records), 0, 0))
 
@@ -468,25 +464,7 @@ def rank_balance(counts: np.ndarray, ep: int) -> float | None:
 
 
 def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and values of the records that have ``key``; values are floats, also NaN and
-    inf.
-    """
-    pairs = [
-        (record["step"], float(record[key])) for record in records if record.get(key) is not None
-    ]
-    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
-    return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
-
-
-def _free_name(path: Path, stem: str) -> Path:
-    """Return the first unused path among ``stem.1.jsonl``, ``stem.2.jsonl``, ... in ``path``'s
-    folder.
-    """
-    number = 1
-    while (free := path.with_name(f"{stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return free
-
-
-def _to_stderr(text: str) -> None:
-    print(f"automoe: {text}", file=sys.stderr)
+    """Return steps and float values, which may be NaN or infinite, of records that have ``key``."""
+    found = [record for record in records if record.get(key) is not None]
+    steps = np.array([record["step"] for record in found], dtype=np.int64)
+    return steps, np.array([float(record[key]) for record in found], dtype=np.float64)

@@ -41,6 +41,8 @@ Curve = tuple[np.ndarray, np.ndarray]  # steps and values, as ``series`` returns
 WIDE = 9.0
 NARROW = 4.6
 SWEEP_PLOT = "sweep.png"
+THRESHOLD: dict[str, Any] = {"color": ORANGE, "linewidth": 1.2, "linestyle": "--"}
+SCIENTIFIC: dict[str, Any] = {"style": "sci", "scilimits": (-2, 3), "useMathText": True}
 MAX_LINES = 8  # up to this many layers have lines with legend entries
 # Colours of loads from below to above an equal share; grey for a layer without tokens.
 BALANCE = LinearSegmentedColormap.from_list(
@@ -67,9 +69,8 @@ def draw_plots(
     Returns:
         (path, caption) of each plot in reading order.
     """
-    grad_clip, first_moe_layer = (
-        (config.train.grad_clip, config.model.first_k_dense) if config else (0.0, 0)
-    )
+    grad_clip = config.train.grad_clip if config else 0.0
+    first_moe_layer = config.model.first_k_dense if config else 0
     figures = [
         ("loss", "Cross-entropy per trained token; bits per byte of held-out text", _loss(records)),
         ("throughput", "Tokens per second over all ranks", _throughput(records)),
@@ -77,30 +78,17 @@ def draw_plots(
         ("learning_rate", "Learning rate of the schedule", _learning_rate(records)),
     ]
     # A balance loss that is off is recorded as 0: plot only losses that were ever on.
-    if keys := sorted(
-        {
-            key
-            for record in records
-            for key in record
-            if key.endswith("balance_loss") and record[key]
-        }
-    ):
-        figures.append(
-            (
-                "balance_loss",
-                "Balance losses, with their coefficients",
-                _balance_losses(records, keys),
-            )
-        )
+    balance = {key for one in records for key in one if key.endswith("balance_loss") and one[key]}
+    if balance:
+        figure = _balance_losses(records, sorted(balance))
+        figures.append(("balance_loss", "Balance losses, with their coefficients", figure))
     steps, counts = load
-    dense = len(steps) > 0 and counts.shape[1] == 0
-    if not dense:
+    if not len(steps) or counts.shape[1]:  # no dense model
         caption = "Load of every expert: 1 is an equal share of its layer's tokens"
         figures.append(("expert_load", caption, _load_heat_map(steps, counts, first_moe_layer)))
         caption = "Busiest expert over the mean expert, per layer: 1 is balanced"
-        figures.append(
-            ("expert_balance", caption, _load_over_time(records, steps, counts, first_moe_layer))
-        )
+        figure = _load_over_time(records, steps, counts, first_moe_layer)
+        figures.append(("expert_balance", caption, figure))
     return [(save(figure, directory / f"{name}.png"), caption) for name, caption, figure in figures]
 
 
@@ -112,18 +100,17 @@ def _small(title: str, ylabel: str = "") -> tuple[Figure, Axes]:
 
 
 def _loss(records: Records) -> Figure:
-    training, validation, bits = (
-        series(records, key) for key in ("loss", "val_loss", "val_bits_per_byte")
-    )
-    has_bits = len(bits[0]) > 0
-    ratios = [2, 1] if has_bits else [1]
+    training = series(records, "loss")
+    validation = series(records, "val_loss")
+    bits = series(records, "val_bits_per_byte")
+    ratios = [2, 1] if len(bits[0]) else [1]
     figure, axes = new_figure(WIDE, 3.7, columns=len(ratios), plain=True, width_ratios=ratios)
     _line(axes[0], training, BLUE, "training", smooth=True)
     _points(axes[0], validation, ORANGE, "validation")
     axes[0].set(title="Loss", xlabel="step", ylabel="nats per token")
     _legend(axes[0])
     _focus(axes[0], [training[1], validation[1]])
-    if has_bits:
+    if len(bits[0]):
         _points(axes[1], bits, ORANGE, "validation")
         axes[1].set(title="Validation bits per byte", xlabel="step")
         _label_last(axes[1], bits)
@@ -137,7 +124,7 @@ def _throughput(records: Records) -> Figure:
         label = f"median {short_number(middle)}"
         if (mfu := median(records, "mfu")) is not None:
             label += f", MFU {100 * mfu:.1f}%"
-        axis.axhline(middle, color=ORANGE, linewidth=1.2, linestyle="--", label=label)
+        axis.axhline(middle, label=label, **THRESHOLD)
         axis.set_ylim(bottom=0)
         axis.yaxis.set_major_formatter(
             lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
@@ -155,13 +142,7 @@ def _grad_norm(records: Records, grad_clip: float) -> Figure:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
     if grad_clip > 0 and len(finite) and grad_clip < 20 * finite.max():
-        axis.axhline(
-            grad_clip,
-            color=ORANGE,
-            linewidth=1.2,
-            linestyle="--",
-            label=f"clipped above {grad_clip:g}",
-        )
+        axis.axhline(grad_clip, label=f"clipped above {grad_clip:g}", **THRESHOLD)
     _legend(axis)
     return figure
 
@@ -169,8 +150,8 @@ def _grad_norm(records: Records, grad_clip: float) -> Figure:
 def _learning_rate(records: Records) -> Figure:
     figure, axis = _small("Learning rate")
     _line(axis, series(records, "lr"), GREEN, "learning rate")
-    axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-    if len(records):
+    axis.ticklabel_format(axis="y", **SCIENTIFIC)
+    if records:
         axis.set_ylim(bottom=0)
     return figure
 
@@ -178,10 +159,9 @@ def _learning_rate(records: Records) -> Figure:
 def _balance_losses(records: Records, keys: list[str]) -> Figure:
     figure, axis = _small("Balance losses", "added to the loss")
     for key, colour in zip(keys, (BLUE, ORANGE, GREEN, RED), strict=False):
-        _line(
-            axis, series(records, key), colour, key.removesuffix("_balance_loss").replace("_", " ")
-        )
-    axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+        label = key.removesuffix("_balance_loss").replace("_", " ")
+        _line(axis, series(records, key), colour, label)
+    axis.ticklabel_format(axis="y", **SCIENTIFIC)
     _legend(axis)
     return figure
 
@@ -196,7 +176,7 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
     num_layers, num_experts = counts.shape[1:] if len(counts) else (0, 0)
     height = min(7.5, 1.9 + 0.24 * max(num_layers, 6))
     both = len(steps) > 1
-    figure, axes = new_figure(WIDE if both else NARROW, height, columns=2 if both else 1)
+    figure, axes = new_figure(WIDE if both else NARROW, height, columns=1 + both)
     if not num_layers:
         say_empty(axes[0], "no expert load recorded")
         return figure
@@ -207,9 +187,12 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
     limit = 2.0 if np.nanmax(load_NLE[-1], initial=1.0) <= 2.0 else 4.0
     titles = (f"Step {steps[-1]}", f"Mean of {len(steps)} steps from {steps[0]} to {steps[-1]}")
     for axis, load_LE, title in zip(axes, (load_NLE[-1], mean_LE), titles, strict=False):
-        colours = {"norm": LogNorm(1 / limit, limit), "cmap": BALANCE}
         axis.imshow(
-            np.clip(load_LE, 1 / limit, limit), aspect="auto", interpolation="nearest", **colours
+            np.clip(load_LE, 1 / limit, limit),
+            aspect="auto",
+            interpolation="nearest",
+            norm=LogNorm(1 / limit, limit),
+            cmap=BALANCE,
         )
         axis.set(title=title, xlabel="expert")
         axis.grid(False)
@@ -217,17 +200,14 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
         axis.set_xticks(*_ticks(num_experts, 0, at_most=9 if both else 16))
         if num_experts <= 16 and num_layers <= 16:
             decimals = 2 if num_experts <= 8 else 1
-            for layer, expert in np.ndindex(load_LE.shape):
-                load = load_LE[layer, expert]
+            for (layer, expert), load in np.ndenumerate(load_LE):
                 text = f"{load:.{decimals}f}" if np.isfinite(load) else "–"
                 axis.text(expert, layer, text, ha="center", va="center", fontsize=7.5)
     axes[0].set_ylabel("layer")
     bar = figure.colorbar(axes[0].images[0], ax=axes, pad=0.01, aspect=30)
-    marks = [1 / limit, 1 / limit**0.5, 1, limit**0.5, limit]
-    bar.set_ticks(
-        marks,
-        labels=[f"≤ {1 / limit:.2g}", *[f"{mark:.2g}" for mark in marks[1:-1]], f"≥ {limit:g}"],
-    )
+    marks = {limit**power: f"{limit**power:.2g}" for power in (-1, -0.5, 0, 0.5, 1)}
+    marks |= {1 / limit: f"≤ {1 / limit:.2g}", limit: f"≥ {limit:g}"}
+    bar.set_ticks(list(marks), labels=marks.values())
     bar.minorticks_off()
     bar.set_label("load over equal share")
     bar.outline.set_visible(False)
@@ -244,14 +224,12 @@ def _load_over_time(
         load_NL = np.nan_to_num(relative_load(counts).max(axis=-1))
         colours = matplotlib.colormaps[SEQUENTIAL](np.linspace(0.0, 0.9, num_layers))
         style = {"linewidth": 1.4, "marker": "o" if len(steps) < 3 else None, "markersize": 4}
-        for layer in range(num_layers):
+        for layer, colour in enumerate(colours):
             label = f"layer {first_moe_layer + layer}" if num_layers <= MAX_LINES else None
-            axis.plot(steps, load_NL[:, layer], color=colours[layer], label=label, **style)
+            axis.plot(steps, load_NL[:, layer], color=colour, label=label, **style)
         if num_layers > MAX_LINES:
-            scale = ScalarMappable(
-                Normalize(first_moe_layer, first_moe_layer + num_layers - 1),
-                ListedColormap(colours),
-            )
+            layers = Normalize(first_moe_layer, first_moe_layer + num_layers - 1)
+            scale = ScalarMappable(layers, ListedColormap(colours))
             bar = figure.colorbar(scale, ax=axis, pad=0.01, aspect=30, label="layer")
             bar.outline.set_visible(False)
         axis.axhline(1.0, color=GREEN, linewidth=1.0, linestyle="--", label="balanced")
@@ -293,15 +271,16 @@ def _line(
     else:
         axis.plot(steps, shown, color=colour, linewidth=width, marker=marker, label=label)
     if not finite.all():
-        marks = {
-            "linestyle": "none",
-            "marker": "x",
-            "color": RED,
-            "clip_on": False,
-            "label": "not finite",
-        }
-        at_the_bottom = np.full((~finite).sum(), 0.02)
-        axis.plot(steps[~finite], at_the_bottom, transform=axis.get_xaxis_transform(), **marks)
+        axis.plot(
+            steps[~finite],
+            np.full((~finite).sum(), 0.02),  # near the bottom of the axes
+            transform=axis.get_xaxis_transform(),
+            linestyle="none",
+            marker="x",
+            color=RED,
+            clip_on=False,
+            label="not finite",
+        )
     axis.margins(x=0.02)
     _whole_steps(axis)
 
@@ -349,9 +328,7 @@ def _focus(axis: Axes, values: list[np.ndarray]) -> None:
     if len(finite) < 20:
         return
     low = finite.min()
-    high = np.percentile(finite, 99.5)
-    start = finite[0]
-    high = max(high, min(start, finite.max()))
+    high = max(np.percentile(finite, 99.5), finite[0])
     if finite.max() > high + 2 * (high - low):
         axis.set_ylim(low - 0.05 * (high - low), high + 0.3 * (high - low))
 
@@ -380,14 +357,13 @@ def _legend(axis: Axes, *, outside: bool = False) -> None:
     """Add a legend if there are labels: over the plot, or to the right of it (``outside``)."""
     if axis.get_legend_handles_labels()[1]:
         axis.legend(
-            **({"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if outside else {"loc": "best"})
+            loc="upper left" if outside else "best", bbox_to_anchor=(1.0, 1.0) if outside else None
         )
 
 
 @rc_context(RC)
 def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
-    """Write ``sweep.png``: training loss of all jobs in one plot, and measured beside predicted
-    numbers.
+    """Write ``sweep.png``: the training loss of all jobs, and their measured and predicted numbers.
 
     Meshes of one configuration train alike, so their loss curves should coincide; only speeds
     differ.
@@ -398,14 +374,17 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
     """
     runs = [(job, records) for job in jobs if (records := read_metrics(directory / job["name"]))]
     labels = [textwrap.wrap(job["label"], 72) for job, _ in runs]
+    measured = [
+        {"tokens_per_second": job.get("tokens_per_second")} | (job.get("measured") or {})
+        for job, _ in runs
+    ]
     others = [
         key
         for key in COMPARED
-        if any((job.get("measured") or {}).get(key) is not None for job, _ in runs)
+        if key != "tokens_per_second" and any(one.get(key) is not None for one in measured)
     ]
-    others = [key for key in others if key != "tokens_per_second"]
     height = max(3.8, 1.2 + 0.3 * len(runs) + 0.19 * sum(map(len, labels)))
-    widths = [5, 5, *(2 for _ in others)]
+    widths = [5, 5] + [2] * len(others)
     figure, (loss, speed, *rest) = new_figure(
         1.1 * sum(widths), height, columns=len(widths), width_ratios=widths
     )
@@ -418,7 +397,6 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
     colours = matplotlib.colormaps["tab10" if len(runs) <= 10 else "turbo"]
     panels = dict(zip(("tokens_per_second", *others), (speed, *rest), strict=True))
     place = 0.0
-    most = dict.fromkeys(panels, 0.0)
     for i, ((job, records), lines) in enumerate(zip(runs, labels, strict=True)):
         colour = colours(i if len(runs) <= 10 else i / (len(runs) - 1))
         # Later jobs have thinner lines, so that coinciding curves are all visible.
@@ -428,27 +406,20 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
         # The label above the bar uses the whole width; bar and curve have the same colour.
         speed.text(0, place, "\n".join(lines), va="top", fontsize=8.5)
         place += 0.62 * len(lines) + 0.28
-        measured = {
-            "tokens_per_second": job.get("tokens_per_second"),
-            **(job.get("measured") or {}),
-        }
         for key, axis in panels.items():
-            value = measured.get(key) or 0.0
+            value = measured[i].get(key)
             predicted = (job.get("predicted") or {}).get(key)
-            axis.barh(place, value, height=0.44, color=colour)
-            text = f"{value:,.0f}" if axis is speed else COMPARED[key][1](measured.get(key))
-            axis.text(value, place, f" {text}", va="center", fontsize=8.5, color=MUTED)
+            axis.barh(place, value or 0.0, height=0.44, color=colour)
+            text = f"{value or 0.0:,.0f}" if axis is speed else COMPARED[key][1](value)
+            axis.text(value or 0.0, place, f" {text}", va="center", fontsize=8.5, color=MUTED)
             if predicted is not None:
-                axis.plot(
-                    [predicted] * 2, [place - 0.34, place + 0.34], color="black", linewidth=1.6
-                )
-            most[key] = max(most[key], value, predicted or 0.0)
+                marks = [place - 0.34, place + 0.34]
+                axis.plot([predicted] * 2, marks, color="black", linewidth=1.6)
         place += 0.6
     for key, axis in panels.items():
+        most = axis.dataLim.x1  # the longest bar or mark
         axis.set(
-            yticks=[],
-            ylim=(place, -0.2),
-            xlim=(0, (1.2 if axis is speed else 1.6) * most[key] or 1.0),
+            yticks=[], ylim=(place, -0.2), xlim=(0, (1.2 if axis is speed else 1.6) * most or 1.0)
         )
         axis.grid(axis="y", visible=False)
         if axis is not speed:

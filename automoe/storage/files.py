@@ -59,16 +59,23 @@ def replace_file(path: Path, text: str) -> None:
         raise
 
 
+def free_name(path: Path, stem: str) -> Path:
+    """Return the first unused path of ``stem.1``, ``stem.2``, ... with the suffix of ``path``.
+
+    It is in the same folder as ``path``.
+    """
+    number = 1
+    while os.path.lexists(free := path.with_name(f"{stem}.{number}{path.suffix}")):
+        number += 1
+    return free
+
+
 def set_aside(path: Path, stem: str) -> str | None:
-    """Rename ``path`` to the first free name of ``stem.1``, ``stem.2``, ... and return the name.
+    """Rename ``path`` to ``free_name(path, stem)`` and return the new name.
 
     Returns:
         None if ``path`` does not exist.
     """
     if not os.path.lexists(path):
         return None
-    number = 1
-    while os.path.lexists(target := path.with_name(f"{stem}.{number}")):
-        number += 1
-    path.rename(target)
-    return target.name
+    return path.rename(free_name(path, stem)).name

@@ -234,7 +234,7 @@ def validate(
     def losses() -> dict[str, float]:
         found = {}
         for source, name in enumerate(loader.names):
-            batches = loader.validation_batches(config.train.val_batches, source)
+            batches = loader.batches("validation", config.train.val_batches, source)
             sums = _validation_sums(config, runner, batches, meshes, device, extra_inputs)
             if sums["count"]:
                 found[name] = loader.weights[source], sums

@@ -47,7 +47,7 @@ def test_ranks_share_rows_out_and_a_resume_goes_on_where_it_was() -> None:
     again.load_state_dict(whole.state_dict())
     assert (again.next_step().tokens == whole.next_step().tokens[:8]).all()
     trained = {tuple(row) for row in step.tokens.tolist()}
-    held_out = {tuple(row) for batch in whole.validation_batches(1) for row in batch.tokens.tolist()}
+    held_out = {tuple(row) for batch in whole.batches("validation", 1) for row in batch.tokens.tolist()}
     assert held_out and not held_out & trained
 
 

@@ -204,7 +204,7 @@ def test_rows_train_answers_alone_and_all_of_them(make: Make) -> None:
     batch = loader.next_step()
     trained = batch.labels[batch.labels != IGNORE]
     answers = loader.tokenizer.decode(trained.tolist()).split("<|im_end|>")
-    validated = sum(b.labels.ne(IGNORE).any(1).sum() for b in loader.validation_batches(1))
+    validated = sum(b.labels.ne(IGNORE).any(1).sum() for b in loader.batches("validation", 1))
     assert set(answers) == {"b", "", *("a" * n for n in range(1, 8))} and validated > 0
     assert answers.count("b") == len(loader._rows_of("train", 0).lengths) < 40
     lines = loader.describe()

@@ -96,7 +96,7 @@ def test_an_epoch_trains_every_document_once(config):
     for batch in batches:
         counts = torch.bincount(batch.tokens.flatten(), minlength=258)
         texts = [Path(config.data.path, f"{i:02}.py").read_bytes() for i in range(30)]
-        validation = list(Loader(config, 0, 1).validation_batches(100))
+        validation = list(Loader(config, 0, 1).batches("validation", 100))
         counts += torch.bincount(torch.cat([b.tokens for b in validation]).flatten(), minlength=258)
         assert counts[:256].tolist() == [b"".join(texts).count(bytes([byte])) for byte in range(256)]
         assert counts[256] == 30
@@ -211,7 +211,7 @@ def test_other_settings_are_refused_by_name(config, byte_level_dir):
 
 def test_validation_is_fixed_disjoint_and_never_repeats(config):
     ranks = [Loader(config, rank, 2) for rank in range(2)]
-    batches = [batch for pair in zip(*(r.validation_batches(100) for r in ranks), strict=True) for batch in pair]
+    batches = [batch for pair in zip(*(r.batches("validation", 100) for r in ranks), strict=True) for batch in pair]
     tokens = joined(batches)[0]
     text = bytes(tokens[tokens < 256].tolist())
     files = [path.read_bytes() for path in sorted(Path(config.data.path).iterdir())]
@@ -220,16 +220,16 @@ def test_validation_is_fixed_disjoint_and_never_repeats(config):
     assert len(text) == sum(map(len, inside)), "each validation byte once"
     ranks[0].next_step()
     config.train.seed = 3
-    other_seed = list(Loader(config, 0, 1).validation_batches(100))
+    other_seed = list(Loader(config, 0, 1).batches("validation", 100))
     assert equal(other_seed, batches)
-    assert equal(list(ranks[0].validation_batches(1)), batches[:1])
+    assert equal(list(ranks[0].batches("validation", 1)), batches[:1])
     train_text = bytes(steps(config, 4)[0][0].tokens.flatten().clamp(max=255).tolist())
     assert not any(raw[:100] in train_text for raw in inside)
 
 
 def test_validation_split_walks_its_own_rows(config):
     loader = Loader(config, 0, 1, split="validation")
-    first = next(loader.validation_batches(1))
+    first = next(loader.batches("validation", 1))
     config.train.global_batch_size = loader.rows_per_epoch
     step = Loader(config, 0, 1, split="validation").next_step()
     assert torch.equal(step.tokens, first.tokens[: loader.rows_per_epoch])
@@ -238,7 +238,7 @@ def test_validation_split_walks_its_own_rows(config):
 def test_last_validation_batch_fills_up_with_rows_that_train_nothing(config):
     loader = Loader(config, 0, 1, split="validation")
     config.train.global_batch_size = 4 * loader.rows_per_epoch
-    filled = [next(Loader(config, rank, 4).validation_batches(2)) for rank in range(4)]
+    filled = [next(Loader(config, rank, 4).batches("validation", 2)) for rank in range(4)]
     assert filled[0].num_bytes > 0
     for batch in filled[1:]:
         assert (batch.labels == IGNORE).all() and (batch.doc_ids == -1).all() and batch.num_bytes == 0
@@ -263,7 +263,7 @@ def test_single_document_gives_up_its_tail(tmp_path, library_texts):
     config.data.kind, config.data.path, config.data.val_fraction = "text", str(tmp_path / "book.txt"), 0.1
     config.data.document_mask = False
     loader = Loader(config, 0, 1)
-    tokens = torch.cat([batch.tokens for batch in loader.validation_batches(100)]).flatten()
+    tokens = torch.cat([batch.tokens for batch in loader.batches("validation", 100)]).flatten()
     tail = bytes(sorted(tokens[tokens < 256].tolist()))
     raw = library_texts[0].encode()
     assert tail == bytes(sorted(raw[len(raw) + 1 - round(0.1 * (len(raw) + 1)) :]))
@@ -278,12 +278,12 @@ def test_empty_split_is_refused(config):
     config.train.val_every = 0
     loader = Loader(config, 0, 1)
     with pytest.raises(DataError, match=message):
-        next(loader.validation_batches(1))
+        next(loader.batches("validation", 1))
 
 
 def test_few_documents_still_give_one_to_validation(config):
     config.data.val_fraction = 1e-9
-    assert len(list(Loader(config, 0, 1).validation_batches(100))) == 1
+    assert len(list(Loader(config, 0, 1).batches("validation", 100))) == 1
 
 
 def test_long_document_is_refused_with_file_line_and_lengths(tmp_path):

@@ -134,7 +134,7 @@ def test_validation_of_a_source_is_that_of_the_source_alone(config):
     assert loader.names == ("code", "web", "books") and loader.weights == [0.5, 0.25, 0.25]
     for source in range(3):
         single = Loader(alone(config, source), 0, 2)
-        pairs = list(zip(loader.validation_batches(9, source), single.validation_batches(9), strict=True))
+        pairs = list(zip(loader.batches("validation", 9, source), single.batches("validation", 9), strict=True))
         assert pairs and all(torch.equal(a.tokens, b.tokens) and a.num_bytes == b.num_bytes for a, b in pairs)
 
 

@@ -91,7 +91,7 @@ def test_both_sequences_of_a_pair_are_documents_of_one_row() -> None:
     rows = SampleRows(tokens, starts, lengths, trained=tokens >= 0, firsts=firsts, seq_len=11, seed=0, pad_id=99)
     taken = rows.take(np.arange(rows.num_rows))
     for row in range(rows.num_rows):
-        for place, pair in enumerate(rows.samples(row)):
+        for place, pair in enumerate(rows.row_documents(row)):
             for which, (start, length) in enumerate(((0, firsts[pair]), (firsts[pair], lengths[pair] - firsts[pair]))):
                 here = taken.doc_ids[row] == 2 * place + which
                 assert taken.tokens[row][here].tolist() == list(

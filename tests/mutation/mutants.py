@@ -186,7 +186,7 @@ _DATA = [
     ("chat_template.py", "start < len(prompt) and through.startswith(before)", "False", CHAT),
     ("chat_template.py", 'if not message["content"]:', "if False:", CHAT),
     ("chat_corpus.py", "trained[start:end] = True", "trained[start : end - 1] = True", CHAT_DATA),
-    ("packing.py", "-(-self.num_tokens // seq_len)", "self.num_tokens // seq_len", LLAMA),
+    ("packing.py", "-(-self.num_tokens // self.seq_len)", "self.num_tokens // self.seq_len", LLAMA),
     ("packing.py", "np.where(real, doc_ids, -1)", "np.where(real, doc_ids, 0)", QWEN),
     ("packing.py", "indices[chosen] % self.num_rows", "indices[chosen] // self.num_rows", PACKING),
     (
@@ -207,7 +207,7 @@ _DATA = [
     ("loader.py", 'arrays["labels"][arrays["labels"] != IGNORE]', 'arrays["tokens"]', LLAMA),
     ("prepare.py", "/ 2.0**64 < val_fraction", "/ 2.0**63 < val_fraction", LLAMA),
     ("prepare.py", 'if split == "validation" else ~validation', 'if split == "train" else ~validation', LLAMA),
-    ("prepare.py", "(length + 1, text_hash", "(length, text_hash", LLAMA),
+    ("tokenise.py", "self.end(length, text_hash", "self.end(length - 1, text_hash", LLAMA),
     ("tokenizer.py", "[1] * 256 + [0, 0]", "[1] * 256 + [1, 0]", LLAMA),
     ("tokenizer.py", "_id = 256", "_id = 255", LLAMA),
     ("corpora.py", "left -= len(raw)", "left -= len(text)", CORPORA),

@@ -8,7 +8,6 @@ which a resumed run continues.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from automoe.config.convert import config_to_dict
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
+from automoe.observe.metrics import Warn, to_stderr
 from automoe.observe.trackers.base import WITHOUT, About, Outcome, Tracker, one_line
 from automoe.storage.sealed import read_json, replace_json
 
@@ -28,9 +28,7 @@ SWEEP_FILE = "sweep.json"
 class Trackers:
     """All trackers of a run behind one interface, in the process that records the run (rank 0)."""
 
-    def __init__(
-        self, opened: dict[str, Tracker], config: Config, warn: Callable[[str], object]
-    ) -> None:
+    def __init__(self, opened: dict[str, Tracker], config: Config, warn: Warn) -> None:
         self._open = opened
         self._config = config
         self._warn = warn
@@ -41,7 +39,9 @@ class Trackers:
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of a step's record (keys of ``metrics.jsonl``)."""
         numbers = {
-            key: float(value) for key, value in record.items() if isinstance(value, (int, float))
+            key: float(value)
+            for key, value in record.items()
+            if key != "step" and isinstance(value, (int, float))
         }
         self._each(lambda tracker: tracker.log(record["step"], numbers))
 
@@ -68,29 +68,24 @@ class Trackers:
 
 
 def make_trackers(
-    config: Config,
-    run_dir: Path,
-    resume_step: int | None = None,
-    warn: Callable[[str], object] | None = None,
+    config: Config, run_dir: Path, resume_step: int | None = None, warn: Warn = to_stderr
 ) -> Trackers:
     """Open the trackers that ``config.observe`` selects.
 
     Args:
         resume_step: last step of this run's record that is kept; None: a new run, for which
             trackers start anew.
-        warn: function that shows one line to the user; default: standard error.
+        warn: function that shows one line to the user.
 
     Raises:
         BackendError: a package cannot be imported. Other errors of a tracker's library become
             warnings.
     """
-    warn = warn or (lambda text: print(f"automoe: {text}", file=sys.stderr))
     ids = _read_ids(run_dir) if resume_step is not None else {}
     observe = config.observe
     absolute = run_dir.resolve()
-    group = observe.run_group or (
-        absolute.parent.name if (absolute.parent / SWEEP_FILE).is_file() else ""
-    )
+    sweep = absolute.parent
+    group = observe.run_group or (sweep.name if (sweep / SWEEP_FILE).is_file() else "")
     opened: dict[str, Tracker] = {}
     for name, module in _asked(config):
         about = About(

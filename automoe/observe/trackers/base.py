@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from automoe.config.convert import FromEnvironment
 from automoe.config.rules import LOGIN, SECRET
@@ -38,7 +38,7 @@ class About:
     warn: Callable[[str], object]
 
 
-class Tracker(Protocol):
+class Tracker:
     """An open tracker; if a method raises, the tracker is dropped and training goes on.
 
     Attributes:
@@ -46,17 +46,23 @@ class Tracker(Protocol):
         places: name -> page or folder to show to the user.
     """
 
-    id: str
+    id: str = ""
     places: dict[str, str]
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Record a step. After a return to a checkpoint steps repeat; the later record counts."""
+        """Record a step. After a return to a checkpoint steps repeat; the later record counts.
+
+        ``numbers`` does not contain the step.
+        """
 
     def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
         """Record a table of texts; all rows have the same columns."""
 
     def rewind(self, step: int) -> None:
-        """Announce that the steps after ``step`` will run again."""
+        """Announce that the steps after ``step`` will run again.
+
+        By default nothing happens: a repeated step becomes a second point at the same place.
+        """
 
     def finish(self, outcome: Outcome) -> None:
         """Write pending data and close."""

@@ -13,7 +13,7 @@ from automoe.config.convert import FromEnvironment
 from automoe.config.frozen import flat
 from automoe.config.schema import Config
 from automoe.errors import import_backend
-from automoe.observe.trackers.base import About, Outcome, hidden, one_line
+from automoe.observe.trackers.base import About, Outcome, Tracker, hidden, one_line
 
 STATUS: dict[Outcome, str] = {"done": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 # Limits of one request, during which training waits. MLflow's own are two minutes and seven
@@ -21,9 +21,10 @@ STATUS: dict[Outcome, str] = {"done": "FINISHED", "preempted": "KILLED", "failed
 WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
 
-class MlflowTracker:
-    """An MLflow run on a server or in a folder. MLflow keeps both points of a repeated step, in
-    order.
+class MlflowTracker(Tracker):
+    """MLflow run on a server or in a folder.
+
+    MLflow cannot remove points, and keeps both points of a repeated step in order.
     """
 
     def __init__(self, client: Any, run: Any, place: str) -> None:
@@ -35,22 +36,15 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        named = {
-            re.sub(r"[^\w\-./ :]", "_", key): value
+        metrics = [
+            Metric(re.sub(r"[^\w\-./ :]", "_", key), value, now, step)
             for key, value in numbers.items()
-            if key != "step"
-        }
-        self._client.log_batch(
-            self.id, metrics=[Metric(key, value, now, step) for key, value in named.items()]
-        )
+        ]
+        self._client.log_batch(self.id, metrics=metrics)
 
     def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
-        self._client.log_dict(
-            self.id, {"step": step, name: [dict(row) for row in rows]}, f"{name}/step-{step}.json"
-        )
-
-    def rewind(self, step: int) -> None:
-        """Do nothing: MLflow cannot remove points."""
+        content = {"step": step, name: [dict(row) for row in rows]}
+        self._client.log_dict(self.id, content, f"{name}/step-{step}.json")
 
     def finish(self, outcome: Outcome) -> None:
         self._client.set_terminated(self.id, STATUS[outcome])

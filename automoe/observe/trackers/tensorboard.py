@@ -10,12 +10,13 @@ import yaml
 
 from automoe.config.schema import Config
 from automoe.errors import import_backend
-from automoe.observe.trackers.base import About, Outcome
+from automoe.observe.trackers.base import About, Outcome, Tracker
+from automoe.storage.files import set_aside
 
 FOLDER = "tensorboard"
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """An open event file.
 
     A file that starts with a purge step makes readers ignore later steps of earlier files.
@@ -27,7 +28,6 @@ class TensorBoardTracker:
             "torch.utils.tensorboard", "observe.tensorboard=true", needed
         ).SummaryWriter
         self._folder = folder
-        self.id = ""
         self.places = {"TensorBoard": str(folder)}
         self.events = self._writer(
             str(folder), purge_step=None if resume_step is None else resume_step + 1
@@ -35,8 +35,7 @@ class TensorBoardTracker:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for key, value in numbers.items():
-            if key != "step":
-                self.events.add_scalar(key, value, step)
+            self.events.add_scalar(key, value, step)
         self.events.flush()  # A killed run keeps the steps written so far.
 
     def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
@@ -61,17 +60,17 @@ def start(config: Config, about: About) -> TensorBoardTracker:
     ``tensorboard.1``.
     """
     folder = about.run_dir / FOLDER
-    number = 1
-    if about.resume_step is None and folder.exists():
-        while (aside := folder.with_name(f"{FOLDER}.{number}")).exists():
-            number += 1
-        folder.rename(aside)
-    tracker = TensorBoardTracker(folder, about.resume_step)
-    if about.resume_step is None:
-        facts = {"name": about.name, "group": about.group, "tags": ", ".join(about.tags)}
-        for key, value in (
-            facts | {"config": f"```\n{yaml.safe_dump(about.config, sort_keys=False)}```"}
-        ).items():
-            if value:
-                tracker.events.add_text(key, value)
+    if about.resume_step is not None:
+        return TensorBoardTracker(folder, about.resume_step)
+    set_aside(folder, FOLDER)
+    tracker = TensorBoardTracker(folder, None)
+    facts = {
+        "name": about.name,
+        "group": about.group,
+        "tags": ", ".join(about.tags),
+        "config": f"```\n{yaml.safe_dump(about.config, sort_keys=False)}```",
+    }
+    for key, value in facts.items():
+        if value:
+            tracker.events.add_text(key, value)
     return tracker

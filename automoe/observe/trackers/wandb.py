@@ -9,7 +9,7 @@ from typing import Any
 
 from automoe.config.schema import Config
 from automoe.errors import import_backend
-from automoe.observe.trackers.base import About, Outcome, one_line
+from automoe.observe.trackers.base import About, Outcome, Tracker, one_line
 
 # Seconds to wait for W&B's start, unless WANDB_INIT_TIMEOUT is set; W&B's default would hold a run
 # up for 90 s.
@@ -17,7 +17,7 @@ INIT_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 60  # seconds to upload remaining data at the end
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """A started W&B run, with ``step`` as a metric of its own.
 
     W&B's own step counter drops records of a repeated step.
@@ -39,9 +39,6 @@ class WandbTracker:
 
         table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({name: table, "step": step})
-
-    def rewind(self, step: int) -> None:
-        """Do nothing: a repeated step becomes a second point at the same place."""
 
     def finish(self, outcome: Outcome) -> None:
         self._run.finish(exit_code=int(outcome == "failed"))

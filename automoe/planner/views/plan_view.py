@@ -11,6 +11,7 @@ from automoe.config.recompute import recomputed_names
 from automoe.config.schema import Config
 from automoe.model.adapters import describe_training
 from automoe.model.params import PARTS
+from automoe.observe.metrics import ranges
 from automoe.observe.summary import render_mesh_text, short_number
 from automoe.planner.plan import Plan, gib, make_plan
 from automoe.planner.reserve import process_groups
@@ -352,6 +353,4 @@ def _join(numbers: list[int]) -> str:
 
 def _spans(layers: list[int]) -> str:
     """Format layer numbers as runs of consecutive layers: ``0-3 16-19``."""
-    starts = [layer for layer in layers if layer - 1 not in layers]
-    ends = [layer for layer in layers if layer + 1 not in layers]
-    return " ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))
+    return " ".join(ranges(layers))

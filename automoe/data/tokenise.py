@@ -1,0 +1,138 @@
+"""Documents of text tokenised into the files of a corpus, in memory that does not grow with them."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from automoe.data.corpora import Document
+from automoe.data.tokenizer import BATCH, PIECE, Tokenizer
+from automoe.errors import DataError
+
+
+class CorpusWriter:
+    """Writer of a tokenised corpus: arrays of tokens, a table of documents, and their digest.
+
+    The table has one row per document: length in tokens, hash of the text, index of the file, line
+    in it, and for pairs the length of the first sequence.
+
+    Attributes:
+        dtype: type of a token in its file.
+        text_bytes: UTF-8 bytes of all texts; the caller counts them.
+    """
+
+    def __init__(self, vocab_size: int, num_columns: int = 4) -> None:
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        self.num_columns = num_columns
+        self.text_bytes = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._table = array("Q")  # A list of tuples would take ten times the memory.
+
+    def write(self, file: BinaryIO, values: np.ndarray) -> None:
+        raw = values.tobytes()
+        self._digest.update(raw)
+        file.write(raw)
+
+    def end(self, length: int, text_hash: Any, *place: int) -> None:
+        """Add a document to the table.
+
+        Args:
+            text_hash: BLAKE2b object of 8 bytes, fed with the text.
+            place: file, line, and the length of the first sequence if there are five columns.
+        """
+        self._table.extend((length, int.from_bytes(text_hash.digest(), "little"), *place))
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write the table to ``folder`` and return the facts of the corpus as JSON values."""
+        columns = np.frombuffer(self._table, np.uint64).reshape(-1, self.num_columns).T.copy()
+        np.save(folder / "documents.npy", columns)
+        self._digest.update(columns[0].tobytes() + columns[4:].tobytes())
+        return {
+            "dtype": self.dtype.name,
+            "content": self._digest.hexdigest(),
+            "text_bytes": self.text_bytes,
+        }
+
+
+def tokenise_documents(
+    folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, paths: list[Path]
+) -> dict[str, Any]:
+    """Write each document's tokens, followed by EOS, and the table; return the corpus's facts.
+
+    Short documents are encoded together, long ones in pieces.
+
+    Raises:
+        DataError: the tokenizer returns an id beyond its own vocabulary.
+    """
+    batch: list[Document] = []
+    chars = 0
+    with (folder / "tokens.bin").open("wb") as file:
+        writer = _DocumentWriter(file, tokenizer, paths)
+        for _, group in groupby(documents, key=lambda document: (document.file, document.line)):
+            rest = iter(group)
+            parts = list(islice(rest, 2))
+            long = len(parts) > 1 or len(parts[0].text) > PIECE
+            if not long:
+                batch += parts
+                chars += len(parts[0].text)
+            if long or chars >= BATCH:
+                writer.add_short(batch)
+                batch = []
+                chars = 0
+            if long:
+                writer.add_long(parts[0], chain(parts, rest))
+        writer.add_short(batch)
+    return writer.save(folder)
+
+
+def place_of(path: Path, line: int) -> str:
+    """Return ``file:line``, or ``file`` for line 0."""
+    return f"{path}:{line}" if line else str(path)
+
+
+class _DocumentWriter(CorpusWriter):
+    def __init__(self, file: BinaryIO, tokenizer: Tokenizer, paths: list[Path]) -> None:
+        super().__init__(tokenizer.vocab_size)
+        self.file = file
+        self.tokenizer = tokenizer
+        self.paths = paths
+
+    def add_short(self, documents: list[Document]) -> None:
+        encoded = self.tokenizer.encode_batch([document.text for document in documents])
+        for document, ids in zip(documents, encoded, strict=True):
+            raw = document.text.encode()
+            self.text_bytes += len(raw)
+            self._add(document, [ids], hashlib.blake2b(raw, digest_size=8))
+
+    def add_long(self, document: Document, parts: Iterable[Document]) -> None:
+        text_hash = hashlib.blake2b(digest_size=8)
+
+        def texts() -> Iterator[str]:
+            for part in parts:
+                raw = part.text.encode()
+                text_hash.update(raw)
+                self.text_bytes += len(raw)
+                yield part.text
+
+        self._add(document, self.tokenizer.encode_long(texts()), text_hash)
+
+    def _add(self, document: Document, encoded: Iterable[np.ndarray], text_hash: Any) -> None:
+        """Write a document whose ids come in pieces; its hash is complete after the last one."""
+        size = self.tokenizer.vocab_size
+        length = 0
+        for ids in chain(encoded, [np.array([self.tokenizer.eos_id])]):
+            if (largest := int(ids.max(initial=0))) >= size:
+                raise DataError(
+                    f"{place_of(self.paths[document.file], document.line)}: the tokenizer makes "
+                    f"id {largest} of this text, and says that its {size} ids end at {size - 1}. "
+                    "Copy its files again."
+                )
+            self.write(self.file, ids.astype(self.dtype))
+            length += len(ids)
+        self.end(length, text_hash, document.file, document.line)
