@@ -50,13 +50,13 @@ class Source:
 
     Attributes:
         pattern: glob of the files to read if ``data.path`` is a directory.
-        read: function of a path and ``data.text_key`` that yields (line or row, text) of each
-            document and raises DataError. If the file is one document, the line is 0, and the text
-            may come in several consecutive parts.
+        read: function of a path and ``data.text_key`` that yields (line or row, document), where
+            the document is a text, or a dict whose ``data.text_key`` is the text. If the file is
+            one document, the line is 0, and the text may come in several consecutive parts.
     """
 
     pattern: str
-    read: Callable[[Path, str], Iterator[tuple[int, str]]]
+    read: Callable[[Path, str], Iterable[tuple[int, str | dict[str, Any]]]]
 
 
 def source_of(kind: str) -> Source:
@@ -222,7 +222,7 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
     left = data.max_bytes
     # The library has empty __init__.py files; in a user's corpus an empty file is a mistake.
     for file, _, line, text in read_files(
-        paths, lambda path: read(path, data.text_key), data.kind == "stdlib"
+        paths, lambda path: _texts(path, read, data.text_key), data.kind == "stdlib"
     ):
         if left is not None:
             raw = text.encode()
@@ -298,16 +298,6 @@ def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, record
 
 
-def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
-    for number, record in jsonl_records(path):
-        if text_key not in record:
-            raise DataError(
-                f"{path}:{number}: no key {text_key!r}; this line has {listed(record, 10) or 'none'}. Set "
-                "data.text_key to the key that holds the text."
-            )
-        yield number, _checked(record[text_key], f"{path}:{number}", text_key)
-
-
 def parquet_records(
     path: Path, columns: list[str] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -361,17 +351,28 @@ def _open_table(path: Path, columns: list[str] | None) -> tuple[list[str], Itera
     return table.schema_arrow.names, table.iter_batches(batch_size=1024, columns=columns)
 
 
-def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
-    for row, record in parquet_records(path, [text_key]):
-        yield row, _checked(record[text_key], f"{path}: row {row}", text_key)
+def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each document; a record without a text is an error."""
+    kind = "row" if path.suffix in (".parquet", ".arrow") else "line"
+    for line, record in read(path, text_key):
+        if isinstance(record, str):
+            yield line, record
+            continue
+        place = f"{path}: row {line}" if kind == "row" else f"{path}:{line}"
+        if text_key not in record:
+            raise DataError(
+                f"{place}: no key {text_key!r}; this {kind} has {listed(record, 10) or 'none'}. Set "
+                "data.text_key to the key that holds the text."
+            )
+        yield line, _checked(record[text_key], place, text_key)
 
 
 _SOURCES = {
     "stdlib": Source("*.py", _read_text),
     "text": Source("*", _read_text),
-    "jsonl": Source("*.jsonl", _read_jsonl),
-    "parquet": Source("*.parquet", _read_parquet),
-    "hub": Source("*.arrow", _read_parquet),
+    "jsonl": Source("*.jsonl", lambda path, text_key: jsonl_records(path)),
+    "parquet": Source("*.parquet", lambda path, text_key: parquet_records(path, [text_key])),
+    "hub": Source("*.arrow", lambda path, text_key: parquet_records(path, [text_key])),
 }
 _CHAT_PATTERN = "*.jsonl or *.parquet"
 _STDLIB_KINDS = ("stdlib", "stdlib_chat", "stdlib_preference")
