@@ -32,7 +32,7 @@ from automoe.moe.dispatch.deepep import DeepEPDispatcher
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.local_shard import local_shard
+from automoe.moe.local_shard import global_offset, local_shard
 from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.mesh import Meshes
 
@@ -169,7 +169,8 @@ class ExpertParallel(ParallelStyle):
         if "etp" in meshes:
             etp = meshes["etp"]
             dispatcher = ExpertTensorDispatcher(dispatcher, ProcessGroupDispatch(etp.get_group()))
-            module.first_bias_column = etp.get_local_rank() * module.hidden_size // etp.size()
+            if module.down_proj_bias is not None:
+                module.first_bias_column = global_offset(module.down_proj_bias)[1]
         if grouped:
             module.dispatcher = dispatcher
         else:
@@ -199,7 +200,8 @@ class ExpertParallel(ParallelStyle):
                 if axis in meshes and dim is not None
             }
             for axis, dim in dims.items():
-                _check_divides(axis, meshes[axis].size(), name, whole, dim)
+                if name != "down_proj_bias" or axis == "ep":  # ranks may add unequal columns
+                    _check_divides(axis, meshes[axis].size(), name, whole, dim)
             if not dims:
                 continue
             if whole not in shards:
