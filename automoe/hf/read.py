@@ -314,13 +314,15 @@ class Reader:
         ranges: Iterable[ReadItem],
         use: Callable[[ReadItem, torch.Tensor, torch.Tensor], object],
     ) -> None:
-        """Call ``use(item, numbers, place)`` for a few rows at a time; both tensors have one shape.
+        """Read a few rows at a time, and call ``use(item, numbers, place)`` with each.
 
-        ``numbers`` is on the CPU, in the checkpoint's dtype, or float32 if the checkpoint is
-        quantized.
+        ``place`` is the part of the item's shard that the rows belong to, and ``numbers`` are the
+        rows in the same shape: on the CPU, in the checkpoint's dtype, or float32 if the checkpoint
+        is quantized.
 
         Raises:
-            CheckpointError: as ``fill``.
+            CheckpointError: a file was removed, shortened or made unreadable since its header was
+                read.
         """
         for one in ranges:
             for matrix, begin, end, part in one.chunks(CHUNK_BYTES // one.stored.width):

@@ -259,7 +259,10 @@ class Router(nn.Module):
         return score_experts(logits_BSE, self.config)
 
     def select(self, choice_BSE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids and plain_ids of ``Routing``."""
+        """Return the chosen experts of each token, and those of plain top-k: [B, S, K] int64 each.
+
+        Plain top-k is of the scores alone: without the expert bias and without groups.
+        """
         plain_ids_BSK = topk_indices(choice_BSE, self.top_k, self.config.exact_ties)
         if self.expert_bias is None and self.config.num_groups == 1:
             return plain_ids_BSK, plain_ids_BSK

@@ -107,7 +107,7 @@ def _linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
 def _scaling(
     config: Config, gradients: torch.dtype, meshes: Meshes, shards: dist.ProcessGroup | None
 ) -> Scaling:
-    """Return the scaling of a product.
+    """Return the rule by which a layer's 8-bit product finds the scales of its operands.
 
     Args:
         gradients: float8 dtype of gradients.
