@@ -137,8 +137,7 @@ def start(tree: Path, tests: list[str]) -> tuple[int, Path]:
         import automoe
 
         assert Path(automoe.__file__).is_relative_to(tree)
-        # A test that a mutant names runs here whatever else leaves it out.
-        status = int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", "not gpu", *tests]))
+        status = int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]))
     except BaseException:
         status = BROKEN
     sys.stdout.flush()
