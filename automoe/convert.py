@@ -77,7 +77,7 @@ def _describe(args: argparse.Namespace, written: Written) -> str:
     files = "1 file" if written.num_files == 1 else f"{written.num_files} files"
     stored = "block-FP8, the rest " * args.fp8 + str(written.dtype).removeprefix("torch.")
     stored += ", experts fused" * (args.layout == "fused")
-    rounded = ", rounded to FP8" if args.fp8 else ""
+    rounded = "FP8" if args.fp8 else str(written.dtype).removeprefix("torch.")
     model = "transformers builds the same model from it"
     if written.logits_error is None:
         model += "; too large to compare logits here"
@@ -85,7 +85,9 @@ def _describe(args: argparse.Namespace, written: Written) -> str:
         model += f", logits within {written.logits_error:.0e}"
     return (
         f"{written.path}\n  {written.num_tensors:,} tensors, {bytes_text(written.num_bytes)} in {files}, {stored}\n"
-        f"  read back: every number is that of {args.source}{rounded}\n  {model}"
+        f"  read back: every number that was read of {args.source} is there, rounded to {rounded} where it was wider\n"
+        + "".join(f"  {note}\n" for note in written.notes)
+        + f"  {model}"
     )
 
 

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         "and only then call it saved.",
     )
     parser.add_argument("run", help="run directory of automoe.train")
-    add_options(parser, "as trained")
+    add_options(parser, "as in model.hf_path; without one as trained")
     help_text = (
         "a run with LoRA: its adapter alone, as peft loads it; experts one by one, or in one tensor"
     )

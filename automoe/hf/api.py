@@ -78,7 +78,7 @@ def from_hf(
         model = _on_mesh(config, mesh, dtype, torch.device(device))
     model.to_empty(device=device)
     loaded = load_hf(model, path, catalog)
-    if loaded.not_finite:
+    if loaded.not_finite or loaded.notes:
         warnings.warn(str(loaded), stacklevel=2)
     return model.eval()
 
@@ -231,4 +231,5 @@ def _rewrite(
         dense_error = None
         if catalog.upcycling is not None and not fp8:
             dense_error = compare_with_dense(catalog.folder, folder)
-        return replace(done, path=path, logits_error=logits_error, dense_error=dense_error)
+        checks = {"logits_error": logits_error, "dense_error": dense_error}
+        return replace(done, path=path, notes=catalog.notes, **checks)

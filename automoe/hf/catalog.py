@@ -14,7 +14,14 @@ from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
 from automoe.hf.families.registry import family_of, read_hf_config
-from automoe.hf.headers import Encoding, StoredTensor, read_headers, without_collection
+from automoe.hf.headers import (
+    EMBEDDING,
+    HEAD,
+    Encoding,
+    StoredTensor,
+    read_headers,
+    without_collection,
+)
 from automoe.hf.keys import FP8_BLOCK, FUSED, SCALE_SUFFIX, KeyMap, hf_tensors
 from automoe.hf.quantized import MXFP4_BLOCK
 from automoe.hf.shards import LocalShard
@@ -35,6 +42,8 @@ class Catalog:
         sources: stored tensors by name.
         block: rows and columns that share a scale in block-FP8.
         upcycling: rule that makes a mixture of a dense checkpoint; None otherwise.
+        notes: what the model leaves out of the directory or takes otherwise than config.json says,
+            a sentence each for the user.
     """
 
     folder: Path
@@ -42,6 +51,7 @@ class Catalog:
     sources: dict[str, StoredTensor]
     block: tuple[int, int] = FP8_BLOCK
     upcycling: Upcycling | None = None
+    notes: tuple[str, ...] = ()
 
     def finish(self, shard: LocalShard) -> None:
         """Scale or draw the values of a shard that upcycling sets, after the shard was read."""
@@ -80,7 +90,8 @@ def check_catalog(
         keys = keys.in_memory
     wanted = hf_tensors(config, keys)
     missing = [key for key in wanted if key not in sources]
-    ignored = _ignored(sources, config)
+    unread = _unread(sources, config)
+    ignored = {key for keys_of_one in unread.values() for key in keys_of_one}
     unexpected = [key for key in sources if key not in wanted and key not in ignored]
     wrong = [
         key for key in wanted if key in sources and sources[key].full_shape != tuple(wanted[key])
@@ -109,7 +120,20 @@ def check_catalog(
         )
     used = {key: source for key, source in sources.items() if key in wanted}
     _check_encodings(folder, used, encoding, block)
-    return Catalog(folder, keys, used, block, upcycling)
+    notes = [f"{what} ({len(found)})" if len(found) > 1 else what for what, found in unread.items()]
+    notes = [f"not read: {note}" for note in notes]
+    if not config.tie_embeddings and HEAD in used and _says_tied(folder):
+        notes.append(
+            f"config.json says tie_word_embeddings=true, and the files hold a {HEAD} with other numbers than "
+            f"{EMBEDDING}: the two stay apart, as in transformers"
+        )
+    return Catalog(folder, keys, used, block, upcycling, tuple(notes))
+
+
+def _says_tied(folder: Path) -> bool:
+    if not is_there(folder, "config.json"):
+        return False
+    return bool(read_hf_config(folder).get("tie_word_embeddings"))
 
 
 def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:
@@ -251,10 +275,8 @@ def _check_experts(
         )
 
 
-def _ignored(sources: dict[str, StoredTensor], config: ModelConfig) -> set[str]:
-    """Return the stored tensors that the model never reads.
-
-    These are MTP modules, rotary tables and the second copy of a tied head.
+def _unread(sources: dict[str, StoredTensor], config: ModelConfig) -> dict[str, list[str]]:
+    """Return the stored tensors that the model never reads, by a text that names them all and why.
 
     MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
     projection that joins their two inputs. Without it, such a layer belongs to a larger model.
@@ -262,10 +284,15 @@ def _ignored(sources: dict[str, StoredTensor], config: ModelConfig) -> set[str]:
     projection = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
     found = [match for key in sources if (match := projection.fullmatch(key))]
     modules = ("mtp.", *(match[1] for match in found if int(match[2]) >= config.num_layers))
-    return {
-        key
-        for key in sources
-        if key.startswith(modules)
-        or key.endswith("rotary_emb.inv_freq")
-        or (config.tie_embeddings and key == "lm_head.weight")
+    unread = {
+        f"{prefix}*, a module for multi-token prediction": [
+            key for key in sources if key.startswith(prefix)
+        ]
+        for prefix in modules
     }
+    unread["*.rotary_emb.inv_freq, which are computed"] = [
+        key for key in sources if key.endswith("rotary_emb.inv_freq")
+    ]
+    if config.tie_embeddings and HEAD in sources:
+        unread[f"{HEAD}, a copy of {EMBEDDING}"] = [HEAD]
+    return {what: keys for what, keys in unread.items() if keys}

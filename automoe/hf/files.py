@@ -41,6 +41,8 @@ class Written:
         dense_error: relative difference of an upcycled model's logits to the dense model's.
         averaged: True for the averaged weights of ``optim.ema_decay``.
         base: packed base (``lora.base``) that adapters were merged into; empty if none.
+        rounded: True if the files' numbers are those of the model after rounding to ``dtype``.
+        notes: of a conversion, those of the source's ``Catalog``.
     """
 
     path: Path
@@ -54,6 +56,8 @@ class Written:
     dense_error: float | None = None
     averaged: bool = False
     base: str = ""
+    rounded: bool = False
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
@@ -62,9 +66,11 @@ class Written:
         )
         if self.checked:
             weights = "the averaged weights" if self.averaged else "the weights"
+            dtype = str(self.dtype).removeprefix("torch.")
             if self.base:
-                dtype = str(self.dtype).removeprefix("torch.")
                 weights += f", adapters merged into the {self.base} base as {dtype}"
+            elif self.rounded:
+                weights += f" rounded to {dtype}"
             text += f"; FP8 of {weights}" if self.fp8 else f"; equal bit for bit to {weights}"
         if self.logits_error is not None:
             text += f", logits to transformers' within {self.logits_error:.0e}"

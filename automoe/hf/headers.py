@@ -24,6 +24,9 @@ from automoe.model.params import count_params
 
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # same limit as in the safetensors library
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+_PART = 16 << 20  # bytes compared at once
 MANY = 10_000  # layers or experts that may be counted one by one, whatever the files hold
 # Bits of a number, by the format's names.
 BITS = dict.fromkeys(
@@ -96,7 +99,7 @@ def read_headers(path: str | Path) -> dict[str, StoredTensor]:
         CheckpointError: the directory has no safetensors files; a file of the index is missing,
             truncated, a Git LFS pointer, not safetensors, not a regular file or a link out of the
             directory; tensors overlap, leave holes, differ in size from their shape or are in two
-            files; or the index contradicts the headers.
+            files of which the index names neither; or the index contradicts the headers.
     """
     folder = local_folder(path)
     if not folder.is_dir():
@@ -128,15 +131,43 @@ def _read_all(folder: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         found = _read_header(folder, file)
-        if twice := tensors.keys() & found.keys():
-            name = next(name for name in found if name in twice)
-            raise CheckpointError(
-                f"{folder}: {brief(name)} is in {tensors[name].file} and in {file}, and which one counts is not "
-                "said. Copy the checkpoint again"
-            )
+        for name in [name for name in found if name in tensors]:
+            counts = (index or {}).get(name)
+            if counts not in (tensors[name].file, file):
+                raise CheckpointError(
+                    f"{folder}: {brief(name)} is in {tensors[name].file} and in {file}, and which one counts is not "
+                    "said. Copy the checkpoint again"
+                )
+            if counts != file:
+                del found[name]
         tensors |= found
     _check_index(folder, index or {}, tensors)
     return tensors
+
+
+def has_own_head(folder: Path) -> bool:
+    """Return whether the files hold an output head with other numbers than the embedding.
+
+    Both are compared byte by byte, up to the first difference.
+
+    Raises:
+        CheckpointError: as ``read_headers``.
+    """
+    tensors = read_headers(folder)
+    pair = [tensors.get(key) for key in (EMBEDDING, HEAD)]
+    embedding, head = pair
+    if embedding is None or head is None:
+        return False
+    if (embedding.dtype, embedding.shape) != (head.dtype, head.shape):
+        return True
+    with (
+        os.fdopen(open_inside(folder, embedding.file), "rb") as first,
+        os.fdopen(open_inside(folder, head.file), "rb") as second,
+    ):
+        first.seek(embedding.start)
+        second.seek(head.start)
+        sizes = [min(_PART, head.num_bytes - at) for at in range(0, head.num_bytes, _PART)]
+        return any(first.read(size) != second.read(size) for size in sizes)
 
 
 def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:

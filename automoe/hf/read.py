@@ -56,6 +56,7 @@ class Loaded:
         seconds: time of the slowest rank.
         upcycling: rule by which a dense checkpoint became a mixture; None otherwise.
         not_finite: count of NaN and infinite values by tensor; tensors without any are left out.
+        notes: as in ``Catalog``.
     """
 
     path: Path
@@ -63,6 +64,7 @@ class Loaded:
     seconds: float
     upcycling: Upcycling | None = None
     not_finite: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rate = self.bytes_read / max(self.seconds, 1e-9) / 1e9
@@ -75,7 +77,7 @@ class Loaded:
         if self.not_finite:
             where = listed(f"{key} ({count:,})" for key, count in self.not_finite.items())
             text += f"; WARNING: {sum(self.not_finite.values()):,} of its numbers are NaN or infinite: {where}"
-        return text
+        return "; ".join((text, *self.notes))
 
 
 def load_hf(
@@ -145,7 +147,8 @@ def load_hf(
     for (key, *_), count in {place: count for one in odd for place, count in one.items()}.items():
         not_finite[key] = not_finite.get(key, 0) + count
     source = written(path) if isinstance(path, str) else path
-    return Loaded(Path(source), sum(read), max(seconds), upcycling, not_finite)
+    notes = reader.catalog.notes
+    return Loaded(Path(source), sum(read), max(seconds), upcycling, not_finite, notes)
 
 
 def _fill_rounded(shard: PackedShard, reader: Reader) -> dict[tuple[Any, ...], int]:

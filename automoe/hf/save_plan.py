@@ -8,6 +8,7 @@ rank reads its shard. One tensor of the checkpoint is in memory at a time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from torch.distributed.tensor.placement_types import Placement
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError
 from automoe.hf.catalog import Catalog
+from automoe.hf.families.as_transformers import kept_in_float32
+from automoe.hf.families.registry import family_of
 from automoe.hf.files import (
     DTYPES,
     Entries,
@@ -73,6 +76,7 @@ def plan_writes(
     dtype: torch.dtype | None,
     fp8: bool = False,
     source: Catalog | None = None,
+    wide: re.Pattern[str] | None = None,
 ) -> list[WriteItem]:
     """Plan the tensors of this rank's stages; every rank of a stage returns the same plan.
 
@@ -85,6 +89,7 @@ def plan_writes(
             model if there is no source. Buffers always keep theirs.
         fp8: quantize the tensors that block-FP8 checkpoints quantize.
         source: checkpoint that the model was loaded from.
+        wide: pattern of keys that stay float32 if they are (``kept_in_float32``).
     """
     plan: list[WriteItem] = []
     load: dict[int, int] = {}
@@ -105,6 +110,8 @@ def plan_writes(
                 out = torch.float32 if shard.local.is_meta and own == torch.bfloat16 else own
             elif not shard.trained:
                 out = own
+            elif wide and stored == torch.float32 and wide.search(key):
+                out = stored
             else:
                 out = stored if dtype is None else dtype
             entries = entries_of(key, pieces[0].shape, out, quantized)
@@ -133,7 +140,8 @@ def plan_rewrite(
                 name, whole, whole, (0,) * len(shape), trained=not name.endswith(".expert_bias")
             )
         )
-    return plan_writes(shards, keys, dtype, fp8, source)
+    wide = kept_in_float32(family_of(config).architecture)
+    return plan_writes(shards, keys, dtype, fp8, source, wide)
 
 
 def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:

@@ -13,6 +13,7 @@ import torch
 
 from automoe.data.chat_template import ChatTemplate
 from automoe.hf.catalog import open_catalog
+from automoe.hf.families.as_transformers import kept_in_float32
 from automoe.hf.families.registry import family_of
 from automoe.hf.files import Written
 from automoe.hf.folder import new_folder, write_settings
@@ -81,10 +82,12 @@ def to_hf(
     with new_folder(path, overwrite, ranks) as folder:
         for part in parts.values():
             merge_adapters(part)
-        plan = plan_writes(list(local_shards(parts)), keys, out_dtype, fp8, source)
+        wide = kept_in_float32(family_of(config).architecture)
+        plan = plan_writes(list(local_shards(parts)), keys, out_dtype, fp8, source, wide)
         written = write_tensors(plan, gather, ranks, folder, max_shard_bytes)
         bases = {item.shard.base for item in plan if isinstance(item.shard, PackedShard)}
-        written = replace(written, base="".join(bases))
+        rounded = any(item.dtype.itemsize < item.shard.dtype.itemsize for item in plan)
+        written = replace(written, base="".join(bases), rounded=any(ranks.all(lambda: rounded)))
         ranks.lead(
             lambda: write_settings(folder, config, written.dtype, tokenizer, quantization, chat)
         )

@@ -12,12 +12,15 @@ import torch
 from hf_mesh_cases import empty_on_mesh
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM
 
 from automoe.config.compose import Arguments
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf import headers, read
+from automoe.hf.api import convert_hf, from_hf
+from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.headers import read_headers
 from automoe.hf.keys import INDEX_FILE
@@ -168,16 +171,57 @@ def test_quantized_tensors_are_refused(single: Path) -> None:
     assert "quantized (F8_E4M3)" in (message := refused(single)) and name in message
 
 
-def test_extra_tensors_that_are_known_are_passed_over(tmp_path: Path) -> None:
+def test_extra_tensors_that_are_known_are_passed_over_and_named(tmp_path: Path) -> None:
     save_small_hf("qwen3_moe_tied", tmp_path)
-    extra = {
-        "lm_head.weight": torch.zeros(101, 32),  # tied: the embedding is the head
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6),
-    }
-    edit(tmp_path, lambda tensors: tensors.update(extra))
-    model = empty_model(model_config_from_hf(tmp_path))
-    load_hf(model, tmp_path)
-    assert model.head_weight.abs().sum() > 0
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+
+    edit(tmp_path, add)
+    config = model_config_from_hf(tmp_path)
+    assert config.tie_embeddings
+    loaded = load_hf(empty_model(config), tmp_path)
+    assert str(loaded).endswith(
+        "; not read: *.rotary_emb.inv_freq, which are computed"
+        "; not read: lm_head.weight, a copy of model.embed_tokens.weight"
+    )
+
+
+@pytest.mark.parametrize("change", ["one number", "another dtype"])
+def test_a_tied_head_with_numbers_of_its_own_stays_apart_as_in_transformers(change: str, tmp_path: Path) -> None:
+    save_small_hf("qwen3_moe_tied", tmp_path / "in")
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[-1, -1] += 1.0
+        tensors["lm_head.weight"] = head.to(torch.bfloat16) if change == "another dtype" else head
+
+    edit(tmp_path / "in", add)
+    assert not model_config_from_hf(tmp_path / "in").tie_embeddings
+    with pytest.warns(UserWarning, match="tie_word_embeddings=true.*lm_head.weight.*stay apart, as in transformers"):
+        model = from_hf(tmp_path / "in")
+    tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(0))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    written = convert_hf(tmp_path / "in", tmp_path / "out")
+    assert any("stay apart" in note for note in written.notes)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_of_a_tensor_in_two_files_the_one_that_the_index_names_counts(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX_FILE).read_text())["weight_map"]
+    name, home = next(iter(index.items()))
+    other = next(file for file in index.values() if file != home)
+    held = load_file(sharded / other)
+    right = load_file(sharded / home)[name]
+    save_file(held | {name: right + 1}, sharded / other, {"format": "pt"})
+    catalog = check_catalog(sharded, model_config_from_hf(sharded))
+    assert catalog.sources[name].file == home
+    del index[name]
+    (sharded / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
+    assert "which one counts is not said" in refused(sharded)
 
 
 @pytest.mark.parametrize("name", ["dsv3", "glm4_moe"])

@@ -6,6 +6,7 @@ torch and transformers are imported here.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -91,6 +92,15 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def kept_in_float32(architecture: str) -> re.Pattern[str]:
+    """Return the pattern of the keys that ``transformers`` keeps in float32 in a bfloat16 model."""
+    import transformers
+
+    cls = getattr(transformers, architecture, None)
+    names = getattr(cls, "_keep_in_fp32_modules_strict", None) or ()
+    return re.compile("|".join(rf"(^|\.){name}($|\.)" for name in names) or "(?!)")
 
 
 def not_computed(path: object, what: str) -> ConfigError:
