@@ -176,7 +176,7 @@ class AppendLog:
 
     def replace(self, lines: Iterable[bytes]) -> None:
         """Replace the content of the file by ``lines``, atomically."""
-        replace_file(self.path, b"".join(lines).decode())
+        replace_file(self.path, b"".join(lines))
         os.close(self._fd)
         self._fd = _open(self.path)
 

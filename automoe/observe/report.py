@@ -26,8 +26,9 @@ from automoe.observe.metrics import (
     read_jsonl,
     read_metrics,
 )
-from automoe.observe.page import MESH_CAPTION, picture, render, write_page
+from automoe.observe.page import MESH_CAPTION, picture, render
 from automoe.observe.summary import describe_run, final_numbers
+from automoe.storage.files import replace_file
 from automoe.storage.sealed import read_json
 
 REPORT_FILE = "report.html"
@@ -71,13 +72,13 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
     config, mesh, config_problem = _read_config(run_dir)
     if config is not None and status.get("state") == "done":
         for name in (METRICS_FILE, LOAD_FILE)[: 2 if config.model.num_moe_layers else 1]:
-            if (
-                last := max((one["step"] for one in read_jsonl(run_dir / name)), default=0)
-            ) < config.train.steps:
-                _warn(
-                    run_dir / name,
-                    f"it ends after step {last}, and the run is done after {config.train.steps}",
+            found = read_jsonl(run_dir / name)
+            last = found[-1]["step"] if found else 0
+            if last < config.train.steps:
+                problem = (
+                    f"it ends after step {last}, and the run is done after {config.train.steps}"
                 )
+                _warn(run_dir / name, problem)
     pictures, meshes = _draw(run_dir, records, config, mesh)
     config_file = run_dir / CONFIG_FILE
     page = render(
@@ -96,7 +97,9 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
         facts=describe_run(config, mesh) if config and mesh else [],
         environment=_read_json(run_dir / ENVIRONMENT_FILE),
     )
-    return write_page(run_dir / REPORT_FILE, page)
+    report = run_dir / REPORT_FILE
+    replace_file(report, page)  # A browser that reloads never sees a partial page.
+    return report
 
 
 def _draw(
@@ -121,22 +124,18 @@ def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     At most ``MAX_SAMPLES`` evenly spaced steps are shown.
     """
     records = read_jsonl(run_dir / SAMPLES_FILE)[::-1]
-    shown = records[:: len(records) // MAX_SAMPLES + 1]
-    said = [
+    answers = [
         (f"step {one['step']:,}", {pair["prompt"]: pair["text"] for pair in one["samples"]})
-        for one in shown
+        for one in records[:: len(records) // MAX_SAMPLES + 1]
     ]
-    prompts = said[0][1] if said else {}
     return [
-        (prompt, [(step, texts[prompt]) for step, texts in said if prompt in texts])
-        for prompt in prompts
+        (prompt, [(step, texts[prompt]) for step, texts in answers if prompt in texts])
+        for prompt in (answers[0][1] if answers else ())
     ]
 
 
 def _first_error(status: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the error in ``status.json`` with every key that the template uses; None if
-    no error.
-    """
+    """Return the error in ``status.json`` with every key that the template uses; None without one."""
     error = status.get("error")
     if not error:
         return None
@@ -145,8 +144,7 @@ def _first_error(status: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _read_config(run_dir: Path) -> tuple[Config | None, MeshShape | None, str]:
-    """Return configuration, mesh and an empty string; or None, None and the reason they are
-    unreadable.
+    """Return configuration, mesh and ""; or None, None and the reason they are unreadable.
 
     The report of a dead run needs neither configuration nor mesh.
     """

@@ -70,6 +70,8 @@ def open_entry(
                 new = Path(scratch) / "new"
                 new.mkdir()
                 _seal(new, entry.name, write(new))
+                # Not name_folder, which replaces a folder: if another machine made the entry, its
+                # ranks may have mapped the files already, so this rename has to fail.
                 os.rename(new, entry)
     except OSError as error:
         # Another machine on a shared file system may have been faster.
