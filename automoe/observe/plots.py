@@ -305,12 +305,15 @@ def _trend(values: np.ndarray) -> np.ndarray:
     """Return the centred running mean of the finite values over a twentieth of the run."""
     half = max(2, len(values) // 40)
     known = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    number = np.concatenate([[0], np.cumsum(known)])
     places = np.arange(len(values))
     low = np.maximum(places - half, 0)
     high = np.minimum(places + half + 1, len(values))
-    return (sums[high] - sums[low]) / np.maximum(number[high] - number[low], 1)
+
+    def window_sum(numbers: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([[0.0], np.cumsum(numbers)])
+        return sums[high] - sums[low]
+
+    return window_sum(np.where(known, values, 0.0)) / np.maximum(window_sum(known), 1)
 
 
 def _whole_steps(axis: Axes) -> None:
@@ -324,7 +327,8 @@ def _whole_steps(axis: Axes) -> None:
 
 def _focus(axis: Axes, values: list[np.ndarray]) -> None:
     """Limit the y axis below the top of a spike, so that the rest of the curve stays readable."""
-    finite = np.concatenate([v[np.isfinite(v)] for v in values])
+    finite = np.concatenate(values)
+    finite = finite[np.isfinite(finite)]
     if len(finite) < 20:
         return
     low = finite.min()
@@ -336,15 +340,14 @@ def _focus(axis: Axes, values: list[np.ndarray]) -> None:
 def _label_last(axis: Axes, curve: Curve) -> None:
     """Write the last value at its point, on the side away from the curve."""
     steps, values = curve
-    known = np.flatnonzero(np.isfinite(values))
-    if not len(known):
+    known = np.isfinite(values)
+    if not known.any():
         return
-    last = known[-1]
-    before = known[-2:][0]
-    falling = values[last] < values[before]
+    last = values[known][-1]
+    falling = last < values[known][-2:][0]
     axis.annotate(
-        f"{values[last]:.3f}",
-        (steps[last], values[last]),
+        f"{last:.3f}",
+        (steps[known][-1], last),
         (0, -7 if falling else 7),
         textcoords="offset points",
         ha="right",
