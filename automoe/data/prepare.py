@@ -98,13 +98,7 @@ def open_corpus(
             return tokenise_chat(folder, read, template, tokenizer.vocab_size, data.is_preference)
         return tokenise_documents(folder, read_documents(data, paths), tokenizer, paths)
 
-    facts = open_entry(
-        entry,
-        write,
-        what="the tokenised corpus",
-        again="the text is tokenised again",
-        error_type=DataError,
-    )
+    facts = open_entry(entry, write)
     columns = np.load(entry / "documents.npy", mmap_mode="r")
     lengths = columns[0].astype(np.int64)
     tokens = np.zeros(0, facts["dtype"])
