@@ -170,9 +170,7 @@ def _title(axis: Axes, mesh: MeshShape, view: str) -> None:
 
 
 def _draw_schematic(mesh: MeshShape) -> Figure:
-    """Draw each view as nested axes: a strip per axis, whose first part opens into the
-    next strip.
-    """
+    """Draw each view as strips, one per axis; the first part of a strip opens into the next."""
     strips = max(len(mesh.active_axes(view)) for view in VIEWS)
     figure, axes = new_figure(11.5, 1.0 + 1.15 * strips, columns=2)
     for axis, view in zip(axes, VIEWS, strict=True):
@@ -185,9 +183,7 @@ def _draw_schematic(mesh: MeshShape) -> Figure:
 
 
 def _draw_strip(axis: Axes, top: float, name: str, size: int, stride: int) -> None:
-    """Draw the parts of one mesh axis, and a funnel from the first part to the strip
-    below, if any.
-    """
+    """Draw the parts of one mesh axis, and a funnel from the first part to a strip below."""
     drawn: list[int | None] = list(range(size))
     if size > MAX_STRIP_CELLS:
         drawn[MAX_STRIP_CELLS - 2 : -1] = [None]

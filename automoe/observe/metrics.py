@@ -92,9 +92,7 @@ def load_summary(counts: Any) -> dict[str, Any]:
 
 
 def jsonable(value: Any) -> Any:
-    """Convert ``value`` to JSON types; non-finite floats become strings (see the module's
-    docstring).
-    """
+    """Convert ``value`` to JSON types; non-finite floats become strings, as in ``metrics.jsonl``."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -107,12 +105,9 @@ def jsonable(value: Any) -> Any:
 
 
 def is_taken(name: str) -> bool:
-    """Return True if a step's record may use ``name`` as a key, so that no other metric can have
-    it.
-    """
-    return name in (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL) or name.startswith(
-        "val_loss."
-    )
+    """Return True if a step's record may use the key ``name``, so that no other metric can."""
+    taken = (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL)
+    return name in taken or name.startswith("val_loss.")
 
 
 class AppendLog:
@@ -244,15 +239,13 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             metrics = self.run_dir / METRICS_FILE
             self._metrics = AppendLog(metrics, resume_step, warn, every_step=True)
             self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step, warn)
-            # The file is created with the first sample; an existing file is truncated like the
-            # others.
+            # The first sample creates the file; an existing one is truncated like the others.
             samples = self.run_dir / SAMPLES_FILE
             self._samples = AppendLog(samples, resume_step, warn) if samples.exists() else None
             # Steps between two load snapshots. A resumed run keeps its stride; its first snapshot
             # may be off the grid.
             steps = [record["step"] for record in read_jsonl(self._load.path)]
-            sampled = np.diff(steps[1:])
-            self._stride = statistics.mode(sampled.tolist()) if len(sampled) else 1
+            self._stride = statistics.mode(np.diff(steps[1:]).tolist() or [1])
             if steps and steps[-1] < (due := (resume_step or 0) // self._stride * self._stride):
                 warn(
                     f"{self._load.path}: it ends after step {steps[-1]} and went to {due} at least"

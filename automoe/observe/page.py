@@ -1,6 +1,4 @@
-"""HTML pages in one file: a filled-in template with all pictures embedded and no external
-requests.
-"""
+"""HTML pages in one file: a filled-in template with embedded pictures and no external requests."""
 
 from __future__ import annotations
 

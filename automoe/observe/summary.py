@@ -230,8 +230,7 @@ def _shorten_ranks(ranks: list[int], show: int = 8) -> str:
 
 
 def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
-    """Draw both mesh views as text under 100 columns: a grid of ranks, and a table of each axis's
-    groups.
+    """Draw both mesh views as text under 100 columns: a grid of ranks, and a table of groups.
 
     The grid has a column of ranks for each position on the inner axes, named above it, and a row
     for each position on the outer axes, named at its left. Above 64 ranks there is only the table.

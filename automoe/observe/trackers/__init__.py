@@ -32,9 +32,9 @@ class Trackers:
         self._open = opened
         self._config = config
         self._warn = warn
-        self.places = {
-            name: place for tracker in opened.values() for name, place in tracker.places.items()
-        }
+        self.places: dict[str, str] = {}
+        for tracker in opened.values():
+            self.places |= tracker.places
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of a step's record (keys of ``metrics.jsonl``)."""
@@ -87,7 +87,7 @@ def make_trackers(
     sweep = absolute.parent
     group = observe.run_group or (sweep.name if (sweep / SWEEP_FILE).is_file() else "")
     opened: dict[str, Tracker] = {}
-    for name, module in _asked(config):
+    for name, module in _selected(config):
         about = About(
             name=observe.run_name or absolute.name,
             group=group,
@@ -112,7 +112,7 @@ def make_trackers(
     return Trackers(opened, config, warn)
 
 
-def _asked(config: Config) -> Iterator[tuple[str, str]]:
+def _selected(config: Config) -> Iterator[tuple[str, str]]:
     if config.observe.wandb != "off":
         yield "W&B", "wandb"
     if config.observe.tensorboard:

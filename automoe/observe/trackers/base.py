@@ -1,6 +1,4 @@
-"""Interface of the experiment trackers; each tracker is a file of this package and uses its own
-library.
-"""
+"""Interface of the experiment trackers; each tracker is a module of this package."""
 
 from __future__ import annotations
 
