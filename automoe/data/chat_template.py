@@ -23,6 +23,7 @@ from automoe.config.data_schema import ChatConfig
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
 from automoe.data.chat import Conversation, Message
+from automoe.data.corpora import Record
 from automoe.data.tokenizer import OTHER_TEMPLATES, TEMPLATE, load_for_templates, stored_template
 from automoe.data.turns import (
     Sample,
@@ -175,9 +176,7 @@ class ChatTemplate:
         conversation = Conversation(messages, None, Path("a first question"), 0, 1)
         return self.samples([conversation])[0][-1].ids[-1]
 
-    def prompt(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None = None
-    ) -> list[int]:
+    def prompt(self, messages: list[Message], tools: list[Record] | None = None) -> list[int]:
         """Return the ids of ``messages`` with generation prompt, the input for an answer.
 
         Raises:
@@ -364,7 +363,7 @@ class ChatTemplate:
     # -------------------------------------------------------------------------------------
 
     def _render(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, prompt: bool = False
+        self, messages: list[Message], tools: list[Record] | None, prompt: bool = False
     ) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -24,7 +24,9 @@ from automoe.config.hub import is_data_set
 from automoe.config.plugins import registered
 from automoe.errors import ConfigError, DataError, listed
 
-Record = TypeVar("Record")
+T = TypeVar("T")
+Record = dict[str, Any]  # object of a JSON line, or columns of a table's row
+NumberedRecords = Iterator[tuple[int, Record]]  # with the 1-based line or row of each
 
 # Folders of the library that are left out: tests (some have deliberately broken encodings),
 # installed packages, caches.
@@ -177,8 +179,8 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_files(
-    paths: Iterable[Path], read: Callable[[Path], Iterable[tuple[int, Record]]], may_be_empty: bool
-) -> Iterator[tuple[int, Path, int, Record]]:
+    paths: Iterable[Path], read: Callable[[Path], Iterable[tuple[int, T]]], may_be_empty: bool
+) -> Iterator[tuple[int, Path, int, T]]:
     """Yield (index of the file, its path, line, record) of every record of several files.
 
     Empty texts are left out, and do not count as records.
@@ -256,7 +258,7 @@ def _read_text(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
                 return
 
 
-def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def jsonl_records(path: Path) -> NumberedRecords:
     """Yield (line, object) of each line that is not blank.
 
     Raises:
@@ -304,9 +306,7 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
         yield number, _checked(record[text_key], f"{path}:{number}", text_key)
 
 
-def parquet_records(
-    path: Path, columns: list[str] | None = None
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def parquet_records(path: Path, columns: list[str] | None = None) -> NumberedRecords:
     """Yield (row, column -> value) of each row, counted from 1.
 
     Args:

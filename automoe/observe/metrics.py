@@ -54,6 +54,9 @@ VALIDATION_KEYS = ("val_loss", "val_loss_ema", "val_perplexity", "val_bits_per_b
 MAX_LOAD_SNAPSHOTS = 200
 ENVIRONMENT_FILE = "environment.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+Record = dict[str, Any]  # a line of a JSON-lines file
+Records = list[Record]
+StrPath = str | os.PathLike[str]
 Warn = Callable[[str], object]  # function that shows a line to the user
 
 
@@ -61,7 +64,7 @@ def to_stderr(text: str) -> None:
     print(f"automoe: {text}", file=sys.stderr)
 
 
-def load_summary(counts: Any) -> dict[str, Any]:
+def load_summary(counts: Any) -> Record:
     """Return load balance statistics of each MoE layer; all are 0 for a layer without tokens.
 
     Args:
@@ -224,10 +227,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     """
 
     def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        resume_step: int | None = None,
-        warn: Warn = to_stderr,
+        self, run_dir: StrPath, resume_step: int | None = None, warn: Warn = to_stderr
     ) -> None:
         self.run_dir = Path(run_dir)
         self._warn = warn
@@ -251,7 +251,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
                     f"{self._load.path}: it ends after step {steps[-1]} and went to {due} at least"
                 )
             # Newest counts between two snapshots; ``close`` writes them.
-            self._last_load: dict[str, Any] | None = None
+            self._last_load: Record | None = None
         except OSError as error:
             path = error.filename2 or error.filename
             remedy = "Mend its permissions, or move it away"
@@ -326,7 +326,7 @@ class _Line(NamedTuple):
 
     number: int
     raw: bytes
-    record: dict[str, Any]
+    record: Record
     step: int | None
 
 
@@ -338,7 +338,7 @@ def _bytes(record: Mapping[str, Any]) -> bytes:
     return sealed(jsonable(record), allow_nan=False).encode() + b"\n"
 
 
-def _lines(path: str | os.PathLike[str]) -> list[_Line]:
+def _lines(path: StrPath) -> list[_Line]:
     """Return every line of a JSON-lines file; a missing file has none."""
     if not os.path.exists(path):
         return []
@@ -377,7 +377,7 @@ def _numbers(numbers: list[int]) -> str:
     return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_jsonl(path: StrPath) -> Records:
     """Return the undamaged records of a JSON-lines file in the order of their steps.
 
     The last of several records of a step counts. A missing file has no records: [].
@@ -386,7 +386,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [records[step] for step in sorted(records)]
 
 
-def damaged_lines(path: str | os.PathLike[str]) -> str:
+def damaged_lines(path: StrPath) -> str:
     """Return the numbers of a file's damaged lines as text; "" if none is damaged.
 
     A last line that was cut by a kill does not count.
@@ -400,12 +400,12 @@ def _damaged(lines: list[_Line]) -> str:
     )
 
 
-def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(run_dir: StrPath) -> Records:
     """Return the step records of a run, oldest first; non-finite numbers are strings."""
     return read_jsonl(Path(run_dir) / METRICS_FILE)
 
 
-def last_objective(run_dir: str | os.PathLike[str], step: int) -> float | None:
+def last_objective(run_dir: StrPath, step: int) -> float | None:
     """Return the final loss of a run that ended at ``step``: validation loss, else training loss.
 
     It is read from the last step that validated or was not skipped. None if a later record is
@@ -431,7 +431,7 @@ def perplexity(loss: Any) -> float:
         return math.inf
 
 
-def read_expert_load(run_dir: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
+def read_expert_load(run_dir: StrPath) -> tuple[np.ndarray, np.ndarray]:
     """Return the sampled expert counts of a run: steps [N] and counts [N, L, E].
 
     N is 0 without snapshots, and L is 0 for a dense model.
@@ -456,7 +456,7 @@ def rank_balance(counts: np.ndarray, ep: int) -> float | None:
     return float(np.median((ranks.max(axis=2) / ranks.mean(axis=2).clip(1e-9)).mean(axis=1)))
 
 
-def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+def series(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return steps and float values, which may be NaN or infinite, of records that have ``key``."""
     found = [record for record in records if record.get(key) is not None]
     steps = np.array([record["step"] for record in found], dtype=np.int64)

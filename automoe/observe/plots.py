@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from automoe.config.schema import Config
-from automoe.observe.metrics import read_metrics, series
+from automoe.observe.metrics import Records, read_metrics, series
 from automoe.observe.plot_style import (
     BLUE,
     GREEN,
@@ -35,7 +35,6 @@ from automoe.observe.plot_style import (
 )
 from automoe.observe.summary import COMPARED, median, short_number
 
-Records = list[dict[str, Any]]
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values, as ``series`` returns them
 # figure widths in inches
 WIDE = 9.0
@@ -365,7 +364,7 @@ def _legend(axis: Axes, *, outside: bool = False) -> None:
 
 
 @rc_context(RC)
-def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
+def draw_sweep(directory: Path, jobs: Records) -> Path:
     """Write ``sweep.png``: the training loss of all jobs, and their measured and predicted numbers.
 
     Meshes of one configuration train alike, so their loss curves should coincide; only speeds

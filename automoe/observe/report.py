@@ -7,10 +7,8 @@ Command line: ``python -m automoe.observe.report RUN_DIR``.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from automoe.config.frozen import CONFIG_FILE, frozen_shape, load_config
 from automoe.config.mesh_shape import MeshShape
@@ -21,6 +19,9 @@ from automoe.observe.metrics import (
     LOAD_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
+    Record,
+    Records,
+    StrPath,
     damaged_lines,
     read_expert_load,
     read_jsonl,
@@ -39,7 +40,7 @@ MAX_SAMPLES = 8  # largest number of steps whose samples the page shows
 WIDE = ("loss", "expert_load", "expert_balance")  # plots that take the whole width of the page
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path | None:
+def write_report(run_dir: StrPath) -> Path | None:
     """Write the report of ``run_dir``; on any failure print one line and return None.
 
     Training has ended by now, and an error of the report must not replace its exit status and its
@@ -52,7 +53,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path | None:
         return None
 
 
-def build_report(run_dir: str | os.PathLike[str]) -> Path:
+def build_report(run_dir: StrPath) -> Path:
     """Draw the plots and write ``report.html``, with all pictures embedded; return its path.
 
     The page omits what a run that died early did not write.
@@ -103,8 +104,8 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def _draw(
-    run_dir: Path, records: list[dict[str, Any]], config: Config | None, mesh: MeshShape | None
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    run_dir: Path, records: Records, config: Config | None, mesh: MeshShape | None
+) -> tuple[Records, Record | None]:
     """Write the plots as PNGs; return the template's plot pictures and its mesh picture."""
     from automoe.observe.mesh_view import draw_mesh
     from automoe.observe.plot_style import save
@@ -134,7 +135,7 @@ def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     ]
 
 
-def _first_error(status: dict[str, Any]) -> dict[str, Any] | None:
+def _first_error(status: Record) -> Record | None:
     """Return the error in ``status.json`` with every key that the template uses; None without one."""
     error = status.get("error")
     if not error:
@@ -155,7 +156,7 @@ def _read_config(run_dir: Path) -> tuple[Config | None, MeshShape | None, str]:
         return None, None, str(error)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Record:
     """Return the JSON object in ``path``; {} if it is missing, or (with a warning) damaged."""
     try:
         return read_json(path)

@@ -17,7 +17,7 @@ from automoe.config.convert import written
 from automoe.config.mesh_shape import VIEWS, MeshShape
 from automoe.config.schema import Config, tokenizer_of
 from automoe.model.params import count_params
-from automoe.observe.metrics import perplexity, series
+from automoe.observe.metrics import Record, Records, perplexity, series
 
 Facts = list[tuple[str, str]]
 MAX_GRID_RANKS = 64  # larger meshes are shown as groups, without a grid of ranks
@@ -61,7 +61,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     return list(facts.items())
 
 
-def final_numbers(records: list[dict[str, Any]]) -> Facts:
+def final_numbers(records: Records) -> Facts:
     """Return (name, text) of a run's results after its last recorded step; [] without records."""
     if not records:
         return []
@@ -72,7 +72,7 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
         series(records, key)[1]
         for key in ("val_bits_per_byte", "peak_memory_bytes", "step_seconds")
     )
-    validated: dict[str, Any] = next(
+    validated: Record = next(
         (record for record in reversed(records) if record.get("val_loss") is not None), {}
     )
     facts = {"training loss": number(last.get("loss"), 4)}
@@ -103,7 +103,7 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
     return list(facts.items())
 
 
-def _slowest_rank(records: list[dict[str, Any]]) -> str | None:
+def _slowest_rank(records: Records) -> str | None:
     """Return the rank that was slowest most often, and by how much; None without probe timings.
 
     The timings are those of ``launch.probe_every``.
@@ -150,7 +150,7 @@ def losses_by_source(record: Mapping[str, Any]) -> list[tuple[str, float]]:
     ]
 
 
-def median(records: list[dict[str, Any]], key: str) -> float | None:
+def median(records: Records, key: str) -> float | None:
     """Return the median of the finite values of ``key``; None if there are none."""
     _, values = series(records, key)
     values = values[np.isfinite(values)]
@@ -295,7 +295,7 @@ COMPARED = {
 }
 
 
-def _print_predicted(jobs: list[dict[str, Any]], console: Any) -> None:
+def _print_predicted(jobs: Records, console: Any) -> None:
     """Print the measured and predicted numbers of the jobs that have both."""
     sides = ("measured", "predicted")
     both = [
@@ -329,7 +329,7 @@ def _new_table(first: str, numbers: Sequence[str]) -> Any:
     return table
 
 
-def print_sweep(jobs: list[dict[str, Any]]) -> None:
+def print_sweep(jobs: Records) -> None:
     """Print a sweep as a table with one line per job, and why jobs were skipped or failed."""
     from rich.console import Console
 
