@@ -56,6 +56,7 @@ ENVIRONMENT_FILE = "environment.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Record = dict[str, Any]  # a line of a JSON-lines file
 Records = list[Record]
+Curve = tuple[np.ndarray, np.ndarray]  # steps and values
 StrPath = str | os.PathLike[str]
 Warn = Callable[[str], object]  # function that shows a line to the user
 
@@ -431,7 +432,7 @@ def perplexity(loss: Any) -> float:
         return math.inf
 
 
-def read_expert_load(run_dir: StrPath) -> tuple[np.ndarray, np.ndarray]:
+def read_expert_load(run_dir: StrPath) -> Curve:
     """Return the sampled expert counts of a run: steps [N] and counts [N, L, E].
 
     N is 0 without snapshots, and L is 0 for a dense model.
@@ -456,7 +457,7 @@ def rank_balance(counts: np.ndarray, ep: int) -> float | None:
     return float(np.median((ranks.max(axis=2) / ranks.mean(axis=2).clip(1e-9)).mean(axis=1)))
 
 
-def series(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
+def series(records: Records, key: str) -> Curve:
     """Return steps and float values, which may be NaN or infinite, of records that have ``key``."""
     found = [record for record in records if record.get(key) is not None]
     steps = np.array([record["step"] for record in found], dtype=np.int64)

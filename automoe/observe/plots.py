@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from automoe.config.schema import Config
-from automoe.observe.metrics import Records, read_metrics, series
+from automoe.observe.metrics import Curve, Records, read_metrics, series
 from automoe.observe.plot_style import (
     BLUE,
     GREEN,
@@ -35,7 +35,6 @@ from automoe.observe.plot_style import (
 )
 from automoe.observe.summary import COMPARED, median, short_number
 
-Curve = tuple[np.ndarray, np.ndarray]  # steps and values, as ``series`` returns them
 # figure widths in inches
 WIDE = 9.0
 NARROW = 4.6
@@ -52,10 +51,7 @@ BALANCE = BALANCE.with_extremes(bad="#d7dbe0")
 
 @rc_context(RC)
 def draw_plots(
-    records: Records,
-    load: tuple[np.ndarray, np.ndarray],
-    directory: Path,
-    config: Config | None = None,
+    records: Records, load: Curve, directory: Path, config: Config | None = None
 ) -> list[tuple[Path, str]]:
     """Write all plots of a run, except the mesh, to ``directory``.
 

@@ -8,7 +8,7 @@ which a resumed run continues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from automoe.config.convert import config_to_dict
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
 from automoe.observe.metrics import Warn, to_stderr
-from automoe.observe.trackers.base import WITHOUT, About, Outcome, Tracker, one_line
+from automoe.observe.trackers.base import WITHOUT, About, Outcome, Texts, Tracker, one_line
 from automoe.storage.sealed import read_json, replace_json
 
 IDS_FILE = "trackers.json"
@@ -45,7 +45,7 @@ class Trackers:
         }
         self._each(lambda tracker: tracker.log(record["step"], numbers))
 
-    def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+    def texts(self, step: int, name: str, rows: Texts) -> None:
         """Send a table of texts, such as answers to the prompts of ``observe.samples``."""
         self._each(lambda tracker: tracker.texts(step, name, rows))
 

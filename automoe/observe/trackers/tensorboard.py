@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import yaml
 
 from automoe.config.schema import Config
 from automoe.errors import import_backend
-from automoe.observe.trackers.base import About, Outcome, Tracker
+from automoe.observe.trackers.base import About, Numbers, Outcome, Texts, Tracker
 from automoe.storage.files import set_aside
 
 FOLDER = "tensorboard"
@@ -31,12 +30,12 @@ class TensorBoardTracker(Tracker):
         self.places = {"TensorBoard": str(folder)}
         self.events = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Numbers) -> None:
         for key, value in numbers.items():
             self.events.add_scalar(key, value, step)
         self.events.flush()  # A killed run keeps the steps written so far.
 
-    def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+    def texts(self, step: int, name: str, rows: Texts) -> None:
         """Record texts as indented blocks, because their content is not Markdown."""
         shown = [
             "\n\n".join(textwrap.indent(text, "    ", lambda line: True) for text in row.values())
