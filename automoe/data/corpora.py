@@ -306,7 +306,9 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
         yield number, _checked(record[text_key], f"{path}:{number}", text_key)
 
 
-def parquet_records(path: Path, columns: list[str] | None = None) -> NumberedRecords:
+def parquet_records(
+    path: Path, columns: list[str] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (row, column -> value) of each row, counted from 1.
 
     Args:
