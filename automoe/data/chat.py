@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.data_schema import ChatConfig, DataConfig
-from automoe.data.corpora import jsonl_records, parquet_records, read_files
+from automoe.data.corpora import NumberedRecords, Record, jsonl_records, parquet_records, read_files
 from automoe.errors import DataError, listed
 
-Message = dict[str, Any]
+Message = Record
 
 
 def _same(*names: str) -> dict[str, str]:
@@ -57,7 +57,7 @@ class Conversation:
     """
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None
+    tools: list[Record] | None
     path: Path
     file: int
     line: int
@@ -111,7 +111,7 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
             yield Conversation(messages, tools, path, file, line, prompt)
 
 
-def _records(path: Path, data: DataConfig) -> Iterator[tuple[int, dict[str, Any]]]:
+def _records(path: Path, data: DataConfig) -> NumberedRecords:
     if data.kind.startswith("stdlib"):
         records = _docstring_records(path)
         yield from _shouted(records) if data.is_preference else records
@@ -132,23 +132,26 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
+@dataclass
 class _Reader:
     """Reader of one record, whose place every error names.
 
-    Args:
+    Attributes:
         where: place of the record, ``file:line``.
         pairs: True if records are pairs of answers.
     """
 
-    def __init__(self, chat: ChatConfig, where: str, pairs: bool) -> None:
-        self.chat = chat
-        self.where = where
-        self.formats = "messages or sharegpt" if pairs else ", ".join(_KEYS)
-        self.keys = _KEYS[chat.format] | (_PAIR_KEYS if pairs else {}) | (chat.keys or {})
-        roles = _SHAREGPT_ROLES if chat.format == "sharegpt" else {}
-        self.roles = _ROLES | roles | (chat.roles or {})
+    chat: ChatConfig
+    where: str
+    pairs: bool
 
-    def read(self, record: dict[str, Any]) -> list[Message]:
+    def __post_init__(self) -> None:
+        own = _PAIR_KEYS if self.pairs else {}
+        self.keys = _KEYS[self.chat.format] | own | (self.chat.keys or {})
+        roles = _SHAREGPT_ROLES if self.chat.format == "sharegpt" else {}
+        self.roles = _ROLES | roles | (self.chat.roles or {})
+
+    def read(self, record: Record) -> list[Message]:
         """Return the messages of a record, a system prompt first."""
         if self.chat.format == "alpaca":
             messages = self._instruction(record)
@@ -156,7 +159,7 @@ class _Reader:
             messages = [self._message(one, n) for n, one in enumerate(self._list(record), start=1)]
         return self._checked([*self._system(record, messages), *messages])
 
-    def read_pair(self, record: dict[str, Any]) -> tuple[list[list[Message]], int]:
+    def read_pair(self, record: Record) -> tuple[list[list[Message]], int]:
         """Return both conversations of a pair, the preferred one first, and their shared messages.
 
         The messages before the answers are in ``prompt``, where text is a user's question; or both
@@ -188,7 +191,7 @@ class _Reader:
         before = [*self._system(record, prompt), *prompt]
         return [self._checked(before + answer) for answer in answers], len(before)
 
-    def _turns(self, record: dict[str, Any], key: str, role: str) -> list[Message]:
+    def _turns(self, record: Record, key: str, role: str) -> list[Message]:
         """Return the messages of a column; text becomes one message of ``role``."""
         value = self._value(record, key)
         name = self.keys[key]
@@ -204,7 +207,7 @@ class _Reader:
         reader = _Reader(self.chat, f"{self.where}: {name}", pairs=True)
         return [reader._message(one, n) for n, one in enumerate(parsed, start=1)]
 
-    def _system(self, record: dict[str, Any], messages: list[Message]) -> list[Message]:
+    def _system(self, record: Record, messages: list[Message]) -> list[Message]:
         """Return the system prompt that a record has in a column of its own, if any."""
         name = self.keys.get("system", "")
         system = record.get(name)
@@ -215,7 +218,7 @@ class _Reader:
             raise self._wrong(rule, "Leave one of them out")
         return [{"role": "system", "content": self._content(system, name)}]
 
-    def _checked(self, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _checked(self, value: list[Record]) -> list[Record]:
         try:
             json.dumps(value, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as error:
@@ -225,7 +228,7 @@ class _Reader:
             ) from error
         return value
 
-    def _instruction(self, record: dict[str, Any]) -> list[Message]:
+    def _instruction(self, record: Record) -> list[Message]:
         if record.get("history"):
             raise self._wrong(
                 "'history' is not read, and would be left out", "Write the record as messages"
@@ -236,7 +239,7 @@ class _Reader:
         answer = self._text(self._value(record, "output"), self.keys["output"])
         return _question(question, answer)
 
-    def _list(self, record: dict[str, Any]) -> list[Any]:
+    def _list(self, record: Record) -> list[Any]:
         messages = _parsed(self._value(record, "messages"))
         if not isinstance(messages, list) or not messages:
             kind = "an empty list" if messages == [] else type(messages).__name__
@@ -284,7 +287,7 @@ class _Reader:
         content = self._value(raw, "content", f"message {number}: ")
         return message | {"content": self._content(content, f"message {number}'s content")}
 
-    def tools(self, record: dict[str, Any]) -> list[dict[str, Any]] | None:
+    def tools(self, record: Record) -> list[Record] | None:
         """Return the tools of a record; None if it has none."""
         tools = _parsed(record.get(self.keys.get("tools", "tools")))
         if not tools:
@@ -293,12 +296,13 @@ class _Reader:
             raise self._wrong("tools are no list of objects", "Write them as JSON schemas")
         return self._checked(tools)
 
-    def _value(self, record: dict[str, Any], key: str, of: str = "") -> Any:
+    def _value(self, record: Record, key: str, of: str = "") -> Any:
         name = self.keys[key]
         if name not in record:
+            formats = "messages or sharegpt" if self.pairs else ", ".join(_KEYS)
             raise self._wrong(
                 f"{of}no key {name!r}; there is {listed(record, 10) or 'none'} (data.chat.format={self.chat.format})",
-                f"Set data.chat.format ({self.formats}), or data.chat.keys={{{key}: NAME}}",
+                f"Set data.chat.format ({formats}), or data.chat.keys={{{key}: NAME}}",
             )
         return record[name]
 
@@ -355,7 +359,7 @@ def _question(question: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _shouted(records: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _shouted(records: NumberedRecords) -> NumberedRecords:
     """Yield each question as a pair: its answer is preferred to the same answer in capitals."""
     for line, record in records:
         question, answer = record["messages"]
@@ -363,7 +367,7 @@ def _shouted(records: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[tuple[in
         yield line, {"prompt": [question], "chosen": [answer], "rejected": rejected}
 
 
-def _docstring_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _docstring_records(path: Path) -> NumberedRecords:
     """Yield a question for each public function and class of a library module.
 
     The answer is the first paragraph of the docstring.

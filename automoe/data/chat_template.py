@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from automoe.config.data_schema import ChatConfig
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
 from automoe.data.chat import Conversation, Message
+from automoe.data.corpora import Record
 from automoe.data.tokenizer import OTHER_TEMPLATES, TEMPLATE, load_for_templates, stored_template
 from automoe.data.turns import (
     Sample,
@@ -83,7 +84,7 @@ class ChatTemplate:
             json.dumps(settings, sort_keys=True).encode(), digest_size=8
         ).hexdigest()
         self._tool_form: tuple[bool, Any] | None = None
-        self._endings: dict[bool, tuple[str, int | None]] = {}
+        self._ending = cache(self._find_ending)
         self.counts: Counter[str] = Counter()
 
     @cached_property
@@ -116,7 +117,7 @@ class ChatTemplate:
                 message names file and line.
         """
         texts: list[str] = []
-        asked: list[tuple[list[Message], list[int]]] = []
+        calling: list[list[bool]] = []  # for each answer of each conversation: it calls tools
         for conversation in conversations:
             messages = self._normal(conversation.messages, conversation.where)
             first = max(1, conversation.prompt)
@@ -130,9 +131,10 @@ class ChatTemplate:
                     f"{conversation.where}: no token to train on: no assistant message follows another one (or has a "
                     f"weight above 0). Remove this line, or set data.chat.roles to what stands for the assistant."
                 )
-            answers = answers[-1:] if self.chat.turns == "last" else answers
+            if self.chat.turns == "last":
+                answers = answers[-1:]
             self.counts["empty"] += sum(is_empty(messages[n]) for n in answers)
-            asked.append((messages, answers))
+            calling.append([bool(messages[n].get("tool_calls")) for n in answers])
             for n in answers:
                 texts += self._renders(conversation, messages, n)
             names = [
@@ -141,17 +143,12 @@ class ChatTemplate:
             self.counts["tools_unseen"] += any(name not in texts[-2] for name in names)
             asking = [m["content"].strip() for m in messages[: answers[-1]] if m["role"] in _ASKING]
             self.counts["unseen"] += sum(text not in texts[-2] for text in asking)
-        encoded = iter(self._encode(texts))
-        rendered = iter(texts)
-        found = []
-        for messages, answers in asked:
-            turns = []
-            for n in answers:
-                pair = next(rendered), next(rendered)
-                calls = bool(messages[n].get("tool_calls"))
-                turns.append(self._turn(pair, next(encoded), next(encoded), calls))
-            found.append(list(joined(turns)))
-        return found
+        ids = self._encode(texts)
+        renders = zip(texts[::2], texts[1::2], ids[::2], ids[1::2], strict=True)
+        return [
+            list(joined([self._turn(*next(renders), calls) for calls in answers]))
+            for answers in calling
+        ]
 
     def exported(self) -> dict[str, str]:
         """Return the template files of an export by name, with ``template_args`` as defaults.
@@ -179,9 +176,7 @@ class ChatTemplate:
         conversation = Conversation(messages, None, Path("a first question"), 0, 1)
         return self.samples([conversation])[0][-1].ids[-1]
 
-    def prompt(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None = None
-    ) -> list[int]:
+    def prompt(self, messages: list[Message], tools: list[Record] | None = None) -> list[int]:
         """Return the ids of ``messages`` with generation prompt, the input for an answer.
 
         Raises:
@@ -242,9 +237,16 @@ class ChatTemplate:
                 )
         return before, through
 
-    def _turn(self, texts: tuple[str, str], prompt: list[int], ids: list[int], calls: bool) -> Turn:
-        """Return one answer's tokens from the texts of ``_renders`` and their ids."""
-        before, through = texts
+    def _turn(
+        self, before: str, through: str, prompt: list[int], ids: list[int], calls: bool
+    ) -> Turn:
+        """Return one answer's tokens.
+
+        Args:
+            before, through: texts of ``_renders``.
+            prompt, ids: their ids.
+            calls: True if the answer calls tools.
+        """
         start = num_shared(prompt, ids)
         self.counts["answers"] += 1
         if start < len(prompt) and through.startswith(before):
@@ -262,9 +264,9 @@ class ChatTemplate:
                 ids = head + self._encode_inside(through[cut:])
                 start = len(head)
         end = self._stop(ids, start, calls)
-        return (
-            Turn([*ids, self._next_token(calls)], start) if end is None else Turn(ids[:end], start)
-        )
+        if end is None:
+            return Turn([*ids, self._next_token(calls)], start)
+        return Turn(ids[:end], start)
 
     def _encode_inside(self, text: str) -> list[int]:
         """Return the ids of ``text`` inside a longer text.
@@ -298,44 +300,44 @@ class ChatTemplate:
         It is the token that opens the next turn, else EOS.
         """
         opener_id = self._ending(calls)[1]
-        if opener_id is None and self._hf.eos_token_id is None:
+        if opener_id is not None:
+            return opener_id
+        if self._hf.eos_token_id is None:
             rule = "its chat template ends answers in no special token, and it names no eos_token to put there"
             raise ConfigError(
                 "data.tokenizer", self.tokenizer, rule, "Set eos_token in its tokenizer_config.json"
             )
-        self.counts["eos_added"] += opener_id is None
-        return self._hf.eos_token_id if opener_id is None else opener_id
+        self.counts["eos_added"] += 1
+        return self._hf.eos_token_id
 
-    def _ending(self, calls: bool) -> tuple[str, int | None]:
+    def _find_ending(self, calls: bool) -> tuple[str, int | None]:
         """Return the text after the token that ends a last answer, and the next turn's first token.
 
         Several special tokens may follow the text of an answer. Tokens that also follow it inside
         a conversation belong to the turn (two for Command-R). Other tokens close the conversation
         (Phi-3 writes end of text after end of turn), unless they replace the turn's own (GPT-OSS).
         """
-        if calls not in self._endings:
 
-            def texts(said: str) -> tuple[str, str]:
-                answer = {"role": "assistant", "content": said}
-                if calls:
-                    answer = _calling("", {_PROBE[1]: _PROBE[2] + said})
-                messages = self._normal([{"role": "user", "content": "q"}, answer], "a probe")
-                more = [*messages, {"role": "tool" if calls else "user", "content": "x"}]
-                return self._render(messages, None), self._render(more, None)
+        def texts(said: str) -> tuple[str, str]:
+            answer = {"role": "assistant", "content": said}
+            if calls:
+                answer = _calling("", {_PROBE[1]: _PROBE[2] + said})
+            messages = self._normal([{"role": "user", "content": "q"}, answer], "a probe")
+            more = [*messages, {"role": "tool" if calls else "user", "content": "x"}]
+            return self._render(messages, None), self._render(more, None)
 
-            try:
-                (through, more), (other, other_more) = texts("a"), texts("b")
-            except Exception:  # A template may require an id, or another order of roles.
-                through = more = other = other_more = ""
-            tail = through[num_shared(through, other) + 1 :]
-            inside = more[num_shared(more, other_more) + 1 :]
-            in_both = tail[: num_shared(tail, inside)]
-            end = self._end_of_last_special(in_both) or self._end_of_last_special(tail)
-            opener = more.removeprefix(through).lstrip() if more != through else ""
-            token = self._encode([opener])[0][0] if opener else None
-            closing = tail[end or len(tail) :]
-            self._endings[calls] = closing, token if token in self._special else None
-        return self._endings[calls]
+        try:
+            (through, more), (other, other_more) = texts("a"), texts("b")
+        except Exception:  # A template may require an id, or another order of roles.
+            through = more = other = other_more = ""
+        tail = through[num_shared(through, other) + 1 :]
+        inside = more[num_shared(more, other_more) + 1 :]
+        in_both = tail[: num_shared(tail, inside)]
+        end = self._end_of_last_special(in_both) or self._end_of_last_special(tail)
+        opener = more.removeprefix(through).lstrip() if more != through else ""
+        token = self._encode([opener])[0][0] if opener else None
+        closing = tail[end or len(tail) :]
+        return closing, token if token in self._special else None
 
     def _end_of_last_special(self, text: str) -> int:
         """Return the end of the last special token in ``text``; 0 if it has none."""
@@ -361,7 +363,7 @@ class ChatTemplate:
     # -------------------------------------------------------------------------------------
 
     def _render(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, prompt: bool = False
+        self, messages: list[Message], tools: list[Record] | None, prompt: bool = False
     ) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -24,7 +24,9 @@ from automoe.config.hub import is_data_set
 from automoe.config.plugins import registered
 from automoe.errors import ConfigError, DataError, listed
 
-Record = TypeVar("Record")
+T = TypeVar("T")
+Record = dict[str, Any]  # object of a JSON line, or columns of a table's row
+NumberedRecords = Iterator[tuple[int, Record]]  # with the 1-based line or row of each
 
 # Folders of the library that are left out: tests (some have deliberately broken encodings),
 # installed packages, caches.
@@ -90,22 +92,18 @@ def find_files(data: DataConfig) -> dict[str, Path]:
     The order is the same on every machine and rank.
 
     Raises:
-        ConfigError: ``data.path`` is not set.
         DataError: no file is found, or a directory has records in several formats.
     """
-    if data.path is not None and (data.kind == "hub" or data.is_chat and is_data_set(data.path)):
-        from automoe.data.hub import hub_files
-
-        return hub_files(data)
+    assert data.path or data.kind in _STDLIB_KINDS, "validation requires a path"
     if data.kind in _STDLIB_KINDS:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = _stdlib_sources(root) if data.kind == "stdlib" else list(root.glob("*.py"))
         problem = "this Python has no library sources. Set data.kind=text and data.path."
-    elif data.path is None:
-        rule = f"data.kind={data.kind} reads a file, a directory or a glob"
-        remedy = "Set data.path, or data.kind=stdlib for text that every machine has."
-        raise ConfigError("data.path", None, rule, remedy)
-    elif (root := Path(data.path).expanduser()).is_dir():
+    elif data.kind == "hub" or data.is_chat and is_data_set(data.path or ""):
+        from automoe.data.hub import hub_files
+
+        return hub_files(data)
+    elif (root := Path(data.path or "").expanduser()).is_dir():
         suffix = _CHAT_PATTERN if data.is_chat else source_of(data.kind).pattern
         paths = _files_below(root, data.kind, suffix)
         problem = f"no {suffix} file in this directory. Correct data.path or data.kind."
@@ -181,8 +179,8 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_files(
-    paths: Iterable[Path], read: Callable[[Path], Iterable[tuple[int, Record]]], may_be_empty: bool
-) -> Iterator[tuple[int, Path, int, Record]]:
+    paths: Iterable[Path], read: Callable[[Path], Iterable[tuple[int, T]]], may_be_empty: bool
+) -> Iterator[tuple[int, Path, int, T]]:
     """Yield (index of the file, its path, line, record) of every record of several files.
 
     Empty texts are left out, and do not count as records.
@@ -260,7 +258,7 @@ def _read_text(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
                 return
 
 
-def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def jsonl_records(path: Path) -> NumberedRecords:
     """Yield (line, object) of each line that is not blank.
 
     Raises:

@@ -18,7 +18,7 @@ from automoe.data.chat_corpus import describe_chat
 from automoe.data.chat_template import chat_template_of
 from automoe.data.mixture import Mixture
 from automoe.data.packing import PackedRows, Rows, SampleRows
-from automoe.data.prepare import Split, TokenCorpus, fitting_documents, prepare_data
+from automoe.data.prepare import Split, fitting_documents, prepare_data
 from automoe.errors import ConfigError, DataError
 from automoe.moe.tokens import IGNORE
 
@@ -67,8 +67,8 @@ class Loader:
         pairs: True if the recipe compares pairs of answers, False if it trains on every answer.
 
     Raises:
-        ConfigError: the tokenizer has more ids than the embedding has rows, the rows of a step do
-            not divide over the ranks, or the data has pairs if and only if ``pairs`` is False.
+        ConfigError: the tokenizer has more ids than the embedding has rows, or the data has pairs
+            if and only if ``pairs`` is False.
         DataError: see ``prepare_data``.
     """
 
@@ -81,25 +81,15 @@ class Loader:
         cache_dir: Path | None = None,
         pairs: bool = False,
     ) -> None:
-        assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
-        if config.data.is_preference != pairs:
-            what = (
-                "compares two answers"
-                if pairs
-                else "learns every answer it reads, rejected ones too"
-            )
-            remedy = "Set data=preference data.path=FILE" if pairs else "Set recipe=dpo"
-            raise ConfigError(
-                "data.kind", config.data.kind, f"recipe={config.recipe} {what}", remedy
-            )
         rows = config.train.global_batch_size
-        if rows % dp_size:
-            raise ConfigError(
-                "train.global_batch_size",
-                rows,
-                f"{rows} rows do not divide over {dp_size} data-parallel ranks",
-                f"Set train.global_batch_size={-(-rows // dp_size) * dp_size}.",
-            )
+        assert 0 <= dp_rank < dp_size and rows % dp_size == 0, (dp_rank, dp_size, rows)
+        if config.data.is_preference != pairs:
+            rule = f"recipe={config.recipe} learns every answer it reads, rejected ones too"
+            remedy = "Set recipe=dpo"
+            if pairs:
+                rule = f"recipe={config.recipe} compares two answers"
+                remedy = "Set data=preference data.path=FILE"
+            raise ConfigError("data.kind", config.data.kind, rule, remedy)
         self.config = config
         self.split = split
         self.dp_rank = dp_rank
@@ -125,11 +115,11 @@ class Loader:
 
         A thread prepares the following step while this one trains.
         """
-        ahead = self._ahead
-        self._ahead = None
         # After a resume or a fallback to a checkpoint, the step made ahead is not the next one.
-        fits = ahead is not None and ahead[0] == self.consumed_rows
-        batch = ahead[1].result() if ahead is not None and fits else self._step(self.consumed_rows)
+        if self._ahead is not None and self._ahead[0] == self.consumed_rows:
+            batch = self._ahead[1].result()
+        else:
+            batch = self._step(self.consumed_rows)
         self.consumed_rows += self.config.train.global_batch_size
         self._ahead = self.consumed_rows, self._thread.submit(self._step, self.consumed_rows)
         return batch
@@ -266,9 +256,9 @@ class Loader:
     def _describe(self, source: int) -> list[str]:
         corpus = self.corpora[source]
         rows = self._rows_of(self.split, source)
-        said = self.names[source]
+        name = self.names[source]
         assert corpus.chat is not None
-        lines = [f"{said}:"] if said else []
+        lines = [f"{name}:"] if name else []
         lines += describe_chat(corpus.chat, len(corpus.tokens), len(corpus.lengths))
         if long := int((corpus.lengths > rows.seq_len).sum()):
             done = "cut, or left out where no answer begins before"
@@ -282,11 +272,6 @@ class Loader:
         )
         # With the margin of a note, lines are 80 columns wide.
         return [part for line in lines for part in textwrap.wrap(line, 66)]
-
-    @property
-    def corpus(self) -> TokenCorpus:
-        """Corpus of the first source."""
-        return self.corpora[0]
 
     def _pack(self, split: Split, source: int) -> PackedRows:
         corpus = self.corpora[source]

@@ -13,6 +13,9 @@ import numpy as np
 
 from automoe.moe.tokens import IGNORE
 
+# order of documents or samples, their ends in the stream or the rows' starts, order of rows
+Epoch = tuple[np.ndarray, np.ndarray, np.ndarray]
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -94,7 +97,7 @@ class PackedRows:
         first_doc, last_doc = np.searchsorted(doc_ends, [start, last], side="right")
         return doc_order[first_doc : last_doc + 1]
 
-    def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _make_epoch(self, epoch: int) -> Epoch:
         """Return the order of documents, the end of each in the stream, and the order of rows."""
         doc_order = seeded_order(len(self.lengths), self.seed, epoch, 0)
         row_order = seeded_order(self.num_rows, self.seed, epoch, 1)
@@ -191,7 +194,7 @@ class SampleRows(PackedRows):
         row = row_order[within]
         return order[row_starts[row] : row_starts[row + 1]]
 
-    def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _make_epoch(self, epoch: int) -> Epoch:
         """Return samples in the order of rows, each row's start in it and the end, and row order."""
         shuffled = seeded_order(len(self.lengths), self.seed, epoch, 0)
         order = shuffled[np.argsort(-self.lengths[shuffled], kind="stable")]

@@ -28,6 +28,7 @@ from automoe.errors import DataError
 from automoe.storage.cache import default_cache_dir, open_entry
 
 Split = Literal["train", "validation"]
+Documents = tuple[np.ndarray, np.ndarray]  # starts and lengths, [N] each
 FORMAT = 3  # part of the cache key: raise it when the files below change
 # smallest and largest number of synthetic rows; between them, rows of so many tokens in total
 SYNTHETIC_ROWS = (64, 4096)
@@ -98,13 +99,7 @@ def open_corpus(
             return tokenise_chat(folder, read, template, tokenizer.vocab_size, data.is_preference)
         return tokenise_documents(folder, read_documents(data, paths), tokenizer, paths)
 
-    facts = open_entry(
-        entry,
-        write,
-        what="the tokenised corpus",
-        again="the text is tokenised again",
-        error_type=DataError,
-    )
+    facts = open_entry(entry, write)
     columns = np.load(entry / "documents.npy", mmap_mode="r")
     lengths = columns[0].astype(np.int64)
     tokens = np.zeros(0, facts["dtype"])
@@ -224,9 +219,7 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
         fitting_documents(corpus, config, "validation")
 
 
-def fitting_documents(
-    corpus: TokenCorpus, config: Config, split: Split
-) -> tuple[np.ndarray, np.ndarray]:
+def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> Documents:
     """Return starts and lengths of the documents of one split, as rows hold them.
 
     Text may be longer than a row, which cuts it. A conversation longer than a row is left out
@@ -258,9 +251,7 @@ def fitting_documents(
     return starts[kept], lengths[kept]
 
 
-def split_documents(
-    corpus: TokenCorpus, val_fraction: float, split: Split
-) -> tuple[np.ndarray, np.ndarray]:
+def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> Documents:
     """Return starts and lengths of the documents of one split.
 
     A document belongs to the validation split if the hash of its text, as a fraction of 2**64, is

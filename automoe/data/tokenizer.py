@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,9 @@ _VOCAB_FILES = (
 )
 
 
+@dataclass(eq=False)
 class Tokenizer:
-    """Interface of a tokenizer for the data pipeline.
+    """Interface of a tokenizer for the data pipeline; a plain one has ids without text.
 
     Attributes:
         vocab_size: largest id + 1; an embedding needs at least this many rows.
@@ -87,11 +89,8 @@ class ByteTokenizer(Tokenizer):
     """Tokenizer with one id per UTF-8 byte; id 256 ends a document, id 257 is padding."""
 
     def __init__(self) -> None:
-        self.digest = "byte"
-        self.vocab_size = BYTE_VOCAB_SIZE
-        self.eos_id = 256
-        self.pad_id = 257
-        self.byte_lengths = np.array([1] * 256 + [0, 0], dtype=np.int64)
+        lengths = np.array([1] * 256 + [0, 0], dtype=np.int64)
+        super().__init__(BYTE_VOCAB_SIZE, 256, 257, "byte", lengths)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
@@ -281,17 +280,6 @@ def _cuts(text: str, end: int) -> Iterator[int]:
     yield from range(end, end - 64, -1)
 
 
-class NoTokenizer(Tokenizer):
-    """Stand-in for a tokenizer if ids stand for no text (``data.kind=benchmark``)."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.digest = NO_TOKENIZER
-        self.vocab_size = vocab_size
-        self.eos_id = 0
-        self.pad_id = 0
-        self.byte_lengths = np.zeros(vocab_size, dtype=np.int64)
-
-
 def load_tokenizer(spec: str) -> Tokenizer:
     """Return the tokenizer that ``spec`` names.
 
@@ -318,11 +306,11 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
     """
     name = tokenizer_of(config)
     path = config.model.hf_path
+    rows = config.model.vocab_size
     if name == NO_TOKENIZER:
-        return NoTokenizer(config.model.vocab_size)
+        return Tokenizer(rows, 0, 0, NO_TOKENIZER, np.zeros(rows, dtype=np.int64))
     tokenizer = load_tokenizer(name)
     size = tokenizer.vocab_size
-    rows = config.model.vocab_size
     if size > rows:
         remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
         if path is not None:  # The embedding of a checkpoint has a fixed number of rows.

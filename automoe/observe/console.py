@@ -1,6 +1,4 @@
-"""Terminal output of rank 0: a banner, one line per logged step with the time left, and a
-summary.
-"""
+"""Terminal output of rank 0: a banner, a line for each logged step, and a summary."""
 
 from __future__ import annotations
 
@@ -31,26 +29,16 @@ from automoe.observe.summary import (
 )
 
 HEADER_EVERY = 20  # lines between two headers, so that one is always in sight
-COLUMNS = (  # (heading, width); the step column grows with the number of steps
-    ("loss", 9),
-    ("grad norm", 10),
-    ("lr", 9),
-    ("tokens/s", 9),
-    ("memory", 9),
-    ("load", 7),  # load of the busiest expert over the mean
-    ("time", 8),
-    ("left", 9),
-)
-# MFU replaces the time if the device's peak is known, because tokens/s implies the time.
-MFU = ("MFU", 8)
+# Widths of the columns loss, grad norm, lr, tokens/s, memory, load (of the busiest expert over the
+# mean), time and left. The first column, the step, grows with the number of steps.
+WIDTHS = (9, 10, 9, 9, 9, 7, 8, 9)
 # With a preference loss, two columns show the margin of the preferred answer and the share of pairs
-# in which it wins.
-REWARDS = {"memory": ("margin", "rewards/margins"), "load": ("right", "rewards/accuracies")}
+# in which it wins, instead of memory and load.
+REWARDS = {4: ("margin", "rewards/margins"), 5: ("right", "rewards/accuracies")}
 
 
 class Console:
-    """Terminal output of a run; every method does nothing if ``enabled`` is False (all ranks but
-    0).
+    """Terminal output of a run; methods print nothing if ``enabled`` is False (all ranks but 0).
 
     Step lines have 80 columns in runs of up to 9,999 steps. Output moves no cursor, so a log file
     reads like the terminal. Colours appear only in a terminal.
@@ -92,8 +80,7 @@ class Console:
         self._print()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Print one line for a step's record (keys of ``metrics.jsonl``), and one more if it
-        validated.
+        """Print a line for a step's record (keys of ``metrics.jsonl``); another if it validated.
 
         Steps that are not multiples of ``observe.log_every`` print nothing, except the first, the
         last, a validating, and a non-finite step.
@@ -115,51 +102,47 @@ class Console:
         ):
             return
         mfu = record["mfu"]
+        load = record["expert_max_load"]  # 0 for a dense model
         cells = [
-            loss_text(record["loss"]),
-            f"{float(record['grad_norm']):.3g}",
-            f"{record['lr']:.2e}",
-            short_number(record["tokens_per_second"]),
-            bytes_text(record["peak_memory_bytes"]),
-            # Dense models have no expert load.
-            f"{number(record['expert_max_load'], 2)}x" if record["expert_max_load"] else "-",
-            seconds_text(record.get("step_seconds")) if mfu is None else f"{100 * mfu:.1f}%",
-            duration(left) if step < steps else "-",
+            ("loss", loss_text(record["loss"])),
+            ("grad norm", f"{float(record['grad_norm']):.3g}"),
+            ("lr", f"{record['lr']:.2e}"),
+            ("tokens/s", short_number(record["tokens_per_second"])),
+            ("memory", bytes_text(record["peak_memory_bytes"])),
+            ("load", f"{number(load, 2)}x" if load else "-"),
+            ("time", seconds_text(record.get("step_seconds"))),
+            ("left", duration(left) if step < steps else "-"),
         ]
-        columns = [
-            MFU if name == "time" and mfu is not None else (name, width) for name, width in COLUMNS
-        ]
-        for place, (name, width) in enumerate(COLUMNS):
-            heading, key = REWARDS.get(name, ("", ""))
+        if mfu is not None:  # tokens/s implies the time, so MFU replaces it.
+            cells[6] = "MFU", f"{100 * mfu:.1f}%"
+        for place, (heading, key) in REWARDS.items():
             if key in record:
-                columns[place], cells[place] = (heading, width), f"{float(record[key]):.3g}"
-        self._line(f"{step}/{steps}", columns, cells, None if finite else "bold red")
+                cells[place] = heading, f"{float(record[key]):.3g}"
+        if self._lines % HEADER_EVERY == 0:
+            self._row("step", [heading for heading, _ in cells], "dim")
+        self._lines += 1
+        self._row(f"{step}/{steps}", [text for _, text in cells], None if finite else "bold red")
         if validates:
-            text = f"{'validation':>{self._step_width}}{loss_text(record['val_loss']):>{COLUMNS[0][1]}}"
+            text = f"{'validation':>{self._step_width}}{loss_text(record['val_loss']):>{WIDTHS[0]}}"
             if (bits := record.get("val_bits_per_byte")) is not None:
                 text += f"   {float(bits):.3f} bits per byte"
             if "val_perplexity" in record:
                 text += f"   perplexity {perplexity_text(record['val_loss'])}"
             for heading, key in REWARDS.values():
-                text += (
-                    f"   {heading} {float(record[f'val_{key}']):.3g}"
-                    if f"val_{key}" in record
-                    else ""
-                )
+                if f"val_{key}" in record:
+                    text += f"   {heading} {float(record[f'val_{key}']):.3g}"
             if (averaged := record.get("val_loss_ema")) is not None:
                 text += f"   ema {loss_text(averaged)}"
             self._print(text, "bold green")
             for name, loss in losses_by_source(record):
-                numbers = f"{loss_text(loss):>{COLUMNS[0][1]}}"
-                numbers += (
-                    f"   perplexity {perplexity_text(loss)}" if "val_perplexity" in record else ""
-                )
+                numbers = f"{loss_text(loss):>{WIDTHS[0]}}"
+                if "val_perplexity" in record:
+                    numbers += f"   perplexity {perplexity_text(loss)}"
                 self._print(f"{'':>{self._step_width}}{numbers}   {name}", "green")
 
     def note(self, text: str) -> None:
         """Print a line between step lines, such as a saved checkpoint or a skipped spike."""
-        if self.enabled:
-            self._print(f"{'':>{self._step_width}}  {from_here(text)}", "cyan")
+        self._print(f"{'':>{self._step_width}}  {from_here(text)}", "cyan")
 
     def row(self, lines: Iterable[tuple[str, bool]]) -> None:
         """Print lines of a training row; trained lines are green.
@@ -167,14 +150,13 @@ class Console:
         Args:
             lines: (text, trained) per line, as ``describe_row`` returns.
         """
-        for text, trained in lines if self.enabled else ():
+        for text, trained in lines:
             self._print(text, "green" if trained else "dim")
-        if self.enabled:
-            self._print()
+        self._print()
 
     def samples(self, samples: Sequence[Mapping[str, str]], seconds: float) -> None:
         """Print each sample's ``prompt`` and the model's ``text``, one terminal line each."""
-        for sample in samples if self.enabled else ():
+        for sample in samples:
             for text, style in ((f"> {sample['prompt']}", "dim"), (f"  {sample['text']}", "green")):
                 shown = "".join(
                     char if char.isprintable() else " " for char in text.replace("\n", "⏎")
@@ -183,8 +165,7 @@ class Console:
         self.note(f"answered in {seconds_text(seconds)}")
 
     def warn(self, text: str) -> None:
-        if self.enabled:
-            self._print(f"warning: {text}", "yellow")
+        self._print(f"warning: {text}", "yellow")
 
     def finish(self, paths: Mapping[str, str | Path] | None = None) -> None:
         """Print the closing summary of the run's records, and where the results are.
@@ -201,29 +182,21 @@ class Console:
         self._print()
         self._print_facts(facts)
 
-    def _line(
-        self, step: str, columns: list[tuple[str, int]], cells: list[str], style: str | None
-    ) -> None:
-        if self._lines % HEADER_EVERY == 0:
-            names = "".join(f"{name:>{width}}" for name, width in columns)
-            self._print(f"{'step':>{self._step_width}}{names}", "dim")
-        self._lines += 1
-        body = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, columns, strict=True))
-        self._print(f"{step:>{self._step_width}}{body}", style)
+    def _row(self, first: str, cells: list[str], style: str | None) -> None:
+        body = "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
+        self._print(f"{first:>{self._step_width}}{body}", style)
 
     def _time_left(self, record: Mapping[str, Any]) -> float:
-        """Return the seconds to the last step at the recent wall-clock pace, validation
-        included.
-        """
+        """Return the seconds to the last step at the recent pace, including validation."""
         step = record["step"]
         now = time.monotonic()
+        pace = float(record.get("step_seconds") or math.nan)
         # The first step is slow because of warm-up: its pace is used once and then forgotten.
-        if self._last is None:
-            pace = float(record.get("step_seconds") or math.nan)
-        else:
+        if self._last is not None:
             pace = (now - self._last[1]) / max(1, step - self._last[0])
-            self._pace = pace if self._pace is None else 0.95 * self._pace + 0.05 * pace
-            pace = self._pace
+            if self._pace is not None:
+                pace = 0.95 * self._pace + 0.05 * pace
+            self._pace = pace
         self._last = (step, now)
         return pace * (self.config.train.steps - step)
 
@@ -236,8 +209,9 @@ class Console:
     def _print(self, text: str = "", style: str | None = None) -> None:
         from rich.text import Text
 
-        self._rich.print(Text(text, style=style or ""), crop=False)
-        self._rich.file.flush()  # A log file is read during the run.
+        if self.enabled:
+            self._rich.print(Text(text, style=style or ""), crop=False)
+            self._rich.file.flush()  # A log file is read during the run.
 
 
 def loss_text(loss: Any) -> str:

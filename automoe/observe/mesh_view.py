@@ -37,7 +37,7 @@ def draw_mesh(mesh: MeshShape) -> Figure:
     cell = max(0.42, min(0.85, 5.4 / columns, 5.6 / height_cells))
     width = max(4.3, columns * cell + 1.0)
     height = height_cells * cell + 1.6
-    if width > 5.6:  # two wide views are drawn one above the other
+    if width > 5.6:  # Two wide views are drawn one above the other.
         figure, axes = new_figure(width, 2 * height, rows=2)
     else:
         figure, axes = new_figure(2 * width, height, columns=2)
@@ -76,9 +76,10 @@ def _repeats(num_groups: int) -> str:
 
 
 def _colour(group: int) -> tuple[float, float, float]:
-    shade = 1.0 if group % (2 * len(CELLS)) < len(CELLS) else 0.8
-    red, green, blue = to_rgb(CELLS[group % len(CELLS)])
-    return (shade * red, shade * green, shade * blue)
+    round_number, colour = divmod(group, len(CELLS))
+    shade = 0.8 if round_number % 2 else 1.0
+    red, green, blue = to_rgb(CELLS[colour])
+    return shade * red, shade * green, shade * blue
 
 
 def _draw_view(
@@ -117,13 +118,17 @@ def _draw_view(
     # Otherwise groups and rows end at different ranks, and only colours show the groups.
     if max(frame, columns) % min(frame, columns) == 0:
         size = min(frame, columns) - 0.08, max(1, frame // columns) - 0.08
-        lines = {
-            "boxstyle": "round,pad=0,rounding_size=0.08",
-            "facecolor": "none",
-            "edgecolor": FRAME,
-        }
         for x, y in map(place, range(0, mesh.world_size, frame)):
-            axis.add_patch(FancyBboxPatch((x + 0.04, y + 0.04), *size, linewidth=1.4, **lines))
+            axis.add_patch(
+                FancyBboxPatch(
+                    (x + 0.04, y + 0.04),
+                    *size,
+                    boxstyle="round,pad=0,rounding_size=0.08",
+                    facecolor="none",
+                    edgecolor=FRAME,
+                    linewidth=1.4,
+                )
+            )
     if mesh.pp > 1:
         for stage in range(mesh.pp):
             middle = stage * (rows + STAGE_GAP) + rows / 2
@@ -135,8 +140,17 @@ def _draw_view(
     axis.set(xlim=(left, columns + 0.1), ylim=(total + 0.1, -0.1), aspect="equal", anchor="N")
     axis.axis("off")
     _title(axis, mesh, view)
-    where = {"transform": axis.transAxes, "va": "top", "ha": "left"}
-    axis.text(0.0, -0.02, note, fontsize=8.5, color=MUTED, linespacing=1.5, **where)
+    axis.text(
+        0.0,
+        -0.02,
+        note,
+        fontsize=8.5,
+        color=MUTED,
+        linespacing=1.5,
+        transform=axis.transAxes,
+        va="top",
+        ha="left",
+    )
 
 
 def _title(axis: Axes, mesh: MeshShape, view: str) -> None:
@@ -156,9 +170,7 @@ def _title(axis: Axes, mesh: MeshShape, view: str) -> None:
 
 
 def _draw_schematic(mesh: MeshShape) -> Figure:
-    """Draw each view as nested axes: a strip per axis, whose first part opens into the
-    next strip.
-    """
+    """Draw each view as strips, one per axis; the first part of a strip opens into the next."""
     strips = max(len(mesh.active_axes(view)) for view in VIEWS)
     figure, axes = new_figure(11.5, 1.0 + 1.15 * strips, columns=2)
     for axis, view in zip(axes, VIEWS, strict=True):
@@ -171,14 +183,10 @@ def _draw_schematic(mesh: MeshShape) -> Figure:
 
 
 def _draw_strip(axis: Axes, top: float, name: str, size: int, stride: int) -> None:
-    """Draw the parts of one mesh axis, and a funnel from the first part to the strip
-    below, if any.
-    """
-    drawn = (
-        list(range(size))
-        if size <= MAX_STRIP_CELLS
-        else [*range(MAX_STRIP_CELLS - 2), None, size - 1]
-    )
+    """Draw the parts of one mesh axis, and a funnel from the first part to a strip below."""
+    drawn: list[int | None] = list(range(size))
+    if size > MAX_STRIP_CELLS:
+        drawn[MAX_STRIP_CELLS - 2 : -1] = [None]
     width = 1.0 / len(drawn)
     for place, position in enumerate(drawn):
         left = place * width + 0.004

@@ -54,6 +54,10 @@ VALIDATION_KEYS = ("val_loss", "val_loss_ema", "val_perplexity", "val_bits_per_b
 MAX_LOAD_SNAPSHOTS = 200
 ENVIRONMENT_FILE = "environment.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+Record = dict[str, Any]  # a line of a JSON-lines file
+Records = list[Record]
+Curve = tuple[np.ndarray, np.ndarray]  # steps and values
+StrPath = str | os.PathLike[str]
 Warn = Callable[[str], object]  # function that shows a line to the user
 
 
@@ -61,7 +65,7 @@ def to_stderr(text: str) -> None:
     print(f"automoe: {text}", file=sys.stderr)
 
 
-def load_summary(counts: Any) -> dict[str, Any]:
+def load_summary(counts: Any) -> Record:
     """Return load balance statistics of each MoE layer; all are 0 for a layer without tokens.
 
     Args:
@@ -92,9 +96,7 @@ def load_summary(counts: Any) -> dict[str, Any]:
 
 
 def jsonable(value: Any) -> Any:
-    """Convert ``value`` to JSON types; non-finite floats become strings (see the module's
-    docstring).
-    """
+    """Convert ``value`` to JSON types; non-finite floats become strings, as in ``metrics.jsonl``."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -107,12 +109,9 @@ def jsonable(value: Any) -> Any:
 
 
 def is_taken(name: str) -> bool:
-    """Return True if a step's record may use ``name`` as a key, so that no other metric can have
-    it.
-    """
-    return name in (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL) or name.startswith(
-        "val_loss."
-    )
+    """Return True if a step's record may use the key ``name``, so that no other metric can."""
+    taken = (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL)
+    return name in taken or name.startswith("val_loss.")
 
 
 class AppendLog:
@@ -176,7 +175,7 @@ class AppendLog:
 
     def replace(self, lines: Iterable[bytes]) -> None:
         """Replace the content of the file by ``lines``, atomically."""
-        replace_file(self.path, b"".join(lines).decode())
+        replace_file(self.path, b"".join(lines))
         os.close(self._fd)
         self._fd = _open(self.path)
 
@@ -229,10 +228,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     """
 
     def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        resume_step: int | None = None,
-        warn: Warn = to_stderr,
+        self, run_dir: StrPath, resume_step: int | None = None, warn: Warn = to_stderr
     ) -> None:
         self.run_dir = Path(run_dir)
         self._warn = warn
@@ -244,21 +240,19 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             metrics = self.run_dir / METRICS_FILE
             self._metrics = AppendLog(metrics, resume_step, warn, every_step=True)
             self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step, warn)
-            # The file is created with the first sample; an existing file is truncated like the
-            # others.
+            # The first sample creates the file; an existing one is truncated like the others.
             samples = self.run_dir / SAMPLES_FILE
             self._samples = AppendLog(samples, resume_step, warn) if samples.exists() else None
             # Steps between two load snapshots. A resumed run keeps its stride; its first snapshot
             # may be off the grid.
             steps = [record["step"] for record in read_jsonl(self._load.path)]
-            sampled = np.diff(steps[1:])
-            self._stride = statistics.mode(sampled.tolist()) if len(sampled) else 1
+            self._stride = statistics.mode(np.diff(steps[1:]).tolist() or [1])
             if steps and steps[-1] < (due := (resume_step or 0) // self._stride * self._stride):
                 warn(
                     f"{self._load.path}: it ends after step {steps[-1]} and went to {due} at least"
                 )
             # Newest counts between two snapshots; ``close`` writes them.
-            self._last_load: dict[str, Any] | None = None
+            self._last_load: Record | None = None
         except OSError as error:
             path = error.filename2 or error.filename
             remedy = "Mend its permissions, or move it away"
@@ -333,7 +327,7 @@ class _Line(NamedTuple):
 
     number: int
     raw: bytes
-    record: dict[str, Any]
+    record: Record
     step: int | None
 
 
@@ -345,7 +339,7 @@ def _bytes(record: Mapping[str, Any]) -> bytes:
     return sealed(jsonable(record), allow_nan=False).encode() + b"\n"
 
 
-def _lines(path: str | os.PathLike[str]) -> list[_Line]:
+def _lines(path: StrPath) -> list[_Line]:
     """Return every line of a JSON-lines file; a missing file has none."""
     if not os.path.exists(path):
         return []
@@ -384,7 +378,7 @@ def _numbers(numbers: list[int]) -> str:
     return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_jsonl(path: StrPath) -> Records:
     """Return the undamaged records of a JSON-lines file in the order of their steps.
 
     The last of several records of a step counts. A missing file has no records: [].
@@ -393,7 +387,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [records[step] for step in sorted(records)]
 
 
-def damaged_lines(path: str | os.PathLike[str]) -> str:
+def damaged_lines(path: StrPath) -> str:
     """Return the numbers of a file's damaged lines as text; "" if none is damaged.
 
     A last line that was cut by a kill does not count.
@@ -407,12 +401,12 @@ def _damaged(lines: list[_Line]) -> str:
     )
 
 
-def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(run_dir: StrPath) -> Records:
     """Return the step records of a run, oldest first; non-finite numbers are strings."""
     return read_jsonl(Path(run_dir) / METRICS_FILE)
 
 
-def last_objective(run_dir: str | os.PathLike[str], step: int) -> float | None:
+def last_objective(run_dir: StrPath, step: int) -> float | None:
     """Return the final loss of a run that ended at ``step``: validation loss, else training loss.
 
     It is read from the last step that validated or was not skipped. None if a later record is
@@ -438,7 +432,7 @@ def perplexity(loss: Any) -> float:
         return math.inf
 
 
-def read_expert_load(run_dir: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
+def read_expert_load(run_dir: StrPath) -> Curve:
     """Return the sampled expert counts of a run: steps [N] and counts [N, L, E].
 
     N is 0 without snapshots, and L is 0 for a dense model.
@@ -463,7 +457,7 @@ def rank_balance(counts: np.ndarray, ep: int) -> float | None:
     return float(np.median((ranks.max(axis=2) / ranks.mean(axis=2).clip(1e-9)).mean(axis=1)))
 
 
-def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+def series(records: Records, key: str) -> Curve:
     """Return steps and float values, which may be NaN or infinite, of records that have ``key``."""
     found = [record for record in records if record.get(key) is not None]
     steps = np.array([record["step"] for record in found], dtype=np.int64)

@@ -1,14 +1,10 @@
-"""HTML pages in one file: a filled-in template with all pictures embedded and no external
-requests.
-"""
+"""HTML pages in one file: a filled-in template with embedded pictures and no external requests."""
 
 from __future__ import annotations
 
 import base64
 from pathlib import Path
 from typing import Any
-
-from automoe.storage.files import replace_file
 
 MESH_CAPTION = (
     "The same ranks in both views: each keeps its place, and the colours show who works with whom"
@@ -24,16 +20,9 @@ def render(template: str, **values: Any) -> str:
     return made.get_template(template).render(values)
 
 
-def write_page(path: Path, page: str) -> Path:
-    """Replace the file ``path`` atomically: a browser that reloads never sees a partial page."""
-    replace_file(path, page)
-    return path
-
-
 def picture(png: bytes, caption: str, wide: bool = False) -> dict[str, Any]:
     """Return a PNG in the form that the templates take."""
-    # All pictures are scaled equally, so that their text has one size: CSS width from the PNG
-    # header.
+    # CSS width from the PNG header: equally scaled pictures have text of equal size.
     width = round(int.from_bytes(png[16:20], "big") / 1.4)
     return {
         "caption": caption,

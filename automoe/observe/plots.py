@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from automoe.config.schema import Config
-from automoe.observe.metrics import read_metrics, series
+from automoe.observe.metrics import Curve, Records, read_metrics, series
 from automoe.observe.plot_style import (
     BLUE,
     GREEN,
@@ -35,8 +35,6 @@ from automoe.observe.plot_style import (
 )
 from automoe.observe.summary import COMPARED, median, short_number
 
-Records = list[dict[str, Any]]
-Curve = tuple[np.ndarray, np.ndarray]  # steps and values, as ``series`` returns them
 # figure widths in inches
 WIDE = 9.0
 NARROW = 4.6
@@ -53,10 +51,7 @@ BALANCE = BALANCE.with_extremes(bad="#d7dbe0")
 
 @rc_context(RC)
 def draw_plots(
-    records: Records,
-    load: tuple[np.ndarray, np.ndarray],
-    directory: Path,
-    config: Config | None = None,
+    records: Records, load: Curve, directory: Path, config: Config | None = None
 ) -> list[tuple[Path, str]]:
     """Write all plots of a run, except the mesh, to ``directory``.
 
@@ -305,12 +300,15 @@ def _trend(values: np.ndarray) -> np.ndarray:
     """Return the centred running mean of the finite values over a twentieth of the run."""
     half = max(2, len(values) // 40)
     known = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    number = np.concatenate([[0], np.cumsum(known)])
     places = np.arange(len(values))
     low = np.maximum(places - half, 0)
     high = np.minimum(places + half + 1, len(values))
-    return (sums[high] - sums[low]) / np.maximum(number[high] - number[low], 1)
+
+    def window_sum(numbers: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([[0.0], np.cumsum(numbers)])
+        return sums[high] - sums[low]
+
+    return window_sum(np.where(known, values, 0.0)) / np.maximum(window_sum(known), 1)
 
 
 def _whole_steps(axis: Axes) -> None:
@@ -324,7 +322,8 @@ def _whole_steps(axis: Axes) -> None:
 
 def _focus(axis: Axes, values: list[np.ndarray]) -> None:
     """Limit the y axis below the top of a spike, so that the rest of the curve stays readable."""
-    finite = np.concatenate([v[np.isfinite(v)] for v in values])
+    finite = np.concatenate(values)
+    finite = finite[np.isfinite(finite)]
     if len(finite) < 20:
         return
     low = finite.min()
@@ -336,15 +335,14 @@ def _focus(axis: Axes, values: list[np.ndarray]) -> None:
 def _label_last(axis: Axes, curve: Curve) -> None:
     """Write the last value at its point, on the side away from the curve."""
     steps, values = curve
-    known = np.flatnonzero(np.isfinite(values))
-    if not len(known):
+    known = np.isfinite(values)
+    if not known.any():
         return
-    last = known[-1]
-    before = known[-2:][0]
-    falling = values[last] < values[before]
+    last = values[known][-1]
+    falling = last < values[known][-2:][0]
     axis.annotate(
-        f"{values[last]:.3f}",
-        (steps[last], values[last]),
+        f"{last:.3f}",
+        (steps[known][-1], last),
         (0, -7 if falling else 7),
         textcoords="offset points",
         ha="right",
@@ -362,7 +360,7 @@ def _legend(axis: Axes, *, outside: bool = False) -> None:
 
 
 @rc_context(RC)
-def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
+def draw_sweep(directory: Path, jobs: Records) -> Path:
     """Write ``sweep.png``: the training loss of all jobs, and their measured and predicted numbers.
 
     Meshes of one configuration train alike, so their loss curves should coincide; only speeds

@@ -7,10 +7,8 @@ Command line: ``python -m automoe.observe.report RUN_DIR``.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from automoe.config.frozen import CONFIG_FILE, frozen_shape, load_config
 from automoe.config.mesh_shape import MeshShape
@@ -21,13 +19,17 @@ from automoe.observe.metrics import (
     LOAD_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
+    Record,
+    Records,
+    StrPath,
     damaged_lines,
     read_expert_load,
     read_jsonl,
     read_metrics,
 )
-from automoe.observe.page import MESH_CAPTION, picture, render, write_page
+from automoe.observe.page import MESH_CAPTION, picture, render
 from automoe.observe.summary import describe_run, final_numbers
+from automoe.storage.files import replace_file
 from automoe.storage.sealed import read_json
 
 REPORT_FILE = "report.html"
@@ -38,7 +40,7 @@ MAX_SAMPLES = 8  # largest number of steps whose samples the page shows
 WIDE = ("loss", "expert_load", "expert_balance")  # plots that take the whole width of the page
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path | None:
+def write_report(run_dir: StrPath) -> Path | None:
     """Write the report of ``run_dir``; on any failure print one line and return None.
 
     Training has ended by now, and an error of the report must not replace its exit status and its
@@ -51,7 +53,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path | None:
         return None
 
 
-def build_report(run_dir: str | os.PathLike[str]) -> Path:
+def build_report(run_dir: StrPath) -> Path:
     """Draw the plots and write ``report.html``, with all pictures embedded; return its path.
 
     The page omits what a run that died early did not write.
@@ -71,13 +73,13 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
     config, mesh, config_problem = _read_config(run_dir)
     if config is not None and status.get("state") == "done":
         for name in (METRICS_FILE, LOAD_FILE)[: 2 if config.model.num_moe_layers else 1]:
-            if (
-                last := max((one["step"] for one in read_jsonl(run_dir / name)), default=0)
-            ) < config.train.steps:
-                _warn(
-                    run_dir / name,
-                    f"it ends after step {last}, and the run is done after {config.train.steps}",
+            found = read_jsonl(run_dir / name)
+            last = found[-1]["step"] if found else 0
+            if last < config.train.steps:
+                problem = (
+                    f"it ends after step {last}, and the run is done after {config.train.steps}"
                 )
+                _warn(run_dir / name, problem)
     pictures, meshes = _draw(run_dir, records, config, mesh)
     config_file = run_dir / CONFIG_FILE
     page = render(
@@ -96,12 +98,14 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
         facts=describe_run(config, mesh) if config and mesh else [],
         environment=_read_json(run_dir / ENVIRONMENT_FILE),
     )
-    return write_page(run_dir / REPORT_FILE, page)
+    report = run_dir / REPORT_FILE
+    replace_file(report, page)  # A browser that reloads never sees a partial page.
+    return report
 
 
 def _draw(
-    run_dir: Path, records: list[dict[str, Any]], config: Config | None, mesh: MeshShape | None
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    run_dir: Path, records: Records, config: Config | None, mesh: MeshShape | None
+) -> tuple[Records, Record | None]:
     """Write the plots as PNGs; return the template's plot pictures and its mesh picture."""
     from automoe.observe.mesh_view import draw_mesh
     from automoe.observe.plot_style import save
@@ -121,22 +125,18 @@ def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     At most ``MAX_SAMPLES`` evenly spaced steps are shown.
     """
     records = read_jsonl(run_dir / SAMPLES_FILE)[::-1]
-    shown = records[:: len(records) // MAX_SAMPLES + 1]
-    said = [
+    answers = [
         (f"step {one['step']:,}", {pair["prompt"]: pair["text"] for pair in one["samples"]})
-        for one in shown
+        for one in records[:: len(records) // MAX_SAMPLES + 1]
     ]
-    prompts = said[0][1] if said else {}
     return [
-        (prompt, [(step, texts[prompt]) for step, texts in said if prompt in texts])
-        for prompt in prompts
+        (prompt, [(step, texts[prompt]) for step, texts in answers if prompt in texts])
+        for prompt in (answers[0][1] if answers else ())
     ]
 
 
-def _first_error(status: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the error in ``status.json`` with every key that the template uses; None if
-    no error.
-    """
+def _first_error(status: Record) -> Record | None:
+    """Return the error in ``status.json`` with every key that the template uses; None without one."""
     error = status.get("error")
     if not error:
         return None
@@ -145,8 +145,7 @@ def _first_error(status: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _read_config(run_dir: Path) -> tuple[Config | None, MeshShape | None, str]:
-    """Return configuration, mesh and an empty string; or None, None and the reason they are
-    unreadable.
+    """Return configuration, mesh and ""; or None, None and the reason they are unreadable.
 
     The report of a dead run needs neither configuration nor mesh.
     """
@@ -157,7 +156,7 @@ def _read_config(run_dir: Path) -> tuple[Config | None, MeshShape | None, str]:
         return None, None, str(error)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Record:
     """Return the JSON object in ``path``; {} if it is missing, or (with a warning) damaged."""
     try:
         return read_json(path)

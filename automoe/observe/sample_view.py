@@ -1,6 +1,4 @@
-"""A packed training row as text that marks trained tokens: by colour, and by a prefix without
-colours.
-"""
+"""Text of a packed training row, which marks trained tokens by a prefix and by colour."""
 
 from __future__ import annotations
 
@@ -12,9 +10,8 @@ from automoe.data.tokenizer import Tokenizer
 from automoe.errors import steers
 from automoe.moe.tokens import IGNORE
 
-# most samples shown per row; most lines shown per part
-_MOST_SAMPLES = 3
-_MOST_LINES = 4
+_MOST_SAMPLES = 3  # samples shown of a row
+_MOST_LINES = 4  # lines shown of a part
 _MARKS = {False: "          | ", True: "trained > | "}
 Line = tuple[str, bool]  # (text of the line, whether it is trained)
 

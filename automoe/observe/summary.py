@@ -6,7 +6,7 @@ import math
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from automoe.config.convert import written
 from automoe.config.mesh_shape import VIEWS, MeshShape
 from automoe.config.schema import Config, tokenizer_of
 from automoe.model.params import count_params
-from automoe.observe.metrics import perplexity, series
+from automoe.observe.metrics import Record, Records, perplexity, series
 
 Facts = list[tuple[str, str]]
 MAX_GRID_RANKS = 64  # larger meshes are shown as groups, without a grid of ranks
@@ -32,15 +32,13 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     optim = config.optim
     params = count_params(model)
     batch = plan_batch(config, mesh)
-    source = (
-        f"{config.data.kind} {written(config.data.path)}" if config.data.path else config.data.kind
-    )
+    source = config.data.kind
+    if config.data.path:
+        source += f" {written(config.data.path)}"
+    source += f", {written(tokenizer_of(config))} tokenizer"
     shared = f" + {model.num_shared_experts} shared" if model.num_shared_experts else ""
-    shared = (
-        f" + one shared of width {model.shared_intermediate_size}"
-        if model.shared_intermediate_size
-        else shared
-    )
+    if model.shared_intermediate_size:
+        shared = f" + one shared of width {model.shared_intermediate_size}"
     layers = ((model.first_k_dense, "dense"), (model.num_moe_layers, "MoE"))
     kinds = " + ".join(f"{count} {kind}" for count, kind in layers if count)
     facts = {
@@ -55,9 +53,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
         f"{_count(train.micro_batch_size, 'row')}",
         "training": f"{train.steps:,} steps, {short_number(train.steps * batch.tokens_per_step)} tokens, {train.dtype}",
         "optimizer": f"AdamW, lr {optim.lr:g}, {optim.schedule} after {optim.warmup_steps} warm-up steps",
-        "data": SYNTHETIC
-        if config.data.is_synthetic
-        else f"{source}, {written(tokenizer_of(config))} tokenizer",
+        "data": SYNTHETIC if config.data.is_synthetic else source,
         "MoE layer": f"{config.moe.dispatcher} dispatcher, {config.moe.experts} experts",
     }
     if not model.num_moe_layers:
@@ -65,45 +61,49 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     return list(facts.items())
 
 
-def final_numbers(records: list[dict[str, Any]]) -> Facts:
+def final_numbers(records: Records) -> Facts:
     """Return (name, text) of a run's results after its last recorded step; [] without records."""
     if not records:
         return []
     last = records[-1]
     mfu = median(records, "mfu")
-    keys = ("val_loss", "val_bits_per_byte", "peak_memory_bytes", "step_seconds")
-    validated = next(
+    load = last.get("expert_max_load")
+    bits, memory, seconds = (
+        series(records, key)[1]
+        for key in ("val_bits_per_byte", "peak_memory_bytes", "step_seconds")
+    )
+    validated: Record = next(
         (record for record in reversed(records) if record.get("val_loss") is not None), {}
     )
-    averaged = validated.get("val_loss_ema")
-    val_loss, bits, memory, seconds = (series(records, key)[1] for key in keys)
-    facts = {
-        "training loss": number(last.get("loss"), 4),
-        "validation loss": number(val_loss[-1], 4) if len(val_loss) else None,
-        "validation perplexity": perplexity_text(val_loss[-1])
-        if "val_perplexity" in validated
-        else None,
-        "validation bits per byte": number(bits[-1], 3) if len(bits) else None,
-        "validation loss, averages": number(averaged, 4) if averaged is not None else None,
-        **{
-            f"validation loss of {name}": number(loss, 4)
-            + (f", perplexity {perplexity_text(loss)}" if "val_perplexity" in validated else "")
-            for name, loss in losses_by_source(validated)
-        },
-        "trained tokens": short_number(last.get("tokens")),
-        "tokens per second, median": short_number(median(records, "tokens_per_second")),
-        "MFU, median": None if mfu is None else f"{100 * mfu:.1f}%",
-        "peak memory per rank": bytes_text(memory.max()) if len(memory) else None,
-        "busiest / mean expert": None
-        if last.get("expert_max_load") == 0
-        else number(last.get("expert_max_load"), 2),
-        "slowest rank": _slowest_rank(records),
-        "time in steps": duration(float(seconds.sum())) if len(seconds) else None,
-    }
-    return [(name, text) for name, text in facts.items() if text is not None]
+    facts = {"training loss": number(last.get("loss"), 4)}
+    if validated:
+        facts["validation loss"] = number(validated["val_loss"], 4)
+    if "val_perplexity" in validated:
+        facts["validation perplexity"] = perplexity_text(validated["val_loss"])
+    if len(bits):
+        facts["validation bits per byte"] = number(bits[-1], 3)
+    if validated.get("val_loss_ema") is not None:
+        facts["validation loss, averages"] = number(validated["val_loss_ema"], 4)
+    for name, loss in losses_by_source(validated):
+        facts[f"validation loss of {name}"] = number(loss, 4)
+        if "val_perplexity" in validated:
+            facts[f"validation loss of {name}"] += f", perplexity {perplexity_text(loss)}"
+    facts["trained tokens"] = short_number(last.get("tokens"))
+    facts["tokens per second, median"] = short_number(median(records, "tokens_per_second"))
+    if mfu is not None:
+        facts["MFU, median"] = f"{100 * mfu:.1f}%"
+    if len(memory):
+        facts["peak memory per rank"] = bytes_text(memory.max())
+    if load != 0:
+        facts["busiest / mean expert"] = number(load, 2)
+    if slowest := _slowest_rank(records):
+        facts["slowest rank"] = slowest
+    if len(seconds):
+        facts["time in steps"] = duration(float(seconds.sum()))
+    return list(facts.items())
 
 
-def _slowest_rank(records: list[dict[str, Any]]) -> str | None:
+def _slowest_rank(records: Records) -> str | None:
     """Return the rank that was slowest most often, and by how much; None without probe timings.
 
     The timings are those of ``launch.probe_every``.
@@ -150,7 +150,7 @@ def losses_by_source(record: Mapping[str, Any]) -> list[tuple[str, float]]:
     ]
 
 
-def median(records: list[dict[str, Any]], key: str) -> float | None:
+def median(records: Records, key: str) -> float | None:
     """Return the median of the finite values of ``key``; None if there are none."""
     _, values = series(records, key)
     values = values[np.isfinite(values)]
@@ -175,10 +175,8 @@ def short_number(value: Any) -> str:
     value = float(value)
     if not math.isfinite(value):
         return str(value)
-    for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * unit:
-            return _three_digits(value / unit) + suffix
-    return _three_digits(value) if value % 1 else f"{value:.0f}"
+    plain = _three_digits(value) if value % 1 else f"{value:.0f}"
+    return _scaled(value, {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}) or plain
 
 
 def bytes_text(value: Any) -> str:
@@ -186,10 +184,16 @@ def bytes_text(value: Any) -> str:
     if value is None:
         return "-"
     value = float(value)
-    for unit, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
-        if value >= 0.9995 * unit:
-            return f"{_three_digits(value / unit)} {suffix}"
-    return f"{value / 2**10:.0f} KiB"
+    units = {" TiB": 2.0**40, " GiB": 2.0**30, " MiB": 2.0**20}
+    return _scaled(value, units) or f"{value / 2**10:.0f} KiB"
+
+
+def _scaled(value: float, units: dict[str, float]) -> str:
+    """Format ``value`` in the first unit that it reaches; "" if it reaches none."""
+    for suffix, unit in units.items():
+        if abs(value) >= 0.9995 * unit:
+            return _three_digits(value / unit) + suffix
+    return ""
 
 
 def duration(seconds: float) -> str:
@@ -226,8 +230,7 @@ def _shorten_ranks(ranks: list[int], show: int = 8) -> str:
 
 
 def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
-    """Draw both mesh views as text under 100 columns: a grid of ranks, and a table of each axis's
-    groups.
+    """Draw both mesh views as text under 100 columns: a grid of ranks, and a table of groups.
 
     The grid has a column of ranks for each position on the inner axes, named above it, and a row
     for each position on the outer axes, named at its left. Above 64 ranks there is only the table.
@@ -292,55 +295,55 @@ COMPARED = {
 }
 
 
-def _print_predicted(jobs: list[dict[str, Any]], console: Any) -> None:
+def _print_predicted(jobs: Records, console: Any) -> None:
     """Print the measured and predicted numbers of the jobs that have both."""
-    from rich.table import Table
-
+    sides = ("measured", "predicted")
     both = [
         job for job in jobs if job.get("predicted") and any((job.get("measured") or {}).values())
     ]
-    if not both:
-        return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("measured, predicted", overflow="fold")
     shown = {
-        key
+        key: COMPARED[key]
         for key in COMPARED
-        if any(job[side].get(key) for job in both for side in ("measured", "predicted"))
+        if any(job[side].get(key) for job in both for side in sides)
     }
-    columns = [(key, *COMPARED[key]) for key in COMPARED if key in shown]
-    for _, heading, _ in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _new_table("measured, predicted", [heading for heading, _ in shown.values()])
     for job in both:
-        sides = job["measured"], job["predicted"]
-        table.add_row(
-            job["label"],
-            *(", ".join(write(side.get(key)) for side in sides) for key, _, write in columns),
-        )
-    console.print()
-    console.print(table)
+        cells = [
+            ", ".join(write(job[side].get(key)) for side in sides)
+            for key, (_, write) in shown.items()
+        ]
+        table.add_row(job["label"], *cells)
+    if both:
+        console.print()
+        console.print(table)
 
 
-def print_sweep(jobs: list[dict[str, Any]]) -> None:
-    """Print a sweep as a table with one line per job, and why jobs were skipped or failed."""
-    from rich.console import Console
+def _new_table(first: str, numbers: Sequence[str]) -> Any:
+    """Return an empty table with the column ``first``, which wraps, and columns of numbers."""
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False)
     table = Table(box=None, pad_edge=False)
-    table.add_column("job", overflow="fold")
-    table.add_column("state", no_wrap=True)
-    for heading in ("objective", "tokens/s", "seconds"):
+    table.add_column(first, overflow="fold")
+    for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def print_sweep(jobs: Records) -> None:
+    """Print a sweep as a table with one line per job, and why jobs were skipped or failed."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    table = _new_table("job", ("state", "objective", "tokens/s", "seconds"))
+    table.columns[1].justify = "left"
     meshes = ("default", "moe") if console.width >= 110 else ()
     for heading in meshes:
         table.add_column(heading)
+    forms = {"objective": ".4f", "tokens_per_second": ",.0f", "seconds": ".1f"}
     for job in jobs:
-        objective, speed, seconds = (
-            job.get(key) for key in ("objective", "tokens_per_second", "seconds")
-        )
-        numbers = ((objective, ".4f"), (speed, ",.0f"), (seconds, ".1f"))
-        cells = ["-" if value is None else f"{value:{how}}" for value, how in numbers]
+        cells = [
+            "-" if job.get(key) is None else f"{job[key]:{form}}" for key, form in forms.items()
+        ]
         table.add_row(job["label"], job["state"], *cells, *(job.get(mesh, "-") for mesh in meshes))
     console.print()
     console.print(table)

@@ -1,4 +1,4 @@
-"""Cache folders of derived files, shared by a machine's processes and verified when opened."""
+"""Cache folders of tokenised text, shared by a machine's processes and verified when opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from automoe.errors import AutomoeError, retried
+from automoe.errors import DataError, retried
 from automoe.storage.folder import flush_folder
 from automoe.storage.lock_file import open_lock
 from automoe.storage.sealed import read_json, replace_json
@@ -26,14 +26,7 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automoe"
 
 
-def open_entry(
-    entry: Path,
-    write: Callable[[Path], dict[str, Any]],
-    *,
-    what: str,
-    again: str,
-    error_type: type[AutomoeError],
-) -> dict[str, Any]:
+def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Return the facts of a cache entry after verifying its bytes; make the entry if missing.
 
     One process of a machine writes; the others wait for it. A rename makes the entry visible whole
@@ -42,16 +35,14 @@ def open_entry(
 
     Args:
         write: fills an empty folder and returns facts in plain JSON values.
-        what, again: the content of the entry, and the reaction to damage; both complete a message.
-        error_type: type of the exception for a failing cache.
 
     Raises:
-        error_type: the cache cannot be written. Errors of ``write`` pass through.
+        DataError: the cache cannot be read or written. Errors of ``write`` pass through.
     """
     try:
         found = retried(lambda: _verified(entry))
     except OSError as error:  # An unreadable entry may be intact.
-        raise error_type(
+        raise DataError(
             f"{error.filename or entry}: cannot be read ({error.strerror}). Check this disk."
         ) from error
     if isinstance(found, dict):
@@ -65,32 +56,32 @@ def open_entry(
                 return found
             with tempfile.TemporaryDirectory(prefix=f"{entry.name}.", dir=entry.parent) as scratch:
                 if found is not None:
-                    print(f"note: {entry} is damaged ({found}), so {again}", file=sys.stderr)
+                    note = f"note: {entry} is damaged ({found}), so the text is tokenised again"
+                    print(note, file=sys.stderr)
                     os.rename(entry, Path(scratch) / "damaged")
                 new = Path(scratch) / "new"
                 new.mkdir()
-                _seal(new, entry.name, write(new))
+                facts = write(new)
+                files = {path.name: _checksum(path) for path in sorted(new.iterdir())}
+                replace_json(new / _META, {"entry": entry.name, "facts": facts, "files": files})
+                flush_folder(new)
+                # Not name_folder, which replaces a folder: if another machine made the entry, its
+                # ranks may have mapped the files already, so this rename has to fail.
                 os.rename(new, entry)
     except OSError as error:
         # Another machine on a shared file system may have been faster.
         if not isinstance(found := _verified(entry), dict):
-            raise error_type(
-                f"{entry.parent}: {what} cannot be written here ({error.strerror}). Make room or make it "
+            raise DataError(
+                f"{entry.parent}: the tokenised corpus cannot be written here ({error.strerror}). Make room or make it "
                 f"writable, or set XDG_CACHE_HOME to a directory that is."
             ) from error
         return found
     found = _verified(entry)
     if not isinstance(found, dict):
-        raise error_type(
+        raise DataError(
             f"{entry}: what was just written reads back differently ({found}). Check this disk."
         )
     return found
-
-
-def _seal(folder: Path, name: str, facts: dict[str, Any]) -> None:
-    files = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
-    replace_json(folder / _META, {"entry": name, "facts": facts, "files": files})
-    flush_folder(folder)
 
 
 def _verified(entry: Path) -> dict[str, Any] | str | None:

@@ -40,16 +40,17 @@ def replace_durably(path: Path, text: str) -> None:
     flush(path.parent)
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a file atomically without a flush: a reader sees all of the old or the new content.
 
     Several machines may write to one directory. A write that fails temporarily is repeated.
     """
     # Machines that share the directory number their processes alike.
     scratch = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    raw = content.encode() if isinstance(content, str) else content
 
     def write() -> None:
-        scratch.write_text(text, encoding="utf-8")
+        scratch.write_bytes(raw)
         os.replace(scratch, path)
 
     try:

@@ -54,18 +54,9 @@ def exchange(one: Path, other: Path) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    at_working_directory = -100
-    exchanged = 2
-    if (
-        rename(
-            at_working_directory,
-            os.fsencode(one),
-            at_working_directory,
-            os.fsencode(other),
-            exchanged,
-        )
-        == 0
-    ):
+    folder = -100  # AT_FDCWD: relative paths start at the working directory
+    exchanged = 2  # RENAME_EXCHANGE
+    if rename(folder, os.fsencode(one), folder, os.fsencode(other), exchanged) == 0:
         return True
     error = ctypes.get_errno()
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):

@@ -8,7 +8,7 @@ top-k). The format does not depend on the mesh, so any mesh can replay it.
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +23,7 @@ from automoe.data.loader import StepBatch
 from automoe.errors import DataError
 from automoe.moe.router import Router, Routing, watch_routing
 from automoe.moe.tokens import Tokens
+from automoe.storage.files import replace_file
 
 
 @contextmanager
@@ -64,18 +65,15 @@ def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
         order = np.lexsort((index, rows))
         layers.append((rows[order], index[order], choices[order]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("wb") as file:
-        np.savez(
-            file,
-            rows=layers[0][0].numpy(),
-            index=layers[0][1].numpy().astype(np.int32),
-            layers=np.array(list(seen)),
-            choices=torch.stack([choices for _, _, choices in layers], dim=1)
-            .numpy()
-            .astype(np.int16),
-        )
-    os.replace(unfinished, path)
+    content = io.BytesIO()
+    np.savez(
+        content,
+        rows=layers[0][0].numpy(),
+        index=layers[0][1].numpy().astype(np.int32),
+        layers=np.array(list(seen)),
+        choices=torch.stack([choices for _, _, choices in layers], dim=1).numpy().astype(np.int16),
+    )
+    replace_file(path, content.getvalue())
 
 
 def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tensor | None:

@@ -126,7 +126,7 @@ class Run:
             self.note("from random weights, since model.hf_path is not set")
         for line in conversations:
             self.note(line)
-        if self.context.rank == 0 and loader.corpus.trained is not None:
+        if self.context.rank == 0 and loader.corpora[0].trained is not None:
             row = loader.row(0)
             tokens, labels, doc_ids = (
                 one[0].numpy() for one in (row.tokens, row.labels, row.doc_ids)

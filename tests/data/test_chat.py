@@ -255,7 +255,7 @@ def test_a_resumed_loader_goes_on_and_other_settings_are_refused(make: Make) -> 
 
 
 def test_a_sample_longer_than_a_row_is_named_dropped_or_cut(make: Make) -> None:
-    longest = int(Loader(make(), 0, 1).corpus.lengths.max())
+    longest = int(Loader(make(), 0, 1).corpora[0].lengths.max())
     short = longest - 2
     with pytest.raises(
         DataError, match=rf"chats\.jsonl:7: a conversation of {short + 1} tokens does not fit train\.seq_len={short} "
@@ -323,7 +323,7 @@ def test_special_tokens_that_changed_are_read_again(make: Make) -> None:
     for bos in ("<|user|>", "<|tool|>"):
         settings.write_text(json.dumps(old | {"bos_token": bos}))
         loader = Loader(config, 0, 1)
-        assert loader.tokenizer.decode(loader.corpus.tokens[:1]) == bos
+        assert loader.tokenizer.decode(loader.corpora[0].tokens[:1]) == bos
 
 
 def test_no_token_to_stop_at_is_an_error_for_people(make: Make) -> None:

@@ -11,6 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from automoe.config.data_schema import DataConfig
+from automoe.config.schema import Config
+from automoe.config.validate import validate
 from automoe.data.corpora import Document, find_files, read_documents
 from automoe.errors import ConfigError, DataError
 
@@ -144,8 +146,8 @@ def test_text_comes_in_parts_that_cut_no_character(tmp_path):
 
 
 def test_path_is_needed_and_must_exist(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.path=None: data\.kind=jsonl reads.*Set data\.path"):
-        read("jsonl", None)
+    with pytest.raises(ConfigError, match=r"data\.kind=jsonl reads files, and no path is given.*Set data\.path"):
+        validate(Config(data=DataConfig(kind="jsonl")), 1)
     with pytest.raises(DataError, match=r"gone\.txt: no file, directory or glob match.*Correct data\.path"):
         read("text", tmp_path / "gone.txt")
     with pytest.raises(DataError, match=r"no \*\.parquet file in this directory"):

@@ -209,7 +209,7 @@ _DATA = [
     ("prepare.py", 'if split == "validation" else ~validation', 'if split == "train" else ~validation', LLAMA),
     ("tokenise.py", "self.end(length, text_hash", "self.end(length - 1, text_hash", LLAMA),
     ("tokenizer.py", "[1] * 256 + [0, 0]", "[1] * 256 + [1, 0]", LLAMA),
-    ("tokenizer.py", "_id = 256", "_id = 255", LLAMA),
+    ("tokenizer.py", "BYTE_VOCAB_SIZE, 256, 257", "BYTE_VOCAB_SIZE, 255, 257", LLAMA),
     ("corpora.py", "left -= len(raw)", "left -= len(text)", CORPORA),
 ]
 _MOE = [

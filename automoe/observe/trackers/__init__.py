@@ -8,7 +8,7 @@ which a resumed run continues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from automoe.config.convert import config_to_dict
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
 from automoe.observe.metrics import Warn, to_stderr
-from automoe.observe.trackers.base import WITHOUT, About, Outcome, Tracker, one_line
+from automoe.observe.trackers.base import WITHOUT, About, Outcome, Texts, Tracker, one_line
 from automoe.storage.sealed import read_json, replace_json
 
 IDS_FILE = "trackers.json"
@@ -32,9 +32,9 @@ class Trackers:
         self._open = opened
         self._config = config
         self._warn = warn
-        self.places = {
-            name: place for tracker in opened.values() for name, place in tracker.places.items()
-        }
+        self.places: dict[str, str] = {}
+        for tracker in opened.values():
+            self.places |= tracker.places
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of a step's record (keys of ``metrics.jsonl``)."""
@@ -45,7 +45,7 @@ class Trackers:
         }
         self._each(lambda tracker: tracker.log(record["step"], numbers))
 
-    def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+    def texts(self, step: int, name: str, rows: Texts) -> None:
         """Send a table of texts, such as answers to the prompts of ``observe.samples``."""
         self._each(lambda tracker: tracker.texts(step, name, rows))
 
@@ -87,7 +87,7 @@ def make_trackers(
     sweep = absolute.parent
     group = observe.run_group or (sweep.name if (sweep / SWEEP_FILE).is_file() else "")
     opened: dict[str, Tracker] = {}
-    for name, module in _asked(config):
+    for name, module in _selected(config):
         about = About(
             name=observe.run_name or absolute.name,
             group=group,
@@ -112,7 +112,7 @@ def make_trackers(
     return Trackers(opened, config, warn)
 
 
-def _asked(config: Config) -> Iterator[tuple[str, str]]:
+def _selected(config: Config) -> Iterator[tuple[str, str]]:
     if config.observe.wandb != "off":
         yield "W&B", "wandb"
     if config.observe.tensorboard:

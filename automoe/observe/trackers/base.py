@@ -1,6 +1,4 @@
-"""Interface of the experiment trackers; each tracker is a file of this package and uses its own
-library.
-"""
+"""Interface of the experiment trackers; each tracker is a module of this package."""
 
 from __future__ import annotations
 
@@ -14,6 +12,8 @@ from automoe.config.rules import LOGIN, SECRET
 from automoe.config.schema import Config
 
 Outcome = Literal["done", "preempted", "failed"]
+Numbers = Mapping[str, float]  # metric -> value
+Texts = Sequence[Mapping[str, str]]  # rows of a table, with equal columns
 WITHOUT = "training goes on without it"
 
 
@@ -49,13 +49,13 @@ class Tracker:
     id: str = ""
     places: dict[str, str]
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Numbers) -> None:
         """Record a step. After a return to a checkpoint steps repeat; the later record counts.
 
         ``numbers`` does not contain the step.
         """
 
-    def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+    def texts(self, step: int, name: str, rows: Texts) -> None:
         """Record a table of texts; all rows have the same columns."""
 
     def rewind(self, step: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from automoe.config.convert import FromEnvironment
 from automoe.config.frozen import flat
 from automoe.config.schema import Config
 from automoe.errors import import_backend
-from automoe.observe.trackers.base import About, Outcome, Tracker, hidden, one_line
+from automoe.observe.trackers.base import About, Numbers, Outcome, Texts, Tracker, hidden, one_line
 
 STATUS: dict[Outcome, str] = {"done": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 # Limits of one request, during which training waits. MLflow's own are two minutes and seven
@@ -32,7 +31,7 @@ class MlflowTracker(Tracker):
         self.id = str(run.info.run_id)
         self.places = {"MLflow": f"{place}, run {self.id}"}
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Numbers) -> None:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
@@ -42,7 +41,7 @@ class MlflowTracker(Tracker):
         ]
         self._client.log_batch(self.id, metrics=metrics)
 
-    def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+    def texts(self, step: int, name: str, rows: Texts) -> None:
         content = {"step": step, name: [dict(row) for row in rows]}
         self._client.log_dict(self.id, content, f"{name}/step-{step}.json")
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import yaml
 
 from automoe.config.schema import Config
 from automoe.errors import import_backend
-from automoe.observe.trackers.base import About, Outcome, Tracker
+from automoe.observe.trackers.base import About, Numbers, Outcome, Texts, Tracker
 from automoe.storage.files import set_aside
 
 FOLDER = "tensorboard"
@@ -23,22 +23,19 @@ class TensorBoardTracker(Tracker):
     """
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
-        needed = "pip install tensorboard"
-        self._writer = import_backend(
-            "torch.utils.tensorboard", "observe.tensorboard=true", needed
-        ).SummaryWriter
-        self._folder = folder
-        self.places = {"TensorBoard": str(folder)}
-        self.events = self._writer(
-            str(folder), purge_step=None if resume_step is None else resume_step + 1
+        library = import_backend(
+            "torch.utils.tensorboard", "observe.tensorboard=true", "pip install tensorboard"
         )
+        self._open = partial(library.SummaryWriter, str(folder))
+        self.places = {"TensorBoard": str(folder)}
+        self.events = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Numbers) -> None:
         for key, value in numbers.items():
             self.events.add_scalar(key, value, step)
         self.events.flush()  # A killed run keeps the steps written so far.
 
-    def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+    def texts(self, step: int, name: str, rows: Texts) -> None:
         """Record texts as indented blocks, because their content is not Markdown."""
         shown = [
             "\n\n".join(textwrap.indent(text, "    ", lambda line: True) for text in row.values())
@@ -49,16 +46,14 @@ class TensorBoardTracker(Tracker):
 
     def rewind(self, step: int) -> None:
         self.events.close()
-        self.events = self._writer(str(self._folder), purge_step=step + 1)
+        self.events = self._open(purge_step=step + 1)
 
     def finish(self, outcome: Outcome) -> None:
         self.events.close()
 
 
 def start(config: Config, about: About) -> TensorBoardTracker:
-    """Start or continue a TensorBoard record; a new run renames an earlier folder to
-    ``tensorboard.1``.
-    """
+    """Start or continue a TensorBoard record; a new run renames an earlier folder."""
     folder = about.run_dir / FOLDER
     if about.resume_step is not None:
         return TensorBoardTracker(folder, about.resume_step)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from automoe.config.schema import Config
 from automoe.errors import import_backend
-from automoe.observe.trackers.base import About, Outcome, Tracker, one_line
+from automoe.observe.trackers.base import About, Numbers, Outcome, Texts, Tracker, one_line
 
 # Seconds to wait for W&B's start, unless WANDB_INIT_TIMEOUT is set; W&B's default would hold a run
 # up for 90 s.
@@ -31,10 +30,10 @@ class WandbTracker(Tracker):
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Numbers) -> None:
         self._run.log({**numbers, "step": step})
 
-    def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+    def texts(self, step: int, name: str, rows: Texts) -> None:
         import wandb
 
         table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])

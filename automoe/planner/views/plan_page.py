@@ -13,10 +13,11 @@ from automoe.config.compose import Arguments
 from automoe.config.frozen import dump_config
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
-from automoe.observe.page import MESH_CAPTION, picture, render, write_page
+from automoe.observe.page import MESH_CAPTION, picture, render
 from automoe.observe.summary import bytes_text, short_number
 from automoe.planner.plan import Plan
 from automoe.planner.views.plan_view import plan_tables
+from automoe.storage.files import replace_file
 
 TEMPLATE_FILE = "plan_template.html"
 MARK = '<meta name="generator" content="automoe plan">'
@@ -69,7 +70,7 @@ def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> 
         config_text=dump_config(config),
     )
     try:
-        write_page(path, page)
+        replace_file(path, page)
     except OSError as error:
         raise ConfigError(
             "html", str(path), f"it cannot be written: {error.strerror}", "Give another name"
