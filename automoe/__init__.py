@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,22 @@ _MODULES = {
     "from_hf": "automoe.hf.api",
     "to_hf": "automoe.hf.api",
 }
+
+
+def _leave_working_directory() -> None:
+    """Take the working directory off the module path of ``python -m automoe.NAME``.
+
+    Python puts it first, and a file there, of a downloaded model for example, would be imported in
+    place of a module of that name.
+    """
+    words = sys.orig_argv
+    at = next((i for i, word in enumerate(words) if word[:1] == "-" and word.endswith("m")), -1)
+    own = at >= 0 and words[at + 1 : at + 2] and words[at + 1].partition(".")[0] == "automoe"
+    if own and sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
+        del sys.path[0]
+
+
+_leave_working_directory()
 
 
 def __getattr__(name: str) -> Any:

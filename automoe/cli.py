@@ -6,7 +6,6 @@ A command's module is imported only when the command is called.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import textwrap
 from difflib import get_close_matches
@@ -54,8 +53,6 @@ def main(argv: list[str] | None = None) -> int:
         meant = f". Did you mean automoe {' '.join([*close, *argv[1:]])}?" if close else ""
         print(f"error: no command {argv[0]!r}{meant}\n\n{_usage()}", file=sys.stderr)
         return 2
-    # As with `python -m`, recipe=my_module finds modules in the working directory.
-    sys.path.insert(0, os.getcwd())
     return importlib.import_module(f"automoe.{argv[0]}").main(argv[1:])
 
 
@@ -73,7 +70,8 @@ automoe recipe: the training loops that ship with automoe
                                     overwrites nothing
 
 `automoe train recipe=NAME` runs ./recipes/NAME.py where the working directory
-has it, else the shipped recipe; `automoe train recipe=FILE.py` runs that file.
+has it, and says so, else the shipped recipe; without recipe= it runs the one of
+the configuration as shipped. `automoe train recipe=FILE.py` runs that file.
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 import automoe
 from automoe import cli
 from automoe.cli import bash_completion
-from automoe.config.shipped import find_recipe, shipped_folder
+from automoe.config.shipped import find_recipe, named_recipe, shipped_folder
 
 
 def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +132,7 @@ def test_a_recipe_is_listed_and_copied_and_nothing_is_overwritten(
         assert cli.main(["recipe", "copy", *words]) == 2
         assert f"recipe={path}: this file exists" in capsys.readouterr().err
         assert path.read_text() == "mine"
-    assert find_recipe("finetune") == tmp_path / "recipes" / "finetune.py"
+    assert named_recipe("finetune") == str(tmp_path / "recipes" / "finetune.py")
     assert cli.main(["recipe", "copy", "pretrian"]) == 2
     assert "recipe=pretrian: no such shipped recipe. There are: " in capsys.readouterr().err
 

@@ -31,7 +31,7 @@ from automoe.config.plugins import load_plugins
 from automoe.config.recipe_args import SECTION, check_args
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.schema import Config
-from automoe.config.shipped import shipped_folder
+from automoe.config.shipped import named_recipe, shipped_folder
 from automoe.errors import BackendError, ConfigError
 
 DEFAULT_PRIMARY = "config"
@@ -125,6 +125,8 @@ def compose_config(
     """
     overrides = list(overrides or [])
     raw = composed_container(config_name, overrides, config_dir)
+    if "recipe" in map(key_of, overrides) and isinstance(raw["recipe"], str):
+        raw["recipe"] = named_recipe(raw["recipe"])
     load_plugins(raw["plugins"])
     config = config_from_dict(raw)
     if "run_dir" in map(key_of, overrides):

@@ -21,7 +21,7 @@ import importlib
 from typing import Any, get_args, get_type_hints
 
 from automoe.config import schema
-from automoe.config.shipped import load_file
+from automoe.config.shipped import load_file, working_directory_last
 from automoe.errors import ConfigError
 
 # Functions that every rank calls, all of them and not one by name: see automoe.training.hooks.
@@ -86,7 +86,8 @@ def registered(key: str) -> dict[str, Any]:
         if isinstance(value, str):
             module, _, attribute = value.partition(":")
             try:
-                found[name] = getattr(importlib.import_module(module), attribute)
+                with working_directory_last():
+                    found[name] = getattr(importlib.import_module(module), attribute)
             except (ImportError, AttributeError) as error:
                 raise ConfigError(
                     key, name, f"{value} cannot be imported: {error}", "Correct register()"
@@ -111,7 +112,8 @@ def load_plugins(names: object) -> None:
         )
     for name in names:
         try:
-            load_file(name) if name.endswith(".py") else importlib.import_module(name)
+            with working_directory_last():
+                load_file(name) if name.endswith(".py") else importlib.import_module(name)
         except ImportError as error:
             rule = f"cannot be imported: {error}"
             raise ConfigError(

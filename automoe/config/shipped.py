@@ -6,9 +6,12 @@ Both are folders, not modules: inside the installed package, or next to it in a 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -29,11 +32,41 @@ def list_recipes() -> list[str]:
     return sorted(path.stem for path in shipped_folder("recipes").glob("*.py"))
 
 
+@contextmanager
+def working_directory_last() -> Iterator[None]:
+    """Let modules that a user named be found in the working directory, behind everything installed.
+
+    The directory stays on the module path only if a module was imported from it.
+    """
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # it was removed: nothing can be found there
+        yield
+        return
+    known = set(sys.modules)
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        new = [getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - known]
+        if not any(file and Path(file).parent.is_relative_to(here) for file in new):
+            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(here)]
+
+
+def named_recipe(recipe: str) -> str:
+    """Return ``./recipes/NAME.py`` of the working directory for a ``recipe=NAME`` that was typed.
+
+    Without such a file the name stays as it is. A recipe that only the configuration names is never
+    taken from the working directory.
+    """
+    file = Path("recipes", f"{recipe}.py")
+    return str(file.absolute()) if recipe.isidentifier() and file.is_file() else recipe
+
+
 def find_recipe(recipe: str) -> Path | str:
     """Return the file that ``recipe`` names, or the dotted name of an importable module.
 
-    ``pretrain`` is ``./recipes/pretrain.py`` if the working directory has one, else the shipped
-    file. ``finetune`` is another name of the shipped ``pretrain``. ``my.py`` is a path.
+    ``finetune`` is another name of the shipped ``pretrain``. ``my.py`` is a path.
 
     Raises:
         ConfigError: there is no such file or module.
@@ -41,15 +74,16 @@ def find_recipe(recipe: str) -> Path | str:
     if recipe.endswith(".py"):
         files = [Path(recipe).expanduser().absolute()]
     elif recipe.isidentifier():
-        files = [Path.cwd() / "recipes" / f"{recipe}.py", _shipped_recipe(recipe)]
+        files = [_shipped_recipe(recipe)]
     else:
         files = []
     for file in files:
         if file.is_file():
             return file
     try:
-        if not recipe.endswith(".py") and importlib.util.find_spec(recipe) is not None:
-            return recipe
+        with working_directory_last():
+            if not recipe.endswith(".py") and importlib.util.find_spec(recipe) is not None:
+                return recipe
     except (ModuleNotFoundError, ValueError):  # a parent package is missing; an empty name
         pass
     raise ConfigError(
@@ -68,7 +102,8 @@ def source_of(recipe: Path | str) -> Path:
     """Return the source file of what ``find_recipe`` returned; a module is not imported for it."""
     if isinstance(recipe, Path):
         return recipe
-    spec = importlib.util.find_spec(recipe)
+    with working_directory_last():
+        spec = importlib.util.find_spec(recipe)
     assert spec is not None and spec.origin is not None, recipe
     return Path(spec.origin)
 
@@ -99,7 +134,10 @@ def load_recipe(recipe: str) -> ModuleType:
 
 def import_recipe(found: Path | str) -> ModuleType:
     """Import the file or module that ``find_recipe`` returned."""
-    return importlib.import_module(found) if isinstance(found, str) else load_file(found)
+    if isinstance(found, Path):
+        return load_file(found)
+    with working_directory_last():
+        return importlib.import_module(found)
 
 
 def load_file(path: str | Path) -> ModuleType:

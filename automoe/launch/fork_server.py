@@ -120,11 +120,14 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A blocked signal stays pending in a rank that has not installed its handler yet.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        # No file of the working directory is imported, unless automoe itself lies there.
+        isolated = [] if Path(__file__).parents[2] == Path(self.folder) else ["-P"]
         try:
             with theirs:
                 # The server has its own session, so Ctrl-C in a terminal reaches only the launcher.
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "automoe.launch.fork_server", str(os.getpid()), str(theirs.fileno())],
+                    [sys.executable, *isolated, "-m", "automoe.launch.fork_server", str(os.getpid()),
+                     str(theirs.fileno())],
                     env=self.env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
                 )  # fmt: skip
         finally:

@@ -14,7 +14,7 @@ from automoe.config.convert import config_to_dict
 from automoe.config.frozen import differences, dump_config, load_config, parse_config, save_config
 from automoe.config.recipe_args import DPOArgs, check_args
 from automoe.config.reference import help_on
-from automoe.config.shipped import copy_recipe, load_recipe, own_recipe
+from automoe.config.shipped import copy_recipe, load_recipe, named_recipe, own_recipe
 from automoe.errors import ConfigError
 from automoe.launch.prepare import check_here
 
@@ -150,7 +150,9 @@ def test_a_copy_of_a_shipped_recipe_keeps_its_keys(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     copy_recipe("dpo")
     typed = ["recipe=dpo", "data=preference", "data.path=x", "recipe_args.beta=0.3"]
-    assert own_recipe("dpo") is not None and compose_config(overrides=typed).recipe_args == DPOArgs(beta=0.3)
+    assert own_recipe(named_recipe("dpo")) is not None and compose_config(overrides=typed).recipe_args == DPOArgs(
+        beta=0.3
+    )
 
 
 def test_help_shows_them(recipe: list[str]) -> None:
