@@ -125,8 +125,6 @@ def compose_config(
     """
     overrides = list(overrides or [])
     raw = composed_container(config_name, overrides, config_dir)
-    if "recipe" in map(key_of, overrides) and isinstance(raw["recipe"], str):
-        raw["recipe"] = named_recipe(raw["recipe"])
     load_plugins(raw["plugins"])
     config = config_from_dict(raw)
     if "run_dir" in map(key_of, overrides):
@@ -161,7 +159,10 @@ def composed_container(
     try:
         with initialize_config_dir(config_dir=str(main), version_base="1.3"):
             composed = compose(config_name=config_name, overrides=overrides + search)
-            return resolved_container(composed)
+            raw = resolved_container(composed)
+            if "recipe" in map(key_of, overrides) and isinstance(raw["recipe"], str):
+                raw["recipe"] = named_recipe(raw["recipe"])
+            return raw
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = " ".join(str(error).split())
         for text in overrides:
