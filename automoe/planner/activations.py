@@ -182,9 +182,7 @@ def layer_activation_bytes(
     return parts
 
 
-def mask_bytes(
-    config: Config, load: TokenLoad, layers: list[int], recompute: dict[int, frozenset[str]]
-) -> float:
+def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[str]]) -> float:
     """Return the bytes that a micro-batch keeps once for all layers of a stage.
 
     These are the rotary angles, and the masks that recomputed attention reads again.
@@ -195,8 +193,8 @@ def mask_bytes(
         dims = int(attention.head_dim * config.model.rope.partial_rotary_factor)
     again = [
         layer
-        for layer in layers
-        if recompute[layer] & {FULL, "core_attn"} and not is_linear(attention, layer)
+        for layer, modules in recompute.items()
+        if modules & {FULL, "core_attn"} and not is_linear(attention, layer)
     ]
     plain = load.mask_numbers * any(not window_of(attention, layer) for layer in again)
     window = load.window_numbers * any(window_of(attention, layer) for layer in again)

@@ -423,9 +423,8 @@ def cluster_values(
     shares["grouped"] = products / max(alone["experts"] - passes, products / 1.5)
     machine = replace(machine, constants=replace(machine.constants, grouped=shares["grouped"]))
     mesh = resolve_mesh(MeshConfig(), 1)
-    layer = layer_time(
-        Place.of(config, mesh, machine, plan_batch(config, mesh), False, 0), 0, frozenset()
-    )
+    place = Place(config, mesh, machine, plan_batch(config, mesh))
+    layer = layer_time(place, 0, frozenset())
     said = sum(half.seconds for half in layer)
     host = 2 * alone["host_layer"] * cpu  # a GPU computes while its host launches
     shares["gemm"] = shares["memory"] = min(said / max(alone["layer"] - host, said / 10), 1.0)

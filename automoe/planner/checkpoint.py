@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, inf, lcm
 
-from automoe.config.mesh_shape import MeshShape, split_layers, stage_of_rank
+from automoe.config.mesh_shape import MeshShape, stage_layers, stage_of_rank
 from automoe.config.schema import Config
 from automoe.model.adapters import as_stored, with_adapters
 from automoe.model.params import Param, stage_params
@@ -88,11 +88,7 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
     mine = sum(own) + SHARD_BYTES * len(own)
     found: dict[str, _Tensor] = {}
     largest = staged = 0.0
-    layers = split_layers(
-        config.model.num_layers,
-        mesh.pp * config.parallel.stages_per_rank,
-        config.parallel.layers_per_stage,
-    )
+    layers = stage_layers(config, mesh)
     for stages in stage_of_rank(mesh.pp, config.parallel.stages_per_rank):
         held = {one.name: one for stage in stages for one in _tensors(config, mesh, layers, stage)}
         found |= held

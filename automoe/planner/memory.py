@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from automoe.config.batch import BatchPlan
-from automoe.config.mesh_shape import MeshShape, split_layers, stage_of_rank, stays_unsharded
+from automoe.config.mesh_shape import MeshShape, stage_layers, stage_of_rank, stays_unsharded
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
 from automoe.model.adapters import as_stored, with_adapters
@@ -102,9 +102,7 @@ def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankM
 def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
     model = config.model
     parallel = config.parallel
-    layers = split_layers(
-        model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage
-    )
+    layers = stage_layers(config, mesh)
     numbers = stage_of_rank(mesh.pp, parallel.stages_per_rank)[pp_rank]
     bare = [stage_params(model, layers, stage) for stage in numbers]
     held = [as_stored(with_adapters(stage, config), config) for stage in bare]

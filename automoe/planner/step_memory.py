@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_modules
@@ -54,21 +54,32 @@ class Moment:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True)
+class LayerKind(NamedTuple):
+    """Properties in which a model's layers may differ; layers of one kind cost the same."""
+
+    routed: bool
+    linear: bool
+    window: int
+    recomputed: frozenset[str]
+
+
+def layer_kind(config: Config, layer: int) -> LayerKind:
+    model = config.model
+    return LayerKind(
+        layer >= model.first_k_dense,
+        is_linear(model.attention, layer),
+        window_of(model.attention, layer),
+        recomputed_modules(config.parallel, layer),
+    )
+
+
 class Sizes:
     """Bytes of parameters, moments and gradients on one rank of a mesh."""
 
-    config: Config
-    mesh: MeshShape
-    wide: int = 0
-    compute: int = 0
-    reduced: int = 0
-
-    def __post_init__(self) -> None:
-        for name, size in zip(
-            ("wide", "compute", "reduced"), DTYPE_BYTES[self.config.train.dtype], strict=True
-        ):
-            object.__setattr__(self, name, size)
+    def __init__(self, config: Config, mesh: MeshShape) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.wide, self.compute, self.reduced = DTYPE_BYTES[config.train.dtype]
 
     def total(
         self, numel: Callable[[Param, MeshShape], int], params: Sequence[Param], size: int
@@ -275,34 +286,26 @@ def plan_stage(
     for param in params:
         of_layer.setdefault(param.layer, []).append(param)
     rest = of_layer.get(None, [])
-    again = {layer: recomputed_modules(config.parallel, layer) for layer in layers}
+    kinds = {layer: layer_kind(config, layer) for layer in layers}
     head_trained = any(param.trained for param in rest if param.part in ("embedding", "head"))
     hidden = compute * load.tokens * load.tp * model.hidden_size
     head = -(-model.vocab_size // mesh.tp) * model.hidden_size * compute * head_trained
     plans: dict[Any, LayerPlan] = {}
-    kinds: dict[int, Any] = {}
+    planned = []
     for layer in layers:
         # Equal layers are planned once. If names select the trained parameters, no two layers are
         # equal.
-        named = layer if config.lora.rank or config.train.freeze else None
-        kinds[layer] = (
-            *(
-                layer >= model.first_k_dense,
-                is_linear(model.attention, layer),
-                window_of(model.attention, layer),
-            ),
-            *(again[layer], named),
-        )
-        if kinds[layer] not in plans:
-            plans[kinds[layer]] = _plan_layer(
-                config, sizes, load, layer, of_layer[layer], again[layer]
-            )
+        key = layer if config.lora.rank or config.train.freeze else kinds[layer]
+        if key not in plans:
+            recomputed = kinds[layer].recomputed
+            plans[key] = _plan_layer(config, sizes, load, layer, of_layer[layer], recomputed)
+        planned.append(plans[key])
     return StagePlan(
-        layers=[plans[kinds[layer]] for layer in layers],
+        layers=planned,
         first=first,
         last=last,
         border=compute * load.tokens * model.hidden_size * (mesh.pp > 1),
-        shared=mask_bytes(config, load, layers, again),
+        shared=mask_bytes(config, load, {layer: kind.recomputed for layer, kind in kinds.items()}),
         head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained, load.on_cpu)
         * last,
         head_kept=2 * hidden + head,

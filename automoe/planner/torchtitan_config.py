@@ -20,7 +20,7 @@ import yaml
 
 from automoe import __version__
 from automoe.config.compose import compose_config
-from automoe.config.mesh_shape import MeshShape, split_layers
+from automoe.config.mesh_shape import MeshShape, stage_layers
 from automoe.config.recompute import FULL, recomputed_names
 from automoe.config.rules import Row, check_rows
 from automoe.config.schema import Config, ModelConfig
@@ -82,11 +82,10 @@ def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     """Yield the rules under which torchtitan trains the same model on the same mesh."""
     model = config.model
     train = config.train
-    parallel = config.parallel
     routed = model.num_moe_layers > 0
     kv_heads = model.attention.num_kv_heads
     unit = mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1)
-    stages = split_layers(model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
+    stages = stage_layers(config, mesh)
     yield ("mesh.etp", routed and mesh.etp != (mesh.tp if mesh.ep == 1 else 1),
            "torchtitan shares experts out over ep or, with ep=1, cuts all over tp", "Set mesh.etp=1, with mesh.ep")
     yield ("mesh.ep_replicate", routed and mesh.ep_replicate != mesh.dp_replicate,
@@ -247,12 +246,7 @@ def _stages(config: Config, mesh: MeshShape) -> str:
     """Return the module names of every pipeline stage, as Python source."""
     if mesh.pp == 1:
         return "None"
-    parallel = config.parallel
-    count = mesh.pp * config.parallel.stages_per_rank
-    held = [
-        [f"layers.{i}" for i in layers]
-        for layers in split_layers(config.model.num_layers, count, parallel.layers_per_stage)
-    ]
+    held = [[f"layers.{i}" for i in layers] for layers in stage_layers(config, mesh)]
     held[0].insert(0, "tok_embeddings")
     held[-1] += ["norm", "lm_head"]
     return indent(pformat(held, width=104), " " * 12).strip()
