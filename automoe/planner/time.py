@@ -72,11 +72,20 @@ class StepTime:
         return self.compute + sum(self.communication.values()) + self.bubble + self.other
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part of the step, in reading order; ``seconds`` is their sum."""
+        return {
+            "computing": self.compute,
+            **self.communication,
+            "bubble": self.bubble,
+            "other": self.other,
+        }
+
+    @property
     def band(self) -> tuple[float, float]:
         """Lowest and highest tokens per second to expect."""
-        return self.tokens_per_second * (1 - self.spread), self.tokens_per_second * (
-            1 + self.spread
-        )
+        speed = self.tokens_per_second
+        return speed * (1 - self.spread), speed * (1 + self.spread)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, ``seconds`` and ``band`` as plain data for JSON."""
