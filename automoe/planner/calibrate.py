@@ -169,6 +169,7 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
     import torch
 
     device, dtype = bench.prepare()
+    made = partial(torch.randn, device=device, dtype=dtype)
     size = dtype.itemsize
     found = dict[str, Any]()
     found["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
@@ -178,9 +179,7 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
         side = (
             round(intensity * size / (1 - intensity * size / (2 * bench.rows)) / 8) * 8
         )  # [rows, side] x [side, side]
-        rows, weight = (
-            torch.randn(n, side, device=device, dtype=dtype) for n in (bench.rows, side)
-        )
+        rows, weight = (made(n, side) for n in (bench.rows, side))
         speeds.append(
             2 * bench.rows * side**2 / bench.seconds(lambda rows=rows, weight=weight: rows @ weight)
         )
@@ -190,7 +189,7 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
         peak = peak_flops(found["gpu"]) or 0.0
     found["peak"] = peak if device.type == "cuda" and peak else max(speeds)
     found["curve"] = [min(speed / found["peak"], 1.0) for speed in speeds]
-    x, y = (torch.randn(bench.numbers, device=device, dtype=dtype) for _ in range(2))
+    x, y = (made(bench.numbers) for _ in range(2))
     found["memory"] = 3 * size * bench.numbers / bench.seconds(lambda: x * y)
     found["attention"] = _attention(bench, device, dtype)
     found["experts"] = _experts(bench, device, dtype)

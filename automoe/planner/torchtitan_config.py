@@ -252,22 +252,20 @@ def _stages(config: Config, mesh: MeshShape) -> str:
     return indent(pformat(held, width=104), " " * 12).strip()
 
 
-def write_titan(
-    config: Config, mesh: MeshShape, config_name: str, words: list[str]
-) -> tuple[Path, str]:
+def write_titan(config: Config, mesh: MeshShape, config_name: str, out: str) -> tuple[Path, str]:
     """Write the torchtitan module; return its path and the command that trains with it.
 
     Args:
-        words: command-line words; ``out=`` names a file that ends in .py, or a folder. The default
-            is ``plans``.
+        out: path of a file that ends in .py, or of a folder; empty: the folder ``plans``.
 
     Raises:
         ConfigError: torchtitan cannot train the configuration, another file exists at the path, or
             the file cannot be written.
     """
     name = re.sub(r"\W", "_", config_name)
-    path = Path(dict(word.split("=", 1) for word in words).get("out") or "plans").expanduser()
-    path = path if path.suffix == ".py" else path / f"torchtitan_{name}_{mesh.world_size}.py"
+    path = Path(out or "plans").expanduser()
+    if path.suffix != ".py":
+        path /= f"torchtitan_{name}_{mesh.world_size}.py"
     if not path.stem.isidentifier():
         raise ConfigError(
             "out",
@@ -282,10 +280,10 @@ def write_titan(
         )
     write_out(path, text, str(path), "it", "Set out=FILE")
     each = min(mesh.world_size, config.cluster.gpus_per_node)
-    nodes = (
-        f"--nnodes {-(-mesh.world_size // each)} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
-    )
-    where = f"{nodes if mesh.world_size > each else ''}--nproc-per-node {each}"
+    where = f"--nproc-per-node {each}"
+    if mesh.world_size > each:
+        nodes = -(-mesh.world_size // each)
+        where = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 {where}"
     return (
         path,
         f"PYTHONPATH={path.parent} torchrun {where} -m torchtitan.train --module {path.stem} --config {name}",
