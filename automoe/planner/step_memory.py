@@ -45,9 +45,8 @@ class Moment:
 
     @property
     def parts(self) -> dict[str, float]:
-        return {
-            name: value for name, value in vars(self).items() if name not in ("name", "in_flight")
-        }
+        _, _, *parts = vars(self).items()  # all except the name and in_flight
+        return dict(parts)
 
     @property
     def total(self) -> float:
@@ -203,10 +202,12 @@ class StagePlan:
             adds: unsharded gradients of earlier micro-batches exist.
             others: bytes of the activations of other micro-batches.
         """
-        kept = self.kept - self.head_kept * self.last
-        whole = self.gradients if adds else 0
         return Moment(
-            "loss", [], activations=others + kept, head=self.head, unsharded_gradients=whole
+            "loss",
+            [],
+            activations=others + (self.kept - self.head_kept * self.last),
+            head=self.head,
+            unsharded_gradients=self.gradients * adds,
         )
 
     @cached_property
@@ -233,11 +234,9 @@ class StagePlan:
         kept = self.shared + self.border * (not self.last)
         weights = self.weights
         below = kept + sum(layer.kept for layer in self.layers)
-        whole = self.gradients if adds else 0
-        rest = self.rest_gradients * self.last  # gradients of the head, which come first
+        # Without earlier gradients, those of the head come first.
+        whole = self.gradients if adds else self.rest_gradients * self.last
         sharded = 0
-        if not adds:
-            whole = rest
         for layer in reversed(self.layers):
             common = dict(gathered_weights=weights, unsharded_gradients=whole, gradients=sharded)
             for work in layer.workspaces:
@@ -248,16 +247,10 @@ class StagePlan:
             if reduces and layer.experts:
                 # The reduction copies gradients into one tensor; with a single rank it copies once
                 # more.
-                flat = layer.experts * (1 + (experts_ranks == 1))
-                if not adds:
-                    flat += layer.experts
-                yield Moment(
-                    "reduction",
-                    [],
-                    activations=below - layer.workspaces[-1].done,
-                    temporaries=flat,
-                    **common,
-                )
+                copies = 1 + (experts_ranks == 1) + (not adds)
+                below_now = below - layer.workspaces[-1].done
+                flat = layer.experts * copies
+                yield Moment("reduction", [], activations=below_now, temporaries=flat, **common)
             below -= layer.kept
             if reduces:
                 sharded += layer.sharded
@@ -331,9 +324,8 @@ def _plan_layer(
     )
     experts = [param for param in trained(params) if param.expert]
     ffn = [param for param in trained(params) if param.part in ("dense_ffn", "shared_experts")]
-    expert_numbers, ffn_numbers = (
-        sum(gathered_numel(param, mesh) for param in each) for each in (experts, ffn)
-    )
+    expert_numbers = sum(gathered_numel(param, mesh) for param in experts)
+    ffn_numbers = sum(gathered_numel(param, mesh) for param in ffn)
     return LayerPlan(
         kept=kept,
         workspaces=layer_workspaces(model, layer, load, again, expert_numbers, ffn_numbers),
