@@ -20,10 +20,11 @@ experts, K top-k, N heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from automoe.config.batch import BatchPlan
 from automoe.config.context import expanded_width, gathers_latents, mean_keys
@@ -81,7 +82,17 @@ class LayerWeights:
     expert_trained: int
 
 
-_WEIGHTS: dict[tuple[str, int, int], LayerWeights] = {}
+_CACHE: dict[tuple[Any, ...], Any] = {}
+T = TypeVar("T")
+
+
+def cached(key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """Return the result of ``make``, which is called once for ``key``."""
+    if key not in _CACHE:
+        if len(_CACHE) > 10_000:
+            _CACHE.clear()
+        _CACHE[key] = make()
+    return _CACHE[key]
 
 
 def layer_weights(key: str, config: Config, layer: int, tp: int) -> LayerWeights:
@@ -90,12 +101,7 @@ def layer_weights(key: str, config: Config, layer: int, tp: int) -> LayerWeights
     Args:
         key: cache key that identifies the model and its trained parameters (``Place.key``).
     """
-    found = _WEIGHTS.get((key, layer, tp))
-    if found is None:
-        if len(_WEIGHTS) > 10_000:
-            _WEIGHTS.clear()
-        found = _WEIGHTS[key, layer, tp] = _weights_of(config, layer, tp)
-    return found
+    return cached((key, layer, tp), lambda: _weights_of(config, layer, tp))
 
 
 def _weights_of(config: Config, layer: int, tp: int) -> LayerWeights:

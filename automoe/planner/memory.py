@@ -114,7 +114,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         moments = [*_loop_moments(config, mesh, batch, stages[0], params)]
     moments.append(_update_moment(config, sizes, params))
     most = max(moments, key=lambda moment: moment.total)
-    # ``packed`` is the number of elements of a row, rounded up to whole blocks.
+    # The last dim of a packed parameter is the bytes of a block, ``packed`` its elements.
     widened = sizes.compute * max(
         gathered_numel(param, mesh) // param.shape[-1] * param.packed for param in params
     )

@@ -16,13 +16,14 @@ from typing import Any
 from automoe.config.batch import BatchPlan, plan_batch
 from automoe.config.mesh_shape import MeshShape, stage_layers
 from automoe.config.schema import Config
-from automoe.model.flops import TokenFlops, step_flops_per_token
-from automoe.planner.communication import NOTHING, Cost, gather, reduce_all, send
+from automoe.model.flops import step_flops_per_token
+from automoe.planner.communication import NOTHING, Cost, gather, send
 from automoe.planner.layer_time import (
     AXES,
     Pass,
     Passes,
     Place,
+    cached,
     head_time,
     layer_time,
     layer_weights,
@@ -220,7 +221,8 @@ def _mfu(place: Place, speed: float) -> tuple[float | None, float | None]:
     config = place.config
     if not config.cluster.peak_flops:
         return None, None
-    flops = _flops(place.key, config.train.seq_len, config)
+    key = place.key, config.train.seq_len
+    flops = cached(key, lambda: step_flops_per_token(config))
     return flops.mfu(speed, config.cluster.peak_flops * place.mesh.world_size)
 
 
@@ -271,16 +273,6 @@ def _border(place: Place) -> Cost:
     """
     numbers = place.machine.number_bytes * place.tokens * place.config.model.hidden_size
     return send(place.machine, place.group("pp"), numbers)
-
-
-_FLOPS: dict[tuple[str, int], TokenFlops] = {}
-
-
-def _flops(key: str, seq_len: int, config: Config) -> TokenFlops:
-    """Return ``step_flops_per_token`` from a cache."""
-    if (key, seq_len) not in _FLOPS:
-        _FLOPS[key, seq_len] = step_flops_per_token(config)
-    return _FLOPS[key, seq_len]
 
 
 def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, float]]:
@@ -397,12 +389,11 @@ def _fsdp(place: Place, stage: _Stage) -> None:
         )
         gathered = gathered + delay
         reduced = reduced + delay
-    replicas = reduce_all(
-        machine, place.group("dp_replicate"), wide * stage.dense_trained / mesh.fsdp
-    )
-    replicas += reduce_all(
-        machine, place.group("ep_replicate"), wide * stage.experts_trained / mesh.ep_shard
-    )
+    # An all-reduce is a reduce-scatter and an all-gather.
+    replicas = (
+        gather(machine, place.group("dp_replicate"), wide * stage.dense_trained / mesh.fsdp)
+        + gather(machine, place.group("ep_replicate"), wide * stage.experts_trained / mesh.ep_shard)
+    ) * 2
     once_weights = mesh.pp > 1 or parallel.reshard == "step"
     once_gradients = mesh.pp > 1 or parallel.grad_sync == "step"
     forward, backward = (machine.constants.overlap * seconds for seconds in stage.seconds)

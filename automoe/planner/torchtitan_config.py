@@ -10,7 +10,7 @@ otherwise the top of the file names it. No torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from pprint import pformat
@@ -185,6 +185,9 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
     model = config.model
     backend = "deepep" if config.moe.dispatcher == "deepep" else "standard"
     experts = f', moe_comm_backend="{backend}"' if model.num_moe_layers else ""
+    again = "None"
+    if names:
+        again = "FullAC.Config()" if FULL in names else "SelectiveAC.Config()"
     minutes = round(60 * saves.every_minutes / step_time(config, mesh).seconds)
     return (
         (Path(__file__).with_suffix(".txt"))
@@ -221,17 +224,10 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
             start=f"\n            initial_load_path={str(start)!r},\n            initial_load_in_hf=True,"
             if start
             else "",
-            again=_recompute(names),
+            again=again,
             balanced=config.moe.gate == "balanced",
         )
     )
-
-
-def _recompute(names: Sequence[str]) -> str:
-    """Return torchtitan's activation checkpointing for the modules ``names``, as Python source."""
-    if not names:
-        return "None"
-    return "FullAC.Config()" if FULL in names else "SelectiveAC.Config()"
 
 
 def _folder(model: ModelConfig) -> Path | None:
