@@ -136,6 +136,7 @@ class Pass:
     compute: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     communication: dict[str, Cost] = field(default_factory=dict)
+    idle: float = 0.0  # seconds that the GPU waits for kernel launches
     # Communication that the recomputation of a module repeats: module -> axis -> cost.
     again: dict[str, dict[str, Cost]] = field(default_factory=dict)
 
@@ -149,7 +150,7 @@ class Pass:
 
     @property
     def seconds(self) -> float:
-        return self.compute + sum(cost.seconds for cost in self.communication.values())
+        return self.compute + sum(cost.seconds for cost in self.communication.values()) + self.idle
 
 
 class Passes(NamedTuple):

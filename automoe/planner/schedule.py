@@ -36,6 +36,10 @@ class StageTimes:
     backward: float
     all_to_all: float = 0.0  # all-to-alls of both passes together
 
+    @property
+    def work(self) -> float:
+        return self.forward + self.backward
+
 
 @dataclass(frozen=True)
 class Span:
@@ -189,7 +193,7 @@ def stretch(
     micro-batches (``pp`` is not a divisor). For the cache, times are rounded to 1/``GRAIN`` of the
     largest stage's time; this changes the waiting time of ranks, not their work.
     """
-    unit = max(stage.forward + stage.backward for stage in stages) / GRAIN
+    unit = max(stage.work for stage in stages) / GRAIN
     scaled = tuple(
         StageTimes(
             round(s.forward / unit),
@@ -202,7 +206,7 @@ def stretch(
     steady = STEADY_ROUNDS * pp + num_micro_batches % pp
     busy = [0.0] * pp
     for index, stage in enumerate(scaled):
-        busy[rank_of(index, schedule, pp)] += stage.forward + stage.backward
+        busy[rank_of(index, schedule, pp)] += stage.work
     odd = schedule == "Interleaved1F1B" and num_micro_batches % pp
     if schedule == "GPipe" or odd or num_micro_batches <= steady + pp:
         seconds = _simulated(schedule, scaled, pp, num_micro_batches, near, overlap)

@@ -100,8 +100,6 @@ class _Stage:
     """
 
     passes: Passes
-    # Seconds that the GPU waits for kernel launches, forward and backward.
-    idle_host: tuple[float, float] = (0.0, 0.0)
     layers: int = 0
     dense: float = 0.0  # bytes gathered over fsdp
     experts: float = 0.0  # bytes gathered over ep_shard
@@ -114,14 +112,11 @@ class _Stage:
     @cached_property
     def times(self) -> StageTimes:
         """Stage times in the form that the pipeline simulation takes."""
-        forward, backward = self.seconds
         sent = sum(half.communication.get("ep", NOTHING).seconds for half in self.passes)
-        return StageTimes(forward + self.each[0].seconds, backward + self.each[1].seconds, sent)
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        forward, backward = self.passes
-        return forward.seconds + self.idle_host[0], backward.seconds + self.idle_host[1]
+        forward, backward = (
+            half.seconds + cost.seconds for half, cost in zip(self.passes, self.each, strict=True)
+        )
+        return StageTimes(forward, backward, sent)
 
 
 def step_time(
@@ -159,9 +154,7 @@ def step_time(
     held: list[list[_Stage]] = [[] for _ in range(pp)]
     for index, stage in enumerate(stages):
         held[rank_of(index, schedule, pp)].append(stage)
-    busy = [
-        count * sum(stage.times.forward + stage.times.backward for stage in own) for own in held
-    ]
+    busy = [count * sum(stage.times.work for stage in own) for own in held]
     longest = max(busy)
     mine = held[busy.index(longest)]
     border = _border(place)
@@ -182,7 +175,7 @@ def step_time(
     waits = without_border - longest
 
     compute = count * sum(half.compute for stage in mine for half in stage.passes)
-    idle = count * sum(sum(stage.idle_host) for stage in mine)
+    idle = count * sum(sum(half.idle for half in stage.passes) for stage in mine)
     other = idle + _optimizer(place, mine) + machine.constants.step
     seconds = compute + sum(communication.values()) + other + without_border - longest
     work = 0.0
@@ -242,12 +235,9 @@ def _work(place: Place, held: list[list[_Stage]], count: int, border: Cost) -> f
     """
     per_rank = 0.0
     for stages in held:
-        each = sum(
-            stage.times.forward + stage.times.backward + 2 * border.seconds for stage in stages
-        )
-        per_rank += (
-            count * each + sum(stage.once.seconds for stage in stages) + _optimizer(place, stages)
-        )
+        each = sum(stage.times.work + 2 * border.seconds for stage in stages)
+        once = sum(stage.once.seconds for stage in stages)
+        per_rank += count * each + once + _optimizer(place, stages)
     return place.mesh.world_size * (per_rank / place.mesh.pp + place.machine.constants.step)
 
 
@@ -323,7 +313,6 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) ->
     """Add ``number`` layers like ``layer`` to ``stage``."""
     config = place.config
     mesh = place.mesh
-    waits = []
     cpu = config.cluster.gpu == "cpu"
     floor = place.machine.constants.host_layer
     # A dense layer launches half as many kernels. A CPU launches none; the fixed time of its
@@ -336,8 +325,8 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) ->
         total.parts["again"] = total.parts.get("again", 0.0) + number * half.parts.get("again", 0.0)
         for axis, cost in half.communication.items():
             total.send(axis, cost * number)
-        waits.append(number * share * (floor if cpu else max(0.0, floor - half.seconds / share)))
-    stage.idle_host = (stage.idle_host[0] + waits[0], stage.idle_host[1] + waits[1])
+        late = floor if cpu else max(0.0, floor - half.seconds / share)
+        total.idle += number * share * late
     stage.layers += number
     found = layer_weights(place.key, config, layer, mesh.tp)
     cut = number / (mesh.ep * mesh.etp)
@@ -396,7 +385,7 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     ) * 2
     once_weights = mesh.pp > 1 or parallel.reshard == "step"
     once_gradients = mesh.pp > 1 or parallel.grad_sync == "step"
-    forward, backward = (machine.constants.overlap * seconds for seconds in stage.seconds)
+    forward, backward = (machine.constants.overlap * half.seconds for half in stage.passes)
 
     def seen(cost: Cost, behind: float) -> Cost:
         return cost.seen(max(0.0, cost.seconds - behind))

@@ -126,14 +126,8 @@ def draw_memory(config: Config, plan: Plan) -> Figure:
                 axis.barh(row + place, num_bytes / unit, left=left, height=0.36, color=colour)
                 left += num_bytes / unit
             if len(pairs) <= 16:
-                axis.text(
-                    left,
-                    row + place,
-                    f" {left:.1f}",
-                    va="center",
-                    fontsize=6.5 if step < 0.45 else 8,
-                    color=INK,
-                )
+                small = 6.5 if step < 0.45 else 8
+                axis.text(left, row + place, f" {left:.1f}", va="center", fontsize=small, color=INK)
     seen = [any(stack[index] for pair in stacks for stack in pair) for index in range(len(colours))]
     handles = [
         Patch(color=colour, label=text)
