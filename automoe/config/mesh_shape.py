@@ -259,6 +259,13 @@ def split_layers(
     return [range(end - size, end) for end, size in zip(ends, layers_per_stage, strict=True)]
 
 
+def stage_layers(config: Config, mesh: MeshShape) -> list[range]:
+    """Return the layers of every pipeline stage of ``config`` on ``mesh`` (``split_layers``)."""
+    parallel = config.parallel
+    num_stages = mesh.pp * parallel.stages_per_rank
+    return split_layers(config.model.num_layers, num_stages, parallel.layers_per_stage)
+
+
 def stage_of_rank(pp: int, stages_per_rank: int) -> list[list[int]]:
     """Return the stages of every pp rank: stage i is on rank ``i % pp`` in every schedule."""
     return [[rank + pp * turn for turn in range(stages_per_rank)] for rank in range(pp)]

@@ -465,7 +465,6 @@ _COST = [
     ("communication.py", "return 1 - 1 / self.nodes", "return 1 - 1 / self.size", SCHEDULE_T),
     ("communication.py", "max(parts) if together", "min(parts) if together", TIME),
     ("schedule.py", "pp - 1 - place if schedule in V_SHAPED", "place if schedule in V_SHAPED", SCHEDULE_T),
-    ("schedule.py", "rank % 2 == parity", "rank % 2 != parity", SCHEDULE_T),
     ("schedule.py", "if overlap else schedule", "if not overlap else schedule", SCHEDULE_T),
     ("layer_time.py", "ATTENTION_BACKWARD * seconds", "2 * seconds", TIME),
     ("layer_time.py", 'forward.again["moe"][axis] if axis in ("ep", "etp") else cost', "cost", TIME),
