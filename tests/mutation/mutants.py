@@ -345,7 +345,7 @@ _MODEL = [
     ("init.py", "normal_at(index, name, seed) * std", "normal_at(index, name, 0) * std", INIT),
     ("init.py", '"bias", "gate_up_proj_bias", "down_proj_bias")', '"bias", "gate_up_proj_bias")', INIT),
     ("params.py", 'self.kind in ("matrix", "conv")', 'self.kind in ("matrix", "conv", "norm")', DECAY),
-    ("params.py", '_expert_bias("down_proj_bias"', '_experts("down_proj_bias"', DECAY),
+    ("params.py", "return _vector(name, shape, place, when=", "return ParamSpec(name, shape, place, when=", DECAY),
     (
         "params.py",
         '_rowwise("o_proj", "H N*D", 5)',
