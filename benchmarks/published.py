@@ -18,7 +18,6 @@ from automoe.config.schema import Config, MeshConfig
 from automoe.model.flops import train_flops_per_token
 from automoe.planner.machine import Constants
 from automoe.planner.time import StepTime, step_time
-from benchmarks import dual_pipe  # noqa: F401  adds DualPipeV
 
 RUNS = Path(__file__).parent / "published_runs.toml"
 APART = 1.10  # runs closer than this are not ordered

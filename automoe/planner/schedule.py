@@ -9,18 +9,18 @@ overlap).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 
+from automoe.planner.dual_pipe import Action, dual_pipe_v
 from automoe.planner.memory import rank_actions
 
-Action = tuple[str, int, int]  # (kind, stage, micro-batch)
-# Schedules that automoe does not run, but that published runs used (``benchmarks/dual_pipe.py``):
-# name -> function of (pp, rank, micro-batches, overlap) that returns the rank's actions. A rank
-# holds two stages in the shape of a V.
-V_SHAPED: dict[str, Callable[[int, int, int, bool], list[tuple[Action, ...]]]] = {}
+# Schedules that automoe does not run, but that published runs used: name -> function of (pp, rank,
+# micro-batches, overlap) that returns the rank's actions. A rank holds two stages in the shape of a
+# V.
+V_SHAPED = {"DualPipeV": dual_pipe_v}
 # Share of an all-to-all that the computation of another micro-batch hides: 93%, less the 20% that
 # matmuls lose to the multiprocessors that send (both from Megatron-Core's report on DeepSeek-V3).
 HIDDEN = 0.93 - 0.20

@@ -15,7 +15,6 @@ from automoe.errors import ConfigError
 from automoe.planner.communication import Group, all_to_all, dispatch_once, distinct, gather
 from automoe.planner.machine import Constants, Machine
 from automoe.planner.schedule import HIDDEN, StageTimes, all_actions, rank_of, simulate, stretch
-from benchmarks import dual_pipe  # noqa: F401  adds DualPipeV
 
 F, B = 1.0, 2.0
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}

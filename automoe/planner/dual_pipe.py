@@ -1,11 +1,8 @@
-"""DualPipe cut in half (DeepSeek-V3, section 3.2.1), for published runs: automoe does not run it.
-
-Importing this file makes ``automoe.planner.schedule`` simulate ``DualPipeV``.
-"""
+"""Order of actions of DualPipeV, DualPipe cut in half (DeepSeek-V3, section 3.2.1)."""
 
 from __future__ import annotations
 
-from automoe.planner.schedule import V_SHAPED, Action
+Action = tuple[str, int, int]  # (kind, stage, micro-batch)
 
 
 class _Order:
@@ -36,10 +33,14 @@ class _Order:
                 if self.waiting:
                     self.made.append((("W", *self.waiting.pop(0)),))
             else:
-                self.made.append(tuple(self._next(part[0], int(part[1])) for part in word.split("+")))
+                self.made.append(
+                    tuple(self._next(part[0], int(part[1])) for part in word.split("+"))
+                )
 
 
-def dual_pipe_v(pp: int, rank: int, num_micro_batches: int, overlap: bool) -> list[tuple[Action, ...]]:
+def dual_pipe_v(
+    pp: int, rank: int, num_micro_batches: int, overlap: bool
+) -> list[tuple[Action, ...]]:
     """Return the actions of DualPipe cut in half (DeepSeek-V3, section 3.2.1).
 
     Without ``overlap`` the actions of a pair run one after the other.
@@ -59,6 +60,3 @@ def dual_pipe_v(pp: int, rank: int, num_micro_batches: int, overlap: bool) -> li
             order.add(f"{'I' if halves else 'B'}{chunk}")
     order.add(*["W", "I0" if halves else "B0"] * later, *["W"] * (rank + 1))
     return order.made
-
-
-V_SHAPED["DualPipeV"] = dual_pipe_v
