@@ -202,9 +202,9 @@ def upcycle_hf(
     """
     path = Path(out).expanduser().absolute()
     sizes = (num_experts, num_experts_per_token, granularity)
-    config, upcycling = upcycled(source, *sizes, seed=seed)
+    config, dense_keys = upcycled(source, *sizes, seed=seed)
     keys = check_conversion(config, path, fp8=fp8, layout="published", overwrite=overwrite)
-    catalog = check_catalog(source, config, upcycling)
+    catalog = check_catalog(source, config, dense_keys)
     return _rewrite(catalog, config, keys, path, dtype, fp8, max_shard_bytes, overwrite)
 
 
@@ -229,6 +229,6 @@ def _rewrite(
         compare_rewritten(plan, catalog, written)
         logits_error = verify_with_transformers(config, written)
         dense_error = None
-        if catalog.upcycling is not None and not fp8:
+        if catalog.keys.ffn_parts and not fp8:
             dense_error = compare_with_dense(catalog.folder, folder)
         return replace(done, path=path, logits_error=logits_error, dense_error=dense_error)

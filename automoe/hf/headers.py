@@ -68,6 +68,20 @@ class StoredTensor(NamedTuple):
         *lead, rows, groups, half = self.shape
         return *lead, 2 * groups * half, rows
 
+    @property
+    def total_bytes(self) -> int:
+        """Size in bytes, scales included."""
+        return self.num_bytes if self.scales is None else self.num_bytes + self.scales.num_bytes
+
+    @property
+    def row_layout(self) -> tuple[int, int]:
+        """Number of rows of each stored matrix, and size of a row in bytes.
+
+        A vector is a matrix with one column. A row of MXFP4 codes is [groups, 16].
+        """
+        rows = self.shape[:-2] if self.encoding == "mxfp4" else self.shape[:-1] or self.shape
+        return rows[-1], self.num_bytes // math.prod(rows)
+
 
 @contextmanager
 def switched_off(

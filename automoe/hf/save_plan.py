@@ -21,20 +21,13 @@ from torch.distributed.tensor.placement_types import Placement
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError
 from automoe.hf.catalog import Catalog
-from automoe.hf.files import (
-    DTYPES,
-    Entries,
-    Written,
-    entries_of,
-    file_names,
-    split,
-    write_files,
-    write_index,
-)
+from automoe.hf.files import DTYPES, Written, file_names, split, stored_as, write_files, write_index
+from automoe.hf.headers import StoredTensor
 from automoe.hf.keys import KeyMap, Piece, hf_pieces, is_quantized_in_fp8, our_tensors
 from automoe.hf.quantized import dequantize_fp8, quantize_fp8
 from automoe.hf.read import Reader, num_not_finite
 from automoe.hf.shards import LocalShard, stage_ranks
+from automoe.hf.upcycle import fill_upcycled
 from automoe.interop.torch_private import is_strided_shard
 from automoe.parallel.agreement import Ranks
 from automoe.parallel.collectives import all_gather
@@ -51,7 +44,7 @@ class WriteItem:
         dtype: dtype in which the numbers are gathered or read.
         holders: ranks that together hold the tensor; all of them take part in gathering it.
         writer: the holder that writes the tensor.
-        entries: entries of the tensor in its file.
+        target: the tensor as it is stored.
     """
 
     shard: LocalShard
@@ -59,7 +52,7 @@ class WriteItem:
     dtype: torch.dtype
     holders: tuple[int, ...]
     writer: int
-    entries: Entries
+    target: StoredTensor
 
     @property
     def key(self) -> str:
@@ -107,9 +100,9 @@ def plan_writes(
                 out = own
             else:
                 out = stored if dtype is None else dtype
-            entries = entries_of(key, pieces[0].shape, out, quantized)
-            plan.append(WriteItem(shard, pieces, out, holders, writer, entries))
-            load[writer] = load.get(writer, 0) + sum(entry.num_bytes for entry in entries)
+            target = stored_as(pieces[0].shape, out, quantized)
+            plan.append(WriteItem(shard, pieces, out, holders, writer, target))
+            load[writer] = load.get(writer, 0) + target.total_bytes
     return plan
 
 
@@ -128,11 +121,8 @@ def plan_rewrite(
     shards = []
     for name, shape in our_tensors(config):
         whole = torch.empty(shape, device="meta")
-        shards.append(
-            LocalShard(
-                name, whole, whole, (0,) * len(shape), trained=not name.endswith(".expert_bias")
-            )
-        )
+        trained = not name.endswith(".expert_bias")
+        shards.append(LocalShard(name, whole, whole, (0,) * len(shape), trained=trained))
     return plan_writes(shards, keys, dtype, fp8, source)
 
 
@@ -156,7 +146,7 @@ def write_tensors(
     make: Callable[[WriteItem], torch.Tensor],
     ranks: Ranks,
     folder: Path,
-    max_shard_bytes: int = 5 << 30,
+    max_shard_bytes: int,
 ) -> Written:
     """Write the tensors of ``plan`` to safetensors files, with an index if there are several files.
 
@@ -167,12 +157,13 @@ def write_tensors(
             plan.
         max_shard_bytes: largest file, unless one tensor alone is larger.
     """
-    mine = split((item.entries for item in plan if item.writer == ranks.rank), max_shard_bytes)
+    written = ((item.key, item.target) for item in plan if item.writer == ranks.rank)
+    mine = split(written, max_shard_bytes)
     everyone = ranks.all(lambda: mine)
-    contents = [entries for theirs in everyone for entries in theirs]
-    names = file_names(len(contents))
+    files = [contents for theirs in everyone for contents in theirs]
     first = sum(len(theirs) for theirs in everyone[: ranks.rank])
-    paths = [folder / name for name in names[first : first + len(mine)]]
+    names = file_names(len(files))[first : first + len(mine)]
+    paths = [folder / name for name in names]
 
     def stream() -> None:
         made = ((item, make(item)) for item in plan if ranks.rank in item.holders)
@@ -188,7 +179,7 @@ def write_tensors(
 
     ranks.all(stream)
     dtype = next(item.dtype for item in plan if item.shard.trained)
-    return ranks.lead(lambda: write_index(folder, names, contents, dtype))
+    return ranks.lead(lambda: write_index(folder, files, dtype))
 
 
 @torch.no_grad()
@@ -223,7 +214,7 @@ def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) 
             found = _read(item, from_written)
             if odd := num_not_finite(found):
                 raise not_exported(source.folder, item.key, odd)
-            if len(item.entries) > 1:
+            if item.target.scales is not None:
                 wanted = dequantize_fp8(*quantize_fp8(wanted)).to(found.dtype)
             if not torch.equal(wanted, found):
                 raise CheckpointError(
@@ -252,7 +243,7 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
         local = piece.from_stored(whole[found[0]]).view(extent)
         shard = LocalShard(item.shard.name, item.shard.tensor, local, start)
         reader.fill(reader.plan([shard]))
-        reader.catalog.finish(shard)
+        fill_upcycled(shard, reader.catalog.keys)
     return whole
 
 
@@ -262,7 +253,8 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
 @torch.no_grad()
 def gather(item: WriteItem) -> torch.Tensor:
     """Return the whole tensor in the item's dtype. Collective over its holders."""
-    shard, [piece] = item.shard, item.pieces
+    shard = item.shard
+    [piece] = item.pieces
     found = piece.overlap(shard.start, shard.extent)
     assert found is not None, "called by a rank that does not hold the tensor"
     tensor = shard.numbers(found[1]).to(item.dtype)

@@ -13,7 +13,7 @@ Letters: E experts, K top-k, G granularity, F width of the dense FFN, I = F / G 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,45 +29,27 @@ if TYPE_CHECKING:
 TARGETS = {"llama": "mixtral", "qwen3": "qwen3_moe"}
 
 
-@dataclass(frozen=True)
-class Upcycling:
-    """Rule that makes the tensors of a mixture from a dense checkpoint.
+def fill_upcycled(shard: LocalShard, keys: KeyMap) -> None:
+    """Scale a down projection, or draw a router, if ``keys`` makes experts of a dense FFN.
 
-    Attributes:
-        granularity: G, number of parts of the dense FFN.
-        std: standard deviation of the routers' initial weights.
-        seed: seed of the routers' initial weights.
+    Other shards stay unchanged.
     """
+    if keys.ffn_parts and shard.name.endswith("mlp.experts.down_proj"):
+        shard.local.mul_(keys.ffn_parts)
+    elif keys.ffn_parts and shard.name.endswith("mlp.router.weight"):
+        import torch  # imported late: command lines are checked without torch
 
-    granularity: int
-    std: float
-    seed: int = 0
+        from automoe.kernels.counter_random import normal_at
 
-    @property
-    def keys(self) -> KeyMap:
-        """Key map to the dense FFN."""
-        names = {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-        return KeyMap(**names, ffn_parts=self.granularity)
-
-    def finish(self, shard: LocalShard) -> None:
-        """Scale a down projection, or draw a router; leave other shards unchanged."""
-        if shard.name.endswith("mlp.experts.down_proj"):
-            shard.local.mul_(self.granularity)
-        elif shard.name.endswith("mlp.router.weight"):
-            import torch  # imported late: command lines are checked without torch
-
-            from automoe.kernels.counter_random import normal_at
-
-            (rows, hidden), (first, column) = shard.local.shape, shard.start
-            copy_R1 = torch.arange(first, first + rows).unsqueeze(1) // self.granularity
-            index_RH = copy_R1 * shard.tensor.shape[1] + torch.arange(column, column + hidden)
-            shard.local.copy_(
-                (normal_at(index_RH, shard.name, self.seed) * self.std).to(shard.local.dtype)
-            )
+        (rows, hidden), (first, column) = shard.local.shape, shard.start
+        copy_R1 = torch.arange(first, first + rows).unsqueeze(1) // keys.ffn_parts
+        index_RH = copy_R1 * shard.shape[1] + torch.arange(column, column + hidden)
+        drawn = normal_at(index_RH, shard.name, keys.router_seed) * keys.router_std
+        shard.local.copy_(drawn.to(shard.local.dtype))
 
 
-def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, Upcycling]:
-    """Return the mixture of ``model.hf_path`` with ``model``'s number and width of experts.
+def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, KeyMap]:
+    """Return the mixture of ``model.hf_path`` with ``model``'s experts, and its dense key map.
 
     Args:
         seed: seed of the routers' initial weights.
@@ -91,9 +73,9 @@ def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, Upcy
             f"Set model.moe_intermediate_size={dense.intermediate_size} for whole copies",
         )
     sizes = model.num_experts, model.num_experts_per_token, dense.intermediate_size // width
-    mixture, upcycling = upcycled(model.hf_path, *sizes, seed=seed)
+    mixture, keys = upcycled(model.hf_path, *sizes, seed=seed)
     std = model.initializer_range
-    return replace(mixture, upcycle=True, initializer_range=std), replace(upcycling, std=std)
+    return replace(mixture, upcycle=True, initializer_range=std), replace(keys, router_std=std)
 
 
 def upcycled(
@@ -102,8 +84,8 @@ def upcycled(
     num_experts_per_token: int,
     granularity: int = 1,
     seed: int = 0,
-) -> tuple[ModelConfig, Upcycling]:
-    """Return the mixture that the dense model at ``path`` becomes, and the rule that makes it.
+) -> tuple[ModelConfig, KeyMap]:
+    """Return the mixture that the dense model at ``path`` becomes, and the dense key map.
 
     Raises:
         ConfigError: with these sizes the mixture would not compute the same function, or the family
@@ -149,4 +131,6 @@ def upcycled(
     # One round trip through config.json gives the configuration that the mixture's readers get.
     family = family_of(mixture)
     described = family.read_config(family.write_config(mixture, read_hf_config(path)), str(path))
-    return described, Upcycling(G, dense.initializer_range, seed)
+    names = {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    std = dense.initializer_range
+    return described, KeyMap(**names, ffn_parts=G, router_std=std, router_seed=seed)

@@ -26,7 +26,7 @@ from automoe.hf.headers import switched_off
 from automoe.hf.keys import hf_tensors
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import not_exported, plan_rewrite, rewrite_tensors
-from automoe.hf.shards import PackedShard, Parts, as_parts, config_of, local_shards
+from automoe.hf.shards import Parts, as_parts, config_of, local_shards
 from automoe.model.decoder import Decoder
 from automoe.model.params import count_params
 from automoe.moe.router import recorded_choices
@@ -130,11 +130,9 @@ def _compare_shards(
 
     with Reader(catalog) as reader:
         shards = list(local_shards(parts))
-        reader.visit(
-            reader.plan(shard for shard in shards if not isinstance(shard, PackedShard)), compare
-        )
-        for shard in (shard for shard in shards if isinstance(shard, PackedShard)):
-            for _, one in shard.matrices():
+        reader.visit(reader.plan(shard for shard in shards if not shard.base), compare)
+        for shard in shards:
+            for _, one in shard.matrices() if shard.base else ():
                 reader.visit(reader.plan([one]), compare)
     for key, (error, size) in squares.items():
         if not error <= FP8_ERROR**2 * size:  # so that NaN fails

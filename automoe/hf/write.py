@@ -18,7 +18,7 @@ from automoe.hf.files import Written
 from automoe.hf.folder import new_folder, write_settings
 from automoe.hf.keys import fp8_config
 from automoe.hf.save_plan import gather, plan_writes, write_tensors
-from automoe.hf.shards import PackedShard, Parts, as_parts, config_of, export_dtype, local_shards
+from automoe.hf.shards import Parts, as_parts, config_of, export_dtype, local_shards
 from automoe.hf.upcycle import upcycled_model
 from automoe.hf.verify import verify_hf
 from automoe.model.decoder import Decoder
@@ -76,14 +76,14 @@ def to_hf(
     # while they are trained.
     source = None
     if dtype == "keep" and config.hf_path is not None:
-        upcycling = upcycled_model(config)[1] if config.upcycle else None
-        source = open_catalog(config.hf_path, config, upcycling)
+        dense_keys = upcycled_model(config)[1] if config.upcycle else None
+        source = open_catalog(config.hf_path, config, dense_keys)
     with new_folder(path, overwrite, ranks) as folder:
         for part in parts.values():
             merge_adapters(part)
         plan = plan_writes(list(local_shards(parts)), keys, out_dtype, fp8, source)
         written = write_tensors(plan, gather, ranks, folder, max_shard_bytes)
-        bases = {item.shard.base for item in plan if isinstance(item.shard, PackedShard)}
+        bases = {item.shard.base for item in plan}
         written = replace(written, base="".join(bases))
         ranks.lead(
             lambda: write_settings(folder, config, written.dtype, tokenizer, quantization, chat)
