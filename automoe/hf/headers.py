@@ -167,17 +167,19 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
             twice as many parameters as the files have numbers.
         CheckpointError: as ``read_headers``.
     """
-    tensors = read_headers(folder) if _all_there(folder) else {}
-    one_by_one = (
-        tensors and not keys.fused and not any(name.endswith(f".{FUSED.gate}") for name in tensors)
-    )
-    experts = config.num_experts * (
-        config.num_moe_layers if one_by_one else config.num_moe_layers > 0
-    )
-    most = max(len(tensors), MANY)
-    held = f"and its files hold {len(tensors):,} tensors"
-    asked = {"layers": config.num_layers, "experts": experts}
-    found = [f"{count:,} {what}, {held}" for what, count in asked.items() if count > most]
+    try:
+        complete = not missing_files(folder)
+    except OSError:  # an unreadable index: ``read_headers`` reports it
+        complete = True
+    tensors = read_headers(folder) if complete else {}
+    fused = keys.fused or any(name.endswith(f".{FUSED.gate}") for name in tensors)
+    layers = config.num_moe_layers if tensors and not fused else min(1, config.num_moe_layers)
+    counts = {"layers": config.num_layers, "experts": config.num_experts * layers}
+    found = [
+        f"{count:,} {what}, and its files hold {len(tensors):,} tensors"
+        for what, count in counts.items()
+        if count > max(len(tensors), MANY)
+    ]
     # The factor 2 allows for half of the files to be missing; they are then reported by name.
     # A byte of codes may hold two numbers.
     numbers = sum(
@@ -188,17 +190,6 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
     if found:
         remedy = "Copy the checkpoint's own config.json"
         raise ConfigError("model.hf_path", folder, f"its config.json has {found[0]}", remedy)
-
-
-def _all_there(folder: Path) -> bool:
-    """Return True if no file of the weights is missing.
-
-    An unreadable index is left to ``read_headers`` to report.
-    """
-    try:
-        return not missing_files(folder)
-    except OSError:
-        return True
 
 
 def missing_files(folder: Path) -> list[str]:

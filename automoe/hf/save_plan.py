@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -83,10 +85,9 @@ def plan_writes(
     load: dict[int, int] = {}
     stage = stage_ranks(shard.tensor for shard in shards)
     for shard in shards:
-        by_key: dict[str, list[Piece]] = {}
-        for piece in () if shard.copy else hf_pieces(shard.name, shard.shape, keys):
-            by_key.setdefault(piece.key, []).append(piece)
-        for key, pieces in by_key.items():
+        made_of = [] if shard.copy else hf_pieces(shard.name, shard.shape, keys)
+        for key, group in groupby(made_of, attrgetter("key")):
+            pieces = list(group)
             holders = stage
             if isinstance(shard.tensor, DTensor):
                 holders = _holders(shard.tensor, pieces[0], first=stage[0])
@@ -282,17 +283,10 @@ def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
     """
     mesh = tensor.device_mesh
     outer_first: list[tuple[int, int, int]] = []
-    for dim in range(len(piece.select)):
-        if piece.select[dim] is not None:
-            continue
-        axes = [
-            axis for axis, placement in enumerate(tensor.placements) if _cut_dim(placement) == dim
-        ]
-        axes.sort(key=lambda axis: not is_strided_shard(tensor.placements[axis]))
-        assert len(axes) <= 2, "a dim is cut by FSDP and at most one other axis"
-        hf_dim = dim - sum(at is not None for at in piece.select[:dim])
-        extent = piece.size[hf_dim]
-        for axis in reversed(axes):
+    common = (dim for dim, at in enumerate(piece.select) if at is None)
+    for hf_dim, (dim, extent) in enumerate(zip(common, piece.size, strict=True)):
+        axes = [axis for axis, one in enumerate(tensor.placements) if _cut_dim(one) == dim]
+        for axis in sorted(axes, key=lambda axis: is_strided_shard(tensor.placements[axis])):
             outer_first.append((axis, hf_dim, extent))
             # The inner axis shards this rank's slice of the outer axis.
             longest = -(-extent // mesh.size(axis))
@@ -313,15 +307,11 @@ def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
     """
     ranks = tensor.device_mesh.mesh
     ranks = ranks - (ranks.min() - first)
-    index: list[int | slice] = []
     for axis, placement in enumerate(tensor.placements):
         dim = _cut_dim(placement)
-        at = None if dim is None else piece.select[dim]
-        if at is None or dim is None:
-            index.append(slice(None))
-        else:
-            index.append(at // -(-tensor.shape[dim] // ranks.shape[axis]))
-    return tuple(ranks[tuple(index)].flatten().tolist())
+        if dim is not None and (at := piece.select[dim]) is not None:
+            ranks = ranks.narrow(axis, at // -(-tensor.shape[dim] // ranks.shape[axis]), 1)
+    return tuple(ranks.flatten().tolist())
 
 
 def _cut_dim(placement: Placement) -> int | None:

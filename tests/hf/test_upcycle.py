@@ -29,11 +29,10 @@ from automoe.config.schema import (
 )
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf import save_plan
-from automoe.hf.api import upcycle_hf
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.hf.upcycle import fill_upcycled, upcycled, upcycled_model
-from automoe.hf.write import to_hf
+from automoe.hf.write import to_hf, upcycle_hf
 from automoe.launch.prepare import settle
 from automoe.parallel.parallelize import build_decoder
 from automoe.training.context import RunContext

@@ -455,7 +455,7 @@ _HF = [
     ("quantized.py", " / LARGEST[E4M3]", "", QUANTIZED),
     ("quantized.py", "start[0] // block[0]]", "start[0] % block[0]]", QUANTIZED),
     ("quantized.py", "(byte & 0x08) * 0x1000", "(byte & 0x08) * 0x800", QUANTIZED),
-    ("quantized.py", "torch.arange(256) - 127", "torch.arange(256) - 128", QUANTIZED),
+    ("quantized.py", "numbers.mul_(2.0**14)", "numbers.mul_(2.0**13)", QUANTIZED),
 ]
 _QUANTIZE = [
     ("formats.py", "E4M3: 448.0", "E4M3: 240.0", FORMATS),

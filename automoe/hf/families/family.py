@@ -204,14 +204,14 @@ class Family:
         max_positions = int(getattr(theirs, "max_position_embeddings", 4096))
         kind = params["rope_type"]
         partial = params.get("partial_rotary_factor", 1.0)
-        refused = {
-            "rope type": kind if kind not in ("default", "yarn", "llama3") else None,
-            "partial_rotary_factor": partial if not self.partial_rotary and partial != 1 else None,
-        }
-        for name, value in refused.items():
-            if value is not None:
-                here = f"{self.model_type} here has none, plain yarn or llama3"
-                raise not_computed(path, f"{name} {value} for rotary embeddings, and {here}")
+        refused = ""
+        if kind not in ("default", "yarn", "llama3"):
+            refused = f"rope type {kind}"
+        elif not self.partial_rotary and partial not in (1, None):
+            refused = f"partial_rotary_factor {partial}"
+        if refused:
+            here = f"{self.model_type} here has none, plain yarn or llama3"
+            raise not_computed(path, f"{refused} for rotary embeddings, and {here}")
         rope = RopeConfig(
             theta=float(params["rope_theta"]),
             original_seq_len=max_positions,
@@ -219,17 +219,14 @@ class Family:
         )
         if kind == "default":
             return rope
-        original = int(params["original_max_position_embeddings"])
-        if original != params["original_max_position_embeddings"]:
-            raise ValueError(
-                f"original_max_position_embeddings={params['original_max_position_embeddings']}"
-            )
+        stated = params["original_max_position_embeddings"]
+        original = int(stated)
+        if original != stated:
+            raise ValueError(f"original_max_position_embeddings={stated}")
         numbers: dict[str, Any]
         if kind == "llama3":
             numbers = {key: float(params[key]) for key in _LLAMA3}
-            numbers["mscale_all_dim"] = (
-                float(params.get("mscale_all_dim") or 0.0) if self.mscale else 0.0
-            )
+            numbers["mscale_all_dim"] = float(self.mscale and params.get("mscale_all_dim") or 0.0)
         else:
             factor = params["factor"]
             numbers = {"factor": float(max_positions / original if factor is None else factor)}
