@@ -22,10 +22,9 @@ from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf as to_hf
 from automoe.model.decoder import Decoder
 from automoe.parallel.collectives import all_gather
-from automoe.parallel.expert import expert_parallel_style
-from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES
+from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import build_meshes
-from automoe.parallel.parallelize import build_backend, build_decoder, parallelize
+from automoe.parallel.parallelize import build_decoder, build_parts
 
 
 def from_hf(
@@ -78,23 +77,17 @@ def _on_mesh(
     config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
     shape = resolve_mesh(mesh, dist.get_world_size() if dist.is_initialized() else None)
-    for axis in ("pp", "cp"):
-        if getattr(shape, axis) > 1:
-            raise ConfigError(
-                f"mesh.{axis}",
-                getattr(shape, axis),
-                "from_hf gives one module that maps whole rows to logits",
-                f"Set mesh.{axis}=1; automoe.train runs the others",
-            )
+    for axis, size in {"pp": shape.pp, "cp": shape.cp}.items():
+        if size > 1:
+            rule = "from_hf gives one module that maps whole rows to logits"
+            remedy = f"Set mesh.{axis}=1; automoe.train runs the others"
+            raise ConfigError(f"mesh.{axis}", size, rule, remedy)
     moe = MoEConfig(experts=_expert_backend(config, dtype, shape.etp))
     on_mesh = Config(mesh=mesh, model=config, moe=moe, data=DataConfig(document_mask=False))
     on_mesh.train.dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
     check_rows(on_mesh, model_rows(on_mesh, shape), shape)
     meshes = build_meshes(shape, device)
-    model = build_decoder(
-        config, moe, PARAM_DTYPES[on_mesh.train.dtype], backend=build_backend(on_mesh, meshes)
-    )
-    parallelize(model, meshes, on_mesh, expert_parallel_style(meshes, on_mesh))
+    model = build_parts(on_mesh, meshes)[0]
     if (tp := meshes.group("tp")) is not None:
         model.register_forward_pre_hook(lambda module, inputs: _check_length(inputs[0], shape.tp))
         model.register_forward_hook(lambda module, inputs, logits: all_gather(logits, 2, tp))
@@ -104,12 +97,9 @@ def _on_mesh(
 def _check_length(tokens: torch.Tensor, tp: int) -> None:
     size = tokens.shape[1]
     if size % tp:
-        raise ConfigError(
-            "tokens",
-            list(tokens.shape),
-            f"the ranks of mesh.tp={tp} hold equal parts of a row: {size} % {tp} = {size % tp}",
-            f"Add {-size % tp} tokens to the end of the rows, whose logits are not needed",
-        )
+        rule = f"the ranks of mesh.tp={tp} hold equal parts of a row: {size} % {tp} = {size % tp}"
+        remedy = f"Add {-size % tp} tokens to the end of the rows, whose logits are not needed"
+        raise ConfigError("tokens", list(tokens.shape), rule, remedy)
 
 
 def _expert_backend(

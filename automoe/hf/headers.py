@@ -149,7 +149,18 @@ def _read_all(folder: Path) -> dict[str, StoredTensor]:
                 "said. Copy the checkpoint again"
             )
         tensors |= found
-    _check_index(folder, index or {}, tensors)
+    index = index or {}
+    remedy = "The index belongs to other files: copy the checkpoint again"
+    if lost := [name for name in index if name not in tensors]:
+        raise CheckpointError(
+            f"{folder}: {len(lost)} tensors that {INDEX_FILE} names are in no file: {listed(lost)}. {remedy}"
+        )
+    if moved := [name for name, file in index.items() if tensors[name].file != file]:
+        first = moved[0]
+        raise CheckpointError(
+            f"{folder}: {len(moved)} tensors are not in the file that {INDEX_FILE} names: {brief(first)} is in "
+            f"{tensors[first].file} and not in {index[first]}. {remedy}"
+        )
     return tensors
 
 
@@ -199,20 +210,6 @@ def missing_files(folder: Path) -> list[str]:
 
 def _files_of(index: dict[str, str] | None) -> list[str]:
     return [SINGLE_FILE] if index is None else sorted(set(index.values()))
-
-
-def _check_index(folder: Path, index: dict[str, str], tensors: dict[str, StoredTensor]) -> None:
-    remedy = "The index belongs to other files: copy the checkpoint again"
-    if lost := [name for name in index if name not in tensors]:
-        raise CheckpointError(
-            f"{folder}: {len(lost)} tensors that {INDEX_FILE} names are in no file: {listed(lost)}. {remedy}"
-        )
-    if moved := [name for name, file in index.items() if tensors[name].file != file]:
-        first = moved[0]
-        raise CheckpointError(
-            f"{folder}: {len(moved)} tensors are not in the file that {INDEX_FILE} names: {brief(first)} is in "
-            f"{tensors[first].file} and not in {index[first]}. {remedy}"
-        )
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -282,27 +279,27 @@ def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, S
                 f"{brief(name)} has data_offsets {brief([begin, end])}, which are no two bytes in order"
             )
         key = dtype, repr(shape)
-        if (size := sizes.get(key)) is None:
-            size = sizes[key] = _size(name, dtype, shape)
-        if (end - begin) * 8 != size[1]:
+        if key not in sizes:
+            if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
+                raise ValueError(
+                    f"{brief(name)} has shape {brief(shape)}, which is no list of sizes"
+                )
+            if dtype not in BITS:
+                raise ValueError(
+                    f"{brief(name)} has dtype {brief(dtype)}, which safetensors does not know"
+                )
+            sizes[key] = tuple(shape), math.prod(shape) * BITS[dtype]
+        full, bits = sizes[key]
+        if (end - begin) * 8 != bits:
             raise ValueError(
-                f"{brief(name)} has {end - begin:,} bytes, and {brief(shape)} {dtype} takes {size[1] // 8:,}"
+                f"{brief(name)} has {end - begin:,} bytes, and {brief(shape)} {dtype} takes {bits // 8:,}"
             )
-        tensors[name] = StoredTensor(file, dtype, size[0], data + begin, end - begin)
+        tensors[name] = StoredTensor(file, dtype, full, data + begin, end - begin)
         in_order = in_order and begin == at
         at = end
     if in_order:
         return tensors
     return dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)))
-
-
-def _size(name: str, dtype: Any, shape: Any) -> tuple[tuple[int, ...], int]:
-    """Return a tensor's shape and its size in bits. Raises ``ValueError``."""
-    if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"{brief(name)} has shape {brief(shape)}, which is no list of sizes")
-    if dtype not in BITS:
-        raise ValueError(f"{brief(name)} has dtype {brief(dtype)}, which safetensors does not know")
-    return tuple(shape), math.prod(shape) * BITS[dtype]
 
 
 def _check_ranges(file: Path, size: int, data: int, tensors: dict[str, StoredTensor]) -> None:

@@ -97,10 +97,6 @@ def to_peft(
     config = config_of(parts)
     if layout not in LAYOUTS:
         raise ConfigError("layout", layout, f"must be one of {', '.join(LAYOUTS)}", "Use auto")
-    if layout == "published" and config.family in _FUSED_ALONE:
-        raise ConfigError(
-            "layout", layout, f"peft loads no such adapter of a {config.family} model", "Use fused"
-        )
     if config.hf_path is None:
         raise ConfigError(
             "model.hf_path", None, "an adapter is for a checkpoint", "Export the merged model"
@@ -112,21 +108,18 @@ def to_peft(
     )
     keys = family_of(config).keys
     targets = set(lora.targets)
-    # peft 0.21 puts those of gate and up, expert by expert, where they lie with an adapter of down
-    # around them.
-    half = (
-        not keys.fused
-        and "experts.gate_up_proj" in targets
-        and not {"experts", "experts.down_proj"} & targets
-    )
-    if layout == "published" and half:
-        raise ConfigError(
-            "layout",
-            layout,
-            "peft loads no such adapter of experts.gate_up_proj alone",
-            "Use fused",
-        )
-    keys = keys.in_memory if layout == "fused" or config.family in _FUSED_ALONE or half else keys
+    gate_up = "experts.gate_up_proj" in targets
+    unread = ""
+    if config.family in _FUSED_ALONE:
+        unread = f"of a {config.family} model"
+    # peft 0.21 puts the adapters of gate and up, expert by expert, where they lie with an adapter
+    # of down around them.
+    elif gate_up and not keys.fused and not {"experts", "experts.down_proj"} & targets:
+        unread = "of experts.gate_up_proj alone"
+    if unread and layout == "published":
+        raise ConfigError("layout", layout, f"peft loads no such adapter {unread}", "Use fused")
+    if unread or layout == "fused":
+        keys = keys.in_memory
     with new_folder(path, overwrite, ranks) as folder:
         tensors = gathered_adapters(parts)
         if not any(ranks.all(lambda: bool(tensors))):

@@ -58,21 +58,17 @@ def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, KeyM
         ConfigError: as ``upcycled``, or the expert width does not divide the dense one.
     """
     assert model.hf_path is not None
-    dense = model_config_from_hf(model.hf_path)
+    full = model_config_from_hf(model.hf_path).intermediate_size
     width = model.moe_intermediate_size
-    if width < 1 or dense.intermediate_size % width:
+    if width < 1 or full % width:
+        rest = f"{full} % {width} = {full % width}" if width > 0 else "not 0"
         raise ConfigError(
             "model.moe_intermediate_size",
             width,
-            f"an expert is an equal part of the FFN of {model.hf_path}, whose width is {dense.intermediate_size}: "
-            + (
-                f"{dense.intermediate_size} % {width} = {dense.intermediate_size % width}"
-                if width > 0
-                else "not 0"
-            ),
-            f"Set model.moe_intermediate_size={dense.intermediate_size} for whole copies",
+            f"an expert is an equal part of the FFN of {model.hf_path}, whose width is {full}: {rest}",
+            f"Set model.moe_intermediate_size={full} for whole copies",
         )
-    sizes = model.num_experts, model.num_experts_per_token, dense.intermediate_size // width
+    sizes = model.num_experts, model.num_experts_per_token, full // width
     mixture, keys = upcycled(model.hf_path, *sizes, seed=seed)
     std = model.initializer_range
     return replace(mixture, upcycle=True, initializer_range=std), replace(keys, router_std=std)
@@ -105,15 +101,12 @@ def upcycled(
         raise ConfigError(
             "granularity", G, rule if G > 0 else "at least 1", f"Nearest valid choice: {near}"
         )
-    for key, value in (
-        ("num_experts", num_experts),
-        ("num_experts_per_token", num_experts_per_token),
-    ):
+    counts = {"num_experts": num_experts, "num_experts_per_token": num_experts_per_token}
+    for key, value in counts.items():
         if value < 1 or value % G:
             rule = f"whole copies of the FFN have G={G} experts each, and {value} is no multiple of that"
-            raise ConfigError(
-                key, value, rule, f"Nearest valid choice: {max(1, math.ceil(value / G)) * G}"
-            )
+            near = max(1, math.ceil(value / G)) * G
+            raise ConfigError(key, value, rule, f"Nearest valid choice: {near}")
     if num_experts_per_token > num_experts:
         rule = f"a token cannot choose {num_experts_per_token} of {num_experts} experts"
         raise ConfigError(
