@@ -78,8 +78,9 @@ class Family:
     Attributes:
         model_type: its name in ``config.json``; also ``ModelConfig.family``.
         architecture: name of transformers' class.
-        fields: dotted key of ``ModelConfig`` -> key of ``config.json``. If two of our keys share
-            one, the later one is written.
+        fields: dotted key of ``ModelConfig`` -> key of ``config.json``, a ``Field`` if it has a
+            default or its value is converted. If two of our keys share one, the later one is
+            written.
         fixed: dotted keys whose value is the same in every model of the family.
         only: keys of ``config.json`` with the one value that this decoder computes; a key that
             neither config.json nor transformers has is accepted. These keys are also written.
@@ -97,7 +98,7 @@ class Family:
 
     model_type: str
     architecture: str
-    fields: dict[str, Field]
+    fields: dict[str, Field | str]
     fixed: dict[str, Any]
     only: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
@@ -125,7 +126,7 @@ class Family:
                 )
         config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
         values = {
-            ours: self._value(ours, f, theirs, path) for ours, f in self.fields.items()
+            ours: self._value(ours, one, theirs, path) for ours, one in self._fields()
         } | self.fixed
         for ours, value in values.items():
             group, _, name = ours.rpartition(".")
@@ -180,13 +181,17 @@ class Family:
             | self.only
             | self.written
         )
-        hf |= {f.key: f.write(value_of(config, ours), config) for ours, f in self.fields.items()}
+        hf |= {one.key: one.write(value_of(config, ours), config) for ours, one in self._fields()}
         if self.partial_rotary:
             hf["partial_rotary_factor"] = config.rope.partial_rotary_factor
         hf |= _write_rope(config.rope, hf.get("max_position_embeddings"))
         if self.scaled_unless_said and hf["rope_scaling"] is None:
             hf["rope_scaling"] = {"type": "default", "rope_type": "default"}
         return hf
+
+    def _fields(self) -> Iterator[tuple[str, Field]]:
+        for ours, one in self.fields.items():
+            yield ours, Field(one) if isinstance(one, str) else one
 
     def _value(self, ours: str, spec: Field, theirs: Any, path: str) -> Any:
         raw = getattr(theirs, spec.key, spec.default)
@@ -352,23 +357,23 @@ def _read_full(layers: list[str], theirs: Any) -> int:
 
 
 # Most families spell keys like this and declare the exceptions. Dense families come first.
-DENSE_FIELDS = {
-    "vocab_size": Field("vocab_size"),
-    "hidden_size": Field("hidden_size"),
-    "num_layers": Field("num_hidden_layers"),
-    "intermediate_size": Field("intermediate_size"),
+DENSE_FIELDS: dict[str, Field | str] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "intermediate_size": "intermediate_size",
     "norm_eps": Field("rms_norm_eps", 1e-6),
     "tie_embeddings": Field("tie_word_embeddings", False),
     "initializer_range": Field("initializer_range", 0.02),
-    "attention.num_heads": Field("num_attention_heads"),
+    "attention.num_heads": "num_attention_heads",
     "attention.num_kv_heads": Field(
         "num_key_value_heads", None, read=lambda n, hf: n or hf.num_attention_heads
     ),
 }
 COMMON_FIELDS = DENSE_FIELDS | {
-    "num_experts_per_token": Field("num_experts_per_tok"),
-    "num_experts": Field("num_experts"),
-    "moe_intermediate_size": Field("moe_intermediate_size"),
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_experts": "num_experts",
+    "moe_intermediate_size": "moe_intermediate_size",
 }
 # ``layer_types`` may name other kinds in families whose layers all have full attention here.
 FULL_ATTENTION = {

@@ -9,7 +9,6 @@ from automoe.hf.families.family import (
     HEAD_DIM,
     LEADING_DENSE,
     Family,
-    Field,
 )
 
 FAMILY = Family(
@@ -17,16 +16,16 @@ FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
     fields=COMMON_FIELDS
     | {
-        "num_experts": Field("n_routed_experts"),
-        "num_shared_experts": Field("n_shared_experts"),
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
         "first_k_dense": LEADING_DENSE,
         "attention.head_dim": HEAD_DIM,
-        "attention.qk_norm": Field("use_qk_norm"),
-        "attention.qkv_bias": Field("attention_bias"),
-        "router.norm_topk_prob": Field("norm_topk_prob"),
-        "router.routed_scaling_factor": Field("routed_scaling_factor"),
-        "router.num_groups": Field("n_group"),
-        "router.topk_groups": Field("topk_group"),
+        "attention.qk_norm": "use_qk_norm",
+        "attention.qkv_bias": "attention_bias",
+        "router.norm_topk_prob": "norm_topk_prob",
+        "router.routed_scaling_factor": "routed_scaling_factor",
+        "router.num_groups": "n_group",
+        "router.topk_groups": "topk_group",
     },
     fixed=GQA | GROUPED_ROUTER,
     only={"hidden_act": "silu"},
