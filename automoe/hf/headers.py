@@ -273,7 +273,9 @@ def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, S
     at = 0
     in_order = True
     for name, entry in header.items():
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype = entry["dtype"]
+        shape = entry["shape"]
+        begin, end = entry["data_offsets"]
         if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 63:
             raise ValueError(
                 f"{brief(name)} has data_offsets {brief([begin, end])}, which are no two bytes in order"

@@ -41,7 +41,8 @@ def fill_upcycled(shard: LocalShard, keys: KeyMap) -> None:
 
         from automoe.kernels.counter_random import normal_at
 
-        (rows, hidden), (first, column) = shard.local.shape, shard.start
+        rows, hidden = shard.local.shape
+        first, column = shard.start
         copy_R1 = torch.arange(first, first + rows).unsqueeze(1) // keys.ffn_parts
         index_RH = copy_R1 * shard.shape[1] + torch.arange(column, column + hidden)
         drawn = normal_at(index_RH, shard.name, keys.router_seed) * keys.router_std

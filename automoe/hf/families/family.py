@@ -273,13 +273,14 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
         scaling |= {"original_max_position_embeddings": rope.original_seq_len}
     if rope.scaling == "llama3":
         scaling |= {key: getattr(rope, key) for key in _LLAMA3}
-        scaling |= {"mscale_all_dim": rope.mscale_all_dim} if rope.mscale_all_dim else {}
+        if rope.mscale_all_dim:
+            scaling["mscale_all_dim"] = rope.mscale_all_dim
     if rope.scaling == "yarn":
         scaling |= {key: getattr(rope, key) for key in _YARN if getattr(rope, key)}
-        scaling |= {} if rope.truncate else {"truncate": False}
-        scaling |= (
-            {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
-        )
+        if not rope.truncate:
+            scaling["truncate"] = False
+        if rope.attention_factor is not None:
+            scaling["attention_factor"] = rope.attention_factor
     return {
         "rope_theta": rope.theta,
         "rope_scaling": scaling or None,
