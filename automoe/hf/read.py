@@ -213,8 +213,8 @@ class ReadItem(NamedTuple):
 
     def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         """Yield (matrix, first row, end row, slice of ``place``) of about ``max_bytes`` bytes."""
-        begin, end = self.fetched
-        step = max(1, max_bytes // (end - begin) // self.row_unit) * self.row_unit
+        first, last = self.fetched
+        step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
         for matrix in range(*self.matrices):
             for begin in range(*self.rows, step):
                 end = min(begin + step, self.rows[1])
