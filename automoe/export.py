@@ -127,13 +127,17 @@ def export_run(
     known = config.data.is_synthetic or model.config.hf_path == config.model.hf_path
     tokenizer = tokenizer_of(config) if known else None
     chat = chat_template_of(config) if tokenizer is not None else None
-    options = {
-        "max_shard_bytes": max_shard_bytes,
-        "overwrite": overwrite,
-        "tokenizer": tokenizer,
-        "chat": chat,
-    }
-    return replace(to_hf(model, out, dtype=dtype, fp8=fp8, **options), averaged=ema)
+    whole = to_hf(
+        model,
+        out,
+        dtype=dtype,
+        fp8=fp8,
+        max_shard_bytes=max_shard_bytes,
+        tokenizer=tokenizer,
+        chat=chat,
+        overwrite=overwrite,
+    )
+    return replace(whole, averaged=ema)
 
 
 def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
@@ -178,10 +182,8 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     else:
         raise _no_weights(run_dir, config, ema)
     # Nothing is computed, so this machine need not have the backends of the training run.
-    config, dtype = (
-        replace(config, moe=replace(config.moe, experts="loop")),
-        PARAM_DTYPES[config.train.dtype],
-    )
+    config = replace(config, moe=replace(config.moe, experts="loop"))
+    dtype = PARAM_DTYPES[config.train.dtype]
     model = build_decoder(config.model, config.moe, dtype)
     if newest is None:
         model.to_empty(device="cpu")

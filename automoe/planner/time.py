@@ -18,16 +18,8 @@ from automoe.config.mesh_shape import MeshShape, stage_layers
 from automoe.config.schema import Config
 from automoe.model.flops import step_flops_per_token
 from automoe.planner.communication import NOTHING, Cost, gather, send
-from automoe.planner.layer_time import (
-    AXES,
-    Pass,
-    Passes,
-    Place,
-    cached,
-    head_time,
-    layer_time,
-    layer_weights,
-)
+from automoe.planner.layer_time import AXES, Pass, Passes, Place, head_time, layer_time
+from automoe.planner.layer_weights import cached, layer_weights
 from automoe.planner.machine import Constants, Machine
 from automoe.planner.schedule import Span, StageTimes, rank_of, simulate, stretch
 from automoe.planner.step_memory import DTYPE_BYTES, layer_kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from automoe.config.compose import Arguments
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.errors import CheckpointError, ConfigError
-from automoe.hf import headers, read
+from automoe.hf import headers
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.headers import read_headers
 from automoe.hf.keys import INDEX_FILE
@@ -245,14 +246,14 @@ def lose_a_file(path: Path, mesh: MeshConfig) -> str:
     def gone(*args: object) -> int:
         raise FileNotFoundError(2, "No such file or directory")
 
-    real = read.Reader._fill
+    real = os.preadv
     if torch.distributed.get_rank() == 1:
-        read.Reader._fill = gone  # type: ignore[assignment,method-assign]
+        os.preadv = gone
     try:
         with pytest.raises(CheckpointError) as caught:
             load_hf(parts, path)
     finally:
-        read.Reader._fill = real  # type: ignore[method-assign]
+        os.preadv = real
     return str(caught.value)
 
 
