@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -11,32 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from automoe.checkpoint.manifest import MANIFEST, read_manifest, verify_step
+from automoe.checkpoint.steps import FOLDER, committed_steps, step_number
 from automoe.config.schema import CheckpointConfig
 from automoe.errors import CheckpointError
 from automoe.parallel.agreement import Ranks
 from automoe.storage.files import flush, replace_durably, write_durably
 
-FOLDER = "checkpoints"
 LATEST = "LATEST"
 _UNREADABLE: Mapping[str, Any] = {}  # known by its identity
-
-
-def step_number(name: str) -> int:
-    """Return N of ``step-N``."""
-    return int(name.removeprefix("step-"))
-
-
-def committed_steps(folder: Path) -> list[str]:
-    """Return the names of the committed steps, oldest first; a link to a step counts as a step.
-
-    Raises:
-        OSError: the folder cannot be read, which does not mean that it is empty.
-    """
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted((name for name in names if re.fullmatch(r"step-\d+", name)), key=step_number)
 
 
 def promised_step(folder: Path) -> str | None:

@@ -254,10 +254,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         store.set(_KEY, json.dumps(message))
         code = _run_as_rank(message, launch, store, run_dir_lost)
         if config.observe.report:  # a rank that fails has written the report and left before this
-            from automoe.observe.report import write_report
-
-            if (report := write_report(run_dir)) is not None:
-                print(f"report {report}", flush=True)
+            runs.show_report(run_dir)
         return code
 
 

@@ -14,14 +14,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from automoe.checkpoint.steps import FOLDER
 from automoe.config.frozen import Device, resolved, save_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
+from automoe.errors import LaunchError
 from automoe.launch import run_dir as runs
 from automoe.launch.external import without_rendezvous
 from automoe.launch.fork_server import ForkedRank, ForkServer, Job, fork_server
@@ -74,7 +76,8 @@ def train_here(
     check_backends(config, shape, device)
     if (missing := missing_data(config)) is not None:
         raise missing
-    another = runs.check_same_run(Path(config.run_dir).absolute(), resolved(config, shape, device))
+    frozen = resolved(config, shape, device)
+    another = runs.check_same_run(Path(config.run_dir).absolute(), frozen)
     for note in start_notes(config) + another:
         print(note, file=sys.stderr)
     ranks = "1 rank" if shape.world_size == 1 else f"{shape.world_size} ranks"
@@ -85,18 +88,15 @@ def train_here(
 
         complete(config)
         prepare_data(config)  # reports a bad line or a missing file before ranks start
-        result = launch_local(config, shape, device, server)
+        result = launch_local(frozen, shape.world_size, server)
     if result.error is not None:
         error = runs.describe_error(result.error)
         print(f"error: {error}\nlogs of every rank: {config.run_dir}/logs", file=sys.stderr)
     elif result.state == "preempted":
         print("stopped before the last step, as asked", file=sys.stderr)
     if config.observe.report and Path(config.run_dir).is_dir():
-        from automoe.observe.report import write_report
-
         # This process writes the report, not rank 0, so that a run killed by SIGKILL has one too.
-        if (report := write_report(config.run_dir)) is not None:
-            print(f"report {report}", flush=True)
+        runs.show_report(config.run_dir)
     return result
 
 
@@ -110,8 +110,8 @@ def _environment(config: Config, num_ranks: int) -> dict[str, str]:
     return env
 
 
-def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkServer) -> RunResult:
-    """Run every rank of ``shape`` on this machine, as forks of ``server``, and wait for the end.
+def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResult:
+    """Run every rank of a ``resolved`` configuration as a fork of ``server``; wait for the end.
 
     The function holds the run directory's lock, writes its ``config.yaml``, and forwards SIGTERM,
     SIGHUP and Ctrl-C to the ranks as a request to stop. A second Ctrl-C kills the ranks, and so
@@ -124,16 +124,16 @@ def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkS
         LaunchError: another run holds the lock of ``run_dir``.
     """
     run_dir = Path(config.run_dir).absolute()
-    frozen = resolved(config, shape, device)
+    checkpoints = run_dir / FOLDER
     limit = config.launch.max_restarts
     with runs.locked(run_dir) as run_dir_lost:
         # This repeats an earlier check: another run may have been here until the lock was free.
-        runs.check_same_run(run_dir, frozen)
+        runs.check_same_run(run_dir, config)
         runs.start_run(run_dir)
-        save_config(frozen, run_dir)
-        earlier = _identity(run_dir / "checkpoints")
+        save_config(config, run_dir)
+        earlier = _identity(checkpoints)
         failures = list[dict[str, Any]]()
-        launch = _Launch(server, run_dir, shape.world_size, config, run_dir_lost)
+        launch = _Launch(server, run_dir, num_ranks, config, run_dir_lost)
         with launch.forwarding_signals():
             while True:
                 result = launch.attempt()
@@ -143,13 +143,11 @@ def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkS
                     break
                 if not _start_again(run_dir, result.error, failures, limit):
                     break
-                if config.checkpoint.resume == "never" and earlier != _identity(
-                    run_dir / "checkpoints"
-                ):
+                if config.checkpoint.resume == "never" and earlier != _identity(checkpoints):
                     # The first attempt has set the old checkpoints aside; the next attempt
                     # continues from the first one's.
                     config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
-                    save_config(resolved(config, shape, device), run_dir)
+                    save_config(config, run_dir)
             if limit:
                 runs.add_to_status(run_dir, failed_attempts=failures)
     return result
@@ -174,27 +172,20 @@ def _start_again(
     return True
 
 
+@dataclass
 class _Launch:
     """Ranks of one run, over all its attempts."""
 
-    def __init__(
-        self,
-        server: ForkServer,
-        run_dir: Path,
-        num_ranks: int,
-        config: Config,
-        run_dir_lost: Callable[[], str | None],
-    ) -> None:
-        self.server = server
-        self.run_dir = run_dir
-        self.num_ranks = num_ranks
-        self.run_dir_lost = run_dir_lost
-        self.config = config
-        self.signum: int | None = None
-        self.kill_at = math.inf  # monotonic time (s), finite once a signal has asked to stop
-        self.gave_up = False  # True if ranks did not leave in time and were killed
-        self.ranks: list[ForkedRank] = []
-        self.killed: set[int] = set()  # ranks that this process killed
+    server: ForkServer
+    run_dir: Path
+    num_ranks: int
+    config: Config
+    run_dir_lost: Callable[[], str | None]
+    signum: int | None = None  # signal that asked the run to stop
+    kill_at: float = math.inf  # monotonic time (s), finite once a signal has asked to stop
+    gave_up: bool = False  # True if ranks did not leave in time and were killed
+    ranks: list[ForkedRank] = field(default_factory=list)
+    killed: set[int] = field(default_factory=set)  # ranks that this process killed
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
@@ -212,17 +203,16 @@ class _Launch:
         self.killed = set()
         with store_file() as store, _rank_output() as stdout:
             options = {"run_dir": self.run_dir, "store": store, "launcher": os.getpid()}
+            job = Job(run_rank, self.num_ranks, options, sys.path)
             try:
-                self.ranks = self.server.start(
-                    Job(run_rank, self.num_ranks, options, sys.path), stdout
-                )
+                self.ranks = self.server.start(job, stdout)
                 if self.signum is not None:
                     self._ask_to_stop()
                 self._wait()
             finally:
                 self._kill()
         if (lost := self.run_dir_lost()) is not None:
-            return RunResult("failed", None, runs.launch_failure(None, lost))
+            return RunResult("failed", None, runs.error_report(LaunchError(lost), None))
         return self._judge()
 
     def _wait(self) -> None:
@@ -236,7 +226,14 @@ class _Launch:
                     with contextlib.suppress(OSError):
                         runs.record_failure(self.run_dir, killed)  # the others see it and leave
             if now > self.kill_at:
-                self._end_grace()
+                print(
+                    f"the ranks have not left in launch.grace_s={self.config.launch.grace_s} s and are killed; "
+                    "what they did since the newest checkpoint is lost. Give them more time, or save more often "
+                    "(checkpoint.every)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                self._give_up()
             elif now > failed_at + _KILL_AFTER_S or self.run_dir_lost() is not None:
                 self._kill()
             time.sleep(0.1)
@@ -253,23 +250,12 @@ class _Launch:
             self.kill_at = time.monotonic() + self.config.launch.grace_s
             name = signal.Signals(signum).name
             # os.write replaces print(), which a signal handler may interrupt.
-            then = (
-                "save"
-                if self.config.checkpoint.saves
-                else "leave without saving (checkpoint.every=0)"
-            )
+            saves = self.config.checkpoint.saves
+            then = "save" if saves else "leave without saving (checkpoint.every=0)"
+            told = f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n"
             with contextlib.suppress(OSError):  # SIGHUP comes when the terminal is gone
-                os.write(
-                    2,
-                    f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n".encode(),
-                )
+                os.write(2, told.encode())
         self._ask_to_stop()
-
-    def _end_grace(self) -> None:
-        why = f"the ranks have not left in launch.grace_s={self.config.launch.grace_s} s and are killed; what they did "
-        why += "since the newest checkpoint is lost. Give them more time, or save more often (checkpoint.every)"
-        print(why, file=sys.stderr, flush=True)
-        self._give_up()
 
     def _give_up(self) -> None:
         self.gave_up = True
@@ -289,26 +275,31 @@ class _Launch:
 
     def _judge(self) -> RunResult:
         status = runs.read_status(self.run_dir)
-        killed = self._killed_rank(status.get("error"))
-        if killed is not None and status["state"] not in ("done", "preempted"):
+        state = status["state"]
+        failure = None
+        if state not in ("done", "preempted"):
             # Errors of other ranks are a consequence: they lost the killed rank in a collective.
-            runs.record_failure(self.run_dir, killed, overrule=True)
-        elif status["state"] in ("starting", "running"):
+            failure = self._killed_rank(status.get("error"))
+        if failure is None and state in ("starting", "running"):
             if self.gave_up:
                 runs.write_status(self.run_dir, "preempted", objective=None)
             else:
-                ended = [
-                    f"rank {n} with status {r.returncode}"
-                    for n, r in enumerate(self.ranks)
-                    if n not in self.killed
-                ]
-                message = f"ranks ended without a result: {', '.join(ended)}; see above and logs/rank*.log"
-                # This overrules a report that a rank began to write on a full disk.
-                failure = runs.read_failure(self.run_dir) or runs.launch_failure(None, message)
-                runs.record_failure(self.run_dir, failure, overrule=True)
+                failure = runs.read_failure(self.run_dir) or self._no_result()
+        if failure is not None:
+            # This overrules a report that a rank began to write on a full disk.
+            runs.record_failure(self.run_dir, failure, overrule=True)
         status = runs.read_status(self.run_dir)
         signum = self.signum if status["state"] == "preempted" else None
         return RunResult(status["state"], status.get("objective"), status.get("error"), signum)
+
+    def _no_result(self) -> dict[str, Any]:
+        ended = ", ".join(
+            f"rank {number} with status {rank.returncode}"
+            for number, rank in enumerate(self.ranks)
+            if number not in self.killed
+        )
+        message = f"ranks ended without a result: {ended}; see above and logs/rank*.log"
+        return runs.error_report(LaunchError(message), None)
 
     def _killed_rank(self, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the failure of a rank that a foreign signal killed; None if it was not the first.
@@ -329,7 +320,7 @@ class _Launch:
             what = f"killed by {signal.Signals(-rank.returncode).name}"
             if rank.returncode == -signal.SIGKILL:
                 what += ", often by the kernel for want of memory: see dmesg, or lower train.micro_batch_size"
-            return runs.launch_failure(number, what)
+            return runs.error_report(LaunchError(what), number)
         return None
 
 
@@ -391,13 +382,10 @@ def last_step(run_dir: Path) -> int | None:
     """
     from automoe.observe.metrics import METRICS_FILE, read_metrics
 
-    if not (run_dir / METRICS_FILE).exists():
-        return None
-    try:
-        records = read_metrics(run_dir)
-    except OSError:
-        return None
-    return records[-1]["step"] if records else 0
+    with contextlib.suppress(OSError):
+        if (run_dir / METRICS_FILE).exists():
+            return max((record["step"] for record in read_metrics(run_dir)), default=0)
+    return None
 
 
 def _identity(folder: Path) -> int | None:
