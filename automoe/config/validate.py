@@ -49,19 +49,14 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     device = device or config.launch.device
     check_rows(config, number_rows(config))
     shape = resolve_mesh(config.mesh, num_ranks)
-    check_rows(config, _rows(config, shape, device), shape)
+    check_rows(config, mesh_rows(config, shape, device), shape)
+    check_rows(config, settings_rows(config))
     parse_profile_steps(config.observe.profile_steps)
     check_args(config)
     check_writable(config.run_dir)
     if config.moe.record_routing is not None:
         check_writable(os.path.expanduser(config.moe.record_routing), "moe.record_routing")
     return shape
-
-
-def _rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Yield all rules except the bounds of single numbers, in the order of their reports."""
-    yield from mesh_rows(config, shape, device)
-    yield from settings_rows(config)
 
 
 def settings_rows(config: Config) -> Iterator[Row]:
@@ -72,6 +67,9 @@ def settings_rows(config: Config) -> Iterator[Row]:
     yield from checkpoint_rows(config)
 
 
+# Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
+# fmt: off
+
 def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield the rules that depend on both model and mesh.
 
@@ -81,7 +79,12 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     yield from moe_rows(config)
     yield from _batch_rows(config, shape)
     yield from _pipeline_rows(config, shape)
-    yield from _context_rows(config, shape, device)
+    ring = uses_ring(config, shape)
+    yield ("parallel.context", ring and config.data.document_mask,
+           "ring attention has no document mask, and data.document_mask=true asks for one",
+           "Set parallel.context=gather, or data.document_mask=false")
+    yield ("parallel.context", ring and device == "cpu",
+           "ring attention needs CUDA, and this run is on cpu", "Set parallel.context=gather")
     yield from expert_rows(config, shape, device)
     yield from fp8_rows(config, shape, device)
     yield from recompute_rows(config)
@@ -89,24 +92,21 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     yield from compile_rows(config, shape)
 
 
-# Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
-# fmt: off
-
 def _batch_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     rows = config.train.global_batch_size
     seq_len = config.train.seq_len
     micro = config.train.micro_batch_size
     unit = shape.dp * micro
-    cut = shape.cp * shape.tp
-    pieces = 2 * shape.cp
     yield divides("train.global_batch_size", rows, unit,
         "every data-parallel rank runs whole micro-batches, so dp_replicate*dp_shard*micro_batch_size = "
         f"{shape.dp_replicate}*{shape.dp_shard}*{micro} = {unit} divides it: {rows} % {unit} = {rows % unit}")
     if shape.tp > 1:
+        cut = shape.cp * shape.tp
         yield divides("train.seq_len", seq_len, cut,
             f"between blocks the ranks of cp and tp hold equal parts of a row: cp*tp = {shape.cp}*{shape.tp} = {cut}, "
             f"{seq_len} % {cut} = {seq_len % cut}")
     if shape.cp > 1:
+        pieces = 2 * shape.cp
         yield divides("train.seq_len", seq_len, pieces,
             f"with mesh.cp={shape.cp} every rank holds a head piece and a tail piece, 2*cp = {pieces} equal pieces: "
             f"{seq_len} % {pieces} = {seq_len % pieces}")
@@ -114,8 +114,6 @@ def _batch_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     parallel = config.parallel
-    micro = config.train.micro_batch_size
-    rows = config.train.global_batch_size
     key = "parallel.stages_per_rank"
     stages = parallel.stages_per_rank
     schedule = parallel.schedule
@@ -131,6 +129,8 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         return
     yield (key, interleaved and stages < 2,
            "Interleaved1F1B runs at least 2 stages a rank", f"Set {key}=2 or parallel.schedule=1F1B")
+    micro = config.train.micro_batch_size
+    rows = config.train.global_batch_size
     unit = shape.dp * micro
     micro_batches = rows // unit
     arithmetic = (
@@ -167,20 +167,12 @@ def _split_rows(num_layers: int, num_stages: int, sizes: list[int] | None) -> It
            f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
 
 
-def _context_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    key = "parallel.context"
-    ring = uses_ring(config, shape)
-    yield (key, ring and config.data.document_mask,
-           "ring attention has no document mask, and data.document_mask=true asks for one",
-           "Set parallel.context=gather, or data.document_mask=false")
-    on_cpu = "ring attention needs CUDA, and this run is on cpu"
-    yield key, ring and device == "cpu", on_cpu, "Set parallel.context=gather"
-
 
 def _optimizer_rows(config: Config) -> Iterator[Row]:
     """Yield the rules of AdamW's numbers and of stochastic rounding."""
     optim = config.optim
-    stochastic = config.optim.master_weights == "stochastic"
+    dtype = config.train.dtype
+    stochastic = optim.master_weights == "stochastic"
     for i, beta in enumerate(optim.betas):
         yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
     yield "optim.min_lr_ratio", not optim.min_lr_ratio <= 1, "a share of optim.lr, at most 1", "Set 0.1"
@@ -188,11 +180,11 @@ def _optimizer_rows(config: Config) -> Iterator[Row]:
            "the share of an average that a step keeps, in [0, 1)", "Set 0.999, or 0 for no average")
     yield ("checkpoint.export_ema", config.checkpoint.export_ema and not optim.ema_decay,
            "no average of the weights is kept: optim.ema_decay=0", "Set optim.ema_decay=0.999, or leave it out")
-    yield ("optim.moments", optim.moments == "bfloat16" and config.train.dtype != "bfloat16",
-           f"bfloat16 moments go with bfloat16 products, and train.dtype={config.train.dtype}",
+    yield ("optim.moments", optim.moments == "bfloat16" and dtype != "bfloat16",
+           f"bfloat16 moments go with bfloat16 products, and train.dtype={dtype}",
            "Set train.dtype=bfloat16, or optim.moments=float32")
-    yield ("optim.master_weights", stochastic and config.train.dtype != "bfloat16",
-           f"stochastic rounding is to bfloat16, and train.dtype={config.train.dtype}",
+    yield ("optim.master_weights", stochastic and dtype != "bfloat16",
+           f"stochastic rounding is to bfloat16, and train.dtype={dtype}",
            "Set train.dtype=bfloat16, or optim.master_weights=float32")
     yield ("optim.master_weights", stochastic and config.parallel.grad_sync == "micro_batch" and config.mesh.pp == 1,
            "gradients that are reduced after each micro-batch (parallel.grad_sync=micro_batch) would be added up in "
@@ -282,19 +274,22 @@ def _chat_rows(config: Config) -> Iterator[Row]:
 def checkpoint_rows(config: Config) -> Iterator[Row]:
     """Yield the rules of ``checkpoint``: where to resume from and which steps to keep."""
     checkpoint = config.checkpoint
-    every = config.checkpoint.every
+    every = checkpoint.every
     val_every = config.train.val_every
     yield ("checkpoint.resume",
            checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).expanduser().is_dir(),
            f"no such directory (looked from {os.getcwd()})",
            "Set auto, never, or the run or step directory to start from")
-    rule = f"checkpoints are of steps that divide by checkpoint.every={every}"
-    if not every:
+    keep_every = checkpoint.keep_every
+    if every:
+        rule = f"checkpoints are of steps that divide by checkpoint.every={every}"
+        nearest = -(-keep_every // every) * every
+    else:
         saved = "checkpoint.every_minutes saves any step" if checkpoint.saves else "no checkpoints are written"
         rule = f"{saved}: checkpoint.every=0"
-    yield ("checkpoint.keep_every", checkpoint.keep_every > 0 and (not every or checkpoint.keep_every % every != 0),
-           rule,
-           f"Nearest valid choice: checkpoint.keep_every={-(-checkpoint.keep_every // every) * every if every else 0}")
+        nearest = 0
+    yield ("checkpoint.keep_every", keep_every != nearest, rule,
+           f"Nearest valid choice: checkpoint.keep_every={nearest}")
     yield ("checkpoint.keep_best",
            checkpoint.keep_best > 0 and (not every or not val_every or every % val_every != 0),
            "the best is told by the validation loss, so a step that is saved must be validated: "
@@ -313,12 +308,13 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
     """
     if not text:
         return None
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= first <= last:
-        rule = "a window is first-last with 1 <= first <= last"
-        raise ConfigError("observe.profile_steps", text, rule, 'For example "10-12"')
-    return first, last
+    if match := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
+        first = int(match[1])
+        last = int(match[2] or first)
+        if 1 <= first <= last:
+            return first, last
+    rule = "a window is first-last with 1 <= first <= last"
+    raise ConfigError("observe.profile_steps", text, rule, 'For example "10-12"')
 
 
 def check_writable(directory: str, key: str = "run_dir") -> None:
