@@ -210,7 +210,7 @@ def test_what_is_written_is_what_is_hashed(tmp_path: Path) -> None:
         stream.write(memoryview(data))
     facts = stream.seal()
     stream.release()
-    assert facts.bytes == stream.tell() == (tmp_path / "file").stat().st_size == 11 + (8 << 20)
+    assert facts["bytes"] == stream.tell() == (tmp_path / "file").stat().st_size == 11 + (8 << 20)
     assert is_as_written(tmp_path / "file", facts)
     assert not is_as_written(tmp_path / "file", {"xxh128": "0" * 32})
 
