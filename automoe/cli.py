@@ -89,8 +89,9 @@ def _recipe(argv: list[str]) -> int:
         try:
             path = copy_recipe(*argv[1:])
         except OSError as error:
-            rule = f"cannot be copied: {error}"
-            raise ConfigError("recipe", argv[1], rule, "Name another FILE") from None
+            raise ConfigError(
+                "recipe", argv[1], f"cannot be copied: {error}", "Name another FILE"
+            ) from None
         name = path.stem if path.parent == Path("recipes") else path
         print(f"copied to {path}; run it with: automoe train recipe={name}")
     else:

@@ -84,8 +84,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     where = Path(args.where).expanduser()
-    remedy = "Install automoe[eval], which brings lm_eval"
-    import_backend("lm_eval.models.huggingface", "automoe eval", remedy)
+    import_backend(
+        "lm_eval.models.huggingface", "automoe eval", "Install automoe[eval], which brings lm_eval"
+    )
     logger = logging.getLogger("lm_eval")
     logger.handlers = [heard := _Heard()]
     logger.propagate = False
@@ -109,8 +110,12 @@ def _evaluate(args: argparse.Namespace) -> int:
     for kind, texts in heard.found.items():
         print(f"warning: lm_eval, {len(texts):,} times: {texts[0]}", file=sys.stderr)
         if kind == _NO_CHOICE:
-            rule = "a right answer is none of the choices"
-            raise ConfigError("--tasks", args.tasks, rule, "Correct doc_to_target")
+            raise ConfigError(
+                "--tasks",
+                args.tasks,
+                "a right answer is none of the choices",
+                "Correct doc_to_target",
+            )
     said = ""
     if wrong := [
         f"{task} {metric}"
@@ -173,14 +178,22 @@ def load_tasks(specs: list[str]) -> list[Any]:
             built.append(group)
             continue
         if named and spec not in manager.all_tasks:
-            rule = f"there is no such file or folder (looked from {os.getcwd()}), and no task of lm_eval has that name"
-            raise ConfigError("--tasks", spec, rule, "`lm-eval ls tasks` lists its tasks")
+            raise ConfigError(
+                "--tasks",
+                spec,
+                f"there is no such file or folder (looked from {os.getcwd()}), and no task of lm_eval has that name",
+                "`lm-eval ls tasks` lists its tasks",
+            )
         names = [spec if named else str(path)]
         if folder:
             names = manager.all_subtasks
         if not names:
-            rule = "there is no task file in this folder"
-            raise ConfigError("--tasks", spec, rule, "Name one with *.yaml files")
+            raise ConfigError(
+                "--tasks",
+                spec,
+                "there is no task file in this folder",
+                "Name one with *.yaml files",
+            )
         for name in names:
             loaded = manager.load([name])
             groups = list(loaded.get("groups", {}).values())
@@ -227,9 +240,12 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
 
     model, tokenizer = load_checkpoint(folder)
     if args.apply_chat_template and tokenizer.chat_template is None:
-        rule = "its tokenizer has no chat template"
-        remedy = "Leave it out, or add chat_template.jinja to the folder"
-        raise ConfigError("--apply_chat_template", "", rule, remedy)
+        raise ConfigError(
+            "--apply_chat_template",
+            "",
+            "its tokenizer has no chat template",
+            "Leave it out, or add chat_template.jinja to the folder",
+        )
     # A limit is a count of documents, or below 1 a share of them.
     limit = args.limit if args.limit is None or args.limit < 1 else int(args.limit)
     fewest = min(len(task.eval_docs) for one in tasks for task in _leaves(one))
@@ -323,11 +339,16 @@ def _free(where: Path, out: str | None) -> Path:
         number += 1
         path = where / RESULTS.replace(".", f".{number}.")
     if path.exists():
-        rule = "it is there, and results are not overwritten"
-        raise ConfigError("--out", path, rule, "Name another file")
+        raise ConfigError(
+            "--out", path, "it is there, and results are not overwritten", "Name another file"
+        )
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        rule = "its folder is not there, or cannot be written"
-        raise ConfigError("--out", path, rule, "Name a file that can be made")
+        raise ConfigError(
+            "--out",
+            path,
+            "its folder is not there, or cannot be written",
+            "Name a file that can be made",
+        )
     return path
 
 

@@ -62,14 +62,16 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
         form = manifest["format"]
         versions = manifest.get("versions")
         if form not in _READ and isinstance(form, int):
-            what = f"format {form}, and this version reads formats {_READ}"
-            raise _other_version(step_dir, what, versions)
+            raise _other_version(
+                step_dir, f"format {form}, and this version reads formats {_READ}", versions
+            )
         content = {key: manifest[key] for key in manifest if key != "sha256"}
         if manifest["sha256"] != _digest(content):
             return {}, f"{MANIFEST} is not as it was written"
         if unknown := sorted(manifest.keys() - _KEYS):
-            what = f"{', '.join(unknown)} in {MANIFEST}, unknown to this version"
-            raise _other_version(step_dir, what, versions)
+            raise _other_version(
+                step_dir, f"{', '.join(unknown)} in {MANIFEST}, unknown to this version", versions
+            )
     except OSError as error:
         if error.errno not in _GONE:
             raise

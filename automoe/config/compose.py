@@ -95,8 +95,9 @@ def parse_arguments(argv: list[str], others: Iterable[str] = ()) -> Arguments:
         else:
             known = [option for option in [*_VALUES, *_FLAGS, *others] if option.startswith("--")]
             close = " or ".join(nearest(word, known) or known)
-            remedy = f"Did you mean {close}? Overrides are key=value"
-            raise ConfigError(word, inline, "unknown option", remedy)
+            raise ConfigError(
+                word, inline, "unknown option", f"Did you mean {close}? Overrides are key=value"
+            )
     args.config_name = args.config_name.removesuffix(".yaml")
     return args
 
@@ -162,11 +163,18 @@ def composed_container(
             key, _, value = text.lstrip("+").partition("=")
             known = f"values for {key}." in reason or f"already at '{key}'" in reason
             if known and text.startswith("+"):
-                rule = "+ adds what is not there yet, and this configuration has it"
-                raise ConfigError(f"+{key}", value, rule, f"Write {key}={value}") from None
-        rule = f"Hydra cannot compose it: {reason}"
-        remedy = "Mend that file or override"
-        raise ConfigError("--config-name", config_name, rule, remedy) from error
+                raise ConfigError(
+                    f"+{key}",
+                    value,
+                    "+ adds what is not there yet, and this configuration has it",
+                    f"Write {key}={value}",
+                ) from None
+        raise ConfigError(
+            "--config-name",
+            config_name,
+            f"Hydra cannot compose it: {reason}",
+            "Mend that file or override",
+        ) from error
 
 
 def resolved_container(composed: Any) -> dict[str, Any]:
@@ -284,9 +292,12 @@ def check_overrides(
         try:
             parsed = _parse_override(text)
         except HydraException as error:
-            rule = f"not of the form key=value: {str(error).strip().splitlines()[0]}"
-            remedy = "Write key=value; quote as 'key=\"a b\"'"
-            raise ConfigError("override", text, rule, remedy) from None
+            raise ConfigError(
+                "override",
+                text,
+                f"not of the form key=value: {str(error).strip().splitlines()[0]}",
+                "Write key=value; quote as 'key=\"a b\"'",
+            ) from None
         key = parsed.key_or_group
         value = text.partition("=")[2]
         hydras = key.startswith(("hydra.", "hydra/"))
@@ -304,8 +315,13 @@ def check_overrides(
         if key not in groups:
             check_key(key, value)
         elif not several and not isinstance(parsed.value(), dict):
-            rule = f"no such option in the group {key}"
-            _check_listed(key, str(parsed.value()), list_options(key, config_dir), rule, f"{key}=")
+            _check_listed(
+                key,
+                str(parsed.value()),
+                list_options(key, config_dir),
+                f"no such option in the group {key}",
+                f"{key}=",
+            )
 
 
 def _check_listed(key: str, name: str, listed: list[str], rule: str, prefix: str = "") -> None:

@@ -54,8 +54,12 @@ def _make_args(config: Config) -> Any:
     if isinstance(value, dict):
         name, value = next(iter(value.items()))
         key = f"{SECTION}.{name}"
-    rule = f"unknown key: the recipe {config.recipe} declares no {CLASS}"
-    raise ConfigError(key, value, rule, "Leave it out, or name the recipe that has it: recipe=NAME")
+    raise ConfigError(
+        key,
+        value,
+        f"unknown key: the recipe {config.recipe} declares no {CLASS}",
+        "Leave it out, or name the recipe that has it: recipe=NAME",
+    )
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -128,8 +132,12 @@ def check_key(key: str, value: object) -> None:
     parent = ""
     for part in parts:
         if not is_section(cls):
-            rule = f"{parent} is a single value, without keys of its own"
-            raise ConfigError(key, value, rule, f"Set {parent}=...")
+            raise ConfigError(
+                key,
+                value,
+                f"{parent} is a single value, without keys of its own",
+                f"Set {parent}=...",
+            )
         parent = f"{parent}.{part}".lstrip(".")
         if part not in field_types(cls):
             raise _unknown_key(parent, value, cls)
@@ -254,8 +262,12 @@ def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
     lowered = {str(choice).lower(): choice for choice in choices}
     close = difflib.get_close_matches(str(value).lower(), lowered, n=1, cutoff=0.3)
     match = lowered[close[0]] if close else choices[0]
-    rule = f"must be one of {', '.join(map(str, choices))}"
-    raise ConfigError(key, value, rule, f"Nearest valid choice: {key}={match}")
+    raise ConfigError(
+        key,
+        value,
+        f"must be one of {', '.join(map(str, choices))}",
+        f"Nearest valid choice: {key}={match}",
+    )
 
 
 def type_name(hint: Any) -> str:

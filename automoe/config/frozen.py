@@ -69,8 +69,12 @@ def frozen_shape(config: Config) -> MeshShape:
     """
     shape = MeshShape.of(config.mesh)
     if config.mesh.preset or -1 in shape.sizes("default") + shape.sizes("moe"):
-        rule = f"{CONFIG_FILE} of a run has every axis resolved"
-        raise ConfigError("mesh", config.mesh, rule, "Start the run again")
+        raise ConfigError(
+            "mesh",
+            config.mesh,
+            f"{CONFIG_FILE} of a run has every axis resolved",
+            "Start the run again",
+        )
     return shape
 
 
@@ -106,9 +110,11 @@ def parse_config(
     if plugins:
         load_plugins(named)
     elif missing := [name for name in named if name not in loaded_plugins()]:
-        rule = f"the run was trained with plugins, and {CONFIG_FILE} is no reason to import code"
         raise ConfigError(
-            "plugins", missing, rule, f"If you trust them, add --plugins {','.join(missing)}"
+            "plugins",
+            missing,
+            f"the run was trained with plugins, and {CONFIG_FILE} is no reason to import code",
+            f"If you trust them, add --plugins {','.join(missing)}",
         )
     return config_from_dict(raw, trusted=plugins)
 

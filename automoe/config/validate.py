@@ -313,8 +313,12 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
         last = int(match[2] or first)
         if 1 <= first <= last:
             return first, last
-    rule = "a window is first-last with 1 <= first <= last"
-    raise ConfigError("observe.profile_steps", text, rule, 'For example "10-12"')
+    raise ConfigError(
+        "observe.profile_steps",
+        text,
+        "a window is first-last with 1 <= first <= last",
+        'For example "10-12"',
+    )
 
 
 def check_writable(directory: str, key: str = "run_dir") -> None:

@@ -5,7 +5,6 @@ The module recognises them from the environment, and sends rank 0's configuratio
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -13,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -206,7 +206,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         message = json.loads(store.get(_KEY))
         store.add(f"{_KEY}/read", 1)
         return 2 if message["config"] is None else _run_as_rank(message, launch, store)
-    with contextlib.ExitStack() as held:
+    with ExitStack() as held:
         try:
             if args.multirun:
                 raise ConfigError(

@@ -78,13 +78,14 @@ class ForkedRank:
 
     def send_signal(self, signum: int) -> None:
         """Send ``signum`` to the rank, now or as soon as its process exists."""
-        if self.poll() is not None:
-            return
-        if self.pid is None:
+        if self.poll() is None:
             self._signals.append(signum)
-        else:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signum)
+            self._send()
+
+    def _send(self) -> None:
+        with suppress(ProcessLookupError):
+            while self.pid is not None and self._signals:
+                os.kill(self.pid, self._signals.pop(0))
 
     def kill(self) -> None:
         """Kill the rank; kill the server instead if the rank has no process yet."""
@@ -95,9 +96,7 @@ class ForkedRank:
     def began(self, pid: int) -> None:
         """Store the process id, and send the signals that were waiting for it."""
         self.pid = pid
-        for signum in self._signals:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)
+        self._send()
 
 
 class ForkServer:
@@ -206,19 +205,20 @@ def fork_server(env: Mapping[str, str], keep: bool = False) -> Iterator[ForkServ
     global _kept
     server = _kept
     _kept = None
-    if server is not None and not server.serves(env):
-        server.close()
-        server = None
-    server = server or ForkServer(env)
+    if server is None or not server.serves(env):
+        if server is not None:
+            server.close()
+        server = ForkServer(env)
     try:
         yield server
     except BaseException:
-        server.close()
+        keep = False
         raise
-    if keep:
-        _kept = server
-    else:
-        server.close()
+    finally:
+        if keep:
+            _kept = server
+        else:
+            server.close()
 
 
 @atexit.register
@@ -311,19 +311,15 @@ def become(
         os.setsid()
         die_with_parent(parent)
         stdout, stderr, *own = files
-        for file, number in ((stdout, 1), (stderr, 2)):
-            os.dup2(file, number)
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
         for file in files:
             if file not in own[rank : rank + 1]:
                 os.close(file)
         sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
         world = str(job.num_ranks)
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-        }
+        own_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= own_rank | {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         sys.path += [path for path in job.paths if path not in sys.path]
         if "numpy" in sys.modules:
             # Forks would draw the same numbers; Python reseeds its own generator after a fork.

@@ -6,7 +6,6 @@ launcher judges how a run ended by the run directory's status file.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -166,8 +166,11 @@ def _start_again(
         return False
     after = "" if step is None else f" after step {step}"
     print(f"attempt {number} failed{after}: {runs.describe_error(error)}", file=sys.stderr)
-    again = f"starting again from the newest checkpoint: restart {number} of at most {limit}"
-    print(again, file=sys.stderr, flush=True)
+    print(
+        f"starting again from the newest checkpoint: restart {number} of at most {limit}",
+        file=sys.stderr,
+        flush=True,
+    )
     runs.start_again(run_dir, number)
     return True
 
@@ -187,7 +190,7 @@ class _Launch:
     ranks: list[ForkedRank] = field(default_factory=list)
     killed: set[int] = field(default_factory=set)  # ranks that this process killed
 
-    @contextlib.contextmanager
+    @contextmanager
     def forwarding_signals(self) -> Iterator[None]:
         """Make SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, also between two attempts."""
         old = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
@@ -223,7 +226,7 @@ class _Launch:
             if failed_at == math.inf and any(rank.returncode for rank in self.ranks):
                 failed_at = now
                 if (killed := self._killed_rank(None)) is not None:
-                    with contextlib.suppress(OSError):
+                    with suppress(OSError):
                         runs.record_failure(self.run_dir, killed)  # the others see it and leave
             if now > self.kill_at:
                 print(
@@ -253,7 +256,7 @@ class _Launch:
             saves = self.config.checkpoint.saves
             then = "save" if saves else "leave without saving (checkpoint.every=0)"
             told = f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n"
-            with contextlib.suppress(OSError):  # SIGHUP comes when the terminal is gone
+            with suppress(OSError):  # SIGHUP comes when the terminal is gone
                 os.write(2, told.encode())
         self._ask_to_stop()
 
@@ -298,8 +301,10 @@ class _Launch:
             for number, rank in enumerate(self.ranks)
             if number not in self.killed
         )
-        message = f"ranks ended without a result: {ended}; see above and logs/rank*.log"
-        return runs.error_report(LaunchError(message), None)
+        return runs.error_report(
+            LaunchError(f"ranks ended without a result: {ended}; see above and logs/rank*.log"),
+            None,
+        )
 
     def _killed_rank(self, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the failure of a rank that a foreign signal killed; None if it was not the first.
@@ -324,7 +329,7 @@ class _Launch:
         return None
 
 
-@contextlib.contextmanager
+@contextmanager
 def _rank_output() -> Iterator[int]:
     """Yield a file descriptor for rank 0's standard output.
 
@@ -332,7 +337,7 @@ def _rank_output() -> Iterator[int]:
     writes elsewhere, so rank 0 writes into a pipe, and a thread prints its lines.
     """
     own = False
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with suppress(OSError, ValueError, AttributeError):
         own = sys.stdout.fileno() == 1
     if own:
         yield 1
@@ -382,7 +387,7 @@ def last_step(run_dir: Path) -> int | None:
     """
     from automoe.observe.metrics import METRICS_FILE, read_metrics
 
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if (run_dir / METRICS_FILE).exists():
             return max((record["step"] for record in read_metrics(run_dir)), default=0)
     return None

@@ -8,7 +8,6 @@ consequence of it (a peer vanished from a collective).
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import importlib
 import json
@@ -17,6 +16,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ _LOADERS = ("automoe/launch/worker.py", "automoe/config/shipped.py")
 _IMPORTS = ("<frozen importlib", os.path.dirname(importlib.__file__) + os.sep)
 
 
-@contextlib.contextmanager
+@contextmanager
 def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
     """Lock ``run_dir`` for one run; the kernel releases the lock when the holder dies.
 
@@ -121,11 +121,11 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
     try:
         changed = differences(read_config(run_dir), config)
     except (OSError, ValueError) as error:
-        reason = (
-            f"holds a run, and whether it is this one cannot be read from {CONFIG_FILE}: {error}"
-        )
         raise ConfigError(
-            "run_dir", run_dir, reason, f"Restore that file, name another run_dir, or {over}"
+            "run_dir",
+            run_dir,
+            f"holds a run, and whether it is this one cannot be read from {CONFIG_FILE}: {error}",
+            f"Restore that file, name another run_dir, or {over}",
         ) from None
     # The newest checkpoint may be another run's, if a start over ended before it set the old
     # checkpoints aside.
@@ -143,8 +143,12 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
             if saved
             else ""
         )
-        remedy = f"Set them back, name another run_dir{there}, or {over}"
-        raise ConfigError("run_dir", run_dir, f"{what}: {describe(refused)}", remedy)
+        raise ConfigError(
+            "run_dir",
+            run_dir,
+            f"{what}: {describe(refused)}",
+            f"Set them back, name another run_dir{there}, or {over}",
+        )
     return [f"note: unlike the last start in {run_dir}: {describe(changed)}"] if changed else []
 
 

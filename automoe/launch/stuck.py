@@ -11,7 +11,6 @@ so the call stack identifies those.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import re
@@ -20,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -219,7 +219,7 @@ class StuckWatch:
         self._named.add(str(slow))
         warning = f"warning: {message} It may take up to {slow.timeout_s:.0f} s"
         for stream in (self.terminal, sys.stderr):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 print(warning, file=stream, flush=True)
         (self.run_dir / runs.STUCK_FILE).unlink(missing_ok=True)
 
@@ -231,7 +231,7 @@ class StuckWatch:
         )
         failure = runs.error_report(LaunchError(message), rank)
         if runs.record_failure(self.run_dir, failure) and self.tells_errors:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 print(f"error: {runs.describe_error(failure)}", file=self.terminal, flush=True)
 
     def _standings(self, asked: int | None) -> dict[int, Standing]:

@@ -8,7 +8,6 @@ the records in ``sweep.json``.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import math
 import os
@@ -20,6 +19,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,12 +125,20 @@ def side_by_side(overrides: list[str]) -> list[str]:
         return rest
     count = ",".join(given)
     if not re.fullmatch("0*[1-9][0-9]*", count):
-        rule = "it is how many jobs run side by side: one number, 1 or more"
-        raise ConfigError(PARALLEL, count, rule, f"Set {PARALLEL}=2, or leave it out")
+        raise ConfigError(
+            PARALLEL,
+            count,
+            "it is how many jobs run side by side: one number, 1 or more",
+            f"Set {PARALLEL}=2, or leave it out",
+        )
     for text in rest:
         if key_of(text).startswith(("hydra/launcher", "hydra.launcher")):
-            rule = f"jobs are side by side by Hydra's joblib launcher, and {text} chooses or sets a launcher too"
-            raise ConfigError(PARALLEL, count, rule, "Leave one of them out")
+            raise ConfigError(
+                PARALLEL,
+                count,
+                f"jobs are side by side by Hydra's joblib launcher, and {text} chooses or sets a launcher too",
+                "Leave one of them out",
+            )
     if not (find_spec("hydra_plugins") and find_spec("hydra_plugins.hydra_joblib_launcher")):
         raise ConfigError(PARALLEL, count, "hydra-joblib-launcher is not installed", INSTALL)
     return [*rest, "hydra/launcher=joblib", f"hydra.launcher.n_jobs={int(count)}"]
@@ -220,17 +228,18 @@ class Sweep:
                 then = read_json(path)["definition"]
                 theirs = " ".join(text for text in then if text not in now) or "nothing"
             except (OSError, ValueError, TypeError, KeyError) as error:
-                rule = f"holds a sweep, and {runs.SWEEP_FILE} does not say which: {type(error).__name__}: {error}"
-                raise ConfigError(
-                    "run_dir", directory, rule, "Name another run_dir, or delete that file"
-                ) from None
-            if then != now:
-                ours = " ".join(text for text in now if text not in then) or "nothing"
-                rule = f"holds another sweep: it has {theirs} where this has {ours}"
                 raise ConfigError(
                     "run_dir",
                     directory,
-                    rule,
+                    f"holds a sweep, and {runs.SWEEP_FILE} does not say which: {type(error).__name__}: {error}",
+                    "Name another run_dir, or delete that file",
+                ) from None
+            if then != now:
+                ours = " ".join(text for text in now if text not in then) or "nothing"
+                raise ConfigError(
+                    "run_dir",
+                    directory,
+                    f"holds another sweep: it has {theirs} where this has {ours}",
                     "Name another run_dir, or none: then each sweep has its own",
                 )
         for file in (
@@ -239,9 +248,11 @@ class Sweep:
             *directory.glob(f"{RECORDS}/*"),
         ):
             if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
-                rule = f"{file} is no file that can be read and written"
                 raise ConfigError(
-                    "run_dir", directory, rule, "Mend its permissions, or move it away"
+                    "run_dir",
+                    directory,
+                    f"{file} is no file that can be read and written",
+                    "Mend its permissions, or move it away",
                 )
         replace_json(path, {"definition": now, "jobs": _records(directory)})
 
@@ -419,16 +430,19 @@ class Sweep:
             host, process = job["process"]
             runs_on = job["state"] == "running" and job["start"] == self.start
             if runs_on and host == here and process != os.getpid():
-                with contextlib.suppress(ProcessLookupError):
+                with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGTERM)
 
 
 def check_alone(device: Device, num_jobs: int) -> None:
     """Raise ``ConfigError`` for parallel jobs on CUDA: each would use the first GPUs of a node."""
     if device == "cuda" and num_jobs != 1:
-        rule = "jobs that run side by side would train on the same GPUs, of which each job takes the first"
-        remedy = "Leave it out, or give each job a node (hydra/launcher=submitit_slurm)"
-        raise ConfigError(PARALLEL, num_jobs, rule, remedy)
+        raise ConfigError(
+            PARALLEL,
+            num_jobs,
+            "jobs that run side by side would train on the same GPUs, of which each job takes the first",
+            "Leave it out, or give each job a node (hydra/launcher=submitit_slurm)",
+        )
 
 
 def _measured(config: Config, shape: MeshShape) -> Record:
@@ -473,7 +487,7 @@ def _records(directory: Path) -> list[Record]:
 
 def _read(path: Path) -> Record | None:
     """Return a job's record; None if it cannot be read, in which case the job writes it again."""
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         record = read_json(path)
         if {"name", "job", "label", "start", "state", "objective", "process"} <= record.keys():
             return record

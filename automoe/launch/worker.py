@@ -6,7 +6,6 @@ are in place, so that a rank can be stopped while it is still importing.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import math
 import os
@@ -16,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -53,13 +53,13 @@ class Outlet:
 
     def write(self, text: str) -> int:
         for stream in self._streams:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         for stream in self._streams:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 stream.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -137,7 +137,7 @@ def run_rank(
         if rank == 0:
             _write_result(config, context, objective)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the disk may be full
+        with suppress(OSError):  # the disk may be full
             watch.explain(error)
         _fail(run_dir, rank, error, terminal if launcher is None else None, report)
     return 0
@@ -145,12 +145,11 @@ def run_rank(
 
 def _write_result(config: Config, context: RunContext, objective: float | None) -> None:
     outcome = None if objective is None else float(objective)
-    if not context.preempted and not math.isfinite(outcome or 0.0):
+    state: runs.State = "preempted" if context.preempted else "done"
+    if state == "done" and not math.isfinite(outcome or 0.0):
         raise AutomoeError(f"the recipe {config.recipe} ended with {outcome}, which is no result")
     facts = {"fell_back": context.fell_back} if context.fell_back else {}
-    runs.write_status(
-        context.run_dir, "preempted" if context.preempted else "done", objective=outcome, **facts
-    )
+    runs.write_status(context.run_dir, state, objective=outcome, **facts)
 
 
 def _redirect(run_dir: Path, rank: int) -> TextIO:
@@ -236,10 +235,10 @@ def _fail(
     """
     failure = runs.error_report(error, rank)
     first = True
-    with contextlib.suppress(OSError):  # this rank must leave even if the disk is full
+    with suppress(OSError):  # this rank must leave even if the disk is full
         first = runs.record_failure(run_dir, failure)
     if first and terminal is not None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             print(f"error: {runs.describe_error(failure)}", file=terminal, flush=True)
     traceback.print_exception(error)  # to this rank's log
     sys.stdout.flush()
