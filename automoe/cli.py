@@ -126,7 +126,7 @@ Any key of the configuration is an override: --print-config shows them all,
 """
 
 
-def train_help(config_dir: str | None = None) -> str:
+def train_help(config_dir: str | None) -> str:
     """Return the help text of ``automoe train``: usage, primaries, config groups, examples."""
     from automoe.config.compose import list_groups, list_options
 

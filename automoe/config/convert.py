@@ -161,9 +161,9 @@ def is_section(hint: object) -> bool:
     return is_dataclass(hint)
 
 
-def nearest(word: str, choices: list[str], count: int = 1) -> list[str]:
-    """Return the choices most like ``word``, best first; an empty list if none is close."""
-    return difflib.get_close_matches(word, choices, n=count, cutoff=0.6)
+def nearest(word: str, choices: list[str]) -> list[str]:
+    """Return a list of the choice most like ``word``; an empty list if none is close."""
+    return difflib.get_close_matches(word, choices, 1)
 
 
 @cache

@@ -14,7 +14,7 @@ from automoe.config.context import expanded_width
 from automoe.config.mesh_shape import MeshShape, uses_ring
 from automoe.config.recompute import DISCARDED_OUTPUTS, recomputed_names
 from automoe.config.rules import Row, divides
-from automoe.config.schema import Config, is_linear
+from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 BLOCK = 128  # rows and columns of a weight under one 8-bit scale
@@ -120,7 +120,7 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     yield key, uses_ring(config, shape), "ring attention (parallel.context=ring) calls kernels of its own", remedy
     if kernel == "math":
         return
-    query, value = head_dims(config)
+    query, value = head_dims(config.model.attention)
     if kernel in _FOREIGN_ATTENTION:
         yield key, device == "cpu", f"{_FOREIGN_ATTENTION[kernel]} needs CUDA, and this run is on cpu", remedy
         # te's fused attention runs on cuDNN, so it has the same limits.
@@ -137,14 +137,25 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     dim = max(query, value)
     wide = f"it has heads of up to {MAX_FLASH_DIM} dims, and this model's have {dim}"
     yield key, kernel == "flash" and dim > MAX_FLASH_DIM, wide, remedy
-    if kernel == "cudnn":
-        yield from _masked_cudnn_rows(config, shape)
-        return
     attention = config.model.attention
     window = attention.sliding_window
+    masked = config.data.document_mask
+    if kernel == "cudnn":
+        # A fault of cuDNN (pytorch#196678): with a mask, its gradient of queries may be NaN if the
+        # number of keys is 64 modulo 128. The keys of a cp rank end where one of its chunks of the
+        # row ends. A sink is one more key.
+        cp = shape.cp
+        seq_len = config.train.seq_len
+        chunk, ends = (seq_len, 1) if cp == 1 else (seq_len // (2 * cp), 2 * cp)
+        wrong = [n * chunk for n in range(1, ends + 1) if (n * chunk + attention.sinks) % 128 == 64]
+        yield (key, bool(wrong) and (masked or window > 0 or cp > 1),
+               "with a mask its gradient may be NaN over a number of keys that leaves 64 when divided by 128: "
+               f"train.seq_len={seq_len} on mesh.cp={cp} has {wrong and wrong[0]}",
+               f"{remedy}, which leaves it out there, or a train.seq_len that {128 * ends} divides")
+        return
     unmasked = f"{remedy}, or data.document_mask=false"
     for broken, why, instead in (
-        (config.data.document_mask, "data.document_mask=true masks documents", unmasked),
+        (masked, "data.document_mask=true masks documents", unmasked),
         (window > 0, f"model.attention.sliding_window={window} masks what is further back", remedy),
         (shape.cp > 1, f"with mesh.cp={shape.cp} keys are masked by their position", remedy),
         (attention.sinks and kernel == "te", "model.attention.sinks=true adds a key", remedy),
@@ -152,28 +163,8 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
         yield key, broken, f"on CUDA it knows causality alone, and {why}", instead
 
 
-def _masked_cudnn_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Yield the rule for a fault of cuDNN attention (pytorch#196678).
-
-    With a mask, its gradient of queries may be NaN if the number of keys is 64 modulo 128.
-    """
-    attention = config.model.attention
-    seq_len = config.train.seq_len
-    cp = shape.cp
-    masked = config.data.document_mask or attention.sliding_window > 0 or cp > 1
-    # The keys of a cp rank end where one of its chunks of the row ends. A sink is one more key.
-    chunk, ends = (seq_len, 1) if cp == 1 else (seq_len // (2 * cp), 2 * cp)
-    wrong = [n * chunk for n in range(1, ends + 1) if (n * chunk + attention.sinks) % 128 == 64]
-    yield ("kernels.attention", masked and bool(wrong),
-           "with a mask its gradient may be NaN over a number of keys that leaves 64 when divided by 128: "
-           f"train.seq_len={seq_len} on mesh.cp={cp} has {wrong and wrong[0]}",
-           "Nearest valid choice: kernels.attention=sdpa, which leaves it out there, or a train.seq_len that "
-           f"{128 * ends} divides")
-
-
-def head_dims(config: Config) -> tuple[int, int]:
+def head_dims(attention: AttentionConfig) -> tuple[int, int]:
     """Return a head's dims as kernels see them: of queries and keys, and of values."""
-    attention = config.model.attention
     if attention.kind == "mla":
         return attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
     dim = attention.head_dim
@@ -237,7 +228,7 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
                    f"{size % ROW_BYTES}",
                    f"Nearest valid choice: {-(-size // ROW_BYTES) * ROW_BYTES * ranks}, or train.fp8=off")
     # Blocks count from a weight's first row and column, so tp shards must end at block boundaries.
-    for what, size in _cut_sizes(config, shape.tp) if blockwise and shape.tp > 1 else ():
+    for what, size in _cut_sizes(config.model, shape.tp) if blockwise and shape.tp > 1 else ():
         whole = size * shape.tp
         yield ("mesh.tp", size % BLOCK != 0,
                f"train.fp8=blockwise has scales of {BLOCK} x {BLOCK} blocks of the whole weight, and tp would cut "
@@ -250,9 +241,8 @@ def _largest_cut(size: int, ranks: int) -> int:
     return gcd(size // BLOCK, ranks) if size % BLOCK == 0 else 1
 
 
-def _cut_sizes(config: Config, tp: int) -> Iterator[tuple[str, int]]:
+def _cut_sizes(model: ModelConfig, tp: int) -> Iterator[tuple[str, int]]:
     """Yield (name of a weight that tp shards, its rows or columns per rank)."""
-    model = config.model
     a = model.attention
     if model.first_k_dense:
         yield "the dense FFN (model.intermediate_size)", model.intermediate_size // tp
@@ -261,7 +251,7 @@ def _cut_sizes(config: Config, tp: int) -> Iterator[tuple[str, int]]:
         yield f"the shared experts{said}", model.shared_width // tp
     if a.kind == "mla":
         heads = a.num_heads // tp
-        query, value = head_dims(config)
+        query, value = head_dims(a)
         yield "queries (num_heads * (qk_nope_head_dim + qk_rope_head_dim))", heads * query
         yield ("keys and values (num_heads * (qk_nope_head_dim + v_head_dim))",
                expanded_width(a, tp))

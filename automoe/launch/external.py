@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _RENDEZVOUS_S = 300  # nodes of a large job start minutes apart
+_AGENT_S = 10.0  # time for torchrun's store to answer
 _KEY = "automoe/config"
 
 # Ranks find each other by these variables. Left over in a shell, they belong to a launch that is
@@ -159,7 +160,7 @@ def without_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:
+def check_agent(launch: ExternalLaunch) -> None:
     """Check that torchrun's store answers, before torch is imported and waits minutes for it.
 
     Raises:
@@ -168,12 +169,12 @@ def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:
     """
     if not launch.agent_store:
         return
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _AGENT_S
     address = (launch.master_addr, launch.master_port)
     here = launch.master_addr in ("localhost", "127.0.0.1", socket.gethostname())
     while True:
         try:
-            socket.create_connection(address, timeout_s).close()
+            socket.create_connection(address, _AGENT_S).close()
             return
         except OSError as error:
             if here or not isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
