@@ -325,29 +325,19 @@ class CheckpointStore:
         self, tensors: dict[str, torch.Tensor], content: dict[str, Any], target: Path
     ) -> None:
         """Write and flush a whole step in a new folder ``target``, which is not committed yet."""
-        step = content["step"]
-        files = self._write_tensors(tensors, target, step)
-
-        def finish() -> None:
-            write_manifest(target, content, files)
-            flush(target)
-
-        with phase("write_manifest", step):
-            self.ranks.lead(finish, again=False)
-
-    def _write_tensors(
-        self, tensors: dict[str, torch.Tensor], target: Path, step: int
-    ) -> dict[str, Any]:
-        """Write and flush all ranks' files to a new folder; return all facts on every rank."""
 
         def prepare() -> None:
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
 
+        def finish() -> None:
+            write_manifest(target, content, ChainMap(*facts))
+            flush(target)
+
         self.ranks.lead(prepare, again=False)
-        # flushed and hashed by our file system
+        # This file system flushes and hashes the files of the rank.
         writer = dcp.FileSystemWriter(target, sync_files=False)
-        writer.fs = files = HashingFileSystem(step)
+        writer.fs = files = HashingFileSystem(content["step"])
         try:
             dcp.save(
                 tensors,
@@ -358,7 +348,9 @@ class CheckpointStore:
         except CheckpointException as error:
             forget_cached_plans(self._plans)  # some ranks may have kept what others have not
             raise dcp_error(error) from None
-        return dict(ChainMap(*self.ranks.all(lambda: files.facts)))
+        facts = self.ranks.all(lambda: files.facts)
+        with phase("write_manifest", content["step"]):
+            self.ranks.lead(finish, again=False)
 
     # ---------------------------------------------------------------- resuming
 

@@ -71,7 +71,9 @@ def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
                f"Set kernels.rope=torch, or {_INTERPRET}")
     if config.kernels.norm == "te":
         for key, value, wrong in (("launch.device", device, "cpu"), ("train.dtype", dtype, "float64")):
-            yield "kernels.norm", value == wrong, f"transformer-engine computes on CUDA, in float32 and narrower, and {key}={value}", "Set kernels.norm=torch"
+            yield ("kernels.norm", value == wrong,
+                   f"transformer-engine computes on CUDA, in float32 and narrower, and {key}={value}",
+                   "Set kernels.norm=torch")
         yield ("kernels.norm", "layernorm" in config.parallel.recompute,
                "transformer-engine frees what its backward pass has read, and with parallel.recompute=[layernorm] "
                "others read it too", "Set kernels.norm=torch, or leave layernorm out of parallel.recompute")

@@ -39,7 +39,16 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     if shape.tp > 1:
         yield from _tensor_rows(model, shape.tp)
     if max(shape.ep, shape.etp) > 1 and model.num_moe_layers:
-        yield from _dispatch_rows(config, shape)
+        nodes = config.cluster.gpus_per_node
+        ranks = shape.ep * shape.etp
+        yield ("cluster.gpus_per_node", config.moe.dispatcher == "hierarchical" and not shape.ep_per_node(nodes),
+               f"moe.dispatcher=hierarchical wants equal numbers of each ep group's ranks on its nodes of {nodes}, and "
+               f"mesh.ep*mesh.etp = {shape.ep}*{shape.etp} = {ranks} consecutive ranks are a group",
+               f"Set cluster.gpus_per_node={gcd(nodes, ranks)}, a mesh.ep that divides with it, or "
+               "moe.dispatcher=alltoall")
+        yield ("model.hidden_size", config.train.dtype == "bfloat16" and hidden % 2 != 0,
+               f"rows travel with float32 weights behind them, so a row of bfloat16 holds whole ones: {hidden} % 2 = 1",
+               f"Nearest valid choices: {hidden - 1} or {hidden + 1}")
 
 
 def _expert_rows(model: ModelConfig, shape: MeshShape) -> Iterator[Row]:
@@ -58,18 +67,6 @@ def _expert_rows(model: ModelConfig, shape: MeshShape) -> Iterator[Row]:
         f"{hidden} % {shape.ep_shard} = {hidden % shape.ep_shard}",
         f"a mesh.ep that is {shape.ep_shard // gcd(hidden, shape.ep_shard)} times larger")
 
-
-def _dispatch_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    nodes = config.cluster.gpus_per_node
-    ranks = shape.ep * shape.etp
-    yield ("cluster.gpus_per_node", config.moe.dispatcher == "hierarchical" and not shape.ep_per_node(nodes),
-           f"moe.dispatcher=hierarchical wants equal numbers of each ep group's ranks on its nodes of {nodes}, and "
-           f"mesh.ep*mesh.etp = {shape.ep}*{shape.etp} = {ranks} consecutive ranks are a group",
-           f"Set cluster.gpus_per_node={gcd(nodes, ranks)}, a mesh.ep that divides with it, or moe.dispatcher=alltoall")
-    hidden = config.model.hidden_size
-    yield ("model.hidden_size", config.train.dtype == "bfloat16" and hidden % 2 != 0,
-           f"rows travel with float32 weights behind them, so a row of bfloat16 holds whole ones: {hidden} % 2 = 1",
-           f"Nearest valid choices: {hidden - 1} or {hidden + 1}")
 
 
 def _tensor_rows(model: ModelConfig, tp: int) -> Iterator[Row]:

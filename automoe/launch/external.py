@@ -231,7 +231,13 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         except AutomoeError as error:
             # The error is printed first, because telling the other ranks imports torch.
             print(f"error: {error}", file=sys.stderr, flush=True)
-            _cancel(launch)
+            store = _open_store(launch)
+            store.set(_KEY, json.dumps({"config": None}))
+            # Wait until all ranks have read the message.
+            deadline = time.monotonic() + _RENDEZVOUS_S
+            others = launch.world_size - 1
+            while store.add(f"{_KEY}/read", 0) < others and time.monotonic() < deadline:
+                time.sleep(0.1)
             return 2
         save_config(frozen, run_dir)
         text = dump_config(frozen)
@@ -343,12 +349,3 @@ def _open_store(launch: ExternalLaunch) -> Store:
         ) from None
     # torchrun keeps its store when it restarts ranks; no rank may read an earlier attempt's keys.
     return dist.PrefixStore(f"automoe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _cancel(launch: ExternalLaunch) -> None:
-    """Tell the waiting ranks that no run starts, and wait until all have read the message."""
-    store = _open_store(launch)
-    store.set(_KEY, json.dumps({"config": None}))
-    deadline = time.monotonic() + _RENDEZVOUS_S
-    while store.add(f"{_KEY}/read", 0) < launch.world_size - 1 and time.monotonic() < deadline:
-        time.sleep(0.1)

@@ -141,8 +141,21 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
                     return result
                 if result.error is None or launch.signum is not None:
                     break
-                if not _start_again(run_dir, result.error, failures, limit):
+                step = last_step(run_dir)
+                number = len(failures) + 1
+                failures.append({"attempt": number, "step": step, "error": result.error})
+                if (why_not := refusal(failures, limit)) is not None:
+                    if limit:
+                        print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
                     break
+                after = "" if step is None else f" after step {step}"
+                print(
+                    f"attempt {number} failed{after}: {runs.describe_error(result.error)}\n"
+                    f"starting again from the newest checkpoint: restart {number} of at most {limit}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                runs.start_again(run_dir, number)
                 if config.checkpoint.resume == "never" and earlier != _identity(checkpoints):
                     # The first attempt has set the old checkpoints aside; the next attempt
                     # continues from the first one's.
@@ -151,28 +164,6 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
             if limit:
                 runs.add_to_status(run_dir, failed_attempts=failures)
     return result
-
-
-def _start_again(
-    run_dir: Path, error: dict[str, Any], failures: list[dict[str, Any]], limit: int
-) -> bool:
-    """Add a failed attempt to ``failures`` and prepare the next; False if none may follow."""
-    step = last_step(run_dir)
-    number = len(failures) + 1
-    failures.append({"attempt": number, "step": step, "error": error})
-    if (why_not := refusal(failures, limit)) is not None:
-        if limit:
-            print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
-        return False
-    after = "" if step is None else f" after step {step}"
-    print(f"attempt {number} failed{after}: {runs.describe_error(error)}", file=sys.stderr)
-    print(
-        f"starting again from the newest checkpoint: restart {number} of at most {limit}",
-        file=sys.stderr,
-        flush=True,
-    )
-    runs.start_again(run_dir, number)
-    return True
 
 
 @dataclass
@@ -287,24 +278,21 @@ class _Launch:
             if self.gave_up:
                 runs.write_status(self.run_dir, "preempted", objective=None)
             else:
-                failure = runs.read_failure(self.run_dir) or self._no_result()
+                ended = ", ".join(
+                    f"rank {number} with status {rank.returncode}"
+                    for number, rank in enumerate(self.ranks)
+                    if number not in self.killed
+                )
+                error = f"ranks ended without a result: {ended}; see above and logs/rank*.log"
+                failure = runs.read_failure(self.run_dir) or runs.error_report(
+                    LaunchError(error), None
+                )
         if failure is not None:
             # This overrules a report that a rank began to write on a full disk.
             runs.record_failure(self.run_dir, failure, overrule=True)
         status = runs.read_status(self.run_dir)
         signum = self.signum if status["state"] == "preempted" else None
         return RunResult(status["state"], status.get("objective"), status.get("error"), signum)
-
-    def _no_result(self) -> dict[str, Any]:
-        ended = ", ".join(
-            f"rank {number} with status {rank.returncode}"
-            for number, rank in enumerate(self.ranks)
-            if number not in self.killed
-        )
-        return runs.error_report(
-            LaunchError(f"ranks ended without a result: {ended}; see above and logs/rank*.log"),
-            None,
-        )
 
     def _killed_rank(self, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the failure of a rank that a foreign signal killed; None if it was not the first.

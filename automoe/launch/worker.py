@@ -106,7 +106,12 @@ def run_rank(
     terminal = _redirect(run_dir, rank)
     sys.stderr.write(imports.output)
     stop = StopRequest()
-    _handle_signals(stop)
+    for number in STOP_SIGNALS:
+        # The handler must take no lock (starting a thread takes one): it interrupts the main
+        # thread, which may hold that lock.
+        signal.signal(number, lambda signum, frame: stop.set())
+    # automoe's launcher starts ranks with these signals blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     (run_dir / runs.LOG_FOLDER / f"rank{rank}.pid").write_text(str(os.getpid()))
     # automoe's launcher outlives the ranks and writes the report; under torchrun and srun rank 0
     # writes it.
@@ -169,15 +174,6 @@ def _redirect(run_dir: Path, rank: int) -> TextIO:
         sys.stdout = Outlet(sys.stdout)
     faulthandler.enable(log)
     return terminal
-
-
-def _handle_signals(stop: StopRequest) -> None:
-    for number in STOP_SIGNALS:
-        # The handler must take no lock (starting a thread takes one): it interrupts the main
-        # thread, which may hold that lock.
-        signal.signal(number, lambda signum, frame: stop.set())
-    # automoe's launcher starts ranks with these signals blocked.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
