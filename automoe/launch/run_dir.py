@@ -64,6 +64,17 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
             f"cannot be written: {error.strerror} ({error.filename})",
             "Name a directory that can",
         ) from None
+
+    def lost() -> str | None:
+        try:
+            if os.path.samestat(os.stat(run_dir), os.fstat(folder)):
+                return None
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:  # a network file system may be unreachable for a moment
+            return None
+        return f"run_dir={run_dir} was removed or replaced while the run was under way; what it wrote there is lost"
+
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,21 +86,10 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
             ) from None
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-        yield lambda: _lost(run_dir, folder)
+        yield lost
     finally:
         os.close(handle)
         os.close(folder)
-
-
-def _lost(run_dir: Path, handle: int) -> str | None:
-    try:
-        if os.path.samestat(os.stat(run_dir), os.fstat(handle)):
-            return None
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError:  # a network file system may be unreachable for a moment
-        return None
-    return f"run_dir={run_dir} was removed or replaced while the run was under way; what it wrote there is lost"
 
 
 def check_same_run(run_dir: Path, config: Config) -> list[str]:

@@ -263,7 +263,18 @@ def who_is_missing(
     ]
     concerned = set(mine.pending[0].ranks) if mine.pending else set(range(num_ranks))
     missing = sorted(silent + elsewhere, key=lambda rank: (rank not in concerned, rank))
-    waiting = "; ".join(_who_waits_where(standings, what))
+    groups: dict[str, list[Standing]] = {what: []}  # by operation, that of this rank in front
+    for standing in standings.values():
+        if standing.waits_in is not None:
+            groups.setdefault(standing.waits_in, []).append(standing)
+    phrases = []
+    for waited_in, members in groups.items():
+        if members:
+            name = _ranks([standing.rank for standing in members]).capitalize()
+            verb = "wait" if len(members) > 1 else "waits"
+            place = "it" if waited_in == what else waited_in
+            phrases.append(f"{name} {verb} in {place}, at {members[0].place}")
+    waiting = "; ".join(phrases)
     if not missing:
         return asking, (
             f"{what} did not end in {waited_s:.0f} s (launch.timeout_s), and no rank is outside of a collective: "
@@ -281,21 +292,6 @@ def who_is_missing(
         first,
         f"rank {first} did not {verb} {what} in {waited_s:.0f} s: {where}.{others} {waiting}.",
     )
-
-
-def _who_waits_where(standings: Mapping[int, Standing], first: str) -> list[str]:
-    """Return a phrase for each operation in which ranks wait, ``first`` in front."""
-    groups: dict[str, list[Standing]] = {}
-    for standing in standings.values():
-        if (what := standing.waits_in) is not None:
-            groups.setdefault(what, []).append(standing)
-    phrases = []
-    for what in sorted(groups, key=lambda what: what != first):
-        waiting = groups[what]
-        name = _ranks([standing.rank for standing in waiting]).capitalize()
-        verb = "wait" if len(waiting) > 1 else "waits"
-        phrases.append(f"{name} {verb} in {'it' if what == first else what}, at {waiting[0].place}")
-    return phrases
 
 
 def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pending]:

@@ -107,7 +107,16 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
                 print(f"\nplot {from_here(str(draw_sweep(directory, jobs)))}")
             except OSError as error:
                 print(f"\nno plot: {error}", file=sys.stderr)
-    return _exit_status(status, [job for job in jobs if job["start"] == sweep.start])
+    # What follows is about the jobs of this start alone.
+    jobs = [job for job in jobs if job["start"] == sweep.start]
+    stops = [job["exit_code"] for job in jobs if job["state"] == "preempted"]
+    if stops or status == STOPPED:
+        print("\nsweep stopped; the same command goes on where it left off", file=sys.stderr)
+        return stops[0] if stops else STOPPED
+    if all(job["state"] == "skipped" for job in jobs):
+        print(f"error: none of the {len(jobs)} jobs could run", file=sys.stderr)
+        return 2
+    return status or int(any(job["state"] not in ("done", "skipped") for job in jobs))
 
 
 def side_by_side(overrides: list[str]) -> list[str]:
@@ -142,18 +151,6 @@ def side_by_side(overrides: list[str]) -> list[str]:
     if not (find_spec("hydra_plugins") and find_spec("hydra_plugins.hydra_joblib_launcher")):
         raise ConfigError(PARALLEL, count, "hydra-joblib-launcher is not installed", INSTALL)
     return [*rest, "hydra/launcher=joblib", f"hydra.launcher.n_jobs={int(count)}"]
-
-
-def _exit_status(status: int, jobs: list[Record]) -> int:
-    """Return the sweep's exit status from Hydra's ``status`` and the jobs of this start."""
-    stops = [job["exit_code"] for job in jobs if job["state"] == "preempted"]
-    if stops or status == STOPPED:
-        print("\nsweep stopped; the same command goes on where it left off", file=sys.stderr)
-        return stops[0] if stops else STOPPED
-    if all(job["state"] == "skipped" for job in jobs):
-        print(f"error: none of the {len(jobs)} jobs could run", file=sys.stderr)
-        return 2
-    return status or int(any(job["state"] not in ("done", "skipped") for job in jobs))
 
 
 def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:

@@ -67,7 +67,10 @@ def open_entry(
                     os.rename(entry, Path(scratch) / "damaged")
                 new = Path(scratch) / "new"
                 new.mkdir()
-                _seal(new, entry.name, write(new))
+                facts = write(new)
+                files = {path.name: checksum(path) for path in sorted(new.iterdir())}
+                replace_json(new / _META, {"entry": entry.name, "facts": facts, "files": files})
+                flush_folder(new)
                 os.rename(new, entry)
     except OSError as error:
         # Another machine on a shared file system may have been faster.
@@ -83,12 +86,6 @@ def open_entry(
             f"{entry}: what was just written reads back differently ({found}). Check this disk."
         )
     return found
-
-
-def _seal(folder: Path, name: str, facts: dict[str, Any]) -> None:
-    files = {path.name: checksum(path) for path in sorted(folder.iterdir())}
-    replace_json(folder / _META, {"entry": name, "facts": facts, "files": files})
-    flush_folder(folder)
 
 
 def _verified(entry: Path) -> dict[str, Any] | str | None:
