@@ -153,36 +153,30 @@ class ForkServer:
         return self._ranks
 
     def hear(self) -> None:
-        """Read the server's answers; safe to call from a signal handler that interrupts it."""
+        """Read the server's answers; safe to call from a signal handler that interrupts it.
+
+        If the server has ended, its exit status becomes that of every rank that still ran.
+        """
         if self._hearing:
             return
         self._hearing = True
         try:
-            while answer := self._receive():
-                rank, pid, status = map(int, answer.split())
+            while answer := self._socket.recv(100, socket.MSG_DONTWAIT):
+                number, pid, status = map(int, answer.split())
                 if pid:
-                    self._ranks[rank].began(pid)
+                    self._ranks[number].began(pid)
                 else:
-                    self._ranks[rank].returncode = status
+                    self._ranks[number].returncode = status
+        except BlockingIOError:  # no answer is waiting
+            return
+        except OSError:  # as after an empty answer, the server has ended
+            pass
         finally:
             self._hearing = False
-
-    def _receive(self) -> bytes:
-        """Return the server's next answer; empty if no answer is waiting.
-
-        If the server has ended, its exit status becomes that of every rank that still ran.
-        """
-        try:
-            answer = self._socket.recv(100, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return b""
-        except OSError:
-            answer = b""
-        if not answer:
-            status = self.process.wait() or 1
-            for rank in self._ranks:
-                rank.returncode = status if rank.returncode is None else rank.returncode
-        return answer
+        status = self.process.wait() or 1
+        for rank in self._ranks:
+            if rank.returncode is None:
+                rank.returncode = status
 
     def close(self) -> None:
         """Kill the server, and with it its ranks."""
@@ -238,7 +232,21 @@ def main() -> int:
     launcher, number = map(int, sys.argv[1:])
     die_with_parent(launcher)
     prepare_process()
-    imports = _import_all()
+    terminal = os.dup(2)
+    log = os.memfd_create("automoe-imports")
+    os.dup2(log, 2)
+    error = None
+    try:
+        for name in IMPORTED:
+            import_module(name)
+    except BaseException as caught:
+        error = caught
+    sys.stderr.flush()
+    os.dup2(terminal, 2)
+    os.close(terminal)
+    imports = Imports(error, Path(f"/proc/self/fd/{log}").read_text(errors="replace"))
+    os.close(log)
+    gc.freeze()  # imported modules stay, so the garbage collector of a rank need not visit them
     with socket.socket(fileno=number) as requests:
         while True:
             message, files, _, _ = socket.recv_fds(requests, _MAX_MESSAGE, _MAX_FILES)
@@ -256,25 +264,6 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-
-
-def _import_all() -> Imports:
-    terminal = os.dup(2)
-    log = os.memfd_create("automoe-imports")
-    os.dup2(log, 2)
-    error = None
-    try:
-        for name in IMPORTED:
-            import_module(name)
-    except BaseException as caught:
-        error = caught
-    sys.stderr.flush()
-    os.dup2(terminal, 2)
-    os.close(terminal)
-    output = Path(f"/proc/self/fd/{log}").read_text(errors="replace")
-    os.close(log)
-    gc.freeze()  # imported modules stay, so the garbage collector of a rank need not visit them
-    return Imports(error, output)
 
 
 def _serve(job: Job, files: list[int], requests: socket.socket, imports: Imports) -> None:

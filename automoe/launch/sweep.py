@@ -349,20 +349,8 @@ class Sweep:
             return math.inf if record["objective"] is None else record["objective"]
         return -record["tokens_per_second"] if record.get("tokens_per_second") else math.inf
 
-    def _result(self, composed: Any, task: list[str], name: str, *job: Any) -> Record:
-        """Run one job, and return the entries of its record, errors included."""
-        try:
-            raw = resolved_container(composed) | {"run_dir": str(self.directory / name)}
-            return self._run_job(raw, task, *job)
-        except (AutomoeError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return {"state": "failed", "reason": str(error)}
-        except Exception as error:
-            traceback.print_exc()
-            return {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
-
-    def _run_job(
-        self, raw: dict[str, Any], overrides: list[str], num_jobs: int, earlier_s: float | None
+    def _result(
+        self, composed: Any, task: list[str], name: str, num_jobs: int, earlier_s: float | None
     ) -> Record:
         """Check and run one of ``num_jobs`` jobs at a time; return the entries of its record.
 
@@ -370,37 +358,52 @@ class Sweep:
             earlier_s: seconds that the job took in an earlier start of this sweep, if it ran.
         """
         try:
-            load_plugins(raw["plugins"])
-            config = settle(config_from_dict(raw), overrides)
-            shape, device = check_here(config)
-            check_alone(device, num_jobs)
-            meshes = {"default": shape.describe("default"), "moe": shape.describe("moe")}
-            missing = missing_hardware(shape, device)
-            if missing is not None:
-                raise ConfigError(
-                    "mesh", meshes["default"], missing, "Run this job where there are as many"
-                )
-        except ConfigError as error:
-            if error.key.startswith(NO_SHAPE):
-                raise
-            print(f"skipped: {error}")
-            return {"state": "skipped", "reason": str(error)}
-        found: Record = {**meshes, "predicted": self.predict(config, shape)}
-        if (earlier := _finished(resolved(config, shape, device))) is not None:
-            print("done in an earlier run of this sweep")
-            found |= {"state": "done", "objective": earlier.get("objective"), "seconds": earlier_s}
-        else:
-            result = train_here(config, shape, device, another_follows=True)
-            found["state"] = result.state
-            found["objective"] = result.objective
-            found["exit_code"] = result.exit_code
-            if result.error:
-                found["reason"] = runs.describe_error(result.error)
-        if found["state"] == "done" and not math.isfinite(found["objective"] or 0.0):
-            reason = f"its objective is {found['objective']}"
-            found |= {"state": "failed", "reason": reason, "objective": None}
-        measured = _measured(config, shape)
-        return found | {"tokens_per_second": measured["tokens_per_second"], "measured": measured}
+            raw = resolved_container(composed) | {"run_dir": str(self.directory / name)}
+            try:
+                load_plugins(raw["plugins"])
+                config = settle(config_from_dict(raw), task)
+                shape, device = check_here(config)
+                check_alone(device, num_jobs)
+                meshes = {"default": shape.describe("default"), "moe": shape.describe("moe")}
+                missing = missing_hardware(shape, device)
+                if missing is not None:
+                    raise ConfigError(
+                        "mesh", meshes["default"], missing, "Run this job where there are as many"
+                    )
+            except ConfigError as error:
+                if error.key.startswith(NO_SHAPE):
+                    raise
+                print(f"skipped: {error}")
+                return {"state": "skipped", "reason": str(error)}
+            found: Record = {**meshes, "predicted": self.predict(config, shape)}
+            if (earlier := _finished(resolved(config, shape, device))) is not None:
+                print("done in an earlier run of this sweep")
+                found |= {
+                    "state": "done",
+                    "objective": earlier.get("objective"),
+                    "seconds": earlier_s,
+                }
+            else:
+                result = train_here(config, shape, device, another_follows=True)
+                found["state"] = result.state
+                found["objective"] = result.objective
+                found["exit_code"] = result.exit_code
+                if result.error:
+                    found["reason"] = runs.describe_error(result.error)
+            if found["state"] == "done" and not math.isfinite(found["objective"] or 0.0):
+                reason = f"its objective is {found['objective']}"
+                found |= {"state": "failed", "reason": reason, "objective": None}
+            measured = _measured(config, shape)
+            return found | {
+                "tokens_per_second": measured["tokens_per_second"],
+                "measured": measured,
+            }
+        except (AutomoeError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return {"state": "failed", "reason": str(error)}
+        except Exception as error:
+            traceback.print_exc()
+            return {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
 
     def collect(self, stopped: bool) -> list[Record]:
         """Write all records into ``sweep.json``, and return them.
