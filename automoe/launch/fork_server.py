@@ -232,6 +232,16 @@ def main() -> int:
     launcher, number = map(int, sys.argv[1:])
     die_with_parent(launcher)
     prepare_process()
+    imports = _import_all()
+    with socket.socket(fileno=number) as requests:
+        while True:
+            message, files, _, _ = socket.recv_fds(requests, _MAX_MESSAGE, _MAX_FILES)
+            if not message:
+                return 0
+            _serve(Job(*pickle.loads(message)), files, requests, imports)
+
+
+def _import_all() -> Imports:
     terminal = os.dup(2)
     log = os.memfd_create("automoe-imports")
     os.dup2(log, 2)
@@ -244,15 +254,10 @@ def main() -> int:
     sys.stderr.flush()
     os.dup2(terminal, 2)
     os.close(terminal)
-    imports = Imports(error, Path(f"/proc/self/fd/{log}").read_text(errors="replace"))
+    output = Path(f"/proc/self/fd/{log}").read_text(errors="replace")
     os.close(log)
     gc.freeze()  # imported modules stay, so the garbage collector of a rank need not visit them
-    with socket.socket(fileno=number) as requests:
-        while True:
-            message, files, _, _ = socket.recv_fds(requests, _MAX_MESSAGE, _MAX_FILES)
-            if not message:
-                return 0
-            _serve(Job(*pickle.loads(message)), files, requests, imports)
+    return Imports(error, output)
 
 
 def die_with_parent(parent: int) -> None:
