@@ -44,7 +44,10 @@ def test_help_on_a_section_a_key_and_what_is_not_there(capsys: pytest.CaptureFix
     assert shown.startswith("mesh: Two views") and "  mesh.ep=1   (a whole number)\n      expert parallelism" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert help_on("model").count("\n\nmodel.") == 3  # attention, rope, router
-    assert help_on("optim.lr").splitlines() == ["  optim.lr=0.003   (a number)", "      peak learning rate, after warm-up"]
+    assert help_on("optim.lr").splitlines() == [
+        "  optim.lr=0.003   (a number)",
+        "      peak learning rate, after warm-up",
+    ]
     assert cli.main(["train", "mesh.ep=4", "model=small_mixtral", "--help"]) == 0
     assert "primary configurations" in capsys.readouterr().out
     assert cli.main(["train", "--help", "optim.learning_rate"]) == 2
