@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from automoe.hf.api import from_hf as from_hf
-    from automoe.hf.api import to_hf as to_hf
+    from automoe.hf.write import to_hf as to_hf
     from automoe.launch.from_python import train as train
     from automoe.parallel.expert import ExpertParallel as ExpertParallel
 
@@ -17,7 +17,7 @@ __all__ = ["ExpertParallel", "from_hf", "to_hf", "train"]
 _MODULES = {
     "ExpertParallel": "automoe.parallel.expert",
     "from_hf": "automoe.hf.api",
-    "to_hf": "automoe.hf.api",
+    "to_hf": "automoe.hf.write",
 }
 
 

@@ -90,10 +90,8 @@ def _recipe(argv: list[str]) -> int:
             raise ConfigError(
                 "recipe", argv[1], f"cannot be copied: {error}", "Name another FILE"
             ) from None
-        in_place = path.parent == Path("recipes")
-        print(
-            f"copied to {path}; run it with: automoe train recipe={path.stem if in_place else path}"
-        )
+        name = path.stem if path.parent == Path("recipes") else path
+        print(f"copied to {path}; run it with: automoe train recipe={name}")
     else:
         print(_RECIPE_USAGE, end="", file=sys.stderr)
         return 2
@@ -126,25 +124,20 @@ Any key of the configuration is an override: --print-config shows them all,
 """
 
 
-def train_help(config_dir: str | None = None) -> str:
+def train_help(config_dir: str | None) -> str:
     """Return the help text of ``automoe train``: usage, primaries, config groups, examples."""
     from automoe.config.compose import list_groups, list_options
 
-    def listed(options: list[str], first: str, indent: int) -> str:
-        return textwrap.fill(
-            ", ".join(options), 80, initial_indent=first, subsequent_indent=" " * indent
-        )
+    def listed(group: str, width: int) -> str:
+        first = f"  {group}".ljust(width)
+        options = ", ".join(list_options(group, config_dir))
+        return textwrap.fill(options, 80, initial_indent=first, subsequent_indent=" " * width)
 
     groups = list_groups(config_dir)
     width = max(map(len, groups)) + 4
-    lines = [
-        listed(list_options(group, config_dir), f"  {group}".ljust(width), width)
-        for group in groups
-    ]
-    primaries = ["primary configurations", listed(list_options("", config_dir), "  ", 2), ""]
-    return "\n".join(
-        [_TRAIN_USAGE, *primaries, "config groups (group=option)", *lines, "", _EXAMPLES.rstrip()]
-    )
+    lines = [_TRAIN_USAGE, "primary configurations", listed("", 2), ""]
+    lines += ["config groups (group=option)", *(listed(group, width) for group in groups), ""]
+    return "\n".join([*lines, _EXAMPLES.rstrip()])
 
 
 _COMPLETION = """\
@@ -174,16 +167,16 @@ def bash_completion() -> str:
     from automoe.config.convert import leaf_keys
     from automoe.config.shipped import list_recipes
 
-    options = [f"{group}={option}" for group in list_groups() for option in list_options(group)]
-    words = ["--config-name", "--config-dir", "--multirun", "--print-config", "--help", *options]
-    words += [f"{key}=" for key in leaf_keys()] + [f"recipe={name}" for name in list_recipes()]
-    lists = {
-        "words": words,
-        "commands": [*COMMANDS, *_HERE],
-        "primaries": list_options(),
-        "recipes": list_recipes(),
-    }
-    return _COMPLETION.format(**{name: " ".join(listed) for name, listed in lists.items()})
+    words = ["--config-name", "--config-dir", "--multirun", "--print-config", "--help"]
+    words += [f"{group}={option}" for group in list_groups() for option in list_options(group)]
+    words += [f"{key}=" for key in leaf_keys()]
+    words += [f"recipe={name}" for name in list_recipes()]
+    return _COMPLETION.format(
+        words=" ".join(words),
+        commands=" ".join([*COMMANDS, *_HERE]),
+        primaries=" ".join(list_options()),
+        recipes=" ".join(list_recipes()),
+    )
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def _convert(source: str, out: str, **options: Any) -> Written:
     parameters = short_number(count_params(config).total)
     print(f"converting {source}: {config.family}, {parameters} parameters, {size}", flush=True)
 
-    from automoe.hf.api import convert_hf  # torch
+    from automoe.hf.write import convert_hf  # torch
 
     return convert_hf(folder, out, **options)
 

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 import unicodedata
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +20,7 @@ from types import ModuleType
 from typing import ParamSpec, TextIO, TypeVar
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 P = ParamSpec("P")
 
 # Errors that a network file system or a failing disk reports briefly; a second try may succeed.
@@ -41,20 +44,9 @@ def steers(char: str) -> bool:
     Control characters, line separators and lone surrogates count. Characters that join emoji or
     letters, and the blanks of other scripts, do not. Nor do newline and tab.
     """
-    turns = unicodedata.bidirectional(char) in (
-        "LRE",
-        "RLE",
-        "LRO",
-        "RLO",
-        "PDF",
-        "LRI",
-        "RLI",
-        "FSI",
-        "PDI",
-    )
-    return turns or (
-        unicodedata.category(char) in ("Cc", "Cs", "Cn", "Zl", "Zp") and char not in "\n\t"
-    )
+    turns = unicodedata.bidirectional(char) in "LRE RLE LRO RLO PDF LRI RLI FSI PDI".split()
+    steering = unicodedata.category(char) in "Cc Cs Cn Zl Zp".split()
+    return turns or (steering and char not in "\n\t")
 
 
 class AutomoeError(Exception):
@@ -150,12 +142,9 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
         except Exception as error:
             if _interrupted:
                 return EXIT_INTERRUPTED
-            if (
-                isinstance(error, OSError)
-                and error.filename is None
-                and (lost := _lost_output()) is not None
-            ):
-                return lost
+            if isinstance(error, OSError) and error.filename is None:
+                if (lost := _lost_output()) is not None:
+                    return lost
             if not isinstance(error, AutomoeError):
                 raise
             print(f"error: {error}", file=sys.stderr)
@@ -188,15 +177,17 @@ def _lost_output() -> int | None:
     A stream that fails is redirected to the null device.
     """
     lost = None
-    for stream in (sys.stdout, sys.stderr):
+    for stream, end in ((sys.stdout, "\n"), (sys.stderr, "")):
         try:
-            print(end="" if stream is sys.stderr else "\n", file=stream, flush=True)
+            print(end=end, file=stream, flush=True)
         except OSError as error:
             # The interpreter flushes the stream again at exit, so it needs a valid descriptor.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             lost = lost or error
-    if lost is None or lost.errno == errno.EPIPE:
-        return None if lost is None else EXIT_NO_READER
+    if lost is None:
+        return None
+    if lost.errno == errno.EPIPE:
+        return EXIT_NO_READER
     print(f"error: standard output: {lost.strerror}", file=sys.stderr)
     return EXIT_WRONG
 
@@ -207,6 +198,26 @@ _interrupted: list[int] = []
 def _interrupt(signum: int, frame: object) -> None:
     _interrupted.append(signum)
     raise KeyboardInterrupt
+
+
+def number_option(
+    convert: Callable[[str], N], is_valid: Callable[[N], bool], what: str
+) -> Callable[[str], N]:
+    """Return an argparse type that converts the text of an option and refuses invalid numbers.
+
+    Args:
+        convert: ``int`` or ``float``.
+        is_valid: returns False for a number that the option does not take.
+        what: names the numbers that the option takes: ``TEXT is no {what}`` is the message.
+    """
+
+    def parse(text: str) -> N:
+        with suppress(ValueError):
+            if is_valid(number := convert(text)):
+                return number
+        raise ArgumentTypeError(f"{text} is no {what}")
+
+    return parse
 
 
 def import_backend(module: str, choice: str, remedy: str) -> ModuleType:

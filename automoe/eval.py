@@ -21,7 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from automoe.errors import AutomoeError, ConfigError, exit_status, import_backend, listed
+from automoe.errors import (
+    AutomoeError,
+    ConfigError,
+    exit_status,
+    import_backend,
+    listed,
+    number_option,
+)
 from automoe.generate import checkpoint_of, load_checkpoint
 from automoe.observe.metrics import jsonable
 
@@ -49,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--num_fewshot",
         "--num-fewshot",
-        type=_shots,
+        type=number_option(int, lambda number: number >= 0, "number of examples, 0 or more"),
         metavar="N",
         help="examples before each question",
     )
@@ -57,8 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         "--batch_size", "--batch-size", type=_rows_at_once, default="1", metavar="N",
         help="rows at once, or auto (default: 1)",
     )  # fmt: skip
+    limit = number_option(float, lambda number: 0 < number < math.inf, "number larger than 0")
     parser.add_argument(
-        "--limit", type=_limit, metavar="N", help="documents of a task; below 1, a share of them"
+        "--limit", type=limit, metavar="N", help="documents of a task; below 1, a share of them"
     )
     parser.add_argument(
         "--apply_chat_template",
@@ -71,14 +79,14 @@ def main(argv: list[str] | None = None) -> int:
         metavar="FILE",
         help=f"results as JSON (default: WHERE/{RESULTS}, or the next number)",
     )
-    args = parser.parse_args(argv)
-    return _evaluate(args)
+    return _evaluate(parser.parse_args(argv))
 
 
 def _evaluate(args: argparse.Namespace) -> int:
     where = Path(args.where).expanduser()
-    remedy = "Install automoe[eval], which brings lm_eval"
-    import_backend("lm_eval.models.huggingface", "automoe eval", remedy)
+    import_backend(
+        "lm_eval.models.huggingface", "automoe eval", "Install automoe[eval], which brings lm_eval"
+    )
     logger = logging.getLogger("lm_eval")
     logger.handlers = [heard := _Heard()]
     logger.propagate = False
@@ -86,7 +94,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         out = _free(where, args.out)
         with _failing(args.tasks):
             tasks = load_tasks([spec.strip() for spec in args.tasks.split(",")])
-        names = [name for task in tasks for name in _names(task)]
+        names = [leaf.task_name for task in tasks for leaf in _leaves(task)]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(
                 "--tasks", args.tasks, f"more than one task is called {listed(twice)}", "Rename one"
@@ -108,14 +116,16 @@ def _evaluate(args: argparse.Namespace) -> int:
                 "a right answer is none of the choices",
                 "Correct doc_to_target",
             )
-    missing = sorted(set(names) - {row[0] for row in rows})
-    wrong = [
+    said = ""
+    if wrong := [
         f"{task} {metric}"
         for task, metric, _, *numbers in rows
         if not all(map(_is_finite, numbers))
-    ]
-    if missing or wrong:
-        said = f"without a number: {listed(missing)}" if missing else f"not finite: {listed(wrong)}"
+    ]:
+        said = f"not finite: {listed(wrong)}"
+    if missing := set(names) - {row[0] for row in rows}:
+        said = f"without a number: {listed(missing)}"
+    if said:
         raise AutomoeError(
             f"the tasks were not all evaluated; {said}. Look at their data, and at the model's answers"
         )
@@ -135,12 +145,9 @@ class _Heard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = " ".join(record.getMessage().split())[:300]
-        for kind in (
-            kind
-            for kind in (_NO_CHOICE, "exceeds model's max", "apply chat template")
-            if kind in text
-        ):
-            self.found.setdefault(kind, []).append(text)
+        for kind in (_NO_CHOICE, "exceeds model's max", "apply chat template"):
+            if kind in text:
+                self.found.setdefault(kind, []).append(text)
 
 
 def load_tasks(specs: list[str]) -> list[Any]:
@@ -171,20 +178,26 @@ def load_tasks(specs: list[str]) -> list[Any]:
             built.append(group)
             continue
         if named and spec not in manager.all_tasks:
-            rule = f"there is no such file or folder (looked from {os.getcwd()}), and no task of lm_eval has that name"
-            raise ConfigError("--tasks", spec, rule, "`lm-eval ls tasks` lists its tasks")
-        if folder and not manager.all_subtasks:
+            raise ConfigError(
+                "--tasks",
+                spec,
+                f"there is no such file or folder (looked from {os.getcwd()}), and no task of lm_eval has that name",
+                "`lm-eval ls tasks` lists its tasks",
+            )
+        names = [spec if named else str(path)]
+        if folder:
+            names = manager.all_subtasks
+        if not names:
             raise ConfigError(
                 "--tasks",
                 spec,
                 "there is no task file in this folder",
                 "Name one with *.yaml files",
             )
-        names = [spec] if named else [str(path)]
-        for name in manager.all_subtasks if folder else names:
+        for name in names:
             loaded = manager.load([name])
             groups = list(loaded.get("groups", {}).values())
-            built += groups[:1] or list(loaded["tasks"].values())
+            built += groups[:1] or loaded["tasks"].values()
     return built
 
 
@@ -207,13 +220,6 @@ def _group_in(path: Path) -> Any:
     return manager.load([name])["groups"][name]
 
 
-def _limited(number: int, limit: float | None) -> int:
-    """Return how many of ``number`` documents ``--limit`` leaves: a count, or a share below 1."""
-    if not limit:
-        return number
-    return min(number, limit if limit >= 1 else math.ceil(number * limit))
-
-
 def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[str, Any]:
     """Run built tasks on the checkpoint in ``folder`` and return the harness's results.
 
@@ -234,15 +240,17 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
 
     model, tokenizer = load_checkpoint(folder)
     if args.apply_chat_template and tokenizer.chat_template is None:
-        rule = "its tokenizer has no chat template"
         raise ConfigError(
             "--apply_chat_template",
             "",
-            rule,
+            "its tokenizer has no chat template",
             "Leave it out, or add chat_template.jinja to the folder",
         )
-    counts = [len(task.eval_docs) for one in tasks for task in _leaves(one)]
-    limited = [_limited(n, args.limit) for n in counts]
+    # A limit is a count of documents, or below 1 a share of them.
+    limit = args.limit if args.limit is None or args.limit < 1 else int(args.limit)
+    fewest = min(len(task.eval_docs) for one in tasks for task in _leaves(one))
+    if limit is not None:
+        fewest = min(fewest, limit if limit >= 1 else math.ceil(fewest * limit))
     with _failing(args.tasks):
         # The harness would query pip and the hardware, which takes many seconds.
         evaluator.add_env_info = lambda results: None
@@ -255,11 +263,11 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
             task_manager=TaskManager(include_defaults=False),
             num_fewshot=args.num_fewshot,
             batch_size=args.batch_size,
-            limit=args.limit,
+            limit=limit,
             apply_chat_template=args.apply_chat_template,
             log_samples=False,
             # A single document has no standard error; the harness would divide by 0.
-            **({"bootstrap_iters": 0} if min(limited) < 2 else {}),
+            **({"bootstrap_iters": 0} if fewest < 2 else {}),
         )
     return {key: value for key, value in found.items() if key != "git_hash"}
 
@@ -273,9 +281,9 @@ def _failing(tasks: str) -> Iterator[None]:
         raise
     except Exception as error:  # task YAML, templates, functions, files and network raise anything
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        remedy = "Files that data_files names are looked for from the working directory; without a network, a task whose "
         raise AutomoeError(
-            f"--tasks={tasks}: lm_eval cannot run them ({why}). {remedy}data is not on this machine cannot be had"
+            f"--tasks={tasks}: lm_eval cannot run them ({why}). Files that data_files names are looked for from the "
+            "working directory; without a network, a task whose data is not on this machine cannot be had"
         ) from error
 
 
@@ -283,26 +291,18 @@ def _leaves(task: Any) -> list[Any]:
     return task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]
 
 
-def _names(task: Any) -> list[str]:
-    return [leaf.task_name for leaf in _leaves(task)]
-
-
 def _rows(found: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, ...]]:
     """Yield (task, metric, few-shot count, value, standard error) per number, groups first."""
-    results = found.get("groups", {}) | found["results"]
-    for name in [*found.get("groups", {}), *names]:
+    groups = found.get("groups", {})
+    results = groups | found["results"]
+    for name in [*groups, *names]:
+        shots = found.get("n-shot", {}).get(name)
         for key, value in results.get(name, {}).items():
             metric, _, kind = key.partition(",")
             if kind and not metric.endswith("_stderr"):
                 error = results[name].get(f"{metric}_stderr,{kind}")
                 shown = metric if kind == "none" else f"{metric} ({kind})"
-                yield (
-                    name,
-                    shown,
-                    found.get("n-shot", {}).get(name),
-                    value,
-                    None if error == "N/A" else error,
-                )
+                yield name, shown, shots, value, None if error == "N/A" else error
 
 
 def _is_finite(value: Any) -> bool:
@@ -333,8 +333,11 @@ def _free(where: Path, out: str | None) -> Path:
     Raises:
         ConfigError: ``out`` exists, or its folder cannot be written.
     """
-    numbered = (where / RESULTS.replace(".", f".{n}." if n else ".") for n in range(sys.maxsize))
-    path = Path(out).expanduser() if out else next(path for path in numbered if not path.exists())
+    path = Path(out).expanduser() if out else where / RESULTS
+    number = 0
+    while not out and path.exists():
+        number += 1
+        path = where / RESULTS.replace(".", f".{number}.")
     if path.exists():
         raise ConfigError(
             "--out", path, "it is there, and results are not overwritten", "Name another file"
@@ -349,23 +352,10 @@ def _free(where: Path, out: str | None) -> Path:
     return path
 
 
-def _shots(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is no number of examples, 0 or more")
-    return int(text)
-
-
 def _rows_at_once(text: str) -> str:
     if not re.fullmatch(r"auto(:[1-9]\d*)?|0*[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"{text} is no number of rows, 1 or more, nor auto")
     return text
-
-
-def _limit(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < math.inf:
-            return value if value < 1 else int(value)
-    raise argparse.ArgumentTypeError(f"{text} is no number larger than 0")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ python -m automoe.export runs/default --out my-model --fp8
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import textwrap
 import warnings
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automoe.config.schema import Config, export_name
-from automoe.errors import CheckpointError, ConfigError, exit_status
+from automoe.errors import CheckpointError, ConfigError, exit_status, number_option
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         "a run with LoRA: its adapter alone, as peft loads it; experts one by one, or in one tensor"
     )
     layouts = ("auto", "published", "fused")
-    parser.add_argument("--adapter", nargs="?", const=layouts[0], choices=layouts, help=help_text)
+    parser.add_argument("--adapter", nargs="?", const="auto", choices=layouts, help=help_text)
     parser.add_argument(
         "--ema", action="store_true", help="a run with optim.ema_decay: its averaged weights"
     )
@@ -103,14 +102,10 @@ def export_run(
     if adapter is not None and (
         not config.lora.rank or config.train.trainable or config.data.is_synthetic
     ):
-        rule = f"the run has lora.rank={config.lora.rank}, train.trainable={config.train.trainable}"
+        rule = "an adapter holds what lora trained, and nothing else; the run has lora.rank="
+        rule += f"{config.lora.rank}, train.trainable={config.train.trainable}"
         rule += ", data.kind=benchmark" * config.data.is_synthetic
-        raise ConfigError(
-            "--adapter",
-            adapter,
-            f"an adapter holds what lora trained, and nothing else; {rule}",
-            "Omit it",
-        )
+        raise ConfigError("--adapter", adapter, rule, "Omit it")
     if ema and not config.optim.ema_decay:
         raise ConfigError(
             "--ema", True, "the run kept no averages of its weights: optim.ema_decay=0", "Omit it"
@@ -127,13 +122,17 @@ def export_run(
     known = config.data.is_synthetic or model.config.hf_path == config.model.hf_path
     tokenizer = tokenizer_of(config) if known else None
     chat = chat_template_of(config) if tokenizer is not None else None
-    options = {
-        "max_shard_bytes": max_shard_bytes,
-        "overwrite": overwrite,
-        "tokenizer": tokenizer,
-        "chat": chat,
-    }
-    return replace(to_hf(model, out, dtype=dtype, fp8=fp8, **options), averaged=ema)
+    whole = to_hf(
+        model,
+        out,
+        dtype=dtype,
+        fp8=fp8,
+        max_shard_bytes=max_shard_bytes,
+        tokenizer=tokenizer,
+        chat=chat,
+        overwrite=overwrite,
+    )
+    return replace(whole, averaged=ema)
 
 
 def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
@@ -145,20 +144,19 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     """
     import torch
 
-    from automoe.checkpoint.folder import FOLDER, committed_steps
     from automoe.checkpoint.manifest import check_base, check_model, damage, read_manifest
-    from automoe.config.convert import config_to_dict
+    from automoe.checkpoint.steps import FOLDER, committed_steps
     from automoe.hf.families.registry import family_of
     from automoe.hf.headers import check_holds
-    from automoe.hf.identity import checkpoint_identity as identity_of
+    from automoe.hf.identity import checkpoint_identity
     from automoe.hf.read import load_hf
     from automoe.model.lora import adapt
     from automoe.parallel.fsdp import PARAM_DTYPES
     from automoe.parallel.parallelize import allocate, build_decoder
 
+    exported = run_dir / "hf"
     try:
         steps = committed_steps(run_dir / FOLDER)
-        exported = run_dir / "hf"
     except OSError as error:
         raise CheckpointError(
             f"{run_dir / FOLDER} cannot be read: {error.strerror}. See to its permissions"
@@ -170,7 +168,8 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
                 f"{newest} is damaged ({problem}). Remove it to export the checkpoint before it, or resume the run"
             )
         # config.yaml has no checksum, so compare it with the checkpoint's manifest.
-        check_model(newest, read_manifest(newest)[0]["config"], config)
+        manifest, _ = read_manifest(newest)
+        check_model(newest, manifest["config"], config)
     elif (exported / "config.json").is_file() and not ema and export_name(config) == "hf":
         # Token ids and tokenizer files come from the exported folder too.
         config = replace(config, model=replace(config.model, hf_path=str(exported)))
@@ -178,10 +177,8 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     else:
         raise _no_weights(run_dir, config, ema)
     # Nothing is computed, so this machine need not have the backends of the training run.
-    config, dtype = (
-        replace(config, moe=replace(config.moe, experts="loop")),
-        PARAM_DTYPES[config.train.dtype],
-    )
+    config = replace(config, moe=replace(config.moe, experts="loop"))
+    dtype = PARAM_DTYPES[config.train.dtype]
     model = build_decoder(config.model, config.moe, dtype)
     if newest is None:
         model.to_empty(device="cpu")
@@ -190,22 +187,15 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     # Adapters keep the weights' full dtype: merged weights are rounded once, when written.
     adapt(model, config, dtype, dtype)
     allocate({0: model}, torch.device("cpu"))
-    base = read_manifest(newest)[0].get("base")
     held = model.state_dict()
-    if base is not None:
-        assert config.model.hf_path is not None
-        check_base(
-            newest,
-            {"base": base, "config": config_to_dict(config)},
-            config,
-            identity_of(config.model.hf_path),
-        )
-        load_hf(model, config.model.hf_path)
-        frozen = {
-            name for name, parameter in model.named_parameters() if not parameter.requires_grad
-        }
-        held = {name: tensor for name, tensor in held.items() if name not in frozen}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if "base" in manifest:
+        assert config.model.hf_path is not None
+        check_base(newest, manifest, config, checkpoint_identity(config.model.hf_path))
+        load_hf(model, config.model.hf_path)
+        for name, _ in model.named_parameters():
+            if name not in trained:
+                held.pop(name, None)
     load_step(held, newest, trained if ema else ())
     return model
 
@@ -272,7 +262,7 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
     )
     parser.add_argument(
         "--max-shard-gb",
-        type=_positive,
+        type=number_option(float, lambda number: number > 0, "number larger than 0"),
         default=5.0,
         metavar="GB",
         help="largest file (default: 5)",
@@ -305,31 +295,22 @@ def report(
     """
     from automoe.config.plugins import load_plugins
 
-    max_bytes = int(args.max_shard_gb * 1e9)
     load_plugins(args.plugins)
     written = write(
         args.out,
         dtype=args.dtype,
         fp8=args.fp8,
         overwrite=args.overwrite,
-        max_shard_bytes=max_bytes,
+        max_shard_bytes=int(args.max_shard_gb * 1e9),
     )
-    own = partial(
-        textwrap.fill,
-        width=80,
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    print(f"saved {describe(written)}" if describe else own(f"saved {written}"))
+    if describe:
+        print(f"saved {describe(written)}")
+    else:
+        layout = textwrap.TextWrapper(
+            80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        print(layout.fill(f"saved {written}"))
     return 0
-
-
-def _positive(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if (value := float(text)) > 0:
-            return value
-    raise argparse.ArgumentTypeError(f"{text} is no number larger than 0")
 
 
 if __name__ == "__main__":

@@ -10,16 +10,16 @@ from __future__ import annotations
 import argparse
 import codecs
 import io
-import math
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from automoe.config.frozen import CONFIG_FILE, flat, read_mapping
-from automoe.errors import CheckpointError, exit_status, listed, spelled_out
+from automoe.errors import CheckpointError, exit_status, listed, number_option, spelled_out
 from automoe.launch.run_dir import read_status
 
 
@@ -47,19 +47,20 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--max-new-tokens",
-        type=_at_least_one,
+        type=number_option(int, lambda number: number > 0, "number of tokens, 1 or more"),
         default=256,
         metavar="N",
         help="of an answer (default: 256)",
     )
     parser.add_argument(
         "--temperature",
-        type=_not_negative,
+        type=number_option(float, lambda number: 0 <= number < inf, "temperature: 0 or more"),
         default=0.0,
         help="0: the likeliest token each time (default)",
     )
+    seed = number_option(int, lambda number: 0 <= number < 2**32, "seed: 0 to 4294967295")
     parser.add_argument(
-        "--seed", type=_seed, default=0, help="of drawing tokens, with a temperature (default: 0)"
+        "--seed", type=seed, default=0, help="of drawing tokens, with a temperature (default: 0)"
     )
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
     with checkpoint_of(Path(args.where).expanduser()) as folder:
@@ -101,25 +102,6 @@ def _lines() -> Iterator[str]:
             return
         if typed:
             print("> ", end="", flush=True)
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of tokens, 1 or more")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is no seed: 0 to 4294967295")
-    return int(text)
-
-
-def _not_negative(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= (value := float(text)) < math.inf:
-            return value
-    raise argparse.ArgumentTypeError(f"{text} is no temperature: 0 or more")
 
 
 @contextmanager
@@ -188,8 +170,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     disable_progress_bar()
     read_headers(folder)  # the folder is untrusted: check it before loading anything
     if not any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        (folder / f"tokenizer{end}").is_file() for end in (".json", "_config.json", ".model")
     ):
         raise CheckpointError(
             f"{folder} has no tokenizer. Copy the files of the one that trained it into it"
@@ -207,12 +188,11 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         ) from error
     # NaN logits would go unnoticed: argmax takes the first token, so the model still answers and
     # still gets a share of multiple choices right.
-    named = (
-        (name, p.detach())
+    if odd := [
+        name
         for name, p in model.named_parameters()
-        if p.is_floating_point() and p.element_size() > 1
-    )
-    if odd := [name for name, parameter in named if not is_finite(parameter)]:
+        if p.is_floating_point() and p.element_size() > 1 and not is_finite(p.detach())
+    ]:
         raise CheckpointError(
             f"{folder}: numbers are NaN or infinite in {listed(odd)}. Take another checkpoint"
         )
@@ -236,15 +216,14 @@ class Speaker:
 
         set_seed(seed)
         self.model, self.tokenizer = load_checkpoint(folder)
+        self.max_new_tokens = max_new_tokens
         # Greedy means the model's likeliest token: switch off the penalties that the checkpoint's
         # generation_config.json may set.
-        greedy = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-        drawn = {"do_sample": True, "temperature": temperature} if temperature else greedy
-        self.options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "pad_token_id": self.tokenizer.pad_token_id,
-        }
-        self.options |= drawn
+        self.options: dict[str, Any] = (
+            {"do_sample": True, "temperature": temperature}
+            if temperature
+            else {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+        )
 
     def answer(self, said: str | list[dict[str, Any]]) -> str:
         """Return the continuation of a text, or the answer to chat messages, without stop token.
@@ -290,13 +269,17 @@ class Speaker:
                 f"a prompt of {length} tokens, and the model knows {longest} positions "
                 "(max_position_embeddings of its config.json). Ask something shorter, or begin a new chat"
             )
-        most = self.options["max_new_tokens"]
+        most = self.max_new_tokens
         limit = "--max-new-tokens"
         # Stop at the last position that the model was trained at.
         if longest and longest - length < most:
             most = longest - length
             limit = "max_position_embeddings of its config.json"
-        ids = self.model.generate(**inputs, **self.options | {"max_new_tokens": most})[0, length:]
+        padding = self.tokenizer.pad_token_id
+        answer = self.model.generate(
+            **inputs, **self.options, max_new_tokens=most, pad_token_id=padding
+        )
+        ids = answer[0, length:]
         stops = self.model.generation_config.eos_token_id
         ended = int(ids[-1]) in (stops if isinstance(stops, list) else [stops])
         if len(ids) == most and not ended and not isinstance(said, str):

@@ -63,11 +63,11 @@ def main(argv: list[str] | None = None) -> int:
     argv = [word for word in argv if word not in ("--json", "--build")]
     # Hydra takes half a second to import; --help without it takes a tenth.
     from automoe.config.compose import parse_arguments
-    from automoe.planner.search_command import answer, take_question
+    from automoe.planner.search_command import answer, question_of, take_own
 
-    page, argv = take_page(argv)
-    export, argv = take_export(argv)
-    question, argv = take_question(argv)
+    own, argv = take_own(argv)
+    question = question_of(own)
+    page = Path(own["html"]).expanduser() if "html" in own else None
     args = parse_arguments(argv, ["--json", "--build"])
     if args.help:
         print(USAGE, end="")
@@ -95,67 +95,30 @@ def main(argv: list[str] | None = None) -> int:
         write_plan_page(config, plan, page, args)
         print(f"page    {page}", file=sys.stderr if as_json else sys.stdout)
     built = build_heaviest(config, plan) if build else None
-    written = write_titan(config, mesh, args.config_name, export) if export else None
+    written = None
+    if "export" in own:
+        written, command = write_titan(config, mesh, args.config_name, own.get("out", ""))
     if as_json:
-        more = {"exported": str(written[0])} if written else {}
-        print(
-            json.dumps(
-                plan.to_dict() | more | ({"built": asdict(built)} if built else {}), indent=2
+        found = plan.to_dict()
+        if written:
+            found["exported"] = str(written)
+        if built:
+            found["built"] = asdict(built)
+        print(json.dumps(found, indent=2))
+    else:
+        if built:
+            verdict = (
+                "as planned" if built.as_planned else f"but the plan says {plan.heaviest.weights:,}"
             )
-        )
-    elif built:
-        verdict = (
-            "as planned" if built.as_planned else f"but the plan says {plan.heaviest.weights:,}"
-        )
-        print(
-            f"built   rank {built.rank} of {mesh.world_size:,}: {built.num_params} sharded parameters, "
-            f"{built.bytes:,} bytes, {verdict}"
-        )
-    if written and not as_json:
-        print(
-            f"written {written[0]}, and what torchtitan cannot say at its top\ntake it {written[1]}"
-        )
+            print(
+                f"built   rank {built.rank} of {mesh.world_size:,}: {built.num_params} sharded parameters, "
+                f"{built.bytes:,} bytes, {verdict}"
+            )
+        if written:
+            print(
+                f"written {written}, and what torchtitan cannot say at its top\ntake it {command}"
+            )
     return EXIT_DIFFERENT if built and not built.as_planned else 0
-
-
-def take_page(argv: list[str]) -> tuple[Path | None, list[str]]:
-    """Split ``argv`` into the path that ``html=`` names (None without it) and the other words.
-
-    Raises:
-        ConfigError: ``html=`` has no value.
-    """
-    named = [word.partition("=")[2] for word in argv if word.startswith("html=")]
-    if named and not named[-1]:
-        raise ConfigError("html", "", "a page needs a name", "Write html=plan.html")
-    rest = [word for word in argv if not word.startswith("html=")]
-    return Path(named[-1]).expanduser() if named else None, rest
-
-
-def take_export(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split ``argv`` into the words of an export (``export=``, ``out=``) and the other words.
-
-    Without ``export=`` the first list is empty and ``out=`` stays among the others.
-
-    Raises:
-        ConfigError: ``export=`` names another target than torchtitan, or comes with a search.
-    """
-    if not any(word.startswith("export=") for word in argv):
-        return [], argv
-    own = [word for word in argv if word.startswith(("export=", "out="))]
-    rest = [word for word in argv if word not in own]
-    if asked := [
-        word for word in own if word.startswith("export=") and word != "export=torchtitan"
-    ]:
-        raise ConfigError(
-            "export",
-            asked[0].partition("=")[2],
-            "a plan is exported for torchtitan",
-            "Write export=torchtitan",
-        )
-    if any(word.startswith(("search=", "calibrate=")) for word in rest):
-        rule = "a plan is exported, and a search is none"
-        raise ConfigError("export", "torchtitan", rule, "Export what was found with mesh=found_...")
-    return own, rest
 
 
 @dataclass(frozen=True)

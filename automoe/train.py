@@ -54,17 +54,14 @@ sys.modules[__name__].__class__ = _CallableModule
 def main(argv: list[str] | None = None) -> int:
     """Train, sweep, or print help, a configuration or a plan; return the exit status."""
     from automoe.config.compose import parse_arguments
-    from automoe.launch.external import detect_external, left_over
+    from automoe.launch.external import detect_external, left_over, run_external
     from automoe.launch.worker import end_process, outlive_streams
 
     outlive_streams()
     args = parse_arguments(sys.argv[1:] if argv is None else argv)
     if args.help:
         return _print_help(args)
-    external = detect_external(os.environ)
-    if external is not None:
-        from automoe.launch.external import run_external
-
+    if (external := detect_external(os.environ)) is not None:
         status = run_external(args, external)
         # If torch is imported, this process was a rank.
         return end_process(status) if "torch" in sys.modules else status
@@ -88,30 +85,24 @@ def main(argv: list[str] | None = None) -> int:
     if args.print_config:
         print(dump_config(config), end="")
         return 0
-    missing = missing_hardware(shape, device)
-    return (
-        _print_plan(config, shape, missing)
-        if missing
-        else train_here(config, shape, device).exit_code
-    )
+    if missing := missing_hardware(shape, device):
+        return _print_plan(config, shape, missing)
+    return train_here(config, shape, device).exit_code
 
 
 def _print_help(args: Arguments) -> int:
     from automoe.cli import train_help
+    from automoe.config.compose import composed_container
     from automoe.config.recipe_args import SECTION
     from automoe.config.reference import help_on
 
     asked = [word for word in args.overrides if "=" not in word]
-    recipe = _recipe(args) if any(word.startswith(SECTION) for word in asked) else ""
+    recipe = ""
+    if any(word.startswith(SECTION) for word in asked):
+        typed = [word for word in args.overrides if "=" in word]
+        recipe = composed_container(args.config_name, typed, args.config_dir)["recipe"]
     print("\n\n".join(help_on(word, recipe) for word in asked) or train_help(args.config_dir))
     return 0
-
-
-def _recipe(args: Arguments) -> str:
-    from automoe.config.compose import composed_container
-
-    typed = [word for word in args.overrides if "=" in word]
-    return str(composed_container(args.config_name, typed, args.config_dir)["recipe"])
 
 
 def _print_plan(config: Config, shape: MeshShape, missing: str) -> int:
@@ -124,14 +115,8 @@ def _print_plan(config: Config, shape: MeshShape, missing: str) -> int:
     print("On a cluster, start the same command on every node with torchrun or srun.")
     if (data := missing_data(config)) is not None:
         columns = max(shutil.get_terminal_size().columns, 40)
-        print(
-            textwrap.fill(
-                f"And it lacks data: {data}",
-                columns,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
+        layout = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
+        print(layout.fill(f"And it lacks data: {data}"))
     return EXIT_NO_HARDWARE
 
 

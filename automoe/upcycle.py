@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
         check_target(Path(out).expanduser(), options["overwrite"])
 
-        from automoe.hf.api import upcycle_hf  # torch
+        from automoe.hf.write import upcycle_hf  # torch
 
         source = checkpoint_folder(args.source, "DENSE")
         return upcycle_hf(

@@ -37,7 +37,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.hf.catalog import check_catalog, open_catalog
 from automoe.hf.families.registry import family_of, model_config_from_hf
-from automoe.hf.files import entries_of, file_names, header_bytes, split, write_files, write_index
+from automoe.hf.files import file_names, header_bytes, split, stored_as, write_files, write_index
 from automoe.hf.folder import write_settings
 from automoe.hf.keys import fp8_config, hf_pieces, hf_tensors, is_quantized_in_fp8
 from automoe.hf.read import Reader, load_hf
@@ -80,14 +80,14 @@ def write_checkpoints(root: Path, config: ModelConfig) -> dict[str, Path]:
     fp8.mkdir()
     tensors = hf_tensors(config, family_of(config).keys)
     dtypes = {key: torch.float32 if key.endswith("bias") else torch.bfloat16 for key in tensors}
-    items = [entries_of(key, size, dtypes[key]) for key, size in tensors.items()]
-    limit = sum(entry.num_bytes for item in items for entry in item) // 8 + MIB
-    bins = split(items, limit)
+    items = {key: stored_as(size, dtypes[key]) for key, size in tensors.items()}
+    limit = sum(stored.num_bytes for stored in items.values()) // 8 + MIB
+    bins = split(items.items(), limit)
     names = file_names(len(bins))
     generator = torch.Generator().manual_seed(0)
-    tensors = (torch.randn(item[0].shape, generator=generator) * item[0].shape[-1] ** -0.5 for item in items)
+    tensors = (torch.randn(size, generator=generator) * size[-1] ** -0.5 for size in tensors.values())
     write_files([(bf16 / name, one) for name, one in zip(names, bins, strict=True)], tensors)
-    write_index(bf16, names, bins, torch.bfloat16)
+    write_index(bf16, bins, torch.bfloat16)
     write_settings(bf16, config, torch.bfloat16, None)
     catalog, keys = check_catalog(bf16, config), family_of(config).keys
     rewrite_tensors(plan_rewrite(catalog, config, keys, fp8=True), catalog, fp8, limit // 2)
@@ -100,7 +100,7 @@ def write_headers(folder: Path) -> int:
     config = compose_config("config", ["model=dsv3_671b"]).model
     keys = family_of(config).keys
     items = [
-        entries_of(key, size, torch.bfloat16, is_quantized_in_fp8(key, size, keys))
+        (key, stored_as(size, torch.bfloat16, is_quantized_in_fp8(key, size, keys)))
         for key, size in hf_tensors(config, keys).items()
     ]
     bins = split(items, 4 << 30)
@@ -109,9 +109,9 @@ def write_headers(folder: Path) -> int:
     for name, one in zip(names, bins, strict=True):
         header = header_bytes(one)
         (folder / name).write_bytes(header)
-        os.truncate(folder / name, len(header) + sum(entry.num_bytes for item in one for entry in item))
+        os.truncate(folder / name, len(header) + sum(stored.total_bytes for stored in one.values()))
     write_settings(folder, config, torch.bfloat16, None, fp8_config(config, keys))
-    return write_index(folder, names, bins, torch.bfloat16).num_tensors
+    return write_index(folder, bins, torch.bfloat16).num_tensors
 
 
 # What ranks do --------------------------------------------------------------------------------------

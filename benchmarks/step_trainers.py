@@ -286,7 +286,12 @@ class TransformersPart(nn.Module):
 
 def _first_weights(config: Config, device: torch.device, meshes: Meshes | None = None) -> Decoder:
     """Our model before it is sharded, all in ``parameter_dtype``, with the values that every contender starts from."""
-    part = build_decoder(config.model, config.moe, parameter_dtype(config), backend=build_backend(config, meshes))
+    part = build_decoder(
+        config.model,
+        config.moe,
+        parameter_dtype(config),
+        backend=replace(build_backend(config, meshes), router_dtype=None),
+    )
     allocate({0: part}, device)
     initialize(part, config.model.initializer_range, config.train.seed)
     return part

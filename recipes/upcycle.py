@@ -41,8 +41,8 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> None:
     meshes = build_meshes(shape, context.device, timedelta(seconds=config.launch.init_timeout_s))
     model_parts = build_parts(config, meshes)
     allocate(model_parts, context.device)
-    _, upcycling = upcycled_model(config.model, config.train.seed)
-    loaded = load_hf(model_parts, config.model.hf_path, upcycling=upcycling, progress=True)
+    _, dense_keys = upcycled_model(config.model, config.train.seed)
+    loaded = load_hf(model_parts, config.model.hf_path, keys=dense_keys, progress=True)
     written = to_hf(model_parts, context.run_dir / "hf", overwrite=True)
     if context.rank == 0:
         print(f"{loaded}\nsaved {written}", flush=True)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from automoe import convert
 from automoe.errors import ConfigError
-from automoe.hf import api, save_plan, verify
-from automoe.hf.api import convert_hf
+from automoe.hf import save_plan, verify, write
 from automoe.hf.keys import INDEX_FILE
+from automoe.hf.write import convert_hf
 from tests.support.hf_models import save_small_hf
 
 
@@ -82,14 +82,14 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     real_read, real_write = save_plan._read, save_plan.write_files
 
     def read(job, *args):
-        events.append(f"read {job.entries[0].key}")
+        events.append(f"read {job.key}")
         region = real_read(job, *args)
-        assert region.numel() == torch.Size(job.entries[0].shape).numel()
+        assert region.numel() == torch.Size(job.target.shape).numel()
         return region
 
     def write(contents, tensors):
         contents = list(contents)
-        keys = [item[0].key for _, items in contents for item in items]
+        keys = [key for _, tensors_of_file in contents for key in tensors_of_file]
 
         def asked_for():
             for key, tensor in zip(keys, tensors, strict=True):
@@ -144,7 +144,7 @@ def test_a_config_that_says_something_else_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_small_hf("qwen3_moe", tmp_path / "in")
-    real = api.write_settings
+    real = write.write_settings
 
     def other_angles(target: Path, *args) -> None:
         real(target, *args)
@@ -152,7 +152,7 @@ def test_a_config_that_says_something_else_is_found(
         rope = {"rope_type": "default", "rope_theta": 10.0}
         (target / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
 
-    monkeypatch.setattr(api, "write_settings", other_angles)
+    monkeypatch.setattr(write, "write_settings", other_angles)
     assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
     assert "model.rope.theta=10.0, and the model has 10000.0" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
@@ -163,7 +163,7 @@ def test_a_number_that_the_disk_changed_is_found(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_small_hf("qwen3_moe", tmp_path / "in")
-    real = api.write_settings
+    real = write.write_settings
     fused, expert = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.3.up_proj.weight"
     key = fused if "fused" in options else expert
 
@@ -173,7 +173,7 @@ def test_a_number_that_the_disk_changed_is_found(
         tensors[key].view(-1)[7] = 100.0
         save_file(tensors, target / "model.safetensors")
 
-    monkeypatch.setattr(api, "write_settings", damaging)
+    monkeypatch.setattr(write, "write_settings", damaging)
     assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), *options]) == 2
     said = capsys.readouterr().err
     assert key in said and "1 of " in said

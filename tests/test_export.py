@@ -14,7 +14,6 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from automoe.checkpoint.hashed_files import FileFacts
 from automoe.checkpoint.manifest import read_manifest, write_manifest
 from automoe.checkpoint.store import CheckpointStore
 from automoe.checkpoint.train_state import TrainState
@@ -164,8 +163,8 @@ def test_a_checkpoint_from_somebody_else_runs_no_code(
     index.write_bytes(pickle.dumps(metadata))
     # Whoever writes the files can write the hashes.
     manifest = read_manifest(step)[0]
-    files = {name: FileFacts(**facts) for name, facts in manifest.pop("files").items()}
-    files[".metadata"] = FileFacts(index.stat().st_size, xxhash.xxh3_128(index.read_bytes()).hexdigest())
+    files = manifest.pop("files")
+    files[".metadata"] = {"bytes": index.stat().st_size, "xxh128": xxhash.xxh3_128(index.read_bytes()).hexdigest()}
     content = {key: value for key, value in manifest.items() if key not in ("format", "sha256")}
     write_manifest(step, content, files)
     assert main([str(run_dir), "--out", str(tmp_path / "out")]) == 2

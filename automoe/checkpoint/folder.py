@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -11,32 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from automoe.checkpoint.manifest import MANIFEST, read_manifest, verify_step
+from automoe.checkpoint.steps import FOLDER, committed_steps, step_number
 from automoe.config.schema import CheckpointConfig
 from automoe.errors import CheckpointError
 from automoe.parallel.agreement import Ranks
 from automoe.storage.files import flush, replace_durably, write_durably
 
-FOLDER = "checkpoints"
 LATEST = "LATEST"
-_UNREADABLE: Mapping[str, Any] = {}  # known by its identity
-
-
-def step_number(name: str) -> int:
-    """Return N of ``step-N``."""
-    return int(name.removeprefix("step-"))
-
-
-def committed_steps(folder: Path) -> list[str]:
-    """Return the names of the committed steps, oldest first; a link to a step counts as a step.
-
-    Raises:
-        OSError: the folder cannot be read, which does not mean that it is empty.
-    """
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted((name for name in names if re.fullmatch(r"step-\d+", name)), key=step_number)
 
 
 def promised_step(folder: Path) -> str | None:
@@ -96,28 +76,25 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
     if manifest["counters"]["skipped"]:
         return None
     names = committed_steps(folder)
-    losses = (
-        {name: _readable(folder / name).get("val_loss") for name in names}
-        if checkpoint.keep_best
-        else {}
-    )
-    validated = {name: loss for name, loss in losses.items() if loss is not None}
-    for name in superfluous(names, validated, checkpoint):
-        if _readable(folder / name) is not _UNREADABLE:
+    losses = {}
+    for name in names if checkpoint.keep_best else ():
+        if (loss := (_manifest(folder / name) or {}).get("val_loss")) is not None:
+            losses[name] = loss
+    for name in superfluous(names, losses, checkpoint):
+        if _manifest(folder / name) is not None:
             remove(folder / name)
     return None
 
 
-def _readable(step_dir: Path) -> Mapping[str, Any]:
+def _manifest(step_dir: Path) -> Mapping[str, Any] | None:
     """Return a step's manifest; empty if the step is damaged.
 
-    Returns:
-        ``_UNREADABLE`` if another version wrote the step, or the target of its link is away.
+    None if another version wrote the step, or the target of its link is away.
     """
     try:
         return read_manifest(step_dir)[0]
     except (OSError, CheckpointError):
-        return _UNREADABLE
+        return None
 
 
 def superfluous(
@@ -162,9 +139,9 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
     for folder in (path / FOLDER, path):
         if names := committed_steps(folder):
             return [folder / name for name in names]
-    reason = (
-        "has no checkpoint in it" if path.is_dir() else f"is not there (looked from {os.getcwd()})"
-    )
+    reason = f"is not there (looked from {os.getcwd()})"
+    if path.is_dir():
+        reason = "has no checkpoint in it"
     raise CheckpointError(
         f"checkpoint.resume={resume} {reason}. Name a run directory with {FOLDER}/step-N, a step directory, "
         "auto or never"

@@ -7,25 +7,14 @@ import io
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from automoe.storage.files import checksum
 from automoe.storage.trace import phase
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """Size and digest of a file, as a manifest lists them.
-
-    XXH3 detects damage at a tenth of the cost of a copy.
-    """
-
-    bytes: int
-    xxh128: str
 
 
 class HashingStream(io.RawIOBase):
@@ -49,14 +38,21 @@ class HashingStream(io.RawIOBase):
         self._size += len(view)
         if self._error is None:
             self._digest.update(view)
-            self._put(view)
+            rest = view
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except Exception as error:
+                self._error = error
         return len(view)
 
     def tell(self) -> int:
         return self._size
 
-    def seal(self) -> FileFacts:
-        """Flush the file to the disk and return the size and digest of its content.
+    def seal(self) -> dict[str, Any]:
+        """Flush the file, and return the size and digest of its content as a manifest lists them.
+
+        XXH3 detects damage at a tenth of the cost of a copy.
 
         Raises:
             OSError: the file could not be written or flushed.
@@ -64,7 +60,7 @@ class HashingStream(io.RawIOBase):
         if self._error is not None:
             raise self._error
         os.fsync(self._file.fileno())
-        return FileFacts(self._size, self._digest.hexdigest())
+        return {"bytes": self._size, "xxh128": self._digest.hexdigest()}
 
     def release(self) -> None:
         """Close the file.
@@ -72,13 +68,6 @@ class HashingStream(io.RawIOBase):
         ``close`` leaves it open, because torch calls ``close`` before the file can be sealed.
         """
         self._file.close()
-
-    def _put(self, view: memoryview) -> None:
-        try:
-            while view:
-                view = view[self._file.write(view) :]
-        except Exception as error:
-            self._error = error
 
 
 class HashingFileSystem(FileSystem):
@@ -92,7 +81,7 @@ class HashingFileSystem(FileSystem):
     """
 
     def __init__(self, step: int) -> None:
-        self.facts: dict[str, FileFacts] = {}
+        self.facts: dict[str, dict[str, Any]] = {}
         self._step = step
 
     @contextmanager
@@ -117,6 +106,6 @@ class HashingFileSystem(FileSystem):
 
 def is_as_written(path: Path, facts: Mapping[str, Any]) -> bool:
     """Return True if a file has the digest in its manifest; format 2 lists SHA-256 digests."""
-    name, digest = ("xxh128", xxhash.xxh3_128) if "xxh128" in facts else ("sha256", hashlib.sha256)
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, digest).hexdigest() == facts[name]
+    if "xxh128" in facts:
+        return checksum(path) == facts["xxh128"]
+    return checksum(path, hashlib.sha256) == facts["sha256"]

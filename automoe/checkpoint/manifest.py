@@ -6,17 +6,17 @@ import errno
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from automoe import __version__
-from automoe.checkpoint.hashed_files import FileFacts, is_as_written
+from automoe.checkpoint.hashed_files import is_as_written
 from automoe.config.convert import config_to_dict
 from automoe.config.frozen import GOES_ON, describe, flat
-from automoe.config.schema import Config, ModelConfig
+from automoe.config.schema import Config
 from automoe.errors import CheckpointError
 from automoe.parallel.agreement import Ranks
 from automoe.storage.files import write_durably
@@ -24,37 +24,24 @@ from automoe.storage.files import write_durably
 MANIFEST = "manifest.json"
 FORMAT = 3
 _READ = (2, FORMAT)  # 2 has SHA-256 of files, which is still compared
-# Another key is of a newer version, which may mean by it that what it wrote has to be read in
+# Keys of this version. A newer version may use another key to say that its files are read in
 # another way.
-_KEYS = {
-    "format",
-    "step",
-    "counters",
-    "config",
-    "generators",
-    "val_loss",
-    "versions",
-    "files",
-    "sha256",
-    "base",
-}
-# What of a configuration, besides its model, says which tensors a checkpoint has.
+_KEYS = "format step counters config generators val_loss versions files sha256 base".split()
+# Configuration keys, besides those of the model, that determine which tensors a checkpoint has.
 _TENSORS = ("lora.rank", "lora.targets", "train.freeze", "train.trainable")
-# What says that a file is not there; any other error says that it cannot be read, which is no
-# damage.
+# Errors of a file that does not exist. Any other error means that it cannot be read now, which is
+# no damage.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 # Sections whose values change the numbers of a run without making it another model.
 _NUMBERS = ("train", "optim", "moe", "lora")
 
 
-def write_manifest(
-    step_dir: Path, content: Mapping[str, Any], files: Mapping[str, FileFacts]
-) -> None:
+def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[str, Any]) -> None:
     """Write and flush ``step_dir/manifest.json``: ``content``, the files, and a digest of both."""
     versions = {"automoe": __version__, "torch": str(torch.__version__)}
     manifest: dict[str, Any] = {"format": FORMAT, "versions": versions, **content}
-    manifest["files"] = {name: asdict(files[name]) for name in sorted(files)}
+    manifest["files"] = dict(sorted(files.items()))
     manifest["sha256"] = _digest(manifest)
     write_durably(step_dir / MANIFEST, json.dumps(manifest, indent=1))
 
@@ -78,9 +65,8 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
             raise _other_version(
                 step_dir, f"format {form}, and this version reads formats {_READ}", versions
             )
-        if manifest["sha256"] != _digest(
-            {key: manifest[key] for key in manifest if key != "sha256"}
-        ):
+        content = {key: manifest[key] for key in manifest if key != "sha256"}
+        if manifest["sha256"] != _digest(content):
             return {}, f"{MANIFEST} is not as it was written"
         if unknown := sorted(manifest.keys() - _KEYS):
             raise _other_version(
@@ -96,8 +82,9 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _other_version(step_dir: Path, what: str, versions: object) -> CheckpointError:
-    numbers = versions.items() if isinstance(versions, dict) else ()
-    wrote = f" ({', '.join(f'{name} {number}' for name, number in numbers)})" if numbers else ""
+    wrote = ""
+    if versions and isinstance(versions, dict):
+        wrote = f" ({', '.join(f'{name} {number}' for name, number in versions.items())})"
     return CheckpointError(
         f"{step_dir} was written by another version{wrote} than this one (automoe {__version__}, torch "
         f"{torch.__version__}): it has {what}. It is left as it is. Go on with the version that wrote it, name "
@@ -123,11 +110,9 @@ def file_damage(path: Path, facts: Mapping[str, Any], content: bool = True) -> s
     except OSError as error:
         if error.errno not in _GONE:
             raise
-        return (
-            f"{path.name} is missing"
-            if error.errno == errno.ENOENT
-            else f"{path.name}: {error.strerror}"
-        )
+        if error.errno == errno.ENOENT:
+            return f"{path.name} is missing"
+        return f"{path.name}: {error.strerror}"
     return None
 
 
@@ -160,9 +145,7 @@ def verify_step(
             f"{step_dir} cannot be read: {error.strerror}{file}. It is left as it is. See to the disk or its "
             "permissions, or move it out of the folder to go on from the step before"
         ) from None
-    return manifest, min(
-        (text for damaged in found for text in damaged if text is not None), default=None
-    )
+    return manifest, min(filter(None, chain.from_iterable(found)), default=None)
 
 
 def damage(step_dir: Path, content: bool = True) -> str | None:
@@ -178,18 +161,16 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
     Raises:
         CheckpointError: fields differ; the message lists them with both values.
     """
-    then = flat(asdict(ModelConfig()), "model.") | flat(saved["model"], "model.")
-    now = flat(config_to_dict(config)["model"], "model.")
-    # where weights came from does not shape the model
-    keys = sorted((then.keys() | now.keys()) - {"model.hf_path"})
-    then |= {
-        key: value
-        for key, value in (flat(config_to_dict(Config())) | flat(saved)).items()
-        if key in _TENSORS
-    }
-    now |= {key: value for key, value in flat(config_to_dict(config)).items() if key in _TENSORS}
-    keys += _TENSORS
-    changed = {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
+    then = _with_defaults(saved)
+    now = flat(config_to_dict(config))
+    # The source of the weights does not shape the model.
+    keys = [
+        key for key in sorted(then | now) if key.startswith("model.") and key != "model.hf_path"
+    ]
+    changed = {}
+    for key in (*keys, *_TENSORS):
+        if then.get(key) != now.get(key):
+            changed[key] = then.get(key), now.get(key)
     if changed:
         raise CheckpointError(
             f"{step_dir} holds another model: {describe(changed, most=len(changed))}. Set them back, choose a new "
@@ -218,7 +199,7 @@ def check_base(
 def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str], list[str]]:
     """Return the changed settings that affect a run's numbers: ``key=value`` lists, old and new."""
     now = flat(config_to_dict(config))
-    then = flat(config_to_dict(Config())) | flat(saved)
+    then = _with_defaults(saved)
     # one rounds differently, one averages
     quiet = set(GOES_ON) - {"train.compile", "optim.ema_decay"}
     keys = [
@@ -227,6 +208,11 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str
         if key.split(".")[0] in _NUMBERS and key not in quiet and then.get(key) != now[key]
     ]
     return [f"{key}={then.get(key)}" for key in keys], [f"{key}={now[key]}" for key in keys]
+
+
+def _with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved configuration by dotted key; a key that was added later has its default."""
+    return flat(config_to_dict(Config())) | flat(saved)
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

@@ -49,10 +49,16 @@ def newest_valid(
                 "or start over with checkpoint.resume=never, which sets the folder aside"
             )
         return None
-    if own:
+
+    def make_newest() -> list[str]:
         newer = steps[steps.index(name) + 1 :]
-        for warning in ranks.lead(lambda: _make_newest(folder, name, newer, promised), again=False):
-            warn(warning)
+        aside = {other: set_aside(folder / other, f"damaged-{other}") for other in newer}
+        if promised != name:
+            folders.point_to(folder, name)
+        return [f"{other} is set aside as {place}" for other, place in aside.items()]
+
+    for warning in ranks.lead(make_newest, again=False) if own else ():
+        warn(warning)
     return folder / name, manifest
 
 
@@ -76,13 +82,3 @@ def step_at(
             "to take its newest valid one"
         )
     return source, manifest
-
-
-def _make_newest(folder: Path, name: str, newer: list[str], promised: str | None) -> list[str]:
-    warnings = [
-        f"{other} is set aside as {set_aside(folder / other, f'damaged-{other}')}"
-        for other in newer
-    ]
-    if promised != name:
-        folders.point_to(folder, name)
-    return warnings

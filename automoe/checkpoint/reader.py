@@ -118,7 +118,8 @@ def _read_index(path: Path) -> Metadata:
         strange = [
             name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)
         ]
-        outside = [path for path in paths if not _is_name(path)]
+        # A name of a file in the step's directory is its own last part.
+        outside = [path for path in paths if path in ("", "..") or Path(path).name != path]
         if metadata.version is not None and _numbers(metadata.version) > _numbers(
             CURRENT_DCP_VERSION
         ):
@@ -131,11 +132,9 @@ def _read_index(path: Path) -> Metadata:
     except Exception as error:  # An invalid pickle can raise any exception.
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     if strange or outside:
-        problem = (
-            f"has entries that are no tensors: {strange[:3]}"
-            if strange
-            else f"names files {outside[:3]}"
-        )
+        problem = f"names files {outside[:3]}"
+        if strange:
+            problem = f"has entries that are no tensors: {strange[:3]}"
         raise CheckpointError(
             f"{path} {problem}. automoe writes no such checkpoint, and does not load it"
         )
@@ -158,7 +157,3 @@ class _Unpickler(pickle.Unpickler):
 
 def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".")]
-
-
-def _is_name(path: object) -> bool:
-    return isinstance(path, str) and Path(path).name == path and path not in ("", "..")

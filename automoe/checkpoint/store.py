@@ -16,6 +16,7 @@ import math
 import shutil
 import time
 import uuid
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from automoe.checkpoint import folder as folders
 from automoe.checkpoint.generators import of_this_rank, rng_state, set_rng_state
-from automoe.checkpoint.hashed_files import FileFacts, HashingFileSystem
+from automoe.checkpoint.hashed_files import HashingFileSystem
 from automoe.checkpoint.manifest import changed_settings, check_base, check_model, write_manifest
 from automoe.checkpoint.newest import newest_valid, step_at
 from automoe.checkpoint.planner import CachedPlanner
@@ -76,12 +77,10 @@ class CheckpointStore:
     """
 
     def __init__(self, config: Config, shape: MeshShape, run_dir: Path) -> None:
-        self.config, self.shape, self.run_dir, self.folder = (
-            config,
-            shape,
-            run_dir,
-            run_dir / folders.FOLDER,
-        )
+        self.config = config
+        self.shape = shape
+        self.run_dir = run_dir
+        self.folder = run_dir / folders.FOLDER
         self.ranks = Ranks(max(config.launch.timeout_s, _LEAST_TIMEOUT_S))
         self._plans = uuid.uuid4().hex
         self._stager: Any = None
@@ -119,7 +118,9 @@ class CheckpointStore:
             note, warn: take a line for the user.
             saved: takes the folder of every checkpoint that has been committed.
         """
-        self._note, self._warn_user, self._saved = note, warn, saved
+        self._note = note
+        self._warn_user = warn
+        self._saved = saved
         self._began = time.monotonic()
 
     def minutes_are_up(self) -> bool:
@@ -157,30 +158,26 @@ class CheckpointStore:
         last = stopping or state.step == self.config.train.steps
         with self._blocking(last):
             self._check_finite(state)
+            tensors = self._saved_tensors(state) | of_this_rank(rng_state())
+            content = self._content(state, val_loss)
             if not self.config.checkpoint.async_save or last:
-                tensors = self._saved_tensors(state) | of_this_rank(rng_state())
-                return self._committed(
-                    self._write(tensors, self._content(state, val_loss), state.step)
-                )
-            self._begin(state, val_loss)
+                return self._committed(self._write(tensors, content))
+            self._begin(tensors, content)
         return None
 
-    def _begin(self, state: TrainState, val_loss: float | None) -> None:
-        """Copy ``state`` to CPU memory, kept for later saves, and write it in the background."""
-        tensors = self._saved_tensors(state)
+    def _begin(self, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> None:
+        """Copy ``tensors`` to CPU memory, kept for later saves, and write in the background."""
         on_cuda = any(tensor.is_cuda for tensor in tensors.values())
         if self._stager is None:
             self._stager = _new_stager(pin_memory=on_cuda)
-        staged = self._stager.stage(tensors | of_this_rank(rng_state()), non_blocking=on_cuda)
+        staged = self._stager.stage(tensors, non_blocking=on_cuda)
         if on_cuda:
             torch.cuda.synchronize()  # until the copies are complete
         # A thread begins on the node's first GPU, and torch's writer waits for the GPU of its
         # thread: it would take memory there for a context of every rank.
         here = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_cuda else ()
         executor = ThreadPoolExecutor(1, "save", *here)
-        self._in_flight = executor.submit(
-            self._write, staged, self._content(state, val_loss), state.step
-        )
+        self._in_flight = executor.submit(self._write, staged, content)
         executor.shutdown(wait=False)
 
     def poll(self, wait: bool = False) -> Path | None:
@@ -208,7 +205,8 @@ class CheckpointStore:
                     dist.all_reduce(done, op=dist.ReduceOp.MIN)
                 if not done.item():
                     return None
-            over, self._in_flight = self._in_flight, None
+            over = self._in_flight
+            self._in_flight = None
             return self._committed(over.result())
         return None
 
@@ -227,7 +225,8 @@ class CheckpointStore:
         """
         if not self.config.checkpoint.saves:
             return {}
-        blocked, self._blocked_s = self._blocked_s, 0.0
+        blocked = self._blocked_s
+        self._blocked_s = 0.0
         return {
             "checkpoint_seconds": blocked,
             "checkpoint_share": blocked / max(blocked + step_seconds, 1e-9),
@@ -274,7 +273,8 @@ class CheckpointStore:
     @cached_property
     def base(self) -> str | None:
         """Return the identity of ``model.hf_path`` if weights are frozen, else None. Collective."""
-        config, model = self.config, self.config.model
+        config = self.config
+        model = config.model
         if model.hf_path is None or model.upcycle or not (config.lora.rank or config.train.freeze):
             return None
         return checkpoint_identity(model.hf_path, self.ranks)
@@ -285,35 +285,36 @@ class CheckpointStore:
             "step": state.step,
             "counters": state.counters(),
             "config": config_to_dict(self.config),
+            # The generators' states mean nothing on another mesh.
             "generators": {"mesh": self._mesh_sizes(), "names": sorted(rng_state())},
             "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         } | ({"base": self.base} if self.base else {})
 
     def _mesh_sizes(self) -> list[list[int]]:
-        """Return the mesh of the generators' states, which mean nothing on another mesh."""
         return [list(self.shape.sizes(view)) for view in ("default", "moe")]
 
-    def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], step: int) -> Path:
+    def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> Path:
         """Write the files, commit the step, replace ``LATEST`` and delete old steps.
 
         Each part is done on all ranks or on none.
         """
-        final, temporary = self.folder / f"step-{step}", self.folder / f".tmp-step-{step}"
+        step = content["step"]
+        final = self.folder / f"step-{step}"
+        temporary = self.folder / f".tmp-step-{step}"
+        checkpoint = self.config.checkpoint
         try:
             with phase("save", step):
                 if self.ranks.lead(final.exists):
                     return final
                 # All of it anew, by all ranks: a flush that failed says nothing when it is
                 # repeated.
-                retried(lambda: self._write_files(tensors, content, temporary, step))
+                retried(lambda: self._write_files(tensors, content, temporary))
                 with phase("commit", step):
                     self.ranks.lead(lambda: name_folder(temporary, final), again=False)
                 with phase("write_latest", step):
                     self.ranks.lead(lambda: folders.point_to(self.folder, final.name))
                 self._warn(
-                    self.ranks.lead(
-                        lambda: folders.retain(self.folder, final.name, self.config.checkpoint)
-                    )
+                    self.ranks.lead(lambda: folders.retain(self.folder, final.name, checkpoint))
                 )
         except OSError as error:
             newest = self.ranks.lead(lambda: folders.give_up(temporary, self.folder))
@@ -321,31 +322,22 @@ class CheckpointStore:
         return final
 
     def _write_files(
-        self, tensors: dict[str, torch.Tensor], content: dict[str, Any], target: Path, step: int
+        self, tensors: dict[str, torch.Tensor], content: dict[str, Any], target: Path
     ) -> None:
         """Write and flush a whole step in a new folder ``target``, which is not committed yet."""
-        files = self._write_tensors(tensors, target, step)
-
-        def finish() -> None:
-            write_manifest(target, content, files)
-            flush(target)
-
-        with phase("write_manifest", step):
-            self.ranks.lead(finish, again=False)
-
-    def _write_tensors(
-        self, tensors: dict[str, torch.Tensor], target: Path, step: int
-    ) -> dict[str, FileFacts]:
-        """Write and flush all ranks' files to a new folder; return all facts on every rank."""
 
         def prepare() -> None:
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
 
+        def finish() -> None:
+            write_manifest(target, content, ChainMap(*facts))
+            flush(target)
+
         self.ranks.lead(prepare, again=False)
-        # flushed and hashed by our file system
+        # This file system flushes and hashes the files of the rank.
         writer = dcp.FileSystemWriter(target, sync_files=False)
-        writer.fs = files = HashingFileSystem(step)
+        writer.fs = files = HashingFileSystem(content["step"])
         try:
             dcp.save(
                 tensors,
@@ -356,10 +348,9 @@ class CheckpointStore:
         except CheckpointException as error:
             forget_cached_plans(self._plans)  # some ranks may have kept what others have not
             raise dcp_error(error) from None
-        facts: dict[str, FileFacts] = {}
-        for written in self.ranks.all(lambda: files.facts):
-            facts |= written
-        return facts
+        facts = self.ranks.all(lambda: files.facts)
+        with phase("write_manifest", content["step"]):
+            self.ranks.lead(finish, again=False)
 
     # ---------------------------------------------------------------- resuming
 
@@ -380,8 +371,29 @@ class CheckpointStore:
                 differ), no checkpoint verifies, or they cannot be read.
             DataError: the data changed since the checkpoint.
         """
+        resume = self.config.checkpoint.resume
         with self._readable():
-            return self._load_latest(state)
+            if resume == "never":
+                self.ranks.lead(self._start_over, again=False)
+                return None
+            self.ranks.lead(lambda: folders.clean(self.folder))
+            found = newest_valid(self.folder, self.ranks, self._warn, own=True)
+            own = found is not None
+            if resume != "auto":
+                source = Path(resume).expanduser()
+                if found is None:
+                    found = step_at(source, self.run_dir, self.ranks, self._warn)
+                elif self.run_dir.resolve() != source.resolve():
+                    self._warn(
+                        f"{self.run_dir} has checkpoints of its own and goes on from {found[0].name}; "
+                        f"checkpoint.resume={resume} is where a run without any starts"
+                    )
+            if found is None:
+                return None
+            step_dir, manifest = found
+            with phase("load", manifest["step"]):
+                self._load(state, step_dir, manifest)
+            return Resumed(state.step, own)
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -391,29 +403,6 @@ class CheckpointStore:
         except OSError as error:
             reason = f"{error.strerror}. What is there is left as it is. See to the disk, or to its permissions"
             raise CheckpointError(f"{self.folder} cannot be used: {reason}") from None
-
-    def _load_latest(self, state: TrainState) -> Resumed | None:
-        resume = self.config.checkpoint.resume
-        if resume == "never":
-            self.ranks.lead(self._start_over, again=False)
-            return None
-        self.ranks.lead(lambda: folders.clean(self.folder))
-        found, own = newest_valid(self.folder, self.ranks, self._warn, own=True), True
-        if resume != "auto":
-            source = Path(resume).expanduser()
-            if found is None:
-                found, own = step_at(source, self.run_dir, self.ranks, self._warn), False
-            elif self.run_dir.resolve() != source.resolve():
-                self._warn(
-                    f"{self.run_dir} has checkpoints of its own and goes on from {found[0].name}; "
-                    f"checkpoint.resume={resume} is where a run without any starts"
-                )
-        if found is None:
-            return None
-        step_dir, manifest = found
-        with phase("load", manifest["step"]):
-            self._load(state, step_dir, manifest)
-        return Resumed(state.step, own)
 
     def fall_back(self, state: TrainState, resumed: Resumed) -> Resumed | None:
         """Set aside the step that ``state`` was ``resumed`` from and load the step before it.
@@ -451,16 +440,16 @@ class CheckpointStore:
                 f"{step_dir} was trained with {', '.join(then)}; it goes on with {', '.join(now)}"
             )
         state.load_counters(manifest["counters"])  # First, because it raises if the data changed.
-        saved, here = manifest["generators"], rng_state()
-        names = saved["names"] if saved["mesh"] == self._mesh_sizes() else []
-        generators = {name: here[name] for name in names if name in here}
+        saved = manifest["generators"]
+        generators = {}
+        if saved["mesh"] == self._mesh_sizes():
+            here = rng_state()
+            generators = {name: here[name] for name in saved["names"] if name in here}
         reader = StepReader(step_dir)
         absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
-        tensors = {
-            name: tensor
-            for name, tensor in self._saved_tensors(state).items()
-            if name not in absent
-        }
+        tensors = self._saved_tensors(state)
+        for name in absent & tensors.keys():
+            del tensors[name]
         reader.load(tensors | of_this_rank(generators), process_group=self.ranks.group)
         if state.begin_averages(absent):
             self._warn(

@@ -50,15 +50,11 @@ class TrainState:
         """
         tensors: dict[str, torch.Tensor] = {}
         for part in self.model_parts.values():
-            fixed = (
-                set()
-                if frozen
-                else {name for name, p in part.named_parameters() if not p.requires_grad}
-            )
             for name, tensor in part.state_dict().items():
-                if name not in fixed:
-                    tensors[f"model.{name}"] = tensor
+                tensors[f"model.{name}"] = tensor
             for name, parameter in part.named_parameters():
+                if not (frozen or parameter.requires_grad):
+                    tensors.pop(f"model.{name}", None)
                 for key, tensor in self.optimizer.state.get(parameter, {}).items():
                     tensors[f"optimizer.{key}.{name}"] = tensor
         return tensors
@@ -68,17 +64,15 @@ class TrainState:
 
         The method reads each tensor once, on its own device.
         """
-        shards = {name: local_shard(tensor.detach()) for name, tensor in self.tensors().items()}
-        # Neither sums, which may overflow, nor a mask as large as the tensor; codes of 8 bits are
-        # made anew.
-        shards = {
-            n: t
-            for n, t in shards.items()
-            if t.is_floating_point() and t.element_size() > 1 and t.numel()
-        }
-        return [
-            name for name, t in shards.items() if not torch.stack(torch.aminmax(t)).isfinite().all()
-        ]
+        found = []
+        for name, tensor in self.tensors().items():
+            shard = local_shard(tensor.detach())
+            # Codes of 8 bits are left out: they are computed anew from the weights.
+            if shard.is_floating_point() and shard.element_size() > 1 and shard.numel():
+                # A sum may overflow, and a mask would be as large as the tensor.
+                if not torch.stack(torch.aminmax(shard)).isfinite().all():
+                    found.append(name)
+        return found
 
     def optional(self) -> set[str]:
         """Return names that a checkpoint may lack: modules' ``optional_state`` and averages."""
@@ -126,7 +120,7 @@ class TrainState:
         """
         assert self.loader is not None
         self.loader.load_state_dict(counters["loader"])
-        self.step, self.tokens, self.skipped = (
-            counters[key] for key in ("step", "tokens", "skipped")
-        )
+        self.step = counters["step"]
+        self.tokens = counters["tokens"]
+        self.skipped = counters["skipped"]
         self.recent_losses = list(counters.get("recent_losses", []))  # checkpoints of 0.1 lack it

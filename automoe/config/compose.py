@@ -94,12 +94,9 @@ def parse_arguments(argv: list[str], others: Iterable[str] = ()) -> Arguments:
             setattr(args, _VALUES[word], inline or rest.pop(0))
         else:
             known = [option for option in [*_VALUES, *_FLAGS, *others] if option.startswith("--")]
-            close = nearest(word, known) or known
+            close = " or ".join(nearest(word, known) or known)
             raise ConfigError(
-                word,
-                inline,
-                "unknown option",
-                f"Did you mean {' or '.join(close)}? Overrides are key=value",
+                word, inline, "unknown option", f"Did you mean {close}? Overrides are key=value"
             )
     args.config_name = args.config_name.removesuffix(".yaml")
     return args
@@ -150,16 +147,16 @@ def composed_container(
     from yaml import YAMLError
 
     register_base()
-    shipped = shipped_folder("conf")
-    folder = None if config_dir is None else Path(config_dir).absolute()
+    folders = [shipped_folder("conf")]
+    if config_dir is not None:
+        folders.append(Path(config_dir).absolute())
     # Hydra looks for primaries only in its main directory, for groups on the whole search path.
-    main = folder if folder is not None and (folder / f"{config_name}.yaml").is_file() else shipped
-    other = shipped if main is folder else folder
-    search = [] if other is None else [f"hydra.searchpath=['file://{other}']"]
+    folders.sort(key=lambda folder: not (folder / f"{config_name}.yaml").is_file())
+    main, *others = folders
+    search = [f"hydra.searchpath=['file://{other}']" for other in others]
     try:
         with initialize_config_dir(config_dir=str(main), version_base="1.3"):
-            composed = compose(config_name=config_name, overrides=overrides + search)
-            raw = resolved_container(composed)
+            raw = resolved_container(compose(config_name, overrides + search))
             if "recipe" in map(key_of, overrides) and isinstance(raw["recipe"], str):
                 raw["recipe"] = named_recipe(raw["recipe"])
             return raw
@@ -167,11 +164,14 @@ def composed_container(
         reason = " ".join(str(error).split())
         for text in overrides:
             key, _, value = text.lstrip("+").partition("=")
-            if text.startswith("+") and (
-                f"values for {key}." in reason or f"already at '{key}'" in reason
-            ):
-                rule = "+ adds what is not there yet, and this configuration has it"
-                raise ConfigError(f"+{key}", value, rule, f"Write {key}={value}") from None
+            known = f"values for {key}." in reason or f"already at '{key}'" in reason
+            if known and text.startswith("+"):
+                raise ConfigError(
+                    f"+{key}",
+                    value,
+                    "+ adds what is not there yet, and this configuration has it",
+                    f"Write {key}={value}",
+                ) from None
         raise ConfigError(
             "--config-name",
             config_name,
@@ -272,16 +272,6 @@ def check_primary(config_name: str, config_dir: str | None = None) -> None:
     )
 
 
-def _check_hydra() -> None:
-    """Raise ``BackendError`` if Hydra or OmegaConf is not installed."""
-    missing = [name for name in ("hydra", "omegaconf") if find_spec(name) is None]
-    if missing:
-        raise BackendError(
-            f"configurations are composed by Hydra, and {sys.executable} has no {' and no '.join(missing)}. "
-            "Install automoe with what it needs (make setup), or pip install 'hydra-core<1.4' omegaconf"
-        )
-
-
 def check_overrides(
     overrides: list[str], config_dir: str | None = None, sweep: bool = False
 ) -> None:
@@ -293,7 +283,11 @@ def check_overrides(
         ConfigError: a malformed override, an unknown key or option.
         BackendError: Hydra is not installed.
     """
-    _check_hydra()
+    if missing := [name for name in ("hydra", "omegaconf") if find_spec(name) is None]:
+        raise BackendError(
+            f"configurations are composed by Hydra, and {sys.executable} has no {' and no '.join(missing)}. "
+            "Install automoe with what it needs (make setup), or pip install 'hydra-core<1.4' omegaconf"
+        )
     from hydra.errors import HydraException
 
     groups = list_groups(config_dir)
@@ -301,44 +295,36 @@ def check_overrides(
         try:
             parsed = _parse_override(text)
         except HydraException as error:
-            reason = str(error).strip().splitlines()[0]
             raise ConfigError(
                 "override",
                 text,
-                f"not of the form key=value: {reason}",
+                f"not of the form key=value: {str(error).strip().splitlines()[0]}",
                 "Write key=value; quote as 'key=\"a b\"'",
             ) from None
         key = parsed.key_or_group
         value = text.partition("=")[2]
-        if key.startswith(("hydra.", "hydra/")):
-            if sweep:
-                continue
-            raise ConfigError(
-                key,
-                value,
-                "Hydra's own settings act in a sweep alone (-m)",
-                "For the directory of a run set run_dir=",
-            )
-        if key == PARALLEL:
-            raise ConfigError(
-                key, value, "jobs that run side by side are a sweep's", "Add -m and what is swept"
-            )
-        if parsed.is_sweep_override() and not sweep:
-            raise ConfigError(
-                key,
-                value,
-                "several values are a sweep, one run per value",
-                "Add -m, or give one value",
-            )
-        if parsed.is_delete():
-            raise ConfigError(
-                key, value, "a key cannot be deleted: the schema is fixed", f"Set {key} to a value"
-            )
+        hydras = key.startswith(("hydra.", "hydra/"))
+        if hydras and sweep:
+            continue
+        several = parsed.is_sweep_override()
+        for broken, rule, remedy in (
+            (hydras, "Hydra's own settings act in a sweep alone (-m)", "For the directory of a run set run_dir="),
+            (key == PARALLEL, "jobs that run side by side are a sweep's", "Add -m and what is swept"),
+            (several and not sweep, "several values are a sweep, one run per value", "Add -m, or give one value"),
+            (parsed.is_delete(), "a key cannot be deleted: the schema is fixed", f"Set {key} to a value"),
+        ):  # fmt: skip
+            if broken:
+                raise ConfigError(key, value, rule, remedy)
         if key not in groups:
             check_key(key, value)
-        elif not parsed.is_sweep_override() and not isinstance(parsed.value(), dict):
-            rule = f"no such option in the group {key}"
-            _check_listed(key, str(parsed.value()), list_options(key, config_dir), rule, f"{key}=")
+        elif not several and not isinstance(parsed.value(), dict):
+            _check_listed(
+                key,
+                str(parsed.value()),
+                list_options(key, config_dir),
+                f"no such option in the group {key}",
+                f"{key}=",
+            )
 
 
 def _check_listed(key: str, name: str, listed: list[str], rule: str, prefix: str = "") -> None:
@@ -377,9 +363,9 @@ def check_swept_values(config_name: str, overrides: list[str], config_dir: str |
     check_overrides(texts, config_dir, sweep=True)
     values = [_single_values(text, config_dir) for text in texts]
     first = [choices[0] for choices in values]
-    jobs = [first] + [
-        [*first[:i], value, *first[i + 1 :]] for i, some in enumerate(values) for value in some[1:]
-    ]
+    jobs = [first]
+    for i, choices in enumerate(values):
+        jobs += [[*first[:i], value, *first[i + 1 :]] for value in choices[1:]]
     for job in jobs:
         config = compose_config(config_name, job, config_dir)
         check_rows(config, number_rows(config))
@@ -403,15 +389,15 @@ def _single_values(text: str, config_dir: str | None) -> list[str]:
     if parsed.is_interval_sweep():
         values = [swept.start, swept.end]
     elif parsed.is_range_sweep():
-        values = list(swept.range())[:: max(1, len(list(swept.range())) - 1)]
+        values = list(swept.range())
+        values = values[:: max(1, len(values) - 1)]
     elif hasattr(swept, "filter"):  # glob
         values = swept.filter(list_options(parsed.key_or_group, config_dir))
     else:
         values = list(parsed.sweep_string_iterator())
     if not values:
-        raise ConfigError(
-            parsed.key_or_group, text.partition("=")[2], "names no value", "Give at least one"
-        )
+        _, _, value = text.partition("=")
+        raise ConfigError(parsed.key_or_group, value, "names no value", "Give at least one")
     return [f"{parsed.get_key_element()}={value}" for value in values]
 
 
@@ -447,10 +433,11 @@ def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
     """Return sorted (key, value) pairs; a key is cut to its last word if that stays unique."""
     # As in Hydra, the last override of a key counts.
     typed = {key_of(text): text.partition("=")[2] for text in overrides}
-    pairs = dict(sorted(typed.items()))
-    short = {key: key.rpartition(".")[2] for key in pairs}
-    count = Counter(short.values())
-    return [(short[key] if count[short[key]] == 1 else key, value) for key, value in pairs.items()]
+    last = {key: key.rpartition(".")[2] for key in typed}
+    count = Counter(last.values())
+    return [
+        (last[key] if count[last[key]] == 1 else key, value) for key, value in sorted(typed.items())
+    ]
 
 
 def key_of(override: str) -> str:

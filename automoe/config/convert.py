@@ -10,8 +10,10 @@ import difflib
 import re
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import cache
+from itertools import cycle
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from automoe.config.plugins import registered_names
@@ -43,18 +45,21 @@ def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
 def _make_args(config: Config) -> Any:
     """Convert ``config.recipe_args`` to the dataclass ``Args`` of the recipe."""
     cls = args_class(config.recipe)
-    raw = config.recipe_args
-    if cls is not None:
-        return _to_dataclass(cls, raw, f"{SECTION}.")
-    if raw == {}:
-        return raw
     key = SECTION
-    value = raw
-    if isinstance(raw, dict):
-        name, value = next(iter(raw.items()))
+    value = config.recipe_args
+    if cls is not None:
+        return _to_dataclass(cls, value, f"{SECTION}.")
+    if value == {}:
+        return value
+    if isinstance(value, dict):
+        name, value = next(iter(value.items()))
         key = f"{SECTION}.{name}"
-    rule = f"unknown key: the recipe {config.recipe} declares no {CLASS}"
-    raise ConfigError(key, value, rule, "Leave it out, or name the recipe that has it: recipe=NAME")
+    raise ConfigError(
+        key,
+        value,
+        f"unknown key: the recipe {config.recipe} declares no {CLASS}",
+        "Leave it out, or name the recipe that has it: recipe=NAME",
+    )
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -104,9 +109,8 @@ def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
         return [from_environment(value, environment) for value in raw]
     if not isinstance(raw, str) or not named_variables(raw):
         return raw
-    return FromEnvironment(
-        _VARIABLE.sub(lambda found: environment.get(found[1], found[0]), raw), raw
-    )
+    text = _VARIABLE.sub(lambda found: environment.get(found[1], found[0]), raw)
+    return FromEnvironment(text, raw)
 
 
 def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
@@ -125,17 +129,18 @@ def check_key(key: str, value: object) -> None:
     if parts[0] == SECTION:
         # The recipe declares these keys, and the primary may name it: config_from_dict checks.
         return
-    for depth, part in enumerate(parts):
+    parent = ""
+    for part in parts:
         if not is_section(cls):
-            parent = ".".join(parts[:depth])
             raise ConfigError(
                 key,
                 value,
                 f"{parent} is a single value, without keys of its own",
                 f"Set {parent}=...",
             )
+        parent = f"{parent}.{part}".lstrip(".")
         if part not in field_types(cls):
-            raise _unknown_key(".".join(parts[: depth + 1]), value, cls)
+            raise _unknown_key(parent, value, cls)
         cls = field_types(cls)[part]
 
 
@@ -151,14 +156,14 @@ def typed(key: str, value: object) -> Any:
     return _convert(hint, value, key)
 
 
-def nearest(word: str, choices: list[str], count: int = 1) -> list[str]:
-    """Return the choices most like ``word``, best first; an empty list if none is close."""
-    return difflib.get_close_matches(word, choices, n=count, cutoff=0.6)
-
-
 def is_section(hint: object) -> bool:
-    """True if a field of this type holds a section with keys of its own."""
+    """Return True if a field of this type holds a section with keys of its own."""
     return is_dataclass(hint)
+
+
+def nearest(word: str, choices: list[str]) -> list[str]:
+    """Return a list of the choice most like ``word``; an empty list if none is close."""
+    return difflib.get_close_matches(word, choices, 1)
 
 
 @cache
@@ -171,11 +176,10 @@ def field_types(cls: type) -> dict[str, Any]:
 def _unknown_key(key: str, value: object, cls: type) -> ConfigError:
     parent, _, name = key.rpartition(".")
     siblings = list(field_types(cls))
-    close = [f"{parent}.{n}" if parent else n for n in nearest(name, siblings)]
+    close = [f"{parent}.{sibling}".lstrip(".") for sibling in nearest(name, siblings)]
     if not close:  # the right name under the wrong parent: train.lr for optim.lr
-        close = [k for k in leaf_keys() if k.rpartition(".")[2] == name] or nearest(
-            key, list(leaf_keys())
-        )
+        keys = list(leaf_keys())
+        close = [k for k in keys if k.rpartition(".")[2] == name] or nearest(key, keys)
     where = f"{parent} has" if parent else "the configuration has"
     remedy = f"Did you mean {' or '.join(close)}?" if close else f"Keys here: {', '.join(siblings)}"
     return ConfigError(key, value, f"unknown key: {where} no {name!r}", remedy)
@@ -197,9 +201,7 @@ def _to_dataclass(cls: type, raw: object, prefix: str) -> Any:
         if default is MISSING and name not in raw:
             key = f"{prefix}{name}"
             raise ConfigError(key, "", "needs a value: it has no default", f"Set {key}=")
-    return cls(
-        **{name: _convert(hints[name], value, f"{prefix}{name}") for name, value in raw.items()}
-    )
+    return cls(**{key: _convert(hints[key], one, f"{prefix}{key}") for key, one in raw.items()})
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
@@ -210,44 +212,34 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     origin = get_origin(hint)
     args = get_args(hint)
     if origin in (Union, types.UnionType):  # `X | None`, or a list or one value in its place
-        return _convert_union(args, value, key)
+        choices = [choice for choice in args if choice is not type(None)]
+        if value is None and len(choices) < len(args):
+            return None
+        for choice in choices:
+            if len(choices) == 1 or _has_type(value, get_origin(choice) or choice):
+                return _convert(choice, value, key)
+        raise _wrong_type(key, value, " or ".join(map(type_name, choices)))
     if origin is Literal:
         return _choice(args, value, key)
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise _wrong_type(key, value, type_name(hint))
+    if origin is dict and isinstance(value, dict):
         return {
             _convert(args[0], k, key): _convert(args[1], v, f"{key}.{k}") for k, v in value.items()
         }
     if origin in (list, tuple):
-        return _convert_items(origin, args, value, key)
-    if hint is float:
-        return _float(value, key)
+        expected = f"a list of {type_name(args[0])}"
+        if origin is tuple:
+            expected = f"a list of {len(args)} values ({', '.join(map(type_name, args))})"
+        if not _has_type(value, list) or (origin is tuple and len(value) != len(args)):
+            raise _wrong_type(key, value, expected)
+        # A list has one type for all its items, a tuple has a type for each.
+        items = zip(cycle(args), value, strict=False)
+        return origin(_convert(kind, item, f"{key}[{i}]") for i, (kind, item) in enumerate(items))
+    if hint is float and not isinstance(value, bool):
+        with suppress(TypeError, ValueError):
+            return float(value)
     if not _has_type(value, hint):
         raise _wrong_type(key, value, type_name(hint))
     return value
-
-
-def _convert_union(choices: tuple[Any, ...], value: Any, key: str) -> Any:
-    if value is None and type(None) in choices:
-        return None
-    choices = tuple(choice for choice in choices if choice is not type(None))
-    for hint in choices:
-        if len(choices) == 1 or _has_type(value, get_origin(hint) or hint):
-            return _convert(hint, value, key)
-    raise _wrong_type(key, value, " or ".join(map(type_name, choices)))
-
-
-def _convert_items(origin: type, args: tuple[Any, ...], value: Any, key: str) -> Any:
-    """Convert a list of any length, or a tuple that has a type for each item."""
-    expected = f"a list of {type_name(args[0])}"
-    if origin is tuple:
-        expected = f"a list of {len(args)} values ({', '.join(map(type_name, args))})"
-    if not _has_type(value, list) or (origin is tuple and len(value) != len(args)):
-        raise _wrong_type(key, value, expected)
-    hints = args if origin is tuple else args * len(value)
-    items = zip(hints, value, strict=True)
-    return origin(_convert(hint, item, f"{key}[{i}]") for i, (hint, item) in enumerate(items))
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -260,15 +252,6 @@ def _has_type(value: Any, hint: Any) -> bool:
     return type(value) is hint or (hint is str and isinstance(value, FromEnvironment))
 
 
-def _float(value: Any, key: str) -> float:
-    try:
-        if not isinstance(value, bool):
-            return float(value)
-    except (TypeError, ValueError):
-        pass
-    raise _wrong_type(key, value, "a number") from None
-
-
 def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
     choices += registered_names(key)
     value = str(value) if isinstance(value, FromEnvironment) else value
@@ -276,9 +259,9 @@ def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
         return "off"
     if value in choices and type(value) in {type(c) for c in choices}:
         return value
-    lowered = {str(c).lower(): str(c) for c in choices}
-    close = difflib.get_close_matches(str(value).lower(), list(lowered), n=1, cutoff=0.3)
-    match = lowered[close[0]] if close else str(choices[0])
+    lowered = {str(choice).lower(): choice for choice in choices}
+    close = difflib.get_close_matches(str(value).lower(), lowered, n=1, cutoff=0.3)
+    match = lowered[close[0]] if close else choices[0]
     raise ConfigError(
         key,
         value,
@@ -290,7 +273,7 @@ def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
 def type_name(hint: Any) -> str:
     """Return the name of a type for error messages, e.g. ``a whole number`` for ``int``."""
     if get_origin(hint) is list:
-        named = {int: "a list of whole numbers", str: "a list of text"}
+        named = {int: "a list of whole numbers", float: "a list of numbers", str: "a list of text"}
         return named.get(get_args(hint)[0], "a list of mappings {key: value}")
     if get_origin(hint) is dict:
         return "a mapping {name: value}"

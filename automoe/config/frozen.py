@@ -110,9 +110,11 @@ def parse_config(
     if plugins:
         load_plugins(named)
     elif missing := [name for name in named if name not in loaded_plugins()]:
-        rule = f"the run was trained with plugins, and {CONFIG_FILE} is no reason to import code"
         raise ConfigError(
-            "plugins", missing, rule, f"If you trust them, add --plugins {','.join(missing)}"
+            "plugins",
+            missing,
+            f"the run was trained with plugins, and {CONFIG_FILE} is no reason to import code",
+            f"If you trust them, add --plugins {','.join(missing)}",
         )
     return config_from_dict(raw, trusted=plugins)
 
@@ -164,15 +166,12 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
 def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested sections into one mapping with dotted keys; tuples become lists."""
     values: dict[str, Any] = {}
-    for key, value in fields.items():
-        if (
-            isinstance(value, Mapping)
-            and f"{prefix}{key}" not in VALUE_KEYS
-            and prefix != f"{SECTION}."
-        ):
-            values |= flat(value, f"{prefix}{key}.")
+    for name, value in fields.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in VALUE_KEYS and prefix != f"{SECTION}.":
+            values |= flat(value, f"{key}.")
         else:
-            values[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+            values[key] = list(value) if isinstance(value, tuple) else value
     return values
 
 
@@ -187,20 +186,23 @@ def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, An
     Returns:
         Dotted key -> (value then, value now), without the keys that are free to change.
     """
-    own = {
-        name: None if value is MISSING else value
-        for name, value in default_args(now.recipe_args).items()
-    }
+    own = default_args(now.recipe_args)
+    own = {name: None if value is MISSING else value for name, value in own.items()}
     default = flat(config_to_dict(Config(recipe_args=own)))
-    old, new = (default | flat(config) for config in (then, config_to_dict(now)))
+    old = default | flat(then)
+    new = default | flat(config_to_dict(now))
     for values in (old, new):
         # Neither "auto" nor "never" takes weights from elsewhere, as a path does.
         if values["checkpoint.resume"] == "never":
             values["checkpoint.resume"] = "auto"
     # The recipe may have removed or renamed a key since.
     own_keys = (key for key in old | new if key.startswith(f"{SECTION}."))
-    pairs = {key: (old.get(key, ABSENT), new.get(key, ABSENT)) for key in (*leaf_keys(), *own_keys)}
-    return {key: both for key, both in pairs.items() if both[0] != both[1] and not is_free(key)}
+    changed = {}
+    for key in (*leaf_keys(), *own_keys):
+        both = old.get(key, ABSENT), new.get(key, ABSENT)
+        if both[0] != both[1] and not is_free(key):
+            changed[key] = both
+    return changed
 
 
 def is_free(key: str) -> bool:
@@ -216,5 +218,7 @@ def goes_on(key: str, then: Any, now: Any) -> bool:
 
 def describe(changed: Mapping[str, tuple[Any, Any]], most: int = 6) -> str:
     """Return ``optim.lr was 0.003, is 0.001; ...`` for ``most`` changes, and count the rest."""
-    said = [f"{key} was {then}, is {now}" for key, (then, now) in list(changed.items())[:most]]
-    return "; ".join(said + ([f"and {len(changed) - most} more"] if len(changed) > most else []))
+    said = [f"{key} was {then}, is {now}" for key, (then, now) in changed.items()]
+    if len(said) > most:
+        said[most:] = [f"and {len(said) - most} more"]
+    return "; ".join(said)

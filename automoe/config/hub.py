@@ -79,13 +79,22 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
     found = _ID.fullmatch(spec)
     if found is None or Path(spec).expanduser().exists():
         return spec
+    from huggingface_hub import HfApi
+
     name, revision, commit = found.groups()
     if not (revision or commit):
         if Path(name.partition("/")[0]).is_dir():
             return spec
         if (before := id_and_commit(kept)) is not None and before[0] == name:
             commit = before[1]
-            _say_if_moved(key, name, commit)
+            with contextlib.suppress(Exception):  # the Hub may be out of reach
+                newest = HfApi().model_info(name, timeout=10).sha
+                if newest and newest != commit:
+                    print(
+                        f"note: {key}={name} is at commit {newest[:12]} now; this run stays with {commit[:12]}. For "
+                        f"the newer write {key}={name}@{newest}, or start over with checkpoint.resume=never",
+                        file=sys.stderr,
+                    )
     folder = download(key, name, commit or revision or "main", _SMALL)
     if not (
         commit or (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file()
@@ -150,20 +159,6 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
         file=sys.stderr,
     )
     download(key, *found, missing)
-
-
-def _say_if_moved(key: str, name: str, commit: str) -> None:
-    """Print a note if the Hub has a newer commit; do nothing if the Hub cannot be reached."""
-    from huggingface_hub import HfApi
-
-    with contextlib.suppress(Exception):
-        newest = HfApi().model_info(name, timeout=10).sha
-        if newest and newest != commit:
-            print(
-                f"note: {key}={name} is at commit {newest[:12]} now; this run stays with {commit[:12]}. For the newer "
-                f"write {key}={name}@{newest}, or start over with checkpoint.resume=never",
-                file=sys.stderr,
-            )
 
 
 def _refused(key: str, spec: str, error: Exception | str) -> ConfigError:

@@ -7,7 +7,7 @@ Plans, launchers and error messages need the shape of both meshes before any pro
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from math import prod
 
@@ -259,6 +259,13 @@ def split_layers(
     return [range(end - size, end) for end, size in zip(ends, layers_per_stage, strict=True)]
 
 
+def stage_layers(config: Config, mesh: MeshShape) -> list[range]:
+    """Return the layers of every pipeline stage of ``config`` on ``mesh`` (``split_layers``)."""
+    parallel = config.parallel
+    num_stages = mesh.pp * parallel.stages_per_rank
+    return split_layers(config.model.num_layers, num_stages, parallel.layers_per_stage)
+
+
 def stage_of_rank(pp: int, stages_per_rank: int) -> list[list[int]]:
     """Return the stages of every pp rank: stage i is on rank ``i % pp`` in every schedule."""
     return [[rank + pp * turn for turn in range(stages_per_rank)] for rank in range(pp)]
@@ -300,35 +307,24 @@ def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
             "a preset is scaled to the number of ranks",
             "Set launch.num_ranks",
         )
-    sizes = _sizes(mesh.preset, num_ranks)
-    own = {
-        axis: size
-        for axis, size in asdict(mesh).items()
-        if axis != "preset" and size != getattr(MeshConfig, axis)
-    }
-    return MeshConfig(**(sizes | own))
-
-
-def _sizes(preset: str, num_ranks: int) -> dict[str, int]:
     sizes = dict.fromkeys(("pp", "dp", "cp", "tp"), 1)
     rest = num_ranks
-    for axis in _ATTENTION_GROWTH[preset]:
+    for axis in _ATTENTION_GROWTH[mesh.preset]:
         if rest % 2:
             break
         sizes[axis] *= 2
         rest //= 2
     data = sizes.pop("dp") * rest
-    attention = data * sizes["cp"] * sizes["tp"]
-    if preset == "fsdp":
-        ep = etp = 1
-    elif preset in ("tp_ep_dp", "coupled_5d"):
+    etp = ep = 1
+    if mesh.preset in ("tp_ep_dp", "coupled_5d"):
         # Coupled: experts keep the tp of attention, and ep uses data-parallel ranks only.
         etp = sizes["tp"]
         ep = largest_divisor(data, MAX_EP)
-    else:
-        etp = 1
-        ep = largest_divisor(attention, MAX_EP)
-    return sizes | {"ep": ep, "etp": etp}
+    elif mesh.preset != "fsdp":
+        ep = largest_divisor(data * sizes["cp"] * sizes["tp"], MAX_EP)
+    sizes |= {"ep": ep, "etp": etp}
+    derived = {a: size for a, size in sizes.items() if getattr(mesh, a) == getattr(MeshConfig, a)}
+    return replace(mesh, preset="", **derived)
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -115,9 +115,11 @@ def load_plugins(names: object) -> None:
             with working_directory_last():
                 load_file(name) if name.endswith(".py") else importlib.import_module(name)
         except ImportError as error:
-            rule = f"cannot be imported: {error}"
             raise ConfigError(
-                "plugins", name, rule, "Install it, or start where it lies"
+                "plugins",
+                name,
+                f"cannot be imported: {error}",
+                "Install it, or start where it lies",
             ) from error
         _loaded.add(name)
 

@@ -34,14 +34,18 @@ class DPOArgs:
                 "recipe_args.beta", self.beta, "must be larger than 0", "Set recipe_args.beta=0.1"
             )
         if not config.data.is_preference:
-            rule = f"recipe={config.recipe} compares two answers"
             raise ConfigError(
-                "data.kind", config.data.kind, rule, "Set data=preference data.path=FILE"
+                "data.kind",
+                config.data.kind,
+                f"recipe={config.recipe} compares two answers",
+                "Set data=preference data.path=FILE",
             )
         if config.train.loss != "cross_entropy":
-            rule = f"recipe={config.recipe} has a loss of its own"
             raise ConfigError(
-                "train.loss", config.train.loss, rule, "Leave it out, and set recipe_args.loss"
+                "train.loss",
+                config.train.loss,
+                f"recipe={config.recipe} has a loss of its own",
+                "Leave it out, and set recipe_args.loss",
             )
 
 
@@ -64,8 +68,12 @@ def args_class(recipe: str) -> type | None:
             return None  # the recipe, and with it torch, is not imported
         cls: type | None = getattr(import_recipe(own), CLASS, None)
     except Exception as error:  # whatever a user's own statements raise
-        rule = f"{CLASS} of {own} cannot be read: {type(error).__name__}: {error}"
-        raise ConfigError("recipe", recipe, rule, "Mend it") from error
+        raise ConfigError(
+            "recipe",
+            recipe,
+            f"{CLASS} of {own} cannot be read: {type(error).__name__}: {error}",
+            "Mend it",
+        ) from error
     if cls is not None and not is_dataclass(cls):
         raise ConfigError(
             "recipe", recipe, f"{CLASS} of {own} is no dataclass", "Write @dataclass above it"

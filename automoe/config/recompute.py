@@ -73,13 +73,10 @@ def recompute_rows(config: Config) -> Iterator[Row]:
     ):
         rest = ",".join(other for other in names if other != name)
         yield key, name in names and absent, f"{name}: {why}", f"Set {key}=[{rest}]"
-    yield from _layer_rows(config.parallel, model.num_layers)
-
-
-def _layer_rows(parallel: ParallelConfig, num_layers: int) -> Iterator[Row]:
     key = "parallel.recompute_layers"
-    layers = parallel.recompute_layers
-    yield (key, layers is not None and not recomputed_names(parallel),
+    num_layers = model.num_layers
+    layers = config.parallel.recompute_layers
+    yield (key, layers is not None and not names,
            "parallel.recompute names nothing to recompute", f"Set parallel.recompute={FULL}")
     if isinstance(layers, str):
         yield (key, not _EVERY.fullmatch(layers),

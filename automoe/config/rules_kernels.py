@@ -10,10 +10,11 @@ import os
 from collections.abc import Iterator
 from math import gcd
 
+from automoe.config.context import expanded_width
 from automoe.config.mesh_shape import MeshShape, uses_ring
 from automoe.config.recompute import DISCARDED_OUTPUTS, recomputed_names
 from automoe.config.rules import Row, divides
-from automoe.config.schema import Config, is_linear
+from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 BLOCK = 128  # rows and columns of a weight under one 8-bit scale
@@ -32,6 +33,7 @@ _FOREIGN_ATTENTION = {"cudnn": "cuDNN", "te": "transformer-engine"}
 CHUNK_TOKENS = 512  # of the head's logits, at least
 MOST_CHUNK_TOKENS = 4096
 _INTERPRET = "TRITON_INTERPRET=1 to try the kernels out, very slowly"
+_NEEDS_CUDA = "Triton's kernels need CUDA, and this run is on cpu"
 
 
 def triton_is_interpreted() -> bool:
@@ -59,31 +61,33 @@ def chunk_tokens(tokens: int, hidden: int) -> int:
 
 def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield the rules of ``kernels`` and of expert backends from other packages."""
+    dtype = config.train.dtype
     if config.kernels.attention != "sdpa":
         yield from _attention_rows(config, shape, device)
     if config.kernels.rope == "triton":
-        yield from _rope_rows(config, device)
+        yield ("kernels.rope", dtype == "float64", "it has no float64, and train.dtype=float64",
+               "Set kernels.rope=torch")
+        yield ("kernels.rope", device == "cpu" and not triton_is_interpreted(), _NEEDS_CUDA,
+               f"Set kernels.rope=torch, or {_INTERPRET}")
     if config.kernels.norm == "te":
-        yield from _norm_rows(config, device)
-    if config.moe.experts in FOREIGN_EXPERTS and config.model.num_moe_layers:
-        yield from _foreign_expert_rows(config, device)
-
-
-def _rope_rows(config: Config, device: str) -> Iterator[Row]:
-    key = "kernels.rope"
-    remedy = "Set kernels.rope=torch"
-    yield key, config.train.dtype == "float64", "it has no float64, and train.dtype=float64", remedy
-    on_cpu = device == "cpu" and not triton_is_interpreted()
-    yield key, on_cpu, "Triton's kernels need CUDA, and this run is on cpu", f"{remedy}, or {_INTERPRET}"
-
-
-def _norm_rows(config: Config, device: str) -> Iterator[Row]:
-    for key, value, wrong in (("launch.device", device, "cpu"), ("train.dtype", config.train.dtype, "float64")):
-        rule = f"transformer-engine computes on CUDA, in float32 and narrower, and {key}={value}"
-        yield "kernels.norm", value == wrong, rule, "Set kernels.norm=torch"
-    yield ("kernels.norm", "layernorm" in config.parallel.recompute,
-           "transformer-engine frees what its backward pass has read, and with parallel.recompute=[layernorm] others "
-           "read it too", "Set kernels.norm=torch, or leave layernorm out of parallel.recompute")
+        for key, value, wrong in (("launch.device", device, "cpu"), ("train.dtype", dtype, "float64")):
+            yield ("kernels.norm", value == wrong,
+                   f"transformer-engine computes on CUDA, in float32 and narrower, and {key}={value}",
+                   "Set kernels.norm=torch")
+        yield ("kernels.norm", "layernorm" in config.parallel.recompute,
+               "transformer-engine frees what its backward pass has read, and with parallel.recompute=[layernorm] "
+               "others read it too", "Set kernels.norm=torch, or leave layernorm out of parallel.recompute")
+    backend = config.moe.experts
+    if backend in FOREIGN_EXPERTS and config.model.num_moe_layers:
+        activation = config.model.expert_activation
+        quack = backend == "quack"
+        for broken, rule in (
+            (device == "cpu", f"{FOREIGN_EXPERTS[backend]} needs CUDA, and this run is on cpu"),
+            (config.model.biased_experts, "it has experts without biases, and model.biased_experts=true"),
+            (quack and dtype != "bfloat16", f"it computes in half precision alone, and train.dtype={dtype}"),
+            (quack and activation != "swiglu", f"it has SwiGLU alone, and model.expert_activation={activation}"),
+        ):
+            yield "moe.experts", broken, rule, "Nearest valid choice: moe.experts=grouped_mm"
 
 
 def expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
@@ -98,9 +102,8 @@ def expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     no_double = dtype == "float64" and config.train.fp8 == "off"
     yield key, no_double, f"{backend} has no float64, and train.dtype=float64", "Set moe.experts=loop"
     if backend == "triton":
-        on_cpu = device == "cpu" and not triton_is_interpreted()
-        remedy = f"Set moe.experts=grouped_mm, or {_INTERPRET}"
-        yield key, on_cpu, "Triton's kernels need CUDA, and this run is on cpu", remedy
+        yield (key, device == "cpu" and not triton_is_interpreted(), _NEEDS_CUDA,
+               f"Set moe.experts=grouped_mm, or {_INTERPRET}")
         return
     size = ELEMENT_BYTES[dtype]
     inner = model.moe_intermediate_size // shape.etp
@@ -109,21 +112,6 @@ def expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
             f"{backend} needs rows of a multiple of {ROW_BYTES} bytes: {width} * {size} bytes = {width * size}",
             "moe.experts=loop")
 
-
-def _foreign_expert_rows(config: Config, device: str) -> Iterator[Row]:
-    backend = config.moe.experts
-    model = config.model
-    dtype = config.train.dtype
-    for broken, rule in (
-        (device == "cpu", f"{FOREIGN_EXPERTS[backend]} needs CUDA, and this run is on cpu"),
-        (model.biased_experts, "it has experts without biases, and model.biased_experts=true"),
-        (backend == "quack" and dtype != "bfloat16", f"it computes in half precision alone, and train.dtype={dtype}"),
-        (
-            backend == "quack" and model.expert_activation != "swiglu",
-            f"it has SwiGLU alone, and model.expert_activation={model.expert_activation}",
-        ),
-    ):
-        yield "moe.experts", broken, rule, "Nearest valid choice: moe.experts=grouped_mm"
 
 
 def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
@@ -134,7 +122,7 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     yield key, uses_ring(config, shape), "ring attention (parallel.context=ring) calls kernels of its own", remedy
     if kernel == "math":
         return
-    query, value = head_dims(config)
+    query, value = head_dims(config.model.attention)
     if kernel in _FOREIGN_ATTENTION:
         yield key, device == "cpu", f"{_FOREIGN_ATTENTION[kernel]} needs CUDA, and this run is on cpu", remedy
         # te's fused attention runs on cuDNN, so it has the same limits.
@@ -151,43 +139,34 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     dim = max(query, value)
     wide = f"it has heads of up to {MAX_FLASH_DIM} dims, and this model's have {dim}"
     yield key, kernel == "flash" and dim > MAX_FLASH_DIM, wide, remedy
+    attention = config.model.attention
+    window = attention.sliding_window
+    masked = config.data.document_mask
     if kernel == "cudnn":
-        yield from _masked_cudnn_rows(config, shape)
+        # A fault of cuDNN (pytorch#196678): with a mask, its gradient of queries may be NaN if the
+        # number of keys is 64 modulo 128. The keys of a cp rank end where one of its chunks of the
+        # row ends. A sink is one more key.
+        cp = shape.cp
+        seq_len = config.train.seq_len
+        chunk, ends = (seq_len, 1) if cp == 1 else (seq_len // (2 * cp), 2 * cp)
+        wrong = [n * chunk for n in range(1, ends + 1) if (n * chunk + attention.sinks) % 128 == 64]
+        yield (key, bool(wrong) and (masked or window > 0 or cp > 1),
+               "with a mask its gradient may be NaN over a number of keys that leaves 64 when divided by 128: "
+               f"train.seq_len={seq_len} on mesh.cp={cp} has {wrong and wrong[0]}",
+               f"{remedy}, which leaves it out there, or a train.seq_len that {128 * ends} divides")
         return
-    causal = "on CUDA it knows causality alone, and "
-    window = config.model.attention.sliding_window
-    masks = f"{causal}data.document_mask=true masks documents"
-    yield key, config.data.document_mask, masks, f"{remedy}, or data.document_mask=false"
-    for broken, why in (
-        (window > 0, f"model.attention.sliding_window={window} masks what is further back"),
-        (shape.cp > 1, f"with mesh.cp={shape.cp} keys are masked by their position"),
-        (config.model.attention.sinks and kernel == "te", "model.attention.sinks=true adds a key"),
+    unmasked = f"{remedy}, or data.document_mask=false"
+    for broken, why, instead in (
+        (masked, "data.document_mask=true masks documents", unmasked),
+        (window > 0, f"model.attention.sliding_window={window} masks what is further back", remedy),
+        (shape.cp > 1, f"with mesh.cp={shape.cp} keys are masked by their position", remedy),
+        (attention.sinks and kernel == "te", "model.attention.sinks=true adds a key", remedy),
     ):
-        yield key, broken, causal + why, remedy
+        yield key, broken, f"on CUDA it knows causality alone, and {why}", instead
 
 
-def _masked_cudnn_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Yield the rule for a fault of cuDNN attention (pytorch#196678).
-
-    With a mask, its gradient of queries may be NaN if the number of keys is 64 modulo 128.
-    """
-    attention = config.model.attention
-    cp = shape.cp
-    seq_len = config.train.seq_len
-    masked = config.data.document_mask or attention.sliding_window > 0 or cp > 1
-    # The keys of a cp rank end where one of its chunks of the row ends. A sink is one more key.
-    chunk, ends = (seq_len, 1) if cp == 1 else (seq_len // (2 * cp), 2 * cp)
-    wrong = [n * chunk for n in range(1, ends + 1) if (n * chunk + attention.sinks) % 128 == 64]
-    yield ("kernels.attention", masked and bool(wrong),
-           "with a mask its gradient may be NaN over a number of keys that leaves 64 when divided by 128: "
-           f"train.seq_len={seq_len} on mesh.cp={cp} has {wrong and wrong[0]}",
-           "Nearest valid choice: kernels.attention=sdpa, which leaves it out there, or a train.seq_len that "
-           f"{128 * ends} divides")
-
-
-def head_dims(config: Config) -> tuple[int, int]:
+def head_dims(attention: AttentionConfig) -> tuple[int, int]:
     """Return a head's dims as kernels see them: of queries and keys, and of values."""
-    attention = config.model.attention
     if attention.kind == "mla":
         return attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
     dim = attention.head_dim
@@ -201,7 +180,6 @@ def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     if not config.train.compile:
         return
     kernels = config.kernels
-    fp8 = config.train.fp8
     names = recomputed_names(config.parallel)
     # These modules drop their outputs and recompute them for their readers; within a compiled part
     # the compiler decides which outputs to recompute.
@@ -209,15 +187,15 @@ def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     left = ",".join(name for name in names if name not in DISCARDED_OUTPUTS)
     without_core = ",".join(name for name in names if name != "core_attn")
     # With tp, torch 2.13 mistakes the mesh of a weight for a tensor that it has to keep.
-    core = "core_attn" in names and shape.tp > 1
+    sharded = shape.tp > 1 and "core_attn" in names
     for broken, what, instead in (
         (uses_ring(config, shape), "the calls of parallel.context=ring", "parallel.context=gather"),
         (kernels.attention == "te", "the modules of kernels.attention=te", "kernels.attention=sdpa"),
         (kernels.rope == "triton", "the kernels of kernels.rope=triton", "kernels.rope=torch"),
         (kernels.norm == "te", "the modules of kernels.norm=te", "kernels.norm=torch"),
-        (fp8 != "off", f"the products of train.fp8={fp8}", "train.fp8=off"),
+        (config.train.fp8 != "off", f"the products of train.fp8={config.train.fp8}", "train.fp8=off"),
         (bool(hooked), f"the hooks of parallel.recompute=[{','.join(hooked)}]", f"parallel.recompute=[{left}]"),
-        (core, f"parallel.recompute=[core_attn] with mesh.tp={shape.tp}", f"parallel.recompute=[{without_core}]"),
+        (sharded, f"parallel.recompute=[core_attn] with mesh.tp={shape.tp}", f"parallel.recompute=[{without_core}]"),
     ):
         rule = f"attention and norms are compiled whole, and {what} cannot be a part of that"
         yield "train.compile", broken, rule, f"Set train.compile=false, or {instead}"
@@ -225,10 +203,10 @@ def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield the rules of ``train.fp8``."""
-    if config.train.fp8 == "off":
-        return
     mode = config.train.fp8
-    blockwise = config.train.fp8 == "blockwise"
+    if mode == "off":
+        return
+    blockwise = mode == "blockwise"
     yield ("train.fp8", config.train.dtype == "float64" and device != "cpu",
            "what surrounds a GPU's 8-bit products is float32 or bfloat16, and train.dtype=float64",
            "Set train.fp8=off, train.dtype=bfloat16, or launch.device=cpu")
@@ -239,20 +217,20 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
         yield ("moe.pad_to_capacity", not blockwise and config.moe.pad_to_capacity,
                f"what fills an expert up is the first token of each rank, and train.fp8={mode} would find its scales "
                "over other tokens on every mesh", "Set moe.pad_to_capacity=false, or train.fp8=blockwise")
-        hidden = config.model.hidden_size
         width = config.model.moe_intermediate_size
         etp = shape.etp
         yield ("model.moe_intermediate_size", blockwise and width % (BLOCK * etp) != 0,
                f"gate and up of a rank's experts are whole blocks of {BLOCK} rows: {width} % ({BLOCK} * mesh.etp) = "
                f"{width} % {BLOCK * etp} = {width % (BLOCK * etp)}",
                "Set train.fp8=tensorwise" + (f", or mesh.etp={_largest_cut(width, etp)}" if etp > 1 else ""))
-        for name, size, ranks in (("hidden_size", hidden, 1), ("moe_intermediate_size", width // etp, etp)):
+        sizes = ("hidden_size", config.model.hidden_size, 1), ("moe_intermediate_size", width // etp, etp)
+        for name, size, ranks in sizes:
             yield (f"model.{name}", size % ROW_BYTES != 0,
                    f"grouped products in 8 bits need rows of a multiple of {ROW_BYTES} bytes: {size} % {ROW_BYTES} = "
                    f"{size % ROW_BYTES}",
                    f"Nearest valid choice: {-(-size // ROW_BYTES) * ROW_BYTES * ranks}, or train.fp8=off")
     # Blocks count from a weight's first row and column, so tp shards must end at block boundaries.
-    for what, size in _cut_sizes(config, shape.tp) if blockwise and shape.tp > 1 else ():
+    for what, size in _cut_sizes(config.model, shape.tp) if blockwise and shape.tp > 1 else ():
         whole = size * shape.tp
         yield ("mesh.tp", size % BLOCK != 0,
                f"train.fp8=blockwise has scales of {BLOCK} x {BLOCK} blocks of the whole weight, and tp would cut "
@@ -265,21 +243,20 @@ def _largest_cut(size: int, ranks: int) -> int:
     return gcd(size // BLOCK, ranks) if size % BLOCK == 0 else 1
 
 
-def _cut_sizes(config: Config, tp: int) -> Iterator[tuple[str, int]]:
+def _cut_sizes(model: ModelConfig, tp: int) -> Iterator[tuple[str, int]]:
     """Yield (name of a weight that tp shards, its rows or columns per rank)."""
-    model = config.model
-    a = config.model.attention
+    a = model.attention
     if model.first_k_dense:
         yield "the dense FFN (model.intermediate_size)", model.intermediate_size // tp
-    if model.shared_width and config.model.num_moe_layers:
+    if model.shared_width and model.num_moe_layers:
         said = "" if model.shared_intermediate_size else " (num_shared_experts * moe_intermediate_size)"
         yield f"the shared experts{said}", model.shared_width // tp
     if a.kind == "mla":
         heads = a.num_heads // tp
-        nope = a.qk_nope_head_dim
-        value = a.v_head_dim
-        yield "queries (num_heads * (qk_nope_head_dim + qk_rope_head_dim))", heads * (nope + a.qk_rope_head_dim)
-        yield "keys and values (num_heads * (qk_nope_head_dim + v_head_dim))", heads * (nope + value)
+        query, value = head_dims(a)
+        yield "queries (num_heads * (qk_nope_head_dim + qk_rope_head_dim))", heads * query
+        yield ("keys and values (num_heads * (qk_nope_head_dim + v_head_dim))",
+               expanded_width(a, tp))
         yield "the output projection (num_heads * v_head_dim)", heads * value
         return
     yield "heads (num_heads * head_dim)", a.num_heads * a.head_dim // tp

@@ -8,101 +8,92 @@ from pathlib import Path
 
 from automoe.config.mesh_shape import MeshShape, uses_ring
 from automoe.config.rules import Row, divides
-from automoe.config.schema import Config
+from automoe.config.schema import Config, ModelConfig
 
 # Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
 # fmt: off
 
 def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     """Yield the rules for a model's sizes and for how a mesh shards them."""
-    yield from _expert_rows(config, shape)
-    yield from _routing_rows(config)
-    yield from _gqa_rows(config) if config.model.attention.kind == "gqa" else _mla_rows(config)
-    yield from _window_rows(config, shape)
-    if config.model.attention.linear_num_key_heads:
-        yield from _delta_net_rows(config, shape)
-    yield from _biased_expert_rows(config, shape)
-    if shape.tp > 1:
-        yield from _tensor_rows(config, shape)
-    if max(shape.ep, shape.etp) > 1 and config.model.num_moe_layers:
-        yield from _dispatch_rows(config, shape)
-
-
-def moe_rows(config: Config) -> Iterator[Row]:
-    """Yield the rules of routing, token dropping and the auxiliary losses."""
-    yield from _routing_option_rows(config)
-    if config.moe.dispatcher == "deepep":
-        yield from _deepep_rows(config)
-    if config.moe.replay_routing is not None:
-        yield from _replay_rows(config, Path(config.moe.replay_routing).expanduser())
-
-
-def _expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     model = config.model
     yield ("model.first_k_dense", model.first_k_dense > model.num_layers,
            f"there are {model.num_layers} layers in all (model.num_layers)",
            f"Set model.first_k_dense={model.num_layers} or less")
-    if not model.num_moe_layers:
-        return
+    if model.num_moe_layers:
+        yield from _expert_rows(model, shape)
+    yield from _routing_rows(model)
+    yield from _gqa_rows(model) if model.attention.kind == "gqa" else _mla_rows(model)
+    yield from _window_rows(config, shape)
+    if model.attention.linear_num_key_heads:
+        yield from _delta_net_rows(config, shape)
+    for key in ("swiglu_alpha", "swiglu_limit"):
+        broken = model.expert_activation == "clamped_swiglu" and not 0 < getattr(model, key) < inf
+        yield f"model.{key}", broken, "must be a number larger than 0", f"Set model.{key}=1.702"
+    hidden = model.hidden_size
+    ranks = shape.etp * shape.ep_shard
+    yield ("model.hidden_size",
+           model.biased_experts and model.num_moe_layers > 0 and hidden % ranks != 0,
+           "etp and FSDP cut the bias behind the experts' down projection evenly over mesh.etp*mesh.ep_shard = "
+           f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {hidden} % {ranks} = {hidden % ranks}",
+           f"Nearest valid choice: {ranks // gcd(hidden, ranks)} times more ranks on mesh.ep")
+    if shape.tp > 1:
+        yield from _tensor_rows(model, shape.tp)
+    if max(shape.ep, shape.etp) > 1 and model.num_moe_layers:
+        nodes = config.cluster.gpus_per_node
+        ranks = shape.ep * shape.etp
+        yield ("cluster.gpus_per_node", config.moe.dispatcher == "hierarchical" and not shape.ep_per_node(nodes),
+               f"moe.dispatcher=hierarchical wants equal numbers of each ep group's ranks on its nodes of {nodes}, and "
+               f"mesh.ep*mesh.etp = {shape.ep}*{shape.etp} = {ranks} consecutive ranks are a group",
+               f"Set cluster.gpus_per_node={gcd(nodes, ranks)}, a mesh.ep that divides with it, or "
+               "moe.dispatcher=alltoall")
+        yield ("model.hidden_size", config.train.dtype == "bfloat16" and hidden % 2 != 0,
+               f"rows travel with float32 weights behind them, so a row of bfloat16 holds whole ones: {hidden} % 2 = 1",
+               f"Nearest valid choices: {hidden - 1} or {hidden + 1}")
+
+
+def _expert_rows(model: ModelConfig, shape: MeshShape) -> Iterator[Row]:
     yield divides("model.num_experts", model.num_experts, shape.ep,
         f"mesh.ep={shape.ep} ranks hold equal numbers of experts: {model.num_experts} % {shape.ep} = "
         f"{model.num_experts % shape.ep}", f"mesh.ep={gcd(model.num_experts, shape.ep)}")
     width = model.moe_intermediate_size
-    hidden = model.hidden_size
     ranks = shape.etp * shape.ep_shard
     yield divides("model.moe_intermediate_size", width, ranks,
         "etp and FSDP cut the width of the experts evenly over mesh.etp*mesh.ep_shard = "
         f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {width} % {ranks} = {width % ranks}",
         f"a mesh.ep that is {ranks // gcd(width, ranks)} times larger")
+    hidden = model.hidden_size
     yield divides("model.hidden_size", hidden, shape.ep_shard,
         f"FSDP cuts the rows of the experts' down projection evenly over mesh.ep_shard={shape.ep_shard} ranks: "
         f"{hidden} % {shape.ep_shard} = {hidden % shape.ep_shard}",
         f"a mesh.ep that is {shape.ep_shard // gcd(hidden, shape.ep_shard)} times larger")
 
 
-def _dispatch_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    nodes = config.cluster.gpus_per_node
-    ranks = shape.ep * shape.etp
-    yield ("cluster.gpus_per_node", config.moe.dispatcher == "hierarchical" and not shape.ep_per_node(nodes),
-           f"moe.dispatcher=hierarchical wants equal numbers of each ep group's ranks on its nodes of {nodes}, and "
-           f"mesh.ep*mesh.etp = {shape.ep}*{shape.etp} = {ranks} consecutive ranks are a group",
-           f"Set cluster.gpus_per_node={gcd(nodes, ranks)}, a mesh.ep that divides with it, or moe.dispatcher=alltoall")
-    hidden = config.model.hidden_size
-    yield ("model.hidden_size", config.train.dtype == "bfloat16" and hidden % 2 != 0,
-           f"rows travel with float32 weights behind them, so a row of bfloat16 holds whole ones: {hidden} % 2 = 1",
-           f"Nearest valid choices: {hidden - 1} or {hidden + 1}")
 
-
-def _tensor_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    model = config.model
-    tp = shape.tp
-    sizes = [
-        ("model.attention.num_heads", model.attention.num_heads, "attention heads"),
-        ("model.vocab_size", model.vocab_size, "rows of the embedding"),
-    ]
-    if model.first_k_dense:
-        sizes.append(("model.intermediate_size", model.intermediate_size, "columns of the dense FFN"))
-    for key, size, what in sizes:
+def _tensor_rows(model: ModelConfig, tp: int) -> Iterator[Row]:
+    for key, size, what in (
+        ("attention.num_heads", model.attention.num_heads, "attention heads"),
+        ("vocab_size", model.vocab_size, "rows of the embedding"),
+        ("intermediate_size", model.first_k_dense and model.intermediate_size, "columns of the dense FFN"),
+        ("shared_intermediate_size", model.shared_intermediate_size, "columns of the shared experts"),
+    ):
         rule = f"mesh.tp={tp} ranks hold equal numbers of {what}: {size} % {tp} = {size % tp}"
-        yield divides(key, size, tp, rule)
-    shared = model.shared_width
-    rule = f"mesh.tp={tp} ranks hold equal numbers of columns of the shared experts"
-    if model.shared_intermediate_size:
-        yield divides("model.shared_intermediate_size", shared, tp, f"{rule}: {shared} % {tp} = {shared % tp}")
-    else:
+        yield divides(f"model.{key}", size, tp, rule)
+    if not model.shared_intermediate_size:
+        shared = model.shared_width
         yield divides("model.moe_intermediate_size", model.moe_intermediate_size,
             tp // gcd(tp, model.num_shared_experts),
-            f"{rule}: num_shared_experts * moe_intermediate_size = {shared}, {shared} % {tp} = {shared % tp}")
+            f"mesh.tp={tp} ranks hold equal numbers of columns of the shared experts: num_shared_experts * "
+            f"moe_intermediate_size = {shared}, {shared} % {tp} = {shared % tp}")
     heads = model.attention.num_kv_heads
     yield ("mesh.tp", model.attention.kind == "gqa" and heads % tp != 0 and tp % heads != 0,
            f"key/value heads divide over tp ranks or tp ranks over them: {heads} heads (model.attention.num_kv_heads)",
            f"Nearest valid choice: mesh.tp={gcd(heads, tp)}")
 
 
-def _routing_rows(config: Config) -> Iterator[Row]:
-    experts = config.model.num_experts
-    k = config.model.num_experts_per_token
-    router = config.model.router
+def _routing_rows(model: ModelConfig) -> Iterator[Row]:
+    experts = model.num_experts
+    k = model.num_experts_per_token
+    router = model.router
     yield ("model.num_experts_per_token", k > experts,
            f"a token cannot choose more than all {experts} experts (model.num_experts)",
            f"Set model.num_experts_per_token={experts} or less")
@@ -125,9 +116,9 @@ def _routing_rows(config: Config) -> Iterator[Row]:
 _PAIRS = "rotary embedding turns pairs of dimensions"
 
 
-def _gqa_rows(config: Config) -> Iterator[Row]:
-    a = config.model.attention
-    share = config.model.rope.partial_rotary_factor
+def _gqa_rows(model: ModelConfig) -> Iterator[Row]:
+    a = model.attention
+    share = model.rope.partial_rotary_factor
     yield ("model.attention.num_kv_heads", a.num_heads % a.num_kv_heads != 0,
            f"key/value heads serve equal numbers of query heads: {a.num_heads} % {a.num_kv_heads} = "
            f"{a.num_heads % a.num_kv_heads}",
@@ -139,15 +130,14 @@ def _gqa_rows(config: Config) -> Iterator[Row]:
     yield divides("model.attention.head_dim", rotary, 2, _PAIRS)
 
 
-def _mla_rows(config: Config) -> Iterator[Row]:
-    a = config.model.attention
+def _mla_rows(model: ModelConfig) -> Iterator[Row]:
+    a = model.attention
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         yield (f"model.attention.{name}", getattr(a, name) < 1,
                "attention kind mla needs this size",
                f"Set model.attention.{name}=1 or more, or model.attention.kind=gqa")
-    share = config.model.rope.partial_rotary_factor
     yield _gqa_alone("attention.qkv_bias", a.qkv_bias, "false")
-    yield _gqa_alone("rope.partial_rotary_factor", share != 1, "1.0")
+    yield _gqa_alone("rope.partial_rotary_factor", model.rope.partial_rotary_factor != 1, "1.0")
     yield divides("model.attention.qk_rope_head_dim", a.qk_rope_head_dim, 2, _PAIRS)
 
 
@@ -168,11 +158,11 @@ def _window_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            f"{attention.linear_num_key_heads}",
            "Set model.attention.full_attention_interval=1 with both of these 0, or 2 and one of them, such as "
            "sliding_window=128")
-    parts = {"sinks": "false", "sliding_window": "0", "linear_num_key_heads": "0", "o_bias": "false"}
-    for key, plain in (parts | {"output_gate": "false"}).items():
+    for key in ("sinks", "sliding_window", "linear_num_key_heads", "o_bias", "output_gate"):
         value = getattr(attention, key)
-        yield _gqa_alone(f"attention.{key}", bool(value) and attention.kind != "gqa", plain)
-        yield ("parallel.context", uses_ring(config, shape) and bool(value) and key in ("sinks", "sliding_window"),
+        plain = "false" if isinstance(value, bool) else "0"
+        yield _gqa_alone(f"attention.{key}", value and attention.kind != "gqa", plain)
+        yield ("parallel.context", value and uses_ring(config, shape) and key in ("sinks", "sliding_window"),
                f"ring attention knows causality alone, and the model has model.attention.{key}={value}",
                "Set parallel.context=gather")
 
@@ -200,24 +190,11 @@ def _delta_net_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            "Set data.document_mask=false")
 
 
-def _biased_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    model = config.model
-    hidden = config.model.hidden_size
-    for key in ("swiglu_alpha", "swiglu_limit"):
-        broken = model.expert_activation == "clamped_swiglu" and not 0 < getattr(model, key) < inf
-        yield f"model.{key}", broken, "must be a number larger than 0", f"Set model.{key}=1.702"
-    ranks = shape.etp * shape.ep_shard
-    yield ("model.hidden_size",
-           model.biased_experts and model.num_moe_layers > 0 and hidden % ranks != 0,
-           "etp and FSDP cut the bias behind the experts' down projection evenly over mesh.etp*mesh.ep_shard = "
-           f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {hidden} % {ranks} = {hidden % ranks}",
-           f"Nearest valid choice: {ranks // gcd(hidden, ranks)} times more ranks on mesh.ep")
-
-
-def _routing_option_rows(config: Config) -> Iterator[Row]:
+def moe_rows(config: Config) -> Iterator[Row]:
+    """Yield the rules of routing, token dropping and the auxiliary losses."""
     moe = config.moe
     model = config.model
-    router = config.model.router
+    router = model.router
     yield ("moe.router_jitter", moe.router_jitter >= 1,
            "the router's input is multiplied by uniform(1 - jitter, 1 + jitter), which must stay above 0",
            "Set moe.router_jitter=0.01, or anything below 1")
@@ -237,27 +214,23 @@ def _routing_option_rows(config: Config) -> Iterator[Row]:
     yield ("moe.pad_to_capacity", moe.pad_to_capacity and not moe.capacity_factor,
            "moe.capacity_factor=0 means dropless, so there is no capacity to pad to",
            "Set moe.capacity_factor=1.0, or moe.pad_to_capacity=false")
-
-
-def _deepep_rows(config: Config) -> Iterator[Row]:
-    """Yield the limits of DeepEP; ``automoe.launch.hardware`` checks if it is installed."""
-    yield ("train.dtype", config.train.dtype != "bfloat16",
+    deepep = moe.dispatcher == "deepep"  # ``automoe.launch.hardware`` checks if it is installed
+    yield ("train.dtype", deepep and config.train.dtype != "bfloat16",
            "moe.dispatcher=deepep sums rows in bfloat16 alone",
            "Set train.dtype=bfloat16, or moe.dispatcher=alltoall")
-    hidden = config.model.hidden_size
-    yield ("model.hidden_size", 2 * hidden % 16 != 0,
+    hidden = model.hidden_size
+    yield ("model.hidden_size", deepep and 2 * hidden % 16 != 0,
            f"moe.dispatcher=deepep sends rows of a multiple of 16 bytes: 2 * {hidden} % 16 = {2 * hidden % 16}",
            f"Set model.hidden_size={-(-hidden // 8) * 8}, or moe.dispatcher=alltoall")
-
-
-def _replay_rows(config: Config, folder: Path) -> Iterator[Row]:
-    moe = config.moe
+    if moe.replay_routing is None:
+        return
+    folder = Path(moe.replay_routing).expanduser().absolute()
     yield ("moe.replay_routing", moe.gate != "learned",
            f"replayed choices leave moe.gate={moe.gate} nothing to choose",
            "Set moe.gate=learned, or moe.replay_routing=null")
     recorded = None if moe.record_routing is None else Path(moe.record_routing).expanduser().absolute()
-    yield ("moe.record_routing", recorded == folder.absolute(),
+    yield ("moe.record_routing", recorded == folder,
            "the same directory as moe.replay_routing, which would be written over while it is read",
            "Name another directory")
     yield ("moe.replay_routing", not any(folder.glob("step-*/rank-*.npz")),
-           f"no recorded steps in {folder.absolute()}", "Name the moe.record_routing directory of an earlier run")
+           f"no recorded steps in {folder}", "Name the moe.record_routing directory of an earlier run")

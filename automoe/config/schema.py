@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from automoe.config.data_schema import NO_TOKENIZER, DataConfig
+from automoe.config.run_schema import ClusterConfig, LaunchConfig, ObserveConfig
 
 
 @dataclass
@@ -17,100 +18,125 @@ class MeshConfig:
     """Two views of the same ranks (arXiv 2504.14960); ``pp`` is outermost in both.
 
     default: pp x dp_replicate x dp_shard x cp x tp; moe: pp x ep_replicate x ep_shard x ep x etp.
-    ``-1`` (dp_shard, ep_shard) is derived. See ``automoe.config.mesh_shape.MeshShape``.
+    Both products are the number of ranks; ``-1`` (dp_shard, ep_shard) is derived from it.
     """
 
-    pp: int = 1  # pipeline stages
-    dp_replicate: int = 1  # copies of the sharded model, each with its part of the batch
-    dp_shard: int = -1  # FSDP: parameters cut, and the batch; -1: what the other axes leave
-    cp: int = 1  # rows cut along the sequence
-    tp: int = 1  # attention and dense layers cut by heads and widths
-    ep_replicate: int = 1  # as dp_replicate, of the experts
-    ep_shard: int = -1  # as dp_shard, of the experts
-    ep: int = 1  # whole experts shared out
-    etp: int = 1  # each expert cut by its width
-    preset: str = ""  # a named folding, scaled to the ranks at hand (docs/parallelism.md)
+    pp: int = 1  # ranks of a pipeline; the layers are split into stages over them
+    # replicas of the FSDP-sharded model (HSDP); each trains on its own part of the batch
+    dp_replicate: int = 1
+    # ranks that FSDP shards non-expert parameters over, each with its own part of the batch; -1:
+    # all ranks that the other axes leave
+    dp_shard: int = -1
+    cp: int = 1  # context parallelism: ranks that split each row along the sequence
+    tp: int = 1  # tensor parallelism: ranks that split attention heads and dense FFN widths
+    ep_replicate: int = 1  # replicas of each expert that FSDP shards (HSDP for experts)
+    ep_shard: int = -1  # ranks that FSDP shards an expert's parameters over; -1: derived
+    ep: int = 1  # expert parallelism: ranks that divide the experts of a layer among them
+    etp: int = 1  # expert tensor parallelism: ranks that split the width of every expert
+    preset: str = ""  # a named mesh, scaled to the number of ranks (docs/parallelism.md)
 
 
 @dataclass
 class RopeConfig:
-    """Rotary embedding; ``yarn`` is YaRN (arXiv 2309.00071) with DeepSeek's mscale, ``llama3`` that
-    of Llama 3.1."""
+    """Rotary position embedding and its scaling to longer rows.
 
-    theta: float = 10000.0  # base of the angles
-    interleaved: bool = False  # pairs (2i, 2i+1) as DeepSeek stores them, instead of (i, i + D/2)
-    # gqa: this share of a head's first dims turns, the rest does not
+    ``yarn`` is YaRN (arXiv 2309.00071) with DeepSeek's mscale; ``llama3`` is Llama 3.1's scaling.
+    """
+
+    theta: float = 10000.0  # base of the rotation frequencies
+    # rotate pairs (2i, 2i+1), as DeepSeek stores them, instead of (i, i + D/2)
+    interleaved: bool = False
+    # gqa: share of a head's dims that are rotated, counted from the first
     partial_rotary_factor: float = 1.0
     scaling: Literal["none", "yarn", "llama3"] = "none"
-    factor: float = 1.0  # how far scaling stretches
-    original_seq_len: int = 4096  # row length before scaling
-    # yarn: dims that turn more often over original_seq_len stay as they are ...
+    factor: float = 1.0  # ratio of the longest row after scaling to original_seq_len
+    original_seq_len: int = 4096  # longest row that the model was trained on before scaling
+    # yarn: dims with more than this many rotations over original_seq_len keep their frequency
     beta_fast: float = 32.0
-    beta_slow: float = 1.0  # ... and those that turn less are stretched by the whole factor
-    truncate: bool = True  # yarn: the borders of its ramp are whole dims (GPT-OSS: they are not)
-    mscale: float = 0.0  # yarn: scale of the rotated dims, over that of mscale_all_dim
-    mscale_all_dim: float = 0.0  # yarn and llama3: scale of the attention logits
-    # yarn: scale of the rotated dims; null: by factor and the mscales
+    # yarn: dims with fewer rotations than this have their frequency divided by factor; dims
+    # between beta_slow and beta_fast are interpolated
+    beta_slow: float = 1.0
+    # yarn: round the two ends of the interpolated range to whole dims (false for GPT-OSS)
+    truncate: bool = True
+    # yarn, with m(x) = 1 + 0.1 * x * ln(factor): rotated dims are multiplied by
+    # m(mscale) / m(mscale_all_dim); if either is 0, by m(1)
+    mscale: float = 0.0
+    # yarn and llama3: attention logits are multiplied by m(mscale_all_dim)^2; 0: no scaling
+    mscale_all_dim: float = 0.0
+    # yarn: rotated dims are multiplied by this number instead; null: as the mscales say
     attention_factor: float | None = None
-    # llama3: stretched below this many turns over original_seq_len ...
+    # llama3: dims with fewer rotations than this over original_seq_len have their frequency
+    # divided by factor
     low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0  # ... kept above this many, and in between in between
+    # llama3: dims with more rotations than this keep their frequency; dims between
+    # low_freq_factor and high_freq_factor are interpolated
+    high_freq_factor: float = 4.0
 
 
 @dataclass
 class AttentionConfig:
-    """``gqa`` uses num_kv_heads, head_dim, qk_norm, qkv_bias; ``mla`` the ranks and split head
-    dims."""
+    """Attention: grouped-query (``gqa``) or multi-head latent (``mla``).
+
+    Comments that begin with ``gqa`` or ``mla`` are about keys of that kind alone.
+    """
 
     kind: Literal["gqa", "mla"] = "gqa"
-    num_heads: int = 8  # of queries
-    num_kv_heads: int = 8  # gqa: of keys and values; divides num_heads
+    num_heads: int = 8  # query heads
+    num_kv_heads: int = 8  # gqa: key/value heads; divides num_heads
     head_dim: int = 32  # gqa: width of a head
     qk_norm: bool = False  # gqa: RMS norm of each head's query and key
-    qkv_bias: bool = False  # of the projections to queries, keys and values
-    q_lora_rank: int | None = None  # mla: rank of the query projection; null: one direct product
-    kv_lora_rank: int = 0  # mla: width of the latent that keys and values come from
-    qk_nope_head_dim: int = 0  # mla: dims of a head's query and key that do not turn
-    qk_rope_head_dim: int = 0  # mla: dims that do; the key's are shared by all heads
+    qkv_bias: bool = False  # biases in the projections to queries, keys and values
+    q_lora_rank: int | None = None  # mla: rank of the query projection; null: one full matrix
+    kv_lora_rank: int = 0  # mla: width of the latent that keys and values are projected from
+    qk_nope_head_dim: int = 0  # mla: dims of a head's query and key without rotary embedding
+    # mla: dims of a head's query and key with rotary embedding; all heads share the key's
+    qk_rope_head_dim: int = 0
     v_head_dim: int = 0  # mla: width of a head's value
-    o_bias: bool = False  # gqa: of the output projection
-    # gqa: a learned score a head that every query also attends to, for no value
+    o_bias: bool = False  # gqa: a bias in the output projection
+    # gqa: each head has a learned logit that joins its softmax and has no value (GPT-OSS)
     sinks: bool = False
-    # gqa: what leaves a head is multiplied by sigmoid of a second query projection
+    # gqa: multiply each head's output by the sigmoid of a second query projection (Qwen3-Next)
     output_gate: bool = False
-    # every n-th layer sees whole rows; for those between, the keys below
+    # every n-th layer has full causal attention; the layers between have the sliding window or the
+    # delta net below; 1: every layer has full attention
     full_attention_interval: int = 1
-    sliding_window: int = 0  # layers between: this many keys, the query's own position included
-    # layers between: a gated delta net (Qwen3-Next); its state runs through the row
+    # layers without full attention: keys that a query sees, its own position included; 0: no window
+    sliding_window: int = 0
+    # layers without full attention: key heads of a gated delta net (Qwen3-Next), whose state runs
+    # through the whole row; 0: no delta net
     linear_num_key_heads: int = 0
-    linear_num_value_heads: int = 0  # delta net: a multiple of its key heads
+    linear_num_value_heads: int = 0  # delta net: value heads, a multiple of its key heads
     linear_key_head_dim: int = 0  # delta net: width of a key head
     linear_value_head_dim: int = 0  # delta net: width of a value head
-    linear_conv_kernel_dim: int = 4  # delta net: tokens that its causal convolution sees
+    linear_conv_kernel_dim: int = 4  # delta net: tokens under its causal convolution
 
 
 @dataclass
 class RouterConfig:
-    """How a token chooses experts: data, not subclasses. Order: score, select, weight."""
+    """How a token chooses K of E experts: score the experts, select K, weight their outputs."""
 
-    # of the logits (docs/routing.md)
+    # function that turns the router's logits into scores (docs/routing.md)
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
-    # choose by logits, then softmax over the K chosen instead of all E
+    # select by logits, and take the softmax over the K selected ones instead of over all E
     softmax_after_topk: bool = False
-    norm_topk_prob: bool = True  # divide the K chosen scores by their sum
-    routed_scaling_factor: float = 1.0  # multiplies the weights
-    num_groups: int = 1  # groups of experts; 1 switches group limiting off
-    topk_groups: int = 1  # this many groups with the best scores take part
-    group_score_topk: int = 2  # a group's score is the sum of its best this many biased scores
-    expert_bias: bool = False  # auxiliary-loss-free balancing (arXiv 2408.15664)
-    logit_bias: bool = False  # the router's product has a trained bias
-    exact_ties: bool = False  # equal scores go to the lowest index; costs a sort of all E scores
+    norm_topk_prob: bool = True  # divide the K selected scores by their sum
+    routed_scaling_factor: float = 1.0  # factor on the weights of the selected experts
+    # groups that the experts are divided into; 1: a token may choose among all experts
+    num_groups: int = 1
+    topk_groups: int = 1  # groups that a token may choose from: those with the highest scores
+    # a group's score is the sum of this many of its highest scores (with expert_bias added)
+    group_score_topk: int = 2
+    # select by score + bias, and adjust the bias after each step: balancing without an auxiliary
+    # loss (arXiv 2408.15664; moe.bias_update_rate)
+    expert_bias: bool = False
+    logit_bias: bool = False  # a trained bias in the router's projection
+    # of equal scores, select the expert with the lowest index; costs a sort of all E scores
+    exact_ties: bool = False
 
 
 @dataclass
 class ModelConfig:
-    """One decoder for every family; the names follow HuggingFace where a checkpoint meets a
-    user."""
+    """Sizes of the decoder, which is the same for every family; names follow HuggingFace."""
 
     family: Literal[
         "deepseek_v3",
@@ -123,152 +149,183 @@ class ModelConfig:
         "llama",
         "qwen3",
     ] = "deepseek_v3"
-    # start from this HuggingFace checkpoint: a directory, or a Hub id OWNER/NAME[@REVISION]
+    # HuggingFace checkpoint to start from: a directory, or a Hub id OWNER/NAME[@REVISION]; null:
+    # start from random weights
     hf_path: str | None = None
-    # hf_path is dense: experts start as its FFNs, or equal parts of them (docs/upcycle.md)
+    # hf_path is a dense model, and experts start as copies or equal parts of its FFNs
+    # (docs/upcycle.md)
     upcycle: bool = False
-    vocab_size: int = 264  # rows of the embedding; at least the tokenizer's ids
+    vocab_size: int = 264  # rows of the embedding; at least the number of the tokenizer's ids
     hidden_size: int = 256
     num_layers: int = 4
     intermediate_size: int = 512  # FFN width of the dense layers
-    first_k_dense: int = 0  # this many first layers have a dense FFN instead of experts
-    num_experts: int = 8  # routed experts a layer; 0: a dense model
-    num_experts_per_token: int = 2  # top-k
+    first_k_dense: int = 0  # number of first layers that have a dense FFN instead of experts
+    num_experts: int = 8  # routed experts per layer
+    num_experts_per_token: int = 2  # K: experts that each token chooses
     moe_intermediate_size: int = 128  # width of a routed expert
-    num_shared_experts: int = 0  # one shared FFN of this many times moe_intermediate_size
-    # or of this width, a multiple or not; 0: as num_shared_experts says
+    # the shared experts are one FFN, num_shared_experts * moe_intermediate_size wide; 0: none
+    num_shared_experts: int = 0
+    # width of the shared FFN if it is no such multiple; 0: num_shared_experts determines it
     shared_intermediate_size: int = 0
-    shared_expert_gate: bool = False  # its output times sigmoid(x @ w), one number a token
-    biased_experts: bool = False  # routed experts add a trained bias to both of their products
-    expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"  # clamped: GPT-OSS
-    # clamped_swiglu: up and gate within the limit, (up + 1) gate sigmoid(alpha gate)
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float = 7.0  # clamped_swiglu
+    # multiply the shared FFN's output by sigmoid(x @ w), one number per token
+    shared_expert_gate: bool = False
+    biased_experts: bool = False  # trained biases in both projections of routed experts
+    # clamped_swiglu, of GPT-OSS: clamp gate and up to swiglu_limit, then
+    # (up + 1) * gate * sigmoid(swiglu_alpha * gate)
+    expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    swiglu_alpha: float = 1.702  # clamped_swiglu: factor inside the sigmoid
+    swiglu_limit: float = 7.0  # clamped_swiglu: largest gate and largest absolute up
     norm_eps: float = 1e-6
-    zero_centered_norms: bool = False  # norms multiply by 1 + weight; those of delta nets do not
-    tie_embeddings: bool = False  # the head is the embedding
-    initializer_range: float = 0.02  # standard deviation of first weights
+    # RMS norms multiply by 1 + weight, except those inside delta nets (Qwen3-Next)
+    zero_centered_norms: bool = False
+    tie_embeddings: bool = False  # the output head shares the embedding's weight
+    initializer_range: float = 0.02  # standard deviation of random initial weights
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers with experts: all after the dense ones. 0: a dense model."""
+        """Number of layers with experts: all after the dense ones; 0 for a dense model."""
         return self.num_layers - self.first_k_dense
 
     @property
     def shared_width(self) -> int:
-        """Width of the shared FFN; 0: there is none."""
+        """Width of the shared experts' FFN; 0 without shared experts."""
         return self.shared_intermediate_size or self.num_shared_experts * self.moe_intermediate_size
 
 
 @dataclass
 class MoEConfig:
-    """How the MoE layer runs; none of it changes a checkpoint."""
+    """How MoE layers run and are balanced; no key changes the format of a checkpoint."""
 
-    # hierarchical: a token goes once to a node of cluster.gpus_per_node ranks; deepep: CUDA, and
-    # DeepEP installed
+    # how tokens travel to the ranks of their experts. hierarchical: a token crosses the network
+    # once per node of cluster.gpus_per_node ranks; deepep: needs CUDA and the package DeepEP
     dispatcher: Literal["alltoall", "allgather", "hierarchical", "deepep"] = "alltoall"
-    # CUDA: on a stream of their own, at the same time as the routed experts
+    # CUDA: run the shared experts on their own stream, at the same time as the routed experts
     overlap_shared_experts: bool = True
+    # implementation of the routed experts' matrix products (docs/kernels.md)
     experts: Literal["grouped_mm", "loop", "triton", "te", "quack"] = "grouped_mm"
-    # Gates other than learned are for benchmarks (automoe.moe.router): round robin, skewed,
-    # everything to the first K experts, round robin without the last expert.
+    # learned: the router chooses. The others are for benchmarks. balanced: round robin; zipf:
+    # skewed; one_hot: every token to the first K experts; empty: round robin without the last
+    # expert
     gate: Literal["learned", "balanced", "zipf", "one_hot", "empty"] = "learned"
-    router_dtype: Literal["float32", "bfloat16"] = "float32"  # at least, of the router's product
-    router_jitter: float = 0.0  # training: the router's input times uniform(1 - jitter, 1 + jitter)
-    # 0: dropless; else an expert takes at most ceil(factor * T * K / E)
+    # lowest precision of the router's projection: float32 computes it in float32 even if
+    # train.dtype=bfloat16
+    router_dtype: Literal["float32", "bfloat16"] = "float32"
+    # in training, multiply the router's input by uniform(1 - jitter, 1 + jitter)
+    router_jitter: float = 0.0
+    # 0: no token is dropped; else an expert takes at most ceil(factor * T * K / E) tokens
     capacity_factor: float = 0.0
-    # what stays: the most probable, or the first of every row
+    # tokens that stay if an expert is over capacity. probs: those with the highest weights;
+    # position: the first ones of every row
     drop_policy: Literal["probs", "position"] = "probs"
-    # T: this rank's tokens (depends on the mesh), or a row
+    # T of capacity_factor: the tokens of a rank, which depend on the mesh, or of a row
     drop_scope: Literal["rank", "sequence"] = "rank"
-    # every expert computes exactly its capacity: static shapes, same result
+    # pad every expert's input to its capacity: static shapes, same result
     pad_to_capacity: bool = False
-    seq_balance_coef: float = 0.0  # c of the per-row balance loss (DeepSeek-V3, eq. 17)
-    global_balance_coef: float = 0.0  # c of the balance loss over the previous step's whole batch
-    # c of the balance loss per micro-batch of all ranks (classical)
+    # coefficient of the balance loss of each row (DeepSeek-V3, eq. 17)
+    seq_balance_coef: float = 0.0
+    # coefficient of the balance loss over the previous step's global batch
+    global_balance_coef: float = 0.0
+    # coefficient of the classical balance loss, over one micro-batch of all ranks
     micro_batch_balance_coef: float = 0.0
-    z_loss_coef: float = 0.0  # c of the mean squared logsumexp of the router's logits
-    bias_update_rate: float = 1e-3  # b += rate * sign(mean - count), once per optimizer step
-    record_routing: str | None = None  # directory that takes every step's choices
-    replay_routing: str | None = None  # directory of another run's choices, to repeat on any mesh
+    z_loss_coef: float = 0.0  # coefficient of the mean squared logsumexp of the router's logits
+    # model.router.expert_bias: after each optimizer step, bias += rate * sign(mean - count), with
+    # the counts of tokens per expert
+    bias_update_rate: float = 1e-3
+    record_routing: str | None = None  # directory to write every step's chosen experts to
+    # directory of another run's record_routing, whose choices are repeated on any mesh
+    replay_routing: str | None = None
 
 
 @dataclass
 class ParallelConfig:
-    """How a model meets the mesh."""
+    """Pipeline schedule, FSDP, context parallelism and activation recomputation."""
 
-    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"
-    stages_per_rank: int = 1  # more than 1 only with Interleaved1F1B
-    layers_per_stage: list[int] | None = None  # null: as even as it goes, short stages last
-    reshard: Literal["step", "micro_batch"] = "step"  # when FSDP frees gathered weights
-    grad_sync: Literal["step", "micro_batch"] = "step"  # when FSDP reduces gradients
-    # cp attention; ring needs CUDA and no document mask
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"  # with mesh.pp > 1
+    stages_per_rank: int = 1  # pipeline stages per rank; more than 1 only with Interleaved1F1B
+    # layers of each stage; null: equal numbers, the longer stages first if they cannot be equal
+    layers_per_stage: list[int] | None = None
+    # FSDP frees gathered weights at the end of a step, or after every micro-batch
+    reshard: Literal["step", "micro_batch"] = "step"
+    # FSDP reduces gradients at the end of a step, or after every micro-batch
+    grad_sync: Literal["step", "micro_batch"] = "step"
+    # attention with mesh.cp > 1: gather all keys and values, or pass them around a ring, which
+    # needs CUDA and data.document_mask=false
     context: Literal["gather", "ring"] = "gather"
-    # What runs again in the backward pass instead of being kept: names among core_attn, mlp, moe,
-    # shared_experts, layernorm, mla_up_proj and moe_act, or full.
+    # modules whose activations are recomputed in the backward pass instead of kept: a list of
+    # core_attn, mlp, moe, shared_experts, layernorm, mla_up_proj and moe_act; or full, the whole
+    # layer
     recompute: list[str] | str = field(default_factory=list)
-    recompute_layers: list[int] | str | None = None  # null: all; layer numbers, or "every N"
+    # layers that parallel.recompute applies to: layer numbers, or "every N"; null: all layers
+    recompute_layers: list[int] | str | None = None
 
 
 @dataclass
 class KernelsConfig:
-    """Which implementation computes what; none of it changes a checkpoint (``docs/kernels.md``)."""
+    """Implementations of attention, rotary embedding and norms (``docs/kernels.md``).
 
-    # sdpa: the best of torch's for the head dims, the mask and the device; the others are forced
+    No key changes a checkpoint.
+    """
+
+    # sdpa: torch picks its best kernel for the head dims, the mask and the device; the others name
+    # one kernel
     attention: Literal["sdpa", "cudnn", "flash", "math", "te"] = "sdpa"
-    rope: Literal["torch", "triton"] = "torch"  # rotation of heads, and MLA's keys put together
-    norm: Literal["torch", "te"] = "torch"  # te: CUDA, and transformer-engine installed
+    # rotary embedding; triton also assembles MLA's keys in the same kernel
+    rope: Literal["torch", "triton"] = "torch"
+    norm: Literal["torch", "te"] = "torch"  # te: needs CUDA and the package transformer-engine
 
 
 @dataclass
 class TrainConfig:
-    """What is trained: length, batch, precision, and steps that are skipped."""
+    """Length, batch, precision, loss, frozen parameters and validation."""
 
     steps: int = 200  # optimizer steps
-    seq_len: int = 256  # tokens of a row
-    global_batch_size: int = 16  # rows per optimizer step over all ranks
-    micro_batch_size: int = 2  # rows per forward on one data-parallel rank
-    seed: int = 0  # of first weights and of the order of data
-    # bfloat16: see optim.master_weights
+    seq_len: int = 256  # tokens per row
+    global_batch_size: int = 16  # rows per optimizer step, over all ranks
+    micro_batch_size: int = 2  # rows per forward pass of one data-parallel rank
+    seed: int = 0  # seed of the initial weights and of the order of the data
+    # precision of activations and matrix products; optim.master_weights has that of the parameters
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    # Products of attention, FFNs and experts in 8 bits, and what has a scale (docs/fp8.md): a
-    # matrix by its own largest number, by that of the steps before, or blocks of it.
+    # compute the matrix products of attention, FFNs and experts in 8 bits (docs/fp8.md).
+    # tensorwise: one scale per tensor, from its own largest value; delayed: one scale per tensor,
+    # from the largest values of earlier steps; blockwise: one scale per block of a tensor
     fp8: Literal["off", "tensorwise", "delayed", "blockwise"] = "off"
-    # attention with its norms, FFNs, router and loss by torch.compile; experts are not
+    # compile attention with its norms, FFNs, router and loss by torch.compile; not the experts
     compile: bool = False
-    # or one that a plugin registers (docs/extend.md)
+    # loss function: cross_entropy, or the name of one that a plugin registers (docs/extend.md)
     loss: Literal["cross_entropy"] = "cross_entropy"
-    grad_clip: float = 1.0  # maximum global gradient norm; 0 switches clipping off
-    max_skipped: int = 10  # steps skipped in a row, for whatever reason, before the run gives up
-    # skip a step whose loss is this many deviations above recent ones; 0: never
+    grad_clip: float = 1.0  # maximum global gradient norm; 0: no clipping
+    max_skipped: int = 10  # the run ends after this many skipped steps in a row
+    # skip a step whose loss is this many standard deviations above recent losses; 0: never
     spike_factor: float = 0.0
-    spike_window: int = 100  # losses that make up the recent ones
-    # Parameters that stay as they are, by patterns of their names, such as "*.router.*"; with LoRA
-    # all do.
+    spike_window: int = 100  # number of recent losses that spike_factor compares with
+    # patterns of parameter names to freeze, such as "*.router.*"; LoRA freezes all parameters
     freeze: list[str] = field(default_factory=list)
-    trainable: list[str] = field(default_factory=list)  # patterns: exceptions from what is frozen
-    val_every: int = 50  # steps between validations; 0 switches them off
+    # patterns of parameter names to train even though freeze or LoRA freezes them
+    trainable: list[str] = field(default_factory=list)
+    val_every: int = 50  # steps between validations; 0: no validation
     val_batches: int = 2  # global batches per validation
 
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (arXiv 2106.09685) beside the matrices of a frozen model
-    (``docs/lora.md``)."""
+    """Low-rank adapters (arXiv 2106.09685) on the matrices of a frozen model (``docs/lora.md``)."""
 
-    rank: int = 0  # of every adapter; 0: no adapters, the model itself is trained
-    alpha: float = 32.0  # what adapters compute is multiplied by alpha / rank
-    dropout: float = 0.0  # share of each adapter's input features that a step leaves out
-    # groups of matrices (one that the model lacks is no error), or such as q_proj, mlp.up_proj,
-    # experts.down_proj
+    rank: int = 0  # rank of every adapter; 0: no adapters, the model itself is trained
+    alpha: float = 32.0  # an adapter's output is multiplied by alpha / rank
+    dropout: float = 0.0  # dropout probability of an adapter's input features
+    # matrices that get adapters: groups (one that the model lacks is no error), or names such as
+    # q_proj, mlp.up_proj, experts.down_proj
     targets: list[str] = field(
         default_factory=lambda: ["attention", "mlp", "shared_experts", "experts"]
     )
-    export: Literal["merged", "adapter"] = "merged"  # adapter: what peft loads beside model.hf_path
-    # frozen matrices: as multiplied, FP8 as stored, or 4 bits
+    # merged: export the model with its adapters merged; adapter: export the adapters alone, which
+    # peft loads onto model.hf_path
+    export: Literal["merged", "adapter"] = "merged"
+    # storage of frozen matrices. weights: in train.dtype; fp8: in 8 bits, as the checkpoint stores
+    # them; nf4: in 4 bits
     base: Literal["weights", "fp8", "nf4"] = "weights"
 
 
@@ -276,131 +333,61 @@ class LoraConfig:
 class OptimConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = 3e-3  # the highest, after warm-up
+    lr: float = 3e-3  # peak learning rate, after warm-up
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.1  # of matrices; norms and biases have none
+    weight_decay: float = 0.1  # for matrices; norms and biases are not decayed
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: int = 20  # the learning rate rises linearly
-    decay_steps: int = 50  # wsd: length of the final linear decay
-    min_lr_ratio: float = 0.1  # the last learning rate over the highest
-    # float32: parameters as wide as train.dtype says, bfloat16 ones in float32. stochastic: those
-    # are kept in bfloat16 alone, and updates are rounded stochastically
+    warmup_steps: int = 20  # steps in which the learning rate rises linearly
+    decay_steps: int = 50  # wsd: steps of the linear decay at the end
+    min_lr_ratio: float = 0.1  # final learning rate divided by the peak
+    # parameters that the optimizer updates if train.dtype=bfloat16. float32: a float32 copy;
+    # stochastic: the bfloat16 parameters themselves, with stochastic rounding
     master_weights: Literal["float32", "stochastic"] = "float32"
-    # bfloat16: rounded stochastically, with either kind of master weights; those of routers stay in
-    # float32
+    # precision of AdamW's moments; bfloat16 rounds stochastically, with either kind of master
+    # weights, and leaves the moments of routers in float32
     moments: Literal["float32", "bfloat16"] = "float32"
-    # Of an exponential moving average of the trained weights, in float32: 0.999 is over about a
-    # thousand steps; 0: none
+    # decay of an exponential moving average of the trained weights, kept in float32: 0.999 averages
+    # over about a thousand steps; 0: no average
     ema_decay: float = 0.0
 
 
 @dataclass
 class CheckpointConfig:
-    """Training state on disk (``docs/reliability.md``)."""
+    """Checkpoints of the training state, and the export (``docs/reliability.md``)."""
 
-    # auto: go on from run_dir's newest valid checkpoint; never: start over and set them aside; or
-    # the run or step directory of another run, to start from where run_dir has no checkpoint yet.
+    # auto: continue from the newest valid checkpoint in run_dir, if any; never: start over, and
+    # rename the old checkpoints; a path: start from that run directory or step directory as long as
+    # run_dir has no checkpoint of its own
     resume: str = "auto"
-    every: int = 0  # steps between training-state saves; 0: none
-    every_minutes: float = 0.0  # and minutes between them, by the clock of rank 0; 0: none
+    every: int = 0  # save the training state every this many steps; 0: not by steps
+    # save also if this many minutes have passed since the last save, by rank 0's clock; 0: not by
+    # time
+    every_minutes: float = 0.0
     async_save: bool = False  # write in the background, from a copy in CPU memory
-    keep: int = 2  # newest checkpoints kept
-    # checkpoints of steps that divide by it are never deleted; 0: no such steps
-    keep_every: int = 0
-    keep_best: int = 0  # this many checkpoints with the lowest validation loss are kept as well
+    keep: int = 2  # number of newest checkpoints to keep
+    keep_every: int = 0  # keep checkpoints of steps that this number divides; 0: no such steps
+    keep_best: int = 0  # number of checkpoints with the lowest validation loss to keep as well
     export_hf: bool = True  # write a HuggingFace checkpoint at the end of the run
-    export_ema: bool = False  # it holds the averages of optim.ema_decay, and not the last weights
+    export_ema: bool = False  # export the averages of optim.ema_decay instead of the last weights
 
     @property
     def saves(self) -> bool:
-        """Whether training state is saved at all."""
+        """True if the run saves its training state."""
         return self.every > 0 or self.every_minutes > 0
-
-
-@dataclass
-class ObserveConfig:
-    """What a run shows and records."""
-
-    log_every: int = 1  # steps between lines on the console; metrics.jsonl has every step
-    # Prompts that are answered after each validation: a list, or a text file with one on each line
-    # (docs/finetune.md)
-    samples: list[str] | str = field(default_factory=list)
-    sample_tokens: int = 48  # at most, of an answer
-    report: bool = True  # report.html and PNG plots at the end, or when the run dies
-    wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
-    wandb_project: str = "automoe"
-    tensorboard: bool = False  # event files in run_dir/tensorboard
-    mlflow: str = ""  # MLflow's tracking URI: a server, or a folder; empty: no MLflow
-    mlflow_experiment: str = "automoe"
-    run_name: str | None = None  # in trackers; null: that of run_dir
-    run_group: str | None = None  # in trackers; null: the sweep that the run is a job of
-    run_tags: list[str] = field(default_factory=list)  # in trackers
-    # what a sweeper such as Optuna is to find the best of
-    objective: Literal["loss", "tokens_per_second"] = "loss"
-    profile_steps: str = ""  # "10-12": torch profiler traces of these steps under run_dir/profile
-
-
-@dataclass
-class LaunchConfig:
-    """How ranks are started and watched (``docs/launch.md``)."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_ranks: int | None = None  # ranks that a derived (-1) axis fills; null: all it can see
-    timeout_s: int = 600  # a collective that takes longer fails and names its rank
-    # the same until the first step is over and after the last: loading, compiling, export
-    init_timeout_s: int = 1800
-    # after SIGTERM or Ctrl-C: to finish the step and save, before ranks are killed
-    grace_s: int = 120
-    max_restarts: int = 0  # times that a failed run is started again, from its newest checkpoint
-    threads_per_rank: int = 1  # CPU threads of one rank; 0: the cores, shared out evenly
-    # steps between collections of Python's garbage, on all ranks at once; 0: as Python likes
-    gc_every: int = 50
-    # bind each rank on CUDA to the CPU cores next to its GPU; torchrun and srun offer it themselves
-    numa: bool = False
-    # steps between timings of one product on every rank, which name a slow one; 0: none
-    probe_every: int = 10
-
-
-@dataclass
-class ClusterConfig:
-    """Hardware the plan and the MFU are computed for. Bytes and FLOP per second."""
-
-    name: str = "laptop"  # shown in the plan
-    gpu: str = "cpu"  # name as torch reports it, for the table of peak FLOPs
-    gpus_per_node: int = 8
-    memory_bytes: float = 0.0  # per GPU; 0: unknown
-    peak_flops: float = 0.0  # dense bf16 per GPU; 0: unknown
-    peak_flops_fp8: float = 0.0  # dense 8 bits per GPU; 0: it has none
-    memory_bandwidth: float = 0.0  # bytes a second of a GPU's memory; 0: unknown
-    # bytes a second and direction, of one GPU to its node; 0: unknown
-    intra_node_bandwidth: float = 0.0
-    inter_node_bandwidth: float = 0.0  # the same, to other nodes
-    host_bandwidth: float = 0.0  # of one GPU to CPU memory; 0: taken as 16e9
-    storage_bandwidth: float = 0.0  # of one node to where checkpoints are; 0: taken as 2e9
-    storage_limit: float = 0.0  # of all nodes together to it; 0: it grows with the nodes
-    # Share of peak_flops that a matrix product reaches which does 64, 128, 256, ... 4096 FLOPs for
-    # each byte that it reads and writes; none: not measured, and what is predicted is called
-    # uncalibrated
-    gemm_curve: list[float] = field(default_factory=list)
-    gemm_curve_from: float = 64.0  # FLOPs for each byte of the curve's first share
-    # CPU cores that the ranks of a node share, all of their work; 0: every rank has a device of its
-    # own
-    cores: int = 0
-    # measured here, in place of automoe/planner/constants.toml
-    constants: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class Config:
     """A run."""
 
-    run_dir: str = "runs/default"
-    # a name, a file or a module whose main(config, shape, context) a rank runs
+    run_dir: str = "runs/default"  # directory of all files of the run
+    # training loop: a shipped recipe's name, a file or a module; every rank calls its
+    # main(config, shape, context)
     recipe: str = "pretrain"
-    # keys that the recipe declares, in its dataclass Args (docs/launch.md)
+    # keys that the recipe declares in its dataclass Args (docs/launch.md)
     recipe_args: Any = field(default_factory=dict)
-    plugins: list[str] = field(default_factory=list)  # modules that register names of a user's own
+    plugins: list[str] = field(default_factory=list)  # the user's modules that register more names
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -417,50 +404,51 @@ class Config:
 
 
 def tokenizer_of(config: Config) -> str:
-    """``byte``, a directory or ``none``: ``data.tokenizer``, else that of the checkpoint that
-    training starts from."""
-    return (
-        NO_TOKENIZER
-        if config.data.is_synthetic
-        else config.data.tokenizer or config.model.hf_path or "byte"
-    )
+    """Return ``data.tokenizer``, else the folder of the checkpoint that training starts from.
+
+    The result is ``byte`` without either, and ``none`` if the data has no text.
+    """
+    if config.data.is_synthetic:
+        return NO_TOKENIZER
+    return config.data.tokenizer or config.model.hf_path or "byte"
 
 
 def export_name(config: Config) -> str | None:
-    """The folder in a run's own that it writes at its end: ``hf``, or ``adapter``; None where it
-    exports nothing."""
+    """Return the folder of the run directory that takes the export: ``hf`` or ``adapter``.
+
+    None if the run exports nothing.
+    """
     if not config.checkpoint.export_hf:
         return None
     return "adapter" if config.lora.rank > 0 and config.lora.export == "adapter" else "hf"
 
 
 def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
-    """Name, weight and settings of each source; without ``data.sources`` the only one, whose name
-    is empty."""
+    """Return (name, weight, settings) of each source.
+
+    Without ``data.sources`` there is one source, and its name is empty.
+    """
     if not data.sources:
         return [("", 1.0, data)]
     found = []
     for source in data.sources:
-        given = {key: value for key, value in vars(source).items() if value is not None}
-        own: dict[str, Any] = {
-            key: given[key] for key in ("kind", "text_key", "subset", "split") if key in given
-        }
-        own["chat"] = replace(
-            data.chat, **{key: given[key] for key in ("format", "keys", "roles") if key in given}
-        )
+        own = {key: value for key, value in vars(source).items() if value is not None}
+        weight = own.pop("weight")
         place = (source.path or source.kind or data.kind).rstrip("/").rpartition("/")[2]
-        name = source.name or place.partition(".")[0]
-        found.append((name, source.weight, replace(data, **own, path=source.path, sources=[])))
+        name = own.pop("name", "") or place.partition(".")[0]
+        chat = {key: own.pop(key) for key in ("format", "keys", "roles") if key in own}
+        own |= {"chat": replace(data.chat, **chat), "path": source.path, "sources": []}
+        found.append((name, weight, replace(data, **own)))
     return found
 
 
 def window_of(attention: AttentionConfig, layer: int) -> int:
-    """Keys that a query of layer ``layer`` sees at most, itself included; 0: all before it."""
+    """Return the most keys that a query of ``layer`` sees, its own included; 0: all before it."""
     return 0 if _full(attention, layer) else attention.sliding_window
 
 
 def is_linear(attention: AttentionConfig, layer: int) -> bool:
-    """Whether layer ``layer`` is a gated delta net."""
+    """Return True if layer number ``layer`` is a gated delta net."""
     return attention.linear_num_key_heads > 0 and not _full(attention, layer)
 
 

@@ -49,7 +49,8 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     device = device or config.launch.device
     check_rows(config, number_rows(config))
     shape = resolve_mesh(config.mesh, num_ranks)
-    check_rows(config, _rows(config, shape, device), shape)
+    check_rows(config, mesh_rows(config, shape, device), shape)
+    check_rows(config, settings_rows(config))
     parse_profile_steps(config.observe.profile_steps)
     check_args(config)
     check_writable(config.run_dir)
@@ -58,19 +59,8 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     return shape
 
 
-def _rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """Yield all rules except the bounds of single numbers, in the order of their reports."""
-    yield from mesh_rows(config, shape, device)
-    yield from settings_rows(config)
-
-
-def settings_rows(config: Config) -> Iterator[Row]:
-    """Yield the rules that do not depend on the mesh: optimizer, data, checkpoints."""
-    yield from _optimizer_rows(config)
-    yield from _data_rows(config)
-    yield from _chat_rows(config)
-    yield from checkpoint_rows(config)
-
+# Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
+# fmt: off
 
 def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield the rules that depend on both model and mesh.
@@ -79,9 +69,30 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """
     yield from model_rows(config, shape)
     yield from moe_rows(config)
-    yield from _batch_rows(config, shape)
+    rows = config.train.global_batch_size
+    seq_len = config.train.seq_len
+    micro = config.train.micro_batch_size
+    unit = shape.dp * micro
+    yield divides("train.global_batch_size", rows, unit,
+        "every data-parallel rank runs whole micro-batches, so dp_replicate*dp_shard*micro_batch_size = "
+        f"{shape.dp_replicate}*{shape.dp_shard}*{micro} = {unit} divides it: {rows} % {unit} = {rows % unit}")
+    if shape.tp > 1:
+        cut = shape.cp * shape.tp
+        yield divides("train.seq_len", seq_len, cut,
+            f"between blocks the ranks of cp and tp hold equal parts of a row: cp*tp = {shape.cp}*{shape.tp} = {cut}, "
+            f"{seq_len} % {cut} = {seq_len % cut}")
+    if shape.cp > 1:
+        pieces = 2 * shape.cp
+        yield divides("train.seq_len", seq_len, pieces,
+            f"with mesh.cp={shape.cp} every rank holds a head piece and a tail piece, 2*cp = {pieces} equal pieces: "
+            f"{seq_len} % {pieces} = {seq_len % pieces}")
     yield from _pipeline_rows(config, shape)
-    yield from _context_rows(config, shape, device)
+    ring = uses_ring(config, shape)
+    yield ("parallel.context", ring and config.data.document_mask,
+           "ring attention has no document mask, and data.document_mask=true asks for one",
+           "Set parallel.context=gather, or data.document_mask=false")
+    yield ("parallel.context", ring and device == "cpu",
+           "ring attention needs CUDA, and this run is on cpu", "Set parallel.context=gather")
     yield from expert_rows(config, shape, device)
     yield from fp8_rows(config, shape, device)
     yield from recompute_rows(config)
@@ -89,33 +100,34 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     yield from compile_rows(config, shape)
 
 
-# Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
-# fmt: off
-
-def _batch_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    rows = config.train.global_batch_size
-    seq_len = config.train.seq_len
-    micro = config.train.micro_batch_size
-    unit = shape.dp * micro
-    cut = shape.cp * shape.tp
-    pieces = 2 * shape.cp
-    yield divides("train.global_batch_size", rows, unit,
-        "every data-parallel rank runs whole micro-batches, so dp_replicate*dp_shard*micro_batch_size = "
-        f"{shape.dp_replicate}*{shape.dp_shard}*{micro} = {unit} divides it: {rows} % {unit} = {rows % unit}")
-    if shape.tp > 1:
-        yield divides("train.seq_len", seq_len, cut,
-            f"between blocks the ranks of cp and tp hold equal parts of a row: cp*tp = {shape.cp}*{shape.tp} = {cut}, "
-            f"{seq_len} % {cut} = {seq_len % cut}")
-    if shape.cp > 1:
-        yield divides("train.seq_len", seq_len, pieces,
-            f"with mesh.cp={shape.cp} every rank holds a head piece and a tail piece, 2*cp = {pieces} equal pieces: "
-            f"{seq_len} % {pieces} = {seq_len % pieces}")
+def settings_rows(config: Config) -> Iterator[Row]:
+    """Yield the rules that do not depend on the mesh: optimizer, data, checkpoints."""
+    optim = config.optim
+    dtype = config.train.dtype
+    stochastic = optim.master_weights == "stochastic"
+    for i, beta in enumerate(optim.betas):
+        yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
+    yield "optim.min_lr_ratio", not optim.min_lr_ratio <= 1, "a share of optim.lr, at most 1", "Set 0.1"
+    yield ("optim.ema_decay", not 0 <= optim.ema_decay < 1,
+           "the share of an average that a step keeps, in [0, 1)", "Set 0.999, or 0 for no average")
+    yield ("checkpoint.export_ema", config.checkpoint.export_ema and not optim.ema_decay,
+           "no average of the weights is kept: optim.ema_decay=0", "Set optim.ema_decay=0.999, or leave it out")
+    yield ("optim.moments", optim.moments == "bfloat16" and dtype != "bfloat16",
+           f"bfloat16 moments go with bfloat16 products, and train.dtype={dtype}",
+           "Set train.dtype=bfloat16, or optim.moments=float32")
+    yield ("optim.master_weights", stochastic and dtype != "bfloat16",
+           f"stochastic rounding is to bfloat16, and train.dtype={dtype}",
+           "Set train.dtype=bfloat16, or optim.master_weights=float32")
+    yield ("optim.master_weights", stochastic and config.parallel.grad_sync == "micro_batch" and config.mesh.pp == 1,
+           "gradients that are reduced after each micro-batch (parallel.grad_sync=micro_batch) would be added up in "
+           "bfloat16", "Set parallel.grad_sync=step, or optim.master_weights=float32")
+    yield from _data_rows(config)
+    yield from _chat_rows(config)
+    yield from checkpoint_rows(config)
 
 
 def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     parallel = config.parallel
-    micro = config.train.micro_batch_size
-    rows = config.train.global_batch_size
     key = "parallel.stages_per_rank"
     stages = parallel.stages_per_rank
     schedule = parallel.schedule
@@ -126,11 +138,27 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            f"Set {key}=1 or parallel.schedule=Interleaved1F1B")
     yield (key, pp == 1 and stages > 1,
            "with mesh.pp=1 the model is one stage", f"Set {key}=1, or mesh.pp=2 or more")
-    yield from _split_rows(config.model.num_layers, pp * stages, parallel.layers_per_stage)
+    num_layers = config.model.num_layers
+    num_stages = pp * stages
+    yield ("model.num_layers", num_layers < num_stages, *too_many_stages(num_stages))
+    sizes = parallel.layers_per_stage
+    if sizes is not None and num_layers >= num_stages:
+        even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
+        remedy = f"Set parallel.layers_per_stage=[{even}] or null"
+        yield ("parallel.layers_per_stage", len(sizes) != num_stages,
+               f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes",
+               remedy)
+        least = min(sizes)
+        yield ("parallel.layers_per_stage", least < 1,
+               f"every pipeline stage holds at least 1 layer, and stage {sizes.index(least)} has {least}", remedy)
+        yield ("parallel.layers_per_stage", sum(sizes) != num_layers,
+               f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
     if pp == 1:
         return
     yield (key, interleaved and stages < 2,
            "Interleaved1F1B runs at least 2 stages a rank", f"Set {key}=2 or parallel.schedule=1F1B")
+    micro = config.train.micro_batch_size
+    rows = config.train.global_batch_size
     unit = shape.dp * micro
     micro_batches = rows // unit
     arithmetic = (
@@ -148,55 +176,6 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield (f"parallel.{name}", getattr(parallel, name) == "micro_batch",
                f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step",
                f"Set parallel.{name}=step, or mesh.pp=1")
-
-
-def _split_rows(num_layers: int, num_stages: int, sizes: list[int] | None) -> Iterator[Row]:
-    """Yield the rules of the pipeline split: every stage has a layer, every layer a stage."""
-    yield ("model.num_layers", num_layers < num_stages, *too_many_stages(num_stages))
-    if sizes is None or num_layers < num_stages:
-        return
-    even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
-    key = "parallel.layers_per_stage"
-    remedy = f"Set parallel.layers_per_stage=[{even}] or null"
-    yield (key, len(sizes) != num_stages,
-           f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes", remedy)
-    least = min(sizes)
-    yield (key, least < 1,
-           f"every pipeline stage holds at least 1 layer, and stage {sizes.index(least)} has {least}", remedy)
-    yield (key, sum(sizes) != num_layers,
-           f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
-
-
-def _context_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    key = "parallel.context"
-    ring = uses_ring(config, shape)
-    yield (key, ring and config.data.document_mask,
-           "ring attention has no document mask, and data.document_mask=true asks for one",
-           "Set parallel.context=gather, or data.document_mask=false")
-    on_cpu = "ring attention needs CUDA, and this run is on cpu"
-    yield key, ring and device == "cpu", on_cpu, "Set parallel.context=gather"
-
-
-def _optimizer_rows(config: Config) -> Iterator[Row]:
-    """Yield the rules of AdamW's numbers and of stochastic rounding."""
-    optim = config.optim
-    stochastic = config.optim.master_weights == "stochastic"
-    for i, beta in enumerate(optim.betas):
-        yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
-    yield "optim.min_lr_ratio", not optim.min_lr_ratio <= 1, "a share of optim.lr, at most 1", "Set 0.1"
-    yield ("optim.ema_decay", not 0 <= optim.ema_decay < 1,
-           "the share of an average that a step keeps, in [0, 1)", "Set 0.999, or 0 for no average")
-    yield ("checkpoint.export_ema", config.checkpoint.export_ema and not optim.ema_decay,
-           "no average of the weights is kept: optim.ema_decay=0", "Set optim.ema_decay=0.999, or leave it out")
-    yield ("optim.moments", optim.moments == "bfloat16" and config.train.dtype != "bfloat16",
-           f"bfloat16 moments go with bfloat16 products, and train.dtype={config.train.dtype}",
-           "Set train.dtype=bfloat16, or optim.moments=float32")
-    yield ("optim.master_weights", stochastic and config.train.dtype != "bfloat16",
-           f"stochastic rounding is to bfloat16, and train.dtype={config.train.dtype}",
-           "Set train.dtype=bfloat16, or optim.master_weights=float32")
-    yield ("optim.master_weights", stochastic and config.parallel.grad_sync == "micro_batch" and config.mesh.pp == 1,
-           "gradients that are reduced after each micro-batch (parallel.grad_sync=micro_batch) would be added up in "
-           "bfloat16", "Set parallel.grad_sync=step, or optim.master_weights=float32")
 
 
 def _data_rows(config: Config) -> Iterator[Row]:
@@ -282,19 +261,22 @@ def _chat_rows(config: Config) -> Iterator[Row]:
 def checkpoint_rows(config: Config) -> Iterator[Row]:
     """Yield the rules of ``checkpoint``: where to resume from and which steps to keep."""
     checkpoint = config.checkpoint
-    every = config.checkpoint.every
+    every = checkpoint.every
     val_every = config.train.val_every
     yield ("checkpoint.resume",
            checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).expanduser().is_dir(),
            f"no such directory (looked from {os.getcwd()})",
            "Set auto, never, or the run or step directory to start from")
-    rule = f"checkpoints are of steps that divide by checkpoint.every={every}"
-    if not every:
+    keep_every = checkpoint.keep_every
+    if every:
+        rule = f"checkpoints are of steps that divide by checkpoint.every={every}"
+        nearest = -(-keep_every // every) * every
+    else:
         saved = "checkpoint.every_minutes saves any step" if checkpoint.saves else "no checkpoints are written"
         rule = f"{saved}: checkpoint.every=0"
-    yield ("checkpoint.keep_every", checkpoint.keep_every > 0 and (not every or checkpoint.keep_every % every != 0),
-           rule,
-           f"Nearest valid choice: checkpoint.keep_every={-(-checkpoint.keep_every // every) * every if every else 0}")
+        nearest = 0
+    yield ("checkpoint.keep_every", keep_every != nearest, rule,
+           f"Nearest valid choice: checkpoint.keep_every={nearest}")
     yield ("checkpoint.keep_best",
            checkpoint.keep_best > 0 and (not every or not val_every or every % val_every != 0),
            "the best is told by the validation loss, so a step that is saved must be validated: "
@@ -313,12 +295,17 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
     """
     if not text:
         return None
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= first <= last:
-        rule = "a window is first-last with 1 <= first <= last"
-        raise ConfigError("observe.profile_steps", text, rule, 'For example "10-12"')
-    return first, last
+    if match := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
+        first = int(match[1])
+        last = int(match[2] or first)
+        if 1 <= first <= last:
+            return first, last
+    raise ConfigError(
+        "observe.profile_steps",
+        text,
+        "a window is first-last with 1 <= first <= last",
+        'For example "10-12"',
+    )
 
 
 def check_writable(directory: str, key: str = "run_dir") -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from automoe.hf.headers import (
 )
 from automoe.hf.keys import FP8_BLOCK, FUSED, SCALE_SUFFIX, KeyMap, hf_tensors
 from automoe.hf.quantized import MXFP4_BLOCK
-from automoe.hf.shards import LocalShard
 from automoe.hf.untrusted import brief, is_there
-from automoe.hf.upcycle import Upcycling
 from automoe.parallel.agreement import Ranks
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
+# By encoding: endings of the names of codes and of scales, and the least dims of codes.
+_ENDS = {"fp8": ("", SCALE_SUFFIX, 2), "mxfp4": ("_blocks", "_scales", 3)}
 
 
 @dataclass(frozen=True)
@@ -41,70 +42,55 @@ class Catalog:
         keys: key map of its layout.
         sources: stored tensors by name.
         block: rows and columns that share a scale in block-FP8.
-        upcycling: rule that makes a mixture of a dense checkpoint; None otherwise.
-        notes: what the model leaves out of the directory or takes otherwise than config.json says,
-            a sentence each for the user.
+        notes: sentences for the user: what is not read of the directory, or is taken otherwise than
+            its config.json says.
     """
 
     folder: Path
     keys: KeyMap
     sources: dict[str, StoredTensor]
     block: tuple[int, int] = FP8_BLOCK
-    upcycling: Upcycling | None = None
     notes: tuple[str, ...] = ()
-
-    def finish(self, shard: LocalShard) -> None:
-        """Scale or draw the values of a shard that upcycling sets, after the shard was read."""
-        if self.upcycling is not None:
-            self.upcycling.finish(shard)
 
 
 @without_collection()
-def open_catalog(
-    path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None
-) -> Catalog:
+def open_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = None) -> Catalog:
     """Read all headers on rank 0, check them against the full model, and broadcast. Collective.
 
     Args:
-        config: the model; with ``upcycling``, the mixture that the dense checkpoint becomes.
+        config: the model.
+        keys: key map of the dense checkpoint that ``config`` upcycles; default: the key map of the
+            model's family.
 
     Raises:
         CheckpointError: on every rank alike: a file is missing, truncated or a Git LFS pointer;
             keys are missing or unexpected; a shape or the number of experts differs; FP8 codes have
             no scales; the quantization is unknown.
     """
-    return Ranks().lead(lambda: check_catalog(path, config, upcycling))
+    return Ranks().lead(lambda: check_catalog(path, config, keys))
 
 
 @without_collection()
-def check_catalog(
-    path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None
-) -> Catalog:
+def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = None) -> Catalog:
     """Read and check all headers like ``open_catalog``, in this process alone."""
     folder = local_folder(path)
     tensors = read_headers(folder)
     encoding, block = _quantization(folder)
     sources = _pair_scales(folder, tensors, encoding)
-    keys = family_of(config).keys if upcycling is None else upcycling.keys
+    keys = keys or family_of(config).keys
     if any(key.endswith(f".{FUSED.gate}") for key in sources):
         keys = keys.in_memory
     wanted = hf_tensors(config, keys)
+    notes = _remove_unread(sources, config)
     missing = [key for key in wanted if key not in sources]
-    unread = _unread(sources, config)
-    ignored = {key for keys_of_one in unread.values() for key in keys_of_one}
-    unexpected = [key for key in sources if key not in wanted and key not in ignored]
+    unexpected = [key for key in sources if key not in wanted]
     wrong = [
         key for key in wanted if key in sources and sources[key].full_shape != tuple(wanted[key])
     ]
     if missing or unexpected or wrong:
-        _check_experts(
-            folder, {key: sources[key] for key in sources if key not in ignored}, config, keys
-        )
-    if missing or unexpected:
-        found = [f"{len(missing)} tensors are missing: {listed(missing)}"] if missing else []
-        found += (
-            [f"{len(unexpected)} are not the model's: {listed(unexpected)}"] if unexpected else []
-        )
+        _check_experts(folder, sources, config, keys)
+    kinds = {"tensors are missing": missing, "are not the model's": unexpected}
+    if found := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds.items() if odd]:
         raise CheckpointError(
             f"{folder} does not hold this {config.family} model of {config.num_layers} layers and "
             f"{len(wanted)} tensors: {'; '.join(found)}. Compare the model's configuration with its config.json"
@@ -118,16 +104,13 @@ def check_catalog(
             f"{folder}: {len(wrong)} tensors have another shape than the model's: {'; '.join(shapes)}. "
             "Compare the model's configuration with its config.json"
         )
-    used = {key: source for key, source in sources.items() if key in wanted}
-    _check_encodings(folder, used, encoding, block)
-    notes = [f"{what} ({len(found)})" if len(found) > 1 else what for what, found in unread.items()]
-    notes = [f"not read: {note}" for note in notes]
-    if not config.tie_embeddings and HEAD in used and _says_tied(folder):
+    _check_encodings(folder, sources, encoding, block)
+    if not config.tie_embeddings and HEAD in sources and _says_tied(folder):
         notes.append(
             f"config.json says tie_word_embeddings=true, and the files hold a {HEAD} with other numbers than "
             f"{EMBEDDING}: the two stay apart, as in transformers"
         )
-    return Catalog(folder, keys, used, block, upcycling, tuple(notes))
+    return Catalog(folder, keys, sources, block, tuple(notes))
 
 
 def _says_tied(folder: Path) -> bool:
@@ -138,50 +121,45 @@ def _says_tied(folder: Path) -> bool:
 
 def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:
     """Return encoding and block size from config.json's ``quantization_config``."""
-    stated = (
-        read_hf_config(folder).get("quantization_config")
-        if is_there(folder, "config.json")
-        else None
-    )
+    if not is_there(folder, "config.json"):
+        return "plain", FP8_BLOCK
+    stated = read_hf_config(folder).get("quantization_config")
     if stated is None:
         return "plain", FP8_BLOCK
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
-    if method == "fp8" and isinstance(stated, dict):
-        block: Any = stated.get("weight_block_size")
-        pair = (
-            isinstance(block, list)
-            and len(block) == 2
-            and all(type(n) is int and 0 < n < 1 << 31 for n in block)
-        )
-        if not pair or stated.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-            raise CheckpointError(
-                f"{folder}/config.json: quantization_config has fmt={stated.get('fmt')} and "
-                f"weight_block_size={stated.get('weight_block_size')}, and FP8 is read here as e4m3 with scales a "
-                "block, such as [128, 128]. Convert it to bfloat16"
-            )
-        return "fp8", (block[0], block[1])
     if method == "mxfp4":
         return "mxfp4", FP8_BLOCK
-    raise CheckpointError(
-        f"{folder}/config.json: quantization_config has quant_method={method}, and fp8 and mxfp4 are read here. "
-        "Convert it to bfloat16"
-    )
+    if method != "fp8" or not isinstance(stated, dict):
+        raise CheckpointError(
+            f"{folder}/config.json: quantization_config has quant_method={method}, and fp8 and mxfp4 are read here. "
+            "Convert it to bfloat16"
+        )
+    block: Any = stated.get("weight_block_size")
+    sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
+    known = stated.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+    if not (known and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)):
+        raise CheckpointError(
+            f"{folder}/config.json: quantization_config has fmt={stated.get('fmt')} and "
+            f"weight_block_size={block}, and FP8 is read here as e4m3 with scales a "
+            "block, such as [128, 128]. Convert it to bfloat16"
+        )
+    return "fp8", (sizes[0], sizes[1])
 
 
 def _pair_scales(
     folder: Path, tensors: dict[str, StoredTensor], encoding: Encoding
 ) -> dict[str, StoredTensor]:
     """Attach scales to their codes, under the name of the unquantized tensor."""
-    codes_end, scales_end, least_dims = (
-        ("", SCALE_SUFFIX, 2) if encoding == "fp8" else ("_blocks", "_scales", 3)
-    )
+    if encoding == "plain":
+        return tensors
+    codes_end, scales_end, least_dims = _ENDS[encoding]
     scales_of: dict[str, StoredTensor] = {}  # by the name of the codes
     paired: set[str] = set()
-    for name in tensors if encoding != "plain" else ():
+    for name, scales in tensors.items():
         if name.endswith(scales_end) and name not in scales_of:
             codes = name[: -len(scales_end)] + codes_end
             if codes in tensors and codes not in paired and len(tensors[codes].shape) >= least_dims:
-                scales_of[codes] = tensors[name]
+                scales_of[codes] = scales
                 paired.add(name)
     sources: dict[str, StoredTensor] = {}
     for name, data in tensors.items():
@@ -258,14 +236,8 @@ def _check_experts(
     Without this check thousands of missing keys would be listed.
     """
     if keys.fused:
-        count = next(
-            (
-                source.full_shape[0]
-                for key, source in sources.items()
-                if key.endswith(f".{FUSED.gate}")
-            ),
-            0,
-        )
+        sizes = [one.full_shape[0] for key, one in sources.items() if key.endswith(f".{keys.gate}")]
+        count = sizes[0] if sizes else 0
     else:
         count = len({keys.expert_of(key) for key in sources} - {None})
     if count and count != config.num_experts:
@@ -275,8 +247,8 @@ def _check_experts(
         )
 
 
-def _unread(sources: dict[str, StoredTensor], config: ModelConfig) -> dict[str, list[str]]:
-    """Return the stored tensors that the model never reads, by a text that names them all and why.
+def _remove_unread(sources: dict[str, StoredTensor], config: ModelConfig) -> list[str]:
+    """Remove the stored tensors that the model never reads; return notes that name them all.
 
     MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
     projection that joins their two inputs. Without it, such a layer belongs to a larger model.
@@ -284,15 +256,15 @@ def _unread(sources: dict[str, StoredTensor], config: ModelConfig) -> dict[str, 
     projection = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
     found = [match for key in sources if (match := projection.fullmatch(key))]
     modules = ("mtp.", *(match[1] for match in found if int(match[2]) >= config.num_layers))
-    unread = {
-        f"{prefix}*, a module for multi-token prediction": [
-            key for key in sources if key.startswith(prefix)
-        ]
-        for prefix in modules
-    }
-    unread["*.rotary_emb.inv_freq, which are computed"] = [
-        key for key in sources if key.endswith("rotary_emb.inv_freq")
-    ]
-    if config.tie_embeddings and HEAD in sources:
-        unread[f"{HEAD}, a copy of {EMBEDDING}"] = [HEAD]
-    return {what: keys for what, keys in unread.items() if keys}
+    reasons = {f"{prefix}*": "a module for multi-token prediction" for prefix in modules}
+    reasons["*.rotary_emb.inv_freq"] = "computed, not trained"
+    if config.tie_embeddings:
+        reasons[HEAD] = f"a copy of {EMBEDDING}"
+    notes = []
+    for pattern, reason in reasons.items():
+        unread = [key for key in sources if fnmatchcase(key, pattern)]
+        for key in unread:
+            del sources[key]
+        if unread:
+            notes.append(f"not read: {pattern} ({len(unread)}), {reason}")
+    return notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from automoe.errors import CheckpointError
-from automoe.hf.headers import SINGLE_FILE
+from automoe.hf.headers import BITS, SINGLE_FILE, StoredTensor
 from automoe.hf.keys import FP8_BLOCK, INDEX_FILE, SCALE_SUFFIX
 from automoe.hf.quantized import quantize_fp8
 
@@ -79,44 +80,35 @@ class Written:
         return f"{text})"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Name, dtype and shape of one tensor in a file."""
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+Contents = dict[str, StoredTensor]  # tensors of one file by name, in the order of their bytes
 
 
-Entries = tuple[Entry, ...]  # entries of one tensor: its numbers, or its codes and scales
+def stored_as(shape: tuple[int, ...], dtype: torch.dtype, fp8: bool = False) -> StoredTensor:
+    """Return a tensor as it will be stored: in ``dtype``, or as FP8 codes and float32 scales.
 
-
-def entries_of(key: str, shape: tuple[int, ...], dtype: torch.dtype, fp8: bool = False) -> Entries:
-    """Return the entries of a tensor: one in ``dtype``, or block-FP8 codes and float32 scales."""
+    Its file and its place there are not known yet.
+    """
+    name = "F8_E4M3" if fp8 else _DTYPE_NAMES[dtype]
+    stored = StoredTensor("", name, shape, 0, math.prod(shape) * BITS[name] // 8)
     if not fp8:
-        return (Entry(key, dtype, shape),)
+        return stored
     grid = (-(-shape[0] // FP8_BLOCK[0]), -(-shape[1] // FP8_BLOCK[1]))
-    return (Entry(key, torch.float8_e4m3fn, shape), Entry(key + SCALE_SUFFIX, torch.float32, grid))
+    return stored._replace(scales=stored_as(grid, torch.float32), encoding="fp8")
 
 
-def split(items: Iterable[Entries], max_bytes: int) -> list[list[Entries]]:
+def split(tensors: Iterable[tuple[str, StoredTensor]], max_bytes: int) -> list[Contents]:
     """Distribute tensors, in order, over files.
 
     A file has at most ``max_bytes``, unless one tensor alone is larger.
     """
-    files: list[list[Entries]] = []
+    files: list[Contents] = []
     filled = 0
-    for item in items:
-        size = sum(entry.num_bytes for entry in item)
-        if not files or filled + size > max_bytes:
-            files.append([])
+    for key, stored in tensors:
+        if not files or filled + stored.total_bytes > max_bytes:
+            files.append({})
             filled = 0
-        files[-1].append(item)
-        filled += size
+        files[-1][key] = stored
+        filled += stored.total_bytes
     return files
 
 
@@ -127,28 +119,26 @@ def file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write_files(
-    contents: Iterable[tuple[Path, list[Entries]]], tensors: Iterator[torch.Tensor]
-) -> None:
-    """Write the tensors one after the other; quantize a tensor whose entries include scales.
+def write_files(files: Iterable[tuple[Path, Contents]], tensors: Iterator[torch.Tensor]) -> None:
+    """Write the tensors one after the other, quantized if they have scales in the contents.
 
     Raises:
         CheckpointError: the disk is full or fails.
     """
-    for file, items in contents:
+    for file, contents in files:
         when = "at its beginning"
         try:
             with open(file, "wb") as stream:
-                stream.write(header_bytes(items))
-                for item in items:
+                stream.write(header_bytes(contents))
+                for key, stored in contents.items():
                     tensor = next(tensors)
-                    when = f"while {item[0].key} was written"
-                    for part in (
-                        [tensor.to(item[0].dtype)] if len(item) == 1 else quantize_fp8(tensor)
-                    ):
-                        stream.write(
-                            part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-                        )
+                    when = f"while {key} was written"
+                    parts = (tensor.to(DTYPES[stored.dtype]),)
+                    if stored.scales is not None:
+                        parts = quantize_fp8(tensor)
+                    for part in parts:
+                        flat = part.cpu().contiguous().view(-1)
+                        stream.write(flat.view(torch.uint8).numpy().data)
                 when = "at its end"
         except OSError as error:
             raise CheckpointError(
@@ -156,37 +146,42 @@ def write_files(
             ) from error
 
 
-def write_index(
-    folder: Path, names: list[str], contents: list[list[Entries]], dtype: torch.dtype
-) -> Written:
+def write_index(folder: Path, files: list[Contents], dtype: torch.dtype) -> Written:
     """Write the index (tensor -> file) if there are several files, and return a summary.
 
     Args:
         dtype: dtype of the first parameter, for the summary.
     """
-    files = zip(names, contents, strict=True)
-    placed = [(entry, name) for name, items in files for item in items for entry in item]
-    total = sum(entry.num_bytes for entry, _ in placed)
-    if len(names) > 1:
-        weight_map = {entry.key: name for entry, name in sorted(placed, key=lambda one: one[0].key)}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    weight_map = {
+        key: name
+        for name, contents in zip(file_names(len(files)), files, strict=True)
+        for key in _with_scales(contents)
+    }
+    total = sum(stored.total_bytes for contents in files for stored in contents.values())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return Written(folder, len(placed), len(names), total, dtype)
+    return Written(folder, len(weight_map), len(files), total, dtype)
 
 
-def header_bytes(items: list[Entries]) -> bytes:
+def header_bytes(contents: Contents) -> bytes:
     """Return length and JSON header of a safetensors file with these tensors, in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for entry in (entry for item in items for entry in item):
-        begin = end
-        end = end + entry.num_bytes
-        offsets = [begin, end]
-        entries[entry.key] = {
-            "dtype": _DTYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": offsets,
-        }
+    for key, stored in _with_scales(contents).items():
+        offsets = [end, end + stored.num_bytes]
+        end += stored.num_bytes
+        entries[key] = {"dtype": stored.dtype, "shape": list(stored.shape), "data_offsets": offsets}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # readers expect the data to be aligned to 8 bytes
     return len(text).to_bytes(8, "little") + text
+
+
+def _with_scales(contents: Contents) -> Contents:
+    """Return the tensors of a file with the scales of quantized ones as tensors of their own."""
+    tensors: Contents = {}
+    for key, stored in contents.items():
+        tensors[key] = stored
+        if stored.scales is not None:
+            tensors[key + SCALE_SUFFIX] = stored.scales
+    return tensors

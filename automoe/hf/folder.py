@@ -22,7 +22,7 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import KeyMap, fp8_config
-from automoe.hf.untrusted import copy_file, is_there, open_inside
+from automoe.hf.untrusted import copy_file, open_inside
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.lock_file import open_lock
 
@@ -200,31 +200,25 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
         CheckpointError: one of them is a link out of its folder, no file, or cannot be read.
     """
     source = local_folder(config.hf_path) if config.hf_path is not None else None
-    own = _is_own(tokenizer, source)
-    found = []
-    if source is not None and own and is_there(source, "generation_config.json"):
-        found.append((source, "generation_config.json"))
-    place = source if own else None
-    if not own and tokenizer not in ("byte", NO_TOKENIZER):
-        place = local_folder(str(tokenizer))
-    if place is not None:
-        if not place.is_dir():
-            raise ConfigError(
-                "tokenizer",
-                place,
-                "there is no such directory",
-                "Name one with a tokenizer's files",
-            )
-        names = sorted(os.listdir(place))  # includes broken links, which are refused below
-        found += [
-            (place, name) for name in names if any(fnmatch(name, one) for one in _TOKENIZER_FILES)
-        ]
-    for where, name in found:
+    patterns = _TOKENIZER_FILES
+    if _is_own(tokenizer, source):
+        place = source
+        patterns = (*patterns, "generation_config.json")
+    else:
+        place = None if tokenizer in ("byte", NO_TOKENIZER) else local_folder(str(tokenizer))
+    if place is None:
+        return []
+    if not place.is_dir():
+        remedy = "Name one with a tokenizer's files"
+        raise ConfigError("tokenizer", place, "there is no such directory", remedy)
+    names = sorted(os.listdir(place))  # includes broken links, which are refused below
+    found = [(place, name) for name in names if any(fnmatch(name, one) for one in patterns)]
+    for _, name in found:
         try:
-            os.close(open_inside(where, name))
+            os.close(open_inside(place, name))
         except OSError as error:
             raise CheckpointError(
-                f"{where / name}: {error.strerror}. Make it readable, or copy it again"
+                f"{place / name}: {error.strerror}. Make it readable, or copy it again"
             ) from None
     return found
 
@@ -249,9 +243,8 @@ def _write_chat(folder: Path, chat: ChatTemplate) -> None:
     known = settings.get("eos_token_id")
     if not isinstance(known, list):
         known = [] if known is None else [known]
-    if (
-        stop_id not in known
-    ):  # with a base model's ids, generation would not stop at the end of an answer
+    # With a base model's ids alone, generation would not stop at the end of an answer.
+    if stop_id not in known:
         _write_json(file, settings | {"eos_token_id": [stop_id, *known]})
 
 
@@ -264,7 +257,8 @@ def _token_ids(tokenizer: str | None) -> dict[str, int | None]:
 
     If a key is absent, transformers takes the family's published id.
     """
-    if tokenizer in (None, NO_TOKENIZER):
-        return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    loaded = load_tokenizer(tokenizer)
-    return {"bos_token_id": None, "eos_token_id": loaded.eos_id, "pad_token_id": loaded.pad_id}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if tokenizer not in (None, NO_TOKENIZER):
+        loaded = load_tokenizer(tokenizer)
+        ids |= {"eos_token_id": loaded.eos_id, "pad_token_id": loaded.pad_id}
+    return ids

@@ -71,6 +71,20 @@ class StoredTensor(NamedTuple):
         *lead, rows, groups, half = self.shape
         return *lead, 2 * groups * half, rows
 
+    @property
+    def total_bytes(self) -> int:
+        """Size in bytes, scales included."""
+        return self.num_bytes if self.scales is None else self.num_bytes + self.scales.num_bytes
+
+    @property
+    def row_layout(self) -> tuple[int, int]:
+        """Number of rows of each stored matrix, and size of a row in bytes.
+
+        A vector is a matrix with one column. A row of MXFP4 codes is [groups, 16].
+        """
+        rows = self.shape[:-2] if self.encoding == "mxfp4" else self.shape[:-1] or self.shape
+        return rows[-1], self.num_bytes // math.prod(rows)
+
 
 @contextmanager
 def switched_off(
@@ -141,7 +155,18 @@ def _read_all(folder: Path) -> dict[str, StoredTensor]:
             if counts != file:
                 del found[name]
         tensors |= found
-    _check_index(folder, index or {}, tensors)
+    index = index or {}
+    remedy = "The index belongs to other files: copy the checkpoint again"
+    if lost := [name for name in index if name not in tensors]:
+        raise CheckpointError(
+            f"{folder}: {len(lost)} tensors that {INDEX_FILE} names are in no file: {listed(lost)}. {remedy}"
+        )
+    if moved := [name for name, file in index.items() if tensors[name].file != file]:
+        first = moved[0]
+        raise CheckpointError(
+            f"{folder}: {len(moved)} tensors are not in the file that {INDEX_FILE} names: {brief(first)} is in "
+            f"{tensors[first].file} and not in {index[first]}. {remedy}"
+        )
     return tensors
 
 
@@ -184,17 +209,19 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
             twice as many parameters as the files have numbers.
         CheckpointError: as ``read_headers``.
     """
-    tensors = read_headers(folder) if _all_there(folder) else {}
-    one_by_one = (
-        tensors and not keys.fused and not any(name.endswith(f".{FUSED.gate}") for name in tensors)
-    )
-    experts = config.num_experts * (
-        config.num_moe_layers if one_by_one else config.num_moe_layers > 0
-    )
-    most = max(len(tensors), MANY)
-    held = f"and its files hold {len(tensors):,} tensors"
-    asked = {"layers": config.num_layers, "experts": experts}
-    found = [f"{count:,} {what}, {held}" for what, count in asked.items() if count > most]
+    try:
+        complete = not missing_files(folder)
+    except OSError:  # an unreadable index: ``read_headers`` reports it
+        complete = True
+    tensors = read_headers(folder) if complete else {}
+    fused = keys.fused or any(name.endswith(f".{FUSED.gate}") for name in tensors)
+    layers = config.num_moe_layers if tensors and not fused else min(1, config.num_moe_layers)
+    counts = {"layers": config.num_layers, "experts": config.num_experts * layers}
+    found = [
+        f"{count:,} {what}, and its files hold {len(tensors):,} tensors"
+        for what, count in counts.items()
+        if count > max(len(tensors), MANY)
+    ]
     # The factor 2 allows for half of the files to be missing; they are then reported by name.
     # A byte of codes may hold two numbers.
     numbers = sum(
@@ -207,17 +234,6 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
         raise ConfigError("model.hf_path", folder, f"its config.json has {found[0]}", remedy)
 
 
-def _all_there(folder: Path) -> bool:
-    """Return True if no file of the weights is missing.
-
-    An unreadable index is left to ``read_headers`` to report.
-    """
-    try:
-        return not missing_files(folder)
-    except OSError:
-        return True
-
-
 def missing_files(folder: Path) -> list[str]:
     """List the files of the weights that the index names but that do not exist."""
     return [name for name in _files_of(_read_index(folder)) if not is_there(folder, name)]
@@ -225,20 +241,6 @@ def missing_files(folder: Path) -> list[str]:
 
 def _files_of(index: dict[str, str] | None) -> list[str]:
     return [SINGLE_FILE] if index is None else sorted(set(index.values()))
-
-
-def _check_index(folder: Path, index: dict[str, str], tensors: dict[str, StoredTensor]) -> None:
-    remedy = "The index belongs to other files: copy the checkpoint again"
-    if lost := [name for name in index if name not in tensors]:
-        raise CheckpointError(
-            f"{folder}: {len(lost)} tensors that {INDEX_FILE} names are in no file: {listed(lost)}. {remedy}"
-        )
-    if moved := [name for name, file in index.items() if tensors[name].file != file]:
-        first = moved[0]
-        raise CheckpointError(
-            f"{folder}: {len(moved)} tensors are not in the file that {INDEX_FILE} names: {brief(first)} is in "
-            f"{tensors[first].file} and not in {index[first]}. {remedy}"
-        )
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -302,33 +304,35 @@ def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, S
     at = 0
     in_order = True
     for name, entry in header.items():
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype = entry["dtype"]
+        shape = entry["shape"]
+        begin, end = entry["data_offsets"]
         if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 63:
             raise ValueError(
                 f"{brief(name)} has data_offsets {brief([begin, end])}, which are no two bytes in order"
             )
         key = dtype, repr(shape)
-        if (size := sizes.get(key)) is None:
-            size = sizes[key] = _size(name, dtype, shape)
-        if (end - begin) * 8 != size[1]:
+        if key not in sizes:
+            if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
+                raise ValueError(
+                    f"{brief(name)} has shape {brief(shape)}, which is no list of sizes"
+                )
+            if dtype not in BITS:
+                raise ValueError(
+                    f"{brief(name)} has dtype {brief(dtype)}, which safetensors does not know"
+                )
+            sizes[key] = tuple(shape), math.prod(shape) * BITS[dtype]
+        full, bits = sizes[key]
+        if (end - begin) * 8 != bits:
             raise ValueError(
-                f"{brief(name)} has {end - begin:,} bytes, and {brief(shape)} {dtype} takes {size[1] // 8:,}"
+                f"{brief(name)} has {end - begin:,} bytes, and {brief(shape)} {dtype} takes {bits // 8:,}"
             )
-        tensors[name] = StoredTensor(file, dtype, size[0], data + begin, end - begin)
+        tensors[name] = StoredTensor(file, dtype, full, data + begin, end - begin)
         in_order = in_order and begin == at
         at = end
     if in_order:
         return tensors
     return dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)))
-
-
-def _size(name: str, dtype: Any, shape: Any) -> tuple[tuple[int, ...], int]:
-    """Return a tensor's shape and its size in bits. Raises ``ValueError``."""
-    if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"{brief(name)} has shape {brief(shape)}, which is no list of sizes")
-    if dtype not in BITS:
-        raise ValueError(f"{brief(name)} has dtype {brief(dtype)}, which safetensors does not know")
-    return tuple(shape), math.prod(shape) * BITS[dtype]
 
 
 def _check_ranges(file: Path, size: int, data: int, tensors: dict[str, StoredTensor]) -> None:

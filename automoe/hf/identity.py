@@ -44,10 +44,8 @@ def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
 
 def complete(config: Config, weights: bool = True) -> None:
     """Download the files of a run's Hub ids that this machine lacks. Raises ``ConfigError``."""
-    for key, spec in (
-        ("model.hf_path", config.model.hf_path),
-        ("data.tokenizer", config.data.tokenizer),
-    ):
+    specs = {"model.hf_path": config.model.hf_path, "data.tokenizer": config.data.tokenizer}
+    for key, spec in specs.items():
         if spec is not None and id_and_commit(spec) is not None:
             pinned(key, spec)
             if weights and spec == config.model.hf_path:
@@ -69,16 +67,12 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
 
     folder = local_folder(path)
     ranks = ranks or Ranks(alone=True)
-    digest = hashlib.sha256()
 
     def headers() -> dict[str, StoredTensor]:
         tensors = read_headers(folder)
         if (size := sum(stored.num_bytes for stored in tensors.values())) >= SAID_BYTES:
-            print(
-                f"reading {size / 1e9:,.0f} GB of {folder}, to know it again",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"reading {size / 1e9:,.0f} GB of {folder}, to know it again"
+            print(text, file=sys.stderr, flush=True)
         return tensors
 
     tensors = ranks.lead(headers)
@@ -89,11 +83,11 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
         raise CheckpointError(
             f"{error.filename or folder}: {error.strerror}. Make it readable"
         ) from None
+    digest = hashlib.sha256()
     checksums = {name: checksum for theirs in found for name, checksum in theirs.items()}
-    for name in sorted(tensors):
-        digest.update(
-            f"{name} {tensors[name].dtype} {list(tensors[name].shape)} {checksums[name]}\n".encode()
-        )
+    for name, stored in sorted(tensors.items()):
+        line = f"{name} {stored.dtype} {list(stored.shape)} {checksums[name]}\n"
+        digest.update(line.encode())
     return KIND + digest.hexdigest()
 
 
@@ -111,7 +105,7 @@ def _checksums(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, int]
                     errno.EIO, "it became shorter while it was read", str(folder / stored.file)
                 )
             value = zlib.crc32(piece, value)
-            at = at + len(piece)
+            at += len(piece)
         return value
 
     order = sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].start))

@@ -37,7 +37,8 @@ class KeyMap:
     With ``fused``, ``gate`` and ``up`` name one tensor [E, 2I, H], gates first. With ``transposed``
     as well (GPT-OSS), that tensor is [E, H, 2I] with gates and ups interleaved, ``down`` is [E, I,
     H], and biases follow the same order. With ``ffn_parts`` the checkpoint is dense: expert e is
-    part e mod ``ffn_parts`` of the layer's FFN, and there is no router (``automoe.hf.upcycle``).
+    part e mod ``ffn_parts`` of the layer's FFN, and routers are drawn (``automoe.hf.upcycle``) with
+    the standard deviation ``router_std`` from ``router_seed``.
     """
 
     router: str = _published("router.weight")
@@ -53,6 +54,8 @@ class KeyMap:
     fused: bool = False
     transposed: bool = False
     ffn_parts: int = 0
+    router_std: float = 0.0
+    router_seed: int = 0
 
     @property
     def in_memory(self) -> KeyMap:
@@ -187,8 +190,8 @@ def hf_pieces(
         return whole(name if name.startswith("lm_head.") else f"model.{name}")
     prefix = f"model.layers.{match[1]}."
     rest = match[2]
-    if keys.ffn_parts and rest.startswith(("mlp.experts.", "mlp.router.")):
-        return _ffn_pieces(prefix, rest, shape, keys, experts)
+    if keys.ffn_parts and rest.startswith("mlp.router."):
+        return []
     renamed = {
         "mlp.router.weight": keys.router,
         "mlp.router.expert_bias": keys.expert_bias,
@@ -200,74 +203,37 @@ def hf_pieces(
         return whole(prefix + renamed[rest])
     if rest == "mlp.experts.gate_up_proj_bias":
         return whole(prefix + keys.gate_up_bias, 0, 2, 1, merged=True)
-    if rest == "mlp.experts.gate_up_proj":
-        if keys.transposed:
-            return whole(prefix + keys.gate, 0, 3, 2, 1, merged=True)
-        num_experts, _, width, hidden = shape
-        one = (width, hidden)
-        if keys.fused:
-            fused = (num_experts, 2 * width, hidden)
-            half = (num_experts, width, hidden)
-            return [
-                Piece(prefix + keys.gate, fused, (None, i, None, None), (0, i * width, 0), half)
-                for i in (0, 1)
-            ]
-        return [
-            Piece(prefix + key.format(expert=expert), one, (expert, i, None, None), (0, 0), one)
-            for expert in experts or range(num_experts)
-            for i, key in enumerate((keys.gate, keys.up))
-        ]
-    if rest == "mlp.experts.down_proj":
-        if keys.transposed:
-            return whole(prefix + keys.down, 0, 2, 1)
-        if keys.fused:
-            return whole(prefix + keys.down)
-        return [
-            Piece(
-                prefix + keys.down.format(expert=expert),
-                shape[1:],
-                (expert, None, None),
-                (0, 0),
-                shape[1:],
-            )
-            for expert in experts or range(shape[0])
-        ]
     if rest.startswith("mlp.shared_experts."):
-        return whole(prefix + keys.shared_experts + rest.removeprefix("mlp.shared_experts"))
-    return whole(prefix + rest)
-
-
-def _ffn_pieces(
-    prefix: str, rest: str, shape: tuple[int, ...], keys: KeyMap, experts: range | None
-) -> list[Piece]:
-    """Cut experts out of a dense FFN: rows of gate and up, columns of the down projection."""
-    if rest.startswith("mlp.router."):
-        return []
-    numbers = experts or range(shape[0])
-    if rest == "mlp.experts.down_proj":
-        _, hidden, width = shape
-        whole = (hidden, width * keys.ffn_parts)
-        part = (hidden, width)
+        return whole(prefix + rest.replace("mlp.shared_experts", keys.shared_experts, 1))
+    if rest not in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+        return whole(prefix + rest)
+    gate_up = rest == "mlp.experts.gate_up_proj"
+    if keys.transposed:
+        order = (0, 3, 2, 1) if gate_up else (0, 2, 1)
+        return whole(prefix + (keys.gate if gate_up else keys.down), *order, merged=gate_up)
+    part = shape[-2:]
+    if keys.fused:
+        if not gate_up:
+            return whole(prefix + keys.down)
+        half = (shape[0], *part)
+        fused = (shape[0], 2 * part[0], part[1])
         return [
-            Piece(
-                prefix + keys.down,
-                whole,
-                (expert, None, None),
-                (0, expert % keys.ffn_parts * width),
-                part,
-            )
-            for expert in numbers
+            Piece(prefix + keys.gate, fused, (None, i, None, None), (0, i * part[0], 0), half)
+            for i in (0, 1)
         ]
-    _, _, width, hidden = shape
-    whole = (width * keys.ffn_parts, hidden)
-    part = (width, hidden)
-    return [
-        Piece(
-            prefix + key, whole, (expert, i, None, None), (expert % keys.ffn_parts * width, 0), part
-        )
-        for expert in numbers
-        for i, key in ((0, keys.gate), (1, keys.up))
-    ]
+    # A dense FFN is cut by rows of gate and up, and by columns of the down projection.
+    cut = 0 if gate_up else 1
+    full = list(part)
+    full[cut] *= keys.ffn_parts or 1
+    pieces = []
+    for expert in experts or range(shape[0]):
+        offset = [0, 0]
+        offset[cut] = expert % (keys.ffn_parts or 1) * part[cut]
+        for i, key in enumerate((keys.gate, keys.up) if gate_up else (keys.down,)):
+            select = (expert, i, None, None) if gate_up else (expert, None, None)
+            stored = prefix + key.format(expert=expert)
+            pieces.append(Piece(stored, tuple(full), select, tuple(offset), part))
+    return pieces
 
 
 def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -10,6 +10,7 @@ hidden size, r rank.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from automoe.config.schema import LoraConfig, ModelConfig
 from automoe.errors import CheckpointError, ConfigError, import_backend, listed
 from automoe.hf.families.registry import family_of
 from automoe.hf.folder import new_folder
-from automoe.hf.keys import KeyMap, hf_pieces
+from automoe.hf.keys import KeyMap, Piece, hf_pieces
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
 from automoe.model.decoder import Decoder
 from automoe.parallel.agreement import Ranks
@@ -34,6 +35,9 @@ LAYOUTS = ("auto", "published", "fused")
 _FUSED_ALONE = ("qwen2_moe",)
 _TOLERANCE = 1e-5  # relative to the delta that an adapter adds to a matrix
 _PREFIX = "base_model.model."
+_WEIGHTS = {"13": "gate_up_proj", "2": "down_proj", "": "weight"}  # by suffix of the adapter's name
+# groups by a part of the module's name
+_GROUPS = {"attn.": "attention", ".experts": "experts", "shared": "shared_experts", "": "mlp"}
 
 
 @dataclass(frozen=True)
@@ -93,10 +97,6 @@ def to_peft(
     config = config_of(parts)
     if layout not in LAYOUTS:
         raise ConfigError("layout", layout, f"must be one of {', '.join(LAYOUTS)}", "Use auto")
-    if layout == "published" and config.family in _FUSED_ALONE:
-        raise ConfigError(
-            "layout", layout, f"peft loads no such adapter of a {config.family} model", "Use fused"
-        )
     if config.hf_path is None:
         raise ConfigError(
             "model.hf_path", None, "an adapter is for a checkpoint", "Export the merged model"
@@ -108,21 +108,18 @@ def to_peft(
     )
     keys = family_of(config).keys
     targets = set(lora.targets)
-    # peft 0.21 puts those of gate and up, expert by expert, where they lie with an adapter of down
-    # around them.
-    half = (
-        not keys.fused
-        and "experts.gate_up_proj" in targets
-        and not {"experts", "experts.down_proj"} & targets
-    )
-    if layout == "published" and half:
-        raise ConfigError(
-            "layout",
-            layout,
-            "peft loads no such adapter of experts.gate_up_proj alone",
-            "Use fused",
-        )
-    keys = keys.in_memory if layout == "fused" or config.family in _FUSED_ALONE or half else keys
+    gate_up = "experts.gate_up_proj" in targets
+    unread = ""
+    if config.family in _FUSED_ALONE:
+        unread = f"of a {config.family} model"
+    # peft 0.21 puts the adapters of gate and up, expert by expert, where they lie with an adapter
+    # of down around them.
+    elif gate_up and not keys.fused and not {"experts", "experts.down_proj"} & targets:
+        unread = "of experts.gate_up_proj alone"
+    if unread and layout == "published":
+        raise ConfigError("layout", layout, f"peft loads no such adapter {unread}", "Use fused")
+    if unread or layout == "fused":
+        keys = keys.in_memory
     with new_folder(path, overwrite, ranks) as folder:
         tensors = gathered_adapters(parts)
         if not any(ranks.all(lambda: bool(tensors))):
@@ -167,45 +164,45 @@ def _adapters(
             yield module, suffix, a, tensors[f"{module}.lora.B{suffix}"]
 
 
+def _pieces(module: str, suffix: str, tensor: torch.Tensor, keys: KeyMap) -> list[Piece]:
+    """Return the HuggingFace tensors that an adapter adds to.
+
+    Args:
+        tensor: B, or the product B A: it has the weight's dims, the last one of any size.
+    """
+    return hf_pieces(f"{module}.{_WEIGHTS[suffix]}", tuple(tensor.shape), keys)
+
+
 def _stored(tensors: dict[str, torch.Tensor], keys: KeyMap) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the keys and tensors of adapter_model.safetensors."""
     for module, suffix, a, b in _adapters(tensors):
-        if not suffix:
-            yield from _pair(_module(f"{module}.weight", keys), a, b)
-        elif keys.fused:
-            both = f"{module}.lora.A2" in tensors and f"{module}.lora.A13" in tensors
+        pieces = _pieces(module, suffix, b, keys)
+        if suffix and keys.fused:
             # peft wraps the second of two parameters of a module around the first.
+            both = f"{module}.lora.A2" in tensors and f"{module}.lora.A13" in tensors
             inner = ".base_layer" if both and suffix == "13" else ""
-            key = _module(f"{module}.down_proj", keys, (1, 1, 1)).rpartition(".")[0]
-            fused_b = _as_stored(b, keys) if suffix == "13" else b
-            yield from _pair(key + inner, a.flatten(0, 1), fused_b.permute(1, 2, 0).flatten(1, 2))
-        else:
-            layer = module.split(".")[1]
-            for expert in range(a.shape[0]):
-                for half, one in enumerate(_expert_keys(suffix, keys)):
-                    key = f"model.layers.{layer}.{one.format(expert=expert)}".removesuffix(
-                        ".weight"
-                    )
-                    yield from _pair(
-                        key, a[expert], b[expert, half] if suffix == "13" else b[expert]
-                    )
-
-
-def _expert_keys(suffix: str, keys: KeyMap) -> tuple[str, ...]:
-    return (keys.gate, keys.up) if suffix == "13" else (keys.down,)
+            key = pieces[0].key.rpartition(".")[0] + inner
+            fused_b = _fused(pieces, b)
+            fused_b = fused_b.mT if keys.transposed else fused_b
+            yield from _pair(key, a.flatten(0, 1), fused_b.permute(1, 2, 0).flatten(1, 2))
+            continue
+        for piece in pieces:
+            selected = tuple(at for at in piece.select if at is not None)
+            key = piece.key.removesuffix(".weight")
+            yield from _pair(key, a[selected[0]] if selected else a, b[selected])
 
 
 def _pair(module: str, a: torch.Tensor, b: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     return [(f"{_PREFIX}{module}.lora_A.weight", a), (f"{_PREFIX}{module}.lora_B.weight", b)]
 
 
-def _as_stored(gate_up: torch.Tensor, keys: KeyMap) -> torch.Tensor:
-    """Convert [E, 2, I, n] to [E, 2I, n]: gates first, or gates and ups interleaved."""
-    return (gate_up.transpose(1, 2) if keys.transposed else gate_up).flatten(1, 2)
-
-
-def _module(name: str, keys: KeyMap, shape: tuple[int, ...] = (1, 1)) -> str:
-    return hf_pieces(name, shape, keys)[0].key.removesuffix(".weight")
+def _fused(pieces: list[Piece], tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` of experts in the layout of the fused HuggingFace tensor."""
+    parts = []
+    for piece in pieces:
+        index = tuple(slice(None) if at is None else at for at in piece.select)
+        parts.append(piece.to_stored(tensor[index]))
+    return torch.cat(parts, dim=1)
 
 
 def _finish(
@@ -236,19 +233,13 @@ def _peft_config(
 
     modules = set()
     parameters = set()
-    for module, suffix, _, _ in _adapters(ours):
-        if not suffix:
-            stored = _module(f"{module}.weight", keys)
-            if ".mlp." in stored and not family_of(config).dense:
-                parameters.add(stored.split(".", 3)[3] + ".weight")
-            else:
-                modules.add(stored.rpartition(".")[2])
-        elif keys.fused:
-            parameters.add(_expert_keys(suffix, keys)[0])
+    for module, suffix, _, b in _adapters(ours):
+        stored = [piece.key.split(".", 3)[3] for piece in _pieces(module, suffix, b, keys)]
+        in_ffn_of_moe = "mlp." in stored[0] and not family_of(config).dense
+        if keys.fused if suffix else in_ffn_of_moe:
+            parameters.add(stored[0])
         else:
-            modules |= {
-                key.removesuffix(".weight").rpartition(".")[2] for key in _expert_keys(suffix, keys)
-            }
+            modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in stored}
     path = str(config.hf_path)
     base, commit = id_and_commit(path) or (str(local_folder(path).absolute()), None)
     return PeftConfig(
@@ -279,50 +270,30 @@ def verify_peft(
         CheckpointError: the first difference: a matrix that peft leaves out, one too many, other
             numbers.
     """
-    wanted = _targets(config, ours)
-    groups: dict[str, int] = {}
-    for key, module in _loaded(folder, str(local_folder(str(config.hf_path)))):
+    keys = family_of(config).keys.in_memory
+    # parameters of transformers' model, by name
+    wanted = {
+        _pieces(module, suffix, b, keys)[0].key: (module, suffix, a, b)
+        for module, suffix, a, b in _adapters(ours)
+    }
+    groups: Counter[str] = Counter()
+    for key, layer in _loaded(folder, str(local_folder(str(config.hf_path)))):
         if key not in wanted:
             raise CheckpointError(f"{folder}: peft adapts {key}, and this model does not")
-        ours_module, suffix, a, b = wanted.pop(key)
-        group = _group(ours_module, suffix)
-        groups[group] = groups.get(group, 0) + 1
-        for expert, (theirs, mine) in enumerate(
-            zip(_theirs(module), _mine(suffix, a, b, config), strict=True)
-        ):
+        module, suffix, a, b = wanted.pop(key)
+        groups[next(group for part, group in _GROUPS.items() if part in module)] += 1
+        pairs = zip(_theirs(layer), _mine(module, suffix, a, b, keys), strict=True)
+        for expert, (theirs, mine) in enumerate(pairs):
             mine = mine * (lora.alpha / lora.rank)
             if theirs.shape != mine.shape or not (theirs - mine).norm() <= _TOLERANCE * mine.norm():
                 raise CheckpointError(
-                    f"{folder}: peft adds other numbers to {key} (matrix {expert}) than {ours_module}.lora.A{suffix}"
+                    f"{folder}: peft adds other numbers to {key} (matrix {expert}) than {module}.lora.A{suffix}"
                 )
     if wanted:
         raise CheckpointError(
             f"{folder}: peft leaves out {len(wanted)} of the adapted matrices: {listed(wanted)}"
         )
     return groups
-
-
-def _targets(
-    config: ModelConfig, ours: dict[str, torch.Tensor]
-) -> dict[str, tuple[str, str, Any, Any]]:
-    """Map parameters of transformers' model to our adapters."""
-    keys = family_of(config).keys.in_memory
-    targets = {}
-    for module, suffix, a, b in _adapters(ours):
-        if suffix:
-            key = f"model.layers.{module.split('.')[1]}.{_expert_keys(suffix, keys)[0]}"
-        else:
-            key = _module(f"{module}.weight", keys) + ".weight"
-        targets[key] = module, suffix, a, b
-    return targets
-
-
-def _group(module: str, suffix: str) -> str:
-    if suffix:
-        return "experts"
-    if "attn." in module:
-        return "attention"
-    return "shared_experts" if "shared" in module else "mlp"
 
 
 def _loaded(folder: Path, base: str) -> Iterator[tuple[str, Any]]:
@@ -367,15 +338,12 @@ def _theirs(module: Any) -> Iterator[torch.Tensor]:
 
 
 def _mine(
-    suffix: str, a: torch.Tensor, b: torch.Tensor, config: ModelConfig
+    module: str, suffix: str, a: torch.Tensor, b: torch.Tensor, keys: KeyMap
 ) -> Iterator[torch.Tensor]:
     """Yield our counterpart of ``_theirs``, unscaled."""
-    keys = family_of(config).keys.in_memory
     if not suffix:
         yield b.float() @ a.float()
         return
     for each_a, each_b in zip(a.float(), b.float(), strict=True):
-        delta = each_b @ each_a
-        if suffix == "13":
-            delta = _as_stored(delta[None], keys)[0]
-        yield delta.T if keys.transposed else delta
+        delta = (each_b @ each_a)[None]
+        yield _fused(_pieces(module, suffix, delta, keys), delta)[0]

@@ -94,9 +94,5 @@ def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     half[..., 1] = (byte & 0x70) * 0x20 + (byte & 0x80) * 0x100
     numbers = half.view(torch.float16).to(torch.float32).view(num_rows, num_groups, MXFP4_BLOCK)
     numbers.mul_(2.0**14)
-    powers = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127).to(
-        torch.float32
-    )
-    powers[255] = float("nan")  # the format defines 255 as NaN
-    numbers.mul_(powers[scales.to(torch.int64)].unsqueeze(-1))
+    numbers.mul_(scales.view(torch.float8_e8m0fnu).to(torch.float32).unsqueeze(-1))
     return numbers.view(num_rows, -1)

@@ -12,9 +12,10 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +27,11 @@ from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.files import DTYPES
 from automoe.hf.headers import StoredTensor, without_collection
-from automoe.hf.keys import Piece, hf_pieces
+from automoe.hf.keys import KeyMap, Piece, hf_pieces
 from automoe.hf.quantized import MXFP4_BLOCK, dequantize_fp8, dequantize_mxfp4
-from automoe.hf.shards import LocalShard, PackedShard, Parts, as_parts, config_of, local_shards
+from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
 from automoe.hf.untrusted import open_inside
-from automoe.hf.upcycle import Upcycling
+from automoe.hf.upcycle import fill_upcycled
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
 from automoe.parallel.agreement import Ranks
@@ -54,26 +55,23 @@ class Loaded:
         path: the checkpoint directory.
         bytes_read: bytes read from files, summed over ranks.
         seconds: time of the slowest rank.
-        upcycling: rule by which a dense checkpoint became a mixture; None otherwise.
+        granularity: number of experts that share a copy of the dense FFN; 0 if not upcycled.
         not_finite: count of NaN and infinite values by tensor; tensors without any are left out.
-        notes: as in ``Catalog``.
+        notes: those of the ``Catalog``.
     """
 
     path: Path
     bytes_read: int
     seconds: float
-    upcycling: Upcycling | None = None
-    not_finite: dict[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    granularity: int
+    not_finite: dict[str, int]
+    notes: tuple[str, ...]
 
     def __str__(self) -> str:
         rate = self.bytes_read / max(self.seconds, 1e-9) / 1e9
-        text = (
-            ""
-            if self.upcycling is None
-            else f"upcycled with granularity {self.upcycling.granularity} from "
-        )
-        text += f"{self.path}: read {self.bytes_read / 1e9:,.3g} GB in {self.seconds:,.1f} s ({rate:,.2g} GB/s)"
+        text = f"{self.path}: read {self.bytes_read / 1e9:,.3g} GB in {self.seconds:,.1f} s ({rate:,.2g} GB/s)"
+        if self.granularity:
+            text = f"upcycled with granularity {self.granularity} from {text}"
         if self.not_finite:
             where = listed(f"{key} ({count:,})" for key, count in self.not_finite.items())
             text += f"; WARNING: {sum(self.not_finite.values()):,} of its numbers are NaN or infinite: {where}"
@@ -85,7 +83,7 @@ def load_hf(
     path: str | Path,
     catalog: Catalog | None = None,
     *,
-    upcycling: Upcycling | None = None,
+    keys: KeyMap | None = None,
     progress: bool = False,
 ) -> Loaded:
     """Fill a model, or this rank's pipeline stages of it, from a checkpoint directory.
@@ -98,7 +96,8 @@ def load_hf(
     are dequantized while they are read.
 
     Args:
-        upcycling: rule for experts and routers if ``path`` is dense and the model is a mixture.
+        keys: key map of ``upcycled_model`` if ``path`` is dense and the model is a mixture;
+            default: the key map of the model's family.
         progress: show a progress bar on rank 0 if stderr is a terminal.
 
     Raises:
@@ -111,61 +110,47 @@ def load_hf(
     for part in parts.values():
         reset_buffers(part)
     ranks = Ranks(alone=catalog is not None)
-    with (
-        torch.no_grad(),
-        Reader(catalog or open_catalog(path, config_of(parts), upcycling)) as reader,
-    ):
+    with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts), keys)) as reader:
         shards = list(local_shards(parts))
-        rounded = [
-            shard for shard in shards if isinstance(shard, PackedShard) and shard.base == "nf4"
-        ]
-        direct = [
-            shard for shard in shards if not isinstance(shard, PackedShard) or shard.base == "fp8"
-        ]
-        shown = progress and ranks.rank == 0
+        rounded = [shard for shard in shards if shard.base == "nf4"]
+        direct = [shard for shard in shards if shard.base != "nf4"]
 
         def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
-            ranges = reader.plan(direct)
+            items = reader.plan(direct)
             later = (
                 reader.plan([one]) for shard in rounded for _, one in shard.matrices(widened=False)
             )
-            total = sum(
-                one.num_bytes(one.place) for part in chain((ranges,), later) for one in part
-            )
+            total = sum(one.num_bytes(one.place) for part in chain([items], later) for one in part)
+            shown = progress and ranks.rank == 0
             with show_progress(Path(path).name, total, shown) as reader.advance:
-                reader.fill(ranges)
-                odd = _not_finite(ranges)
+                reader.fill(items)
+                odd = _not_finite(items)
                 for shard in rounded:
-                    odd |= _fill_rounded(shard, reader)
+                    for index, one in shard.matrices(widened=False):
+                        items = reader.plan([one])
+                        reader.fill(items)
+                        odd |= _not_finite(items)
+                        shard.local[index].copy_(pack_nf4(one.local.to(shard.local.device)))
             for shard in shards:
-                reader.catalog.finish(shard)
+                fill_upcycled(shard, reader.catalog.keys)
             return reader.bytes_read, time.perf_counter() - started, odd
 
         read, seconds, odd = zip(*ranks.all(fill), strict=True)
-    not_finite: dict[str, int] = {}
+    not_finite: Counter[str] = Counter()
     # Several ranks may hold the same slice: it is counted once.
     for (key, *_), count in {place: count for one in odd for place, count in one.items()}.items():
-        not_finite[key] = not_finite.get(key, 0) + count
+        not_finite[key] += count
     source = written(path) if isinstance(path, str) else path
-    notes = reader.catalog.notes
-    return Loaded(Path(source), sum(read), max(seconds), upcycling, not_finite, notes)
+    catalog = reader.catalog
+    granularity = catalog.keys.ffn_parts
+    return Loaded(Path(source), sum(read), max(seconds), granularity, not_finite, catalog.notes)
 
 
-def _fill_rounded(shard: PackedShard, reader: Reader) -> dict[tuple[Any, ...], int]:
-    """Read a packed shard matrix by matrix in float32, quantize it; return as ``_not_finite``."""
-    odd: dict[tuple[Any, ...], int] = {}
-    for index, one in shard.matrices(widened=False):
-        ranges = reader.plan([one])
-        reader.fill(ranges)
-        odd |= _not_finite(ranges)
-        shard.local[index].copy_(pack_nf4(one.local.to(shard.local.device)))
-    return odd
-
-
-def _not_finite(ranges: list[ReadItem]) -> dict[tuple[Any, ...], int]:
+def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:
     """Count NaN and infinite numbers by place in the checkpoint: (key, matrices, rows, columns)."""
     counts = {
-        (one.key, one.matrices, one.rows, one.cols): num_not_finite(one.widened()) for one in ranges
+        (item.key, item.matrices, item.rows, item.cols): num_not_finite(item.widened())
+        for item in items
     }
     return {place: count for place, count in counts.items() if count}
 
@@ -193,7 +178,6 @@ class ReadItem(NamedTuple):
         place: view of the shard, [matrices, rows, columns] in stored order; rows or columns may
             span two dims.
         row_unit: stored rows for each index of ``place``'s dim 1.
-        stored: rows of bytes of the stored numbers or codes.
     """
 
     shard: LocalShard
@@ -204,7 +188,23 @@ class ReadItem(NamedTuple):
     cols: tuple[int, int]
     place: torch.Tensor
     row_unit: int
-    stored: _Rows
+
+    @property
+    def wanted(self) -> tuple[int, int]:
+        """Range of bytes of each stored row that holds the columns; whole blocks in MXFP4."""
+        left, right = self.cols
+        if self.source.encoding == "mxfp4":
+            half = MXFP4_BLOCK // 2
+            return left // MXFP4_BLOCK * half, -(-right // MXFP4_BLOCK) * half
+        size = DTYPES[self.source.dtype].itemsize
+        return left * size, right * size
+
+    @property
+    def fetched(self) -> tuple[int, int]:
+        """Range of bytes read of each stored row: ``wanted``, or the row if that costs little."""
+        begin, end = self.wanted
+        _, row_bytes = self.source.row_layout
+        return (0, row_bytes) if row_bytes - (end - begin) < GAP_BYTES else (begin, end)
 
     def widened(self) -> torch.Tensor:
         """Return the numbers of ``place``, dequantized if the shard is packed."""
@@ -214,9 +214,10 @@ class ReadItem(NamedTuple):
         """Return the stored size in bytes of a slice of ``place``, without scales."""
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
-    def chunks(self, num_rows: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """Yield (matrix, first row, end row, slice of ``place``), about ``num_rows`` rows each."""
-        step = max(1, num_rows // self.row_unit) * self.row_unit
+    def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """Yield (matrix, first row, end row, slice of ``place``) of about ``max_bytes`` bytes."""
+        first, last = self.fetched
+        step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
         for matrix in range(*self.matrices):
             for begin in range(*self.rows, step):
                 end = min(begin + step, self.rows[1])
@@ -229,7 +230,7 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
     found = piece.overlap(shard.start, shard.extent)
     if found is None:
         return None
-    if isinstance(shard, PackedShard) and source.encoding != "fp8":
+    if shard.base and source.encoding != "fp8":
         raise CheckpointError(
             f"lora.base={shard.base} keeps matrices as the checkpoint stores them, in block-FP8, and {piece.key} is "
             f"{source.dtype}. Set lora.base=nf4 or weights"
@@ -243,14 +244,12 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
         spans = [(0, 1), *spans]
         place = place.unsqueeze(0)
     matrices, rows, cols = spans
-    row_unit = 1
-    stored = _Rows.of(source, cols)
-    # MXFP4 stores the last two dims transposed: [..., rows, groups, 16 bytes].
-    if source.encoding == "mxfp4":
-        rows, cols, place = cols, rows, place.movedim(1, -1)
-        row_unit = place.shape[2] if piece.merged else 1
-        stored = _Rows.of(source, (cols[0] // MXFP4_BLOCK, -(-cols[1] // MXFP4_BLOCK)), dims=2)
-    return ReadItem(shard, piece.key, source, matrices, rows, cols, place, row_unit, stored)
+    if source.encoding != "mxfp4":
+        return ReadItem(shard, piece.key, source, matrices, rows, cols, place, 1)
+    # MXFP4 stores the last two dims transposed: [..., columns, groups of rows, 16 bytes].
+    place = place.movedim(1, -1)
+    unit = place.shape[2] if piece.merged else 1
+    return ReadItem(shard, piece.key, source, matrices, cols, rows, place, unit)
 
 
 class Reader:
@@ -261,9 +260,7 @@ class Reader:
         advance: callback that receives the stored bytes of each chunk once the chunk is copied.
     """
 
-    def __init__(
-        self, catalog: Catalog, advance: Callable[[int], None] = lambda num_bytes: None
-    ) -> None:
+    def __init__(self, catalog: Catalog, advance: Callable[[int], None] = lambda num_bytes: None):
         self.catalog = catalog
         self.advance = advance
         self.bytes_read = 0
@@ -272,49 +269,48 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+    def __exit__(self, *error: object) -> None:
+        for handle in self._open.values():
+            os.close(handle)
 
     @without_collection()
     def plan(self, shards: Iterable[LocalShard]) -> list[ReadItem]:
         """Plan the reads that fill ``shards``, in file order."""
-        ranges = []
+        items: list[ReadItem] = []
         for shard in shards:
             if shard.local.numel() == 0:  # a dim shorter than its mesh axis leaves some ranks empty
                 continue
             experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
             for piece in hf_pieces(shard.name, shard.shape, self.catalog.keys, experts):
-                if (one := _read_item(shard, piece, self.catalog.sources[piece.key])) is not None:
-                    ranges.append(one)
-        return sorted(ranges, key=lambda one: (one.source.file, one.source.start))
+                if item := _read_item(shard, piece, self.catalog.sources[piece.key]):
+                    items.append(item)
+        return sorted(items, key=lambda item: (item.source.file, item.source.start))
 
-    def fill(self, ranges: Iterable[ReadItem]) -> None:
+    def fill(self, items: Iterable[ReadItem]) -> None:
         """Copy every item into its place.
 
         Raises:
             CheckpointError: a file was removed, shortened or made unreadable since its header was
                 read.
         """
-        for one in ranges:
-            stored = one.stored
-            place = one.place
+        for item in items:
+            place = item.place
             if (  # stored bytes equal the parameter's: no buffer is needed
-                one.source.encoding == "plain"
-                and place.dtype == DTYPES[stored.tensor.dtype]
+                item.source.encoding == "plain"
+                and place.dtype == DTYPES[item.source.dtype]
                 and place.device.type == "cpu"
                 and place[0].is_contiguous()
-                and stored.read == stored.wanted
+                and item.fetched == item.wanted
             ):
-                for matrix, begin, end, part in one.chunks(DIRECT_BYTES // stored.width):
-                    self._read(one, stored, matrix, (begin, end), part.view(-1).view(torch.uint8))
-                    self.advance(one.num_bytes(part))
+                for matrix, begin, end, part in item.chunks(DIRECT_BYTES):
+                    self._read(item, matrix, begin, end, part.view(-1).view(torch.uint8))
+                    self.advance(item.num_bytes(part))
             else:
-                self.visit([one], lambda _, numbers, part: part.copy_(numbers))
+                self.visit([item], lambda _, numbers, part: part.copy_(numbers))
 
     def visit(
         self,
-        ranges: Iterable[ReadItem],
+        items: Iterable[ReadItem],
         use: Callable[[ReadItem, torch.Tensor, torch.Tensor], object],
     ) -> None:
         """Read a few rows at a time, and call ``use(item, numbers, place)`` with each.
@@ -327,103 +323,67 @@ class Reader:
             CheckpointError: a file was removed, shortened or made unreadable since its header was
                 read.
         """
-        for one in ranges:
-            for matrix, begin, end, part in one.chunks(CHUNK_BYTES // one.stored.width):
-                use(one, self._numbers(one, matrix, begin, end).view(part.shape), part)
-                self.advance(one.num_bytes(part))
+        for item in items:
+            for matrix, begin, end, part in item.chunks(CHUNK_BYTES):
+                use(item, self._numbers(item, matrix, begin, end).view(part.shape), part)
+                self.advance(item.num_bytes(part))
 
-    def _numbers(self, one: ReadItem, matrix: int, begin: int, end: int) -> torch.Tensor:
+    def _numbers(self, item: ReadItem, matrix: int, begin: int, end: int) -> torch.Tensor:
         """Return rows of a matrix [rows, columns], dequantized; [rows, blocks, bytes] if packed."""
-        source, (left, right) = one.source, one.cols
-        data = self._rows(one, one.stored, matrix, (begin, end)).view(DTYPES[source.dtype])
-        if source.scales is None:
+        data = self._rows(item, matrix, begin, end)
+        scales = item.source.scales
+        if scales is None:
             return data
-        if source.encoding == "fp8":
-            height, width = self.catalog.block
-            blocks = (begin // height, -(-end // height))
-            scales = self._rows(
-                one, _Rows.of(source.scales, (left // width, -(-right // width))), matrix, blocks
-            )
-            if isinstance(one.shard, PackedShard):
-                by_row = torch.arange(begin, end) // height - blocks[0]
-                return pack_fp8(data, scales.view(DTYPES[source.scales.dtype])[by_row])
-            return dequantize_fp8(
-                data, scales.view(DTYPES[source.scales.dtype]), (begin, left), (height, width)
-            )
-        groups = (left // MXFP4_BLOCK, -(-right // MXFP4_BLOCK))
-        scales = self._rows(one, _Rows.of(source.scales, groups), matrix, (begin, end))
-        first = groups[0] * MXFP4_BLOCK
-        return dequantize_mxfp4(data, scales)[:, left - first : right - first]
+        left, right = item.cols
+        fp8 = item.source.encoding == "fp8"
+        height, width = self.catalog.block if fp8 else (1, MXFP4_BLOCK)
+        first = begin // height
+        blocks = item._replace(source=scales, cols=(left // width, -(-right // width)))
+        scale = self._rows(blocks, matrix, first, -(-end // height))
+        if not fp8:
+            start = left % MXFP4_BLOCK
+            return dequantize_mxfp4(data, scale)[:, start : start + right - left]
+        if item.shard.base:
+            return pack_fp8(data, scale[torch.arange(begin, end) // height - first])
+        return dequantize_fp8(data, scale, (begin, left), self.catalog.block)
 
-    def _rows(
-        self, one: ReadItem, stored: _Rows, matrix: int, rows: tuple[int, int]
-    ) -> torch.Tensor:
-        """Return the selected bytes of some rows of ``stored``, [rows, bytes]."""
-        buffer = torch.empty(rows[1] - rows[0], stored.width, dtype=torch.uint8)
-        self._read(one, stored, matrix, rows, buffer.view(-1))
-        return buffer[:, stored.wanted[0] - stored.read[0] : stored.wanted[1] - stored.read[0]]
+    def _rows(self, item: ReadItem, matrix: int, begin: int, end: int) -> torch.Tensor:
+        """Return the stored numbers or codes of rows of a matrix, [rows, columns]."""
+        first, last = item.fetched
+        left, right = item.wanted
+        buffer = torch.empty(end - begin, last - first, dtype=torch.uint8)
+        self._read(item, matrix, begin, end, buffer.view(-1))
+        return buffer[:, left - first : right - first].view(DTYPES[item.source.dtype])
 
-    def _read(
-        self, one: ReadItem, stored: _Rows, matrix: int, rows: tuple[int, int], into: torch.Tensor
-    ) -> None:
-        file = stored.tensor.file
+    def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: torch.Tensor) -> None:
+        """Read the bytes of rows of a matrix; whole rows at once, others one by one."""
+        source = item.source
+        num_rows, row_bytes = source.row_layout
+        first, last = item.fetched
+        width = last - first
+        start = source.start + (matrix * num_rows + begin) * row_bytes + first
         target = into.numpy().data
-        width = stored.width
-        start = (
-            stored.tensor.start
-            + (matrix * stored.num_rows + rows[0]) * stored.row_bytes
-            + stored.read[0]
-        )
+        step = len(target) if width == row_bytes else width
         try:
-            if file not in self._open:
+            if source.file not in self._open:
                 if len(self._open) == MAX_OPEN:
                     os.close(self._open.pop(next(iter(self._open))))
-                self._open[file] = open_inside(self.catalog.folder, file)
-            if width == stored.row_bytes:
-                self._fill(self._open[file], target, start)
-            else:
-                for row in range(rows[1] - rows[0]):
-                    into_row = target[row * width : (row + 1) * width]
-                    self._fill(self._open[file], into_row, start + row * stored.row_bytes)
+                self._open[source.file] = open_inside(self.catalog.folder, source.file)
+            done = 0
+            while done < len(target):
+                row, skip = divmod(done, width)
+                offset = start + row * row_bytes + skip
+                part = target[done : done + step - done % step]
+                count = os.preadv(self._open[source.file], [part], offset)
+                if count == 0:
+                    raise OSError(f"it ends at byte {offset:,}")
+                self.bytes_read += count
+                done += count
         except OSError as error:
             raise CheckpointError(
-                f"{self.catalog.folder / file}: {one.key} cannot be read ({error.strerror or error}). "
+                f"{self.catalog.folder / source.file}: {item.key} cannot be read ({error.strerror or error}). "
                 "Copy the file again"
             ) from error
-
-    def _fill(self, handle: int, into: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(into):
-            count = os.preadv(handle, [into[done:]], offset + done)
-            if count == 0:
-                raise OSError(f"it ends at byte {offset + done:,}")
-            self.bytes_read += count
-            done += count
-
-
-class _Rows(NamedTuple):
-    """A stored stack of matrices as rows of bytes, of which a range is wanted and a range read."""
-
-    tensor: StoredTensor
-    num_rows: int  # of one matrix
-    row_bytes: int
-    wanted: tuple[int, int]
-    read: tuple[int, int]
-
-    @classmethod
-    def of(cls, tensor: StoredTensor, cols: tuple[int, int], dims: int = 1) -> _Rows:
-        """Select ``cols``, indices of the first of the last ``dims`` dims, which make up a row."""
-        shape = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
-        step = DTYPES[tensor.dtype].itemsize * math.prod(shape[len(shape) - dims + 1 :])
-        row_bytes = shape[-dims] * step
-        wanted = (cols[0] * step, cols[1] * step)
-        read = (0, row_bytes) if row_bytes - (wanted[1] - wanted[0]) < GAP_BYTES else wanted
-        return cls(tensor, shape[-dims - 1], row_bytes, wanted, read)
-
-    @property
-    def width(self) -> int:
-        """Number of bytes read of each row."""
-        return self.read[1] - self.read[0]
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -24,20 +26,13 @@ from automoe.errors import CheckpointError
 from automoe.hf.catalog import Catalog
 from automoe.hf.families.as_transformers import kept_in_float32
 from automoe.hf.families.registry import family_of
-from automoe.hf.files import (
-    DTYPES,
-    Entries,
-    Written,
-    entries_of,
-    file_names,
-    split,
-    write_files,
-    write_index,
-)
+from automoe.hf.files import DTYPES, Written, file_names, split, stored_as, write_files, write_index
+from automoe.hf.headers import StoredTensor
 from automoe.hf.keys import KeyMap, Piece, hf_pieces, is_quantized_in_fp8, our_tensors
 from automoe.hf.quantized import dequantize_fp8, quantize_fp8
 from automoe.hf.read import Reader, num_not_finite
 from automoe.hf.shards import LocalShard, stage_ranks
+from automoe.hf.upcycle import fill_upcycled
 from automoe.interop.torch_private import is_strided_shard
 from automoe.parallel.agreement import Ranks
 from automoe.parallel.collectives import all_gather
@@ -54,7 +49,7 @@ class WriteItem:
         dtype: dtype in which the numbers are gathered or read.
         holders: ranks that together hold the tensor; all of them take part in gathering it.
         writer: the holder that writes the tensor.
-        entries: entries of the tensor in its file.
+        target: the tensor as it is stored.
     """
 
     shard: LocalShard
@@ -62,7 +57,7 @@ class WriteItem:
     dtype: torch.dtype
     holders: tuple[int, ...]
     writer: int
-    entries: Entries
+    target: StoredTensor
 
     @property
     def key(self) -> str:
@@ -95,10 +90,9 @@ def plan_writes(
     load: dict[int, int] = {}
     stage = stage_ranks(shard.tensor for shard in shards)
     for shard in shards:
-        by_key: dict[str, list[Piece]] = {}
-        for piece in () if shard.copy else hf_pieces(shard.name, shard.shape, keys):
-            by_key.setdefault(piece.key, []).append(piece)
-        for key, pieces in by_key.items():
+        made_of = [] if shard.copy else hf_pieces(shard.name, shard.shape, keys)
+        for key, group in groupby(made_of, attrgetter("key")):
+            pieces = list(group)
             holders = stage
             if isinstance(shard.tensor, DTensor):
                 holders = _holders(shard.tensor, pieces[0], first=stage[0])
@@ -114,9 +108,9 @@ def plan_writes(
                 out = stored
             else:
                 out = stored if dtype is None else dtype
-            entries = entries_of(key, pieces[0].shape, out, quantized)
-            plan.append(WriteItem(shard, pieces, out, holders, writer, entries))
-            load[writer] = load.get(writer, 0) + sum(entry.num_bytes for entry in entries)
+            target = stored_as(pieces[0].shape, out, quantized)
+            plan.append(WriteItem(shard, pieces, out, holders, writer, target))
+            load[writer] = load.get(writer, 0) + target.total_bytes
     return plan
 
 
@@ -135,11 +129,8 @@ def plan_rewrite(
     shards = []
     for name, shape in our_tensors(config):
         whole = torch.empty(shape, device="meta")
-        shards.append(
-            LocalShard(
-                name, whole, whole, (0,) * len(shape), trained=not name.endswith(".expert_bias")
-            )
-        )
+        trained = not name.endswith(".expert_bias")
+        shards.append(LocalShard(name, whole, whole, (0,) * len(shape), trained=trained))
     wide = kept_in_float32(family_of(config).architecture)
     return plan_writes(shards, keys, dtype, fp8, source, wide)
 
@@ -164,7 +155,7 @@ def write_tensors(
     make: Callable[[WriteItem], torch.Tensor],
     ranks: Ranks,
     folder: Path,
-    max_shard_bytes: int = 5 << 30,
+    max_shard_bytes: int,
 ) -> Written:
     """Write the tensors of ``plan`` to safetensors files, with an index if there are several files.
 
@@ -175,12 +166,13 @@ def write_tensors(
             plan.
         max_shard_bytes: largest file, unless one tensor alone is larger.
     """
-    mine = split((item.entries for item in plan if item.writer == ranks.rank), max_shard_bytes)
+    written = ((item.key, item.target) for item in plan if item.writer == ranks.rank)
+    mine = split(written, max_shard_bytes)
     everyone = ranks.all(lambda: mine)
-    contents = [entries for theirs in everyone for entries in theirs]
-    names = file_names(len(contents))
+    files = [contents for theirs in everyone for contents in theirs]
     first = sum(len(theirs) for theirs in everyone[: ranks.rank])
-    paths = [folder / name for name in names[first : first + len(mine)]]
+    names = file_names(len(files))[first : first + len(mine)]
+    paths = [folder / name for name in names]
 
     def stream() -> None:
         made = ((item, make(item)) for item in plan if ranks.rank in item.holders)
@@ -196,7 +188,7 @@ def write_tensors(
 
     ranks.all(stream)
     dtype = next(item.dtype for item in plan if item.shard.trained)
-    return ranks.lead(lambda: write_index(folder, names, contents, dtype))
+    return ranks.lead(lambda: write_index(folder, files, dtype))
 
 
 @torch.no_grad()
@@ -231,7 +223,7 @@ def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) 
             found = _read(item, from_written)
             if odd := num_not_finite(found):
                 raise not_exported(source.folder, item.key, odd)
-            if len(item.entries) > 1:
+            if item.target.scales is not None:
                 wanted = dequantize_fp8(*quantize_fp8(wanted)).to(found.dtype)
             if not torch.equal(wanted, found):
                 raise CheckpointError(
@@ -260,7 +252,7 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
         local = piece.from_stored(whole[found[0]]).view(extent)
         shard = LocalShard(item.shard.name, item.shard.tensor, local, start)
         reader.fill(reader.plan([shard]))
-        reader.catalog.finish(shard)
+        fill_upcycled(shard, reader.catalog.keys)
     return whole
 
 
@@ -270,7 +262,8 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
 @torch.no_grad()
 def gather(item: WriteItem) -> torch.Tensor:
     """Return the whole tensor in the item's dtype. Collective over its holders."""
-    shard, [piece] = item.shard, item.pieces
+    shard = item.shard
+    [piece] = item.pieces
     found = piece.overlap(shard.start, shard.extent)
     assert found is not None, "called by a rank that does not hold the tensor"
     tensor = shard.numbers(found[1]).to(item.dtype)
@@ -298,17 +291,10 @@ def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
     """
     mesh = tensor.device_mesh
     outer_first: list[tuple[int, int, int]] = []
-    for dim in range(len(piece.select)):
-        if piece.select[dim] is not None:
-            continue
-        axes = [
-            axis for axis, placement in enumerate(tensor.placements) if _cut_dim(placement) == dim
-        ]
-        axes.sort(key=lambda axis: not is_strided_shard(tensor.placements[axis]))
-        assert len(axes) <= 2, "a dim is cut by FSDP and at most one other axis"
-        hf_dim = dim - sum(at is not None for at in piece.select[:dim])
-        extent = piece.size[hf_dim]
-        for axis in reversed(axes):
+    common = (dim for dim, at in enumerate(piece.select) if at is None)
+    for hf_dim, (dim, extent) in enumerate(zip(common, piece.size, strict=True)):
+        axes = [axis for axis, one in enumerate(tensor.placements) if _cut_dim(one) == dim]
+        for axis in sorted(axes, key=lambda axis: is_strided_shard(tensor.placements[axis])):
             outer_first.append((axis, hf_dim, extent))
             # The inner axis shards this rank's slice of the outer axis.
             longest = -(-extent // mesh.size(axis))
@@ -329,15 +315,11 @@ def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
     """
     ranks = tensor.device_mesh.mesh
     ranks = ranks - (ranks.min() - first)
-    index: list[int | slice] = []
     for axis, placement in enumerate(tensor.placements):
         dim = _cut_dim(placement)
-        at = None if dim is None else piece.select[dim]
-        if at is None or dim is None:
-            index.append(slice(None))
-        else:
-            index.append(at // -(-tensor.shape[dim] // ranks.shape[axis]))
-    return tuple(ranks[tuple(index)].flatten().tolist())
+        if dim is not None and (at := piece.select[dim]) is not None:
+            ranks = ranks.narrow(axis, at // -(-tensor.shape[dim] // ranks.shape[axis]), 1)
+    return tuple(ranks.flatten().tolist())
 
 
 def _cut_dim(placement: Placement) -> int | None:

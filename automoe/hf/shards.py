@@ -38,7 +38,10 @@ def export_dtype(name: str) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of one tensor of the model.
+    """This rank's shard of one tensor of the model, whose storage may be packed.
+
+    ``shape``, ``extent``, ``start`` and ``dtype`` of a packed matrix (``automoe.quantize.packed``)
+    are those of the unpacked one; ``tensor`` and ``local`` are bytes.
 
     Attributes:
         name: name in the full model.
@@ -47,6 +50,9 @@ class LocalShard:
         start: index of the storage's first element in the full tensor, on every dim.
         trained: True for parameters, False for buffers.
         copy: True for the tied head's embedding on the last stage; the first stage has it too.
+        columns: columns of the full matrix if it is packed, else 0.
+        added: adapter that an export adds to a packed matrix, as scale B A: A [..., r, I], B
+            [..., O, r] of this shard, and the scale.
     """
 
     name: str
@@ -55,65 +61,40 @@ class LocalShard:
     start: tuple[int, ...]
     trained: bool = True
     copy: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the full (unsharded) tensor."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def extent(self) -> tuple[int, ...]:
-        """Shape of this rank's shard."""
-        return tuple(self.local.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """dtype of its numbers."""
-        return self.tensor.dtype
-
-    def numbers(self, index: tuple[int | slice, ...]) -> torch.Tensor:
-        """Return the numbers at ``index`` of this shard."""
-        return self.local[index]
-
-
-@dataclass(frozen=True)
-class PackedShard(LocalShard):
-    """Shard of a packed matrix (``automoe.quantize.packed``).
-
-    ``tensor`` and ``local`` are bytes.
-
-    ``shape``, ``extent``, ``start`` and ``dtype`` are those of the unpacked matrix.
-
-    Attributes:
-        columns: columns of the full matrix.
-        added: adapter that an export adds, as scale B A: A [..., r, I], B [..., O, r] of this
-            shard, and the scale.
-    """
-
     columns: int = 0
     added: tuple[torch.Tensor, torch.Tensor, float] | None = None
 
     @property
+    def base(self) -> str:
+        """Value of ``lora.base`` that gives this packing; empty if the storage is not packed."""
+        return base_of(self.local) if self.columns else ""
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return *self.tensor.shape[:-2], self.columns
+        """Shape of the full (unsharded) tensor."""
+        shape = tuple(self.tensor.shape)
+        return (*shape[:-2], self.columns) if self.columns else shape
 
     @property
     def extent(self) -> tuple[int, ...]:
-        width = min(self.local.shape[-2] * block_size(self.local), self.columns - self.start[-1])
-        return *self.local.shape[:-2], width
+        """Shape of this rank's shard."""
+        extent = tuple(self.local.shape)
+        if not self.columns:
+            return extent
+        width = min(extent[-2] * block_size(self.local), self.columns - self.start[-1])
+        return *extent[:-2], width
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32
-
-    @property
-    def base(self) -> str:
-        """Value of ``lora.base`` that gives this packing."""
-        return base_of(self.local)
+        """dtype of its numbers."""
+        return torch.float32 if self.columns else self.tensor.dtype
 
     @torch.no_grad()
     def numbers(self, index: tuple[int | slice, ...]) -> torch.Tensor:
-        """Unpack in float32 or wider and add the adapter; ``index`` must leave columns whole."""
+        """Return the numbers at ``index``, unpacked in float32 or wider, with the adapter added.
+
+        ``index`` must leave the columns of a packed matrix whole.
+        """
         found = unpack(self.local[index], self.extent[-1], torch.float32)
         if self.added is None:
             return found
@@ -128,25 +109,17 @@ class PackedShard(LocalShard):
         Args:
             widened: fill the unpacked shard with the numbers; else it is left empty.
         """
-        rest = (slice(None),) * (len(self.start) - 1)
-        steps = (
-            [slice(None)]
-            if len(self.start) == 2
-            else [slice(i, i + 1) for i in range(self.extent[0])]
-        )
-        for step in steps if self.local.numel() else ():
-            index = (step, *rest)
+        first, *rest = self.extent
+        step = 1 if rest[1:] else max(first, 1)
+        for at in range(0, first if self.local.numel() else 0, step):
+            index = (slice(at, at + step), *[slice(None)] * len(rest))
             if widened:
                 numbers = self.numbers(index).cpu()
             else:
-                numbers = torch.empty(
-                    (len(range(self.extent[0])[step]), *self.extent[1:]), dtype=torch.float32
-                )
-            start = (self.start[0] + (step.start or 0), *self.start[1:])
-            yield (
-                index,
-                LocalShard(self.name, torch.empty(self.shape, device="meta"), numbers, start),
-            )
+                numbers = torch.empty(step, *rest, dtype=torch.float32)
+            start = (self.start[0] + at, *self.start[1:])
+            whole = torch.empty(self.shape, device="meta")
+            yield index, LocalShard(self.name, whole, numbers, start)
 
 
 def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
@@ -194,22 +167,18 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
                 shapes = shapes or dict(our_tensors(part.config))
                 path, _, last = name.rpartition(".")
                 added = getattr(part.get_submodule(path), "added", {}).get(last)
-                yield _packed_shard(name, parameter.detach(), shapes[name][-1], added)
+                yield _shard(name, parameter, columns=shapes[name][-1], added=added)
             elif ".lora." not in name:
-                yield _shard(
-                    name, parameter, copy=name == "embed_tokens.weight" and not part.embeds
-                )
+                tied = name == "embed_tokens.weight" and not part.embeds
+                yield _shard(name, parameter, copy=tied)
         for name, buffer in part.named_buffers():
             if name.endswith(".expert_bias"):
                 yield _shard(name, buffer, trained=False)
 
 
-def _packed_shard(name: str, tensor: torch.Tensor, columns: int, added: Any) -> PackedShard:
-    *outer, block, _ = global_offset(tensor)
-    start = (*outer, block * block_size(tensor))
-    return PackedShard(name, tensor, local_shard(tensor), start, columns=columns, added=added)
-
-
-def _shard(name: str, tensor: torch.Tensor, **facts: bool) -> LocalShard:
+def _shard(name: str, tensor: torch.Tensor, **facts: Any) -> LocalShard:
     tensor = tensor.detach()
-    return LocalShard(name, tensor, local_shard(tensor), global_offset(tensor), **facts)
+    start = global_offset(tensor)
+    if is_packed(tensor):  # the last two dims are blocks and bytes
+        start = (*start[:-2], start[-2] * block_size(tensor))
+    return LocalShard(name, tensor, local_shard(tensor), start, **facts)

@@ -13,7 +13,7 @@ Letters: E experts, K top-k, G granularity, F width of the dense FFN, I = F / G 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,45 +29,28 @@ if TYPE_CHECKING:
 TARGETS = {"llama": "mixtral", "qwen3": "qwen3_moe"}
 
 
-@dataclass(frozen=True)
-class Upcycling:
-    """Rule that makes the tensors of a mixture from a dense checkpoint.
+def fill_upcycled(shard: LocalShard, keys: KeyMap) -> None:
+    """Scale a down projection, or draw a router, if ``keys`` makes experts of a dense FFN.
 
-    Attributes:
-        granularity: G, number of parts of the dense FFN.
-        std: standard deviation of the routers' initial weights.
-        seed: seed of the routers' initial weights.
+    Other shards stay unchanged.
     """
+    if keys.ffn_parts and shard.name.endswith("mlp.experts.down_proj"):
+        shard.local.mul_(keys.ffn_parts)
+    elif keys.ffn_parts and shard.name.endswith("mlp.router.weight"):
+        import torch  # imported late: command lines are checked without torch
 
-    granularity: int
-    std: float
-    seed: int = 0
+        from automoe.kernels.counter_random import normal_at
 
-    @property
-    def keys(self) -> KeyMap:
-        """Key map to the dense FFN."""
-        names = {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-        return KeyMap(**names, ffn_parts=self.granularity)
-
-    def finish(self, shard: LocalShard) -> None:
-        """Scale a down projection, or draw a router; leave other shards unchanged."""
-        if shard.name.endswith("mlp.experts.down_proj"):
-            shard.local.mul_(self.granularity)
-        elif shard.name.endswith("mlp.router.weight"):
-            import torch  # imported late: command lines are checked without torch
-
-            from automoe.kernels.counter_random import normal_at
-
-            (rows, hidden), (first, column) = shard.local.shape, shard.start
-            copy_R1 = torch.arange(first, first + rows).unsqueeze(1) // self.granularity
-            index_RH = copy_R1 * shard.tensor.shape[1] + torch.arange(column, column + hidden)
-            shard.local.copy_(
-                (normal_at(index_RH, shard.name, self.seed) * self.std).to(shard.local.dtype)
-            )
+        rows, hidden = shard.local.shape
+        first, column = shard.start
+        copy_R1 = torch.arange(first, first + rows).unsqueeze(1) // keys.ffn_parts
+        index_RH = copy_R1 * shard.shape[1] + torch.arange(column, column + hidden)
+        drawn = normal_at(index_RH, shard.name, keys.router_seed) * keys.router_std
+        shard.local.copy_(drawn.to(shard.local.dtype))
 
 
-def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, Upcycling]:
-    """Return the mixture of ``model.hf_path`` with ``model``'s number and width of experts.
+def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, KeyMap]:
+    """Return the mixture of ``model.hf_path`` with ``model``'s experts, and its dense key map.
 
     Args:
         seed: seed of the routers' initial weights.
@@ -76,24 +59,20 @@ def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, Upcy
         ConfigError: as ``upcycled``, or the expert width does not divide the dense one.
     """
     assert model.hf_path is not None
-    dense = model_config_from_hf(model.hf_path)
+    full = model_config_from_hf(model.hf_path).intermediate_size
     width = model.moe_intermediate_size
-    if width < 1 or dense.intermediate_size % width:
+    if width < 1 or full % width:
+        rest = f"{full} % {width} = {full % width}" if width > 0 else "not 0"
         raise ConfigError(
             "model.moe_intermediate_size",
             width,
-            f"an expert is an equal part of the FFN of {model.hf_path}, whose width is {dense.intermediate_size}: "
-            + (
-                f"{dense.intermediate_size} % {width} = {dense.intermediate_size % width}"
-                if width > 0
-                else "not 0"
-            ),
-            f"Set model.moe_intermediate_size={dense.intermediate_size} for whole copies",
+            f"an expert is an equal part of the FFN of {model.hf_path}, whose width is {full}: {rest}",
+            f"Set model.moe_intermediate_size={full} for whole copies",
         )
-    sizes = model.num_experts, model.num_experts_per_token, dense.intermediate_size // width
-    mixture, upcycling = upcycled(model.hf_path, *sizes, seed=seed)
+    sizes = model.num_experts, model.num_experts_per_token, full // width
+    mixture, keys = upcycled(model.hf_path, *sizes, seed=seed)
     std = model.initializer_range
-    return replace(mixture, upcycle=True, initializer_range=std), replace(upcycling, std=std)
+    return replace(mixture, upcycle=True, initializer_range=std), replace(keys, router_std=std)
 
 
 def upcycled(
@@ -102,8 +81,8 @@ def upcycled(
     num_experts_per_token: int,
     granularity: int = 1,
     seed: int = 0,
-) -> tuple[ModelConfig, Upcycling]:
-    """Return the mixture that the dense model at ``path`` becomes, and the rule that makes it.
+) -> tuple[ModelConfig, KeyMap]:
+    """Return the mixture that the dense model at ``path`` becomes, and the dense key map.
 
     Raises:
         ConfigError: with these sizes the mixture would not compute the same function, or the family
@@ -123,15 +102,12 @@ def upcycled(
         raise ConfigError(
             "granularity", G, rule if G > 0 else "at least 1", f"Nearest valid choice: {near}"
         )
-    for key, value in (
-        ("num_experts", num_experts),
-        ("num_experts_per_token", num_experts_per_token),
-    ):
+    counts = {"num_experts": num_experts, "num_experts_per_token": num_experts_per_token}
+    for key, value in counts.items():
         if value < 1 or value % G:
             rule = f"whole copies of the FFN have G={G} experts each, and {value} is no multiple of that"
-            raise ConfigError(
-                key, value, rule, f"Nearest valid choice: {max(1, math.ceil(value / G)) * G}"
-            )
+            near = max(1, math.ceil(value / G)) * G
+            raise ConfigError(key, value, rule, f"Nearest valid choice: {near}")
     if num_experts_per_token > num_experts:
         rule = f"a token cannot choose {num_experts_per_token} of {num_experts} experts"
         raise ConfigError(
@@ -149,4 +125,6 @@ def upcycled(
     # One round trip through config.json gives the configuration that the mixture's readers get.
     family = family_of(mixture)
     described = family.read_config(family.write_config(mixture, read_hf_config(path)), str(path))
-    return described, Upcycling(G, dense.initializer_range, seed)
+    names = {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    std = dense.initializer_range
+    return described, KeyMap(**names, ffn_parts=G, router_std=std, router_seed=seed)

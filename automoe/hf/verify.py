@@ -8,6 +8,7 @@ hidden by the same error of the reader.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +27,7 @@ from automoe.hf.headers import switched_off
 from automoe.hf.keys import hf_tensors
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import not_exported, plan_rewrite, rewrite_tensors
-from automoe.hf.shards import PackedShard, Parts, as_parts, config_of, local_shards
+from automoe.hf.shards import Parts, as_parts, config_of, local_shards
 from automoe.model.decoder import Decoder
 from automoe.model.params import count_params
 from automoe.moe.router import recorded_choices
@@ -103,18 +104,17 @@ def _compare_shards(
     parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dtype], fp8: bool
 ) -> None:
     """Compare every number that this rank holds, bit for bit, with its place in the files."""
-    # Sums of squared errors and of squared numbers are kept for each quantized tensor.
-    squares: dict[str, list[float]] = {}
+    # Sums of squared errors and of squared numbers of each quantized tensor.
+    errors: dict[str, float] = defaultdict(float)
+    sizes: dict[str, float] = defaultdict(float)
 
     def compare(one: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
         if odd := num_not_finite(source):
             raise not_exported(catalog.folder, one.key, odd)
         if fp8 and one.source.encoding == "fp8":
             live = target.to("cpu", torch.float32)
-            error, size = squares.setdefault(one.key, [0.0, 0.0])
-            off = (source - live).square().sum()
-            whole = live.square().sum()
-            squares[one.key] = [error + float(off), size + float(whole)]
+            errors[one.key] += float((source - live).square().sum())
+            sizes[one.key] += float(live.square().sum())
             return
         # The dtype of a tied embedding's copy is known to the stage that writes the embedding.
         wanted = dtype.get(one.key, source.dtype if one.shard.copy else target.dtype)
@@ -130,15 +130,13 @@ def _compare_shards(
 
     with Reader(catalog) as reader:
         shards = list(local_shards(parts))
-        reader.visit(
-            reader.plan(shard for shard in shards if not isinstance(shard, PackedShard)), compare
-        )
-        for shard in (shard for shard in shards if isinstance(shard, PackedShard)):
-            for _, one in shard.matrices():
+        reader.visit(reader.plan(shard for shard in shards if not shard.base), compare)
+        for shard in shards:
+            for _, one in shard.matrices() if shard.base else ():
                 reader.visit(reader.plan([one]), compare)
-    for key, (error, size) in squares.items():
-        if not error <= FP8_ERROR**2 * size:  # so that NaN fails
-            off = math.sqrt(error / size) if size else math.inf
+    for key, size in sizes.items():
+        if not errors[key] <= FP8_ERROR**2 * size:  # so that NaN fails
+            off = math.sqrt(errors[key] / size) if size else math.inf
             raise CheckpointError(
                 f"{catalog.folder}: {key} is not the model's: its numbers are off by {off:.1%}, and FP8 rounds by "
                 f"no more than {FP8_ERROR:.1%}"
@@ -172,11 +170,9 @@ def _compare_logits(catalog: Catalog) -> float | None:
             or computes other logits.
     """
     config = model_config_from_hf(catalog.folder)
-    if 4 * count_params(config).total > MAX_COMPARED_BYTES:
+    if _too_large(config):
         return None
-    tokens = torch.randint(
-        config.vocab_size, (_ROWS, _SEQ), generator=torch.Generator().manual_seed(0)
-    )
+    tokens = _tokens(config)
     with _unquantized(catalog, config) as folder:
         theirs, choices = _run_transformers(folder, tokens, config)
     model = build_decoder(config, MoEConfig(experts="loop"), torch.float32)
@@ -196,11 +192,28 @@ def _compare_logits(catalog: Catalog) -> float | None:
         forced = torch.stack((choices, choices), dim=3)
     with torch.no_grad():
         ours = model(tokens, forced_ids=forced)
-    error = float((ours - theirs).norm() / theirs.norm())
+    what = f"{catalog.folder}: transformers computes other logits from it"
+    return _relative_error(ours, theirs, what)
+
+
+def _too_large(config: ModelConfig) -> bool:
+    return 4 * count_params(config).total > MAX_COMPARED_BYTES
+
+
+def _tokens(config: ModelConfig) -> torch.Tensor:
+    """Return random tokens [B, S], alike in every call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=generator)
+
+
+def _relative_error(
+    found: torch.Tensor, wanted: torch.Tensor, what: str, remedy: str = ""
+) -> float:
+    """Return the relative difference of logits; raise ``CheckpointError`` if it is too large."""
+    error = float((found - wanted).norm() / wanted.norm())
     if not error <= LOGITS_TOLERANCE:  # so that NaN fails
         raise CheckpointError(
-            f"{catalog.folder}: transformers computes other logits from it: relative difference {error:.1e}, "
-            f"allowed {LOGITS_TOLERANCE:.0e}"
+            f"{what}: relative difference {error:.1e}, allowed {LOGITS_TOLERANCE:.0e}{remedy}"
         )
     return error
 
@@ -216,24 +229,20 @@ def compare_with_dense(dense: Path, mixture: Path) -> float | None:
     Raises:
         CheckpointError: it is more than ``LOGITS_TOLERANCE``.
     """
-    configs = [model_config_from_hf(folder) for folder in (dense, mixture)]
-    if any(4 * count_params(config).total > MAX_COMPARED_BYTES for config in configs):
+    configs = {folder: model_config_from_hf(folder) for folder in (dense, mixture)}
+    if any(map(_too_large, configs.values())):
         return None
-    tokens = torch.randint(
-        configs[0].vocab_size, (_ROWS, _SEQ), generator=torch.Generator().manual_seed(0)
-    )
+    tokens = _tokens(configs[dense])
     (before, _), (after, _) = (
-        _run_transformers(folder, tokens, config)
-        for folder, config in zip((dense, mixture), configs, strict=True)
+        _run_transformers(folder, tokens, configs[folder]) for folder in configs
     )
-    error = float((after - before).norm() / before.norm())
-    if not error <= LOGITS_TOLERANCE:  # so that NaN fails
-        raise CheckpointError(
-            f"{mixture}: its logits are not those of {dense}: relative difference {error:.1e}, allowed "
-            f"{LOGITS_TOLERANCE:.0e}. Where weights are in bfloat16 and the granularity is no power of two, down "
-            "projections are rounded: write them with --dtype float32"
-        )
-    return error
+    return _relative_error(
+        after,
+        before,
+        f"{mixture}: its logits are not those of {dense}",
+        ". Where weights are in bfloat16 and the granularity is no power of two, down "
+        "projections are rounded: write them with --dtype float32",
+    )
 
 
 @contextmanager
@@ -248,15 +257,11 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
         yield catalog.folder
         return
     with TemporaryDirectory(prefix=f".{catalog.folder.name}.", dir=catalog.folder.parent) as copy:
-        rewrite_tensors(
-            plan_rewrite(catalog, config, family_of(config).keys, torch.float32),
-            catalog,
-            Path(copy),
-        )
-        write_settings(
-            Path(copy), replace(config, hf_path=str(catalog.folder)), torch.float32, None
-        )
-        yield Path(copy)
+        folder = Path(copy)
+        plan = plan_rewrite(catalog, config, family_of(config).keys, torch.float32)
+        rewrite_tensors(plan, catalog, folder)
+        write_settings(folder, replace(config, hf_path=str(catalog.folder)), torch.float32, None)
+        yield folder
 
 
 def _run_transformers(

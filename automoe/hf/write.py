@@ -1,27 +1,37 @@
-"""Export of a model on any mesh to a HuggingFace checkpoint directory, atomically.
+"""Writing of HuggingFace checkpoint directories, from a model on any mesh or another checkpoint.
 
-Every rank streams the tensors that the plan assigns to it into files of its own. The directory is
-renamed to its final name once everything is on disk and verified.
+A directory gets its final name once everything is on disk and verified. When a model is exported,
+every rank streams the tensors that the plan assigns to it into files of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from automoe.config.schema import ModelConfig
 from automoe.data.chat_template import ChatTemplate
-from automoe.hf.catalog import open_catalog
+from automoe.hf.catalog import check_catalog, open_catalog
 from automoe.hf.families.as_transformers import kept_in_float32
-from automoe.hf.families.registry import family_of
+from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.files import Written
-from automoe.hf.folder import new_folder, write_settings
-from automoe.hf.keys import fp8_config
-from automoe.hf.save_plan import gather, plan_writes, write_tensors
-from automoe.hf.shards import PackedShard, Parts, as_parts, config_of, export_dtype, local_shards
-from automoe.hf.upcycle import upcycled_model
-from automoe.hf.verify import verify_hf
+from automoe.hf.folder import check_conversion, new_folder, write_settings
+from automoe.hf.keys import KeyMap, fp8_config
+from automoe.hf.read import show_progress
+from automoe.hf.save_plan import (
+    compare_rewritten,
+    gather,
+    plan_rewrite,
+    plan_writes,
+    rewrite_tensors,
+    write_tensors,
+)
+from automoe.hf.shards import Parts, as_parts, config_of, export_dtype, local_shards
+from automoe.hf.upcycle import upcycled, upcycled_model
+from automoe.hf.verify import compare_with_dense, verify_hf, verify_with_transformers
 from automoe.model.decoder import Decoder
 from automoe.model.lora import merge_adapters
 from automoe.parallel.agreement import Ranks
@@ -77,15 +87,15 @@ def to_hf(
     # while they are trained.
     source = None
     if dtype == "keep" and config.hf_path is not None:
-        upcycling = upcycled_model(config)[1] if config.upcycle else None
-        source = open_catalog(config.hf_path, config, upcycling)
+        dense_keys = upcycled_model(config)[1] if config.upcycle else None
+        source = open_catalog(config.hf_path, config, dense_keys)
     with new_folder(path, overwrite, ranks) as folder:
         for part in parts.values():
             merge_adapters(part)
         wide = kept_in_float32(family_of(config).architecture)
         plan = plan_writes(list(local_shards(parts)), keys, out_dtype, fp8, source, wide)
         written = write_tensors(plan, gather, ranks, folder, max_shard_bytes)
-        bases = {item.shard.base for item in plan if isinstance(item.shard, PackedShard)}
+        bases = {item.shard.base for item in plan}
         rounded = any(item.dtype.itemsize < item.shard.dtype.itemsize for item in plan)
         written = replace(written, base="".join(bases), rounded=any(ranks.all(lambda: rounded)))
         ranks.lead(
@@ -95,3 +105,85 @@ def to_hf(
             error = verify_hf(parts, folder, dtype={item.key: item.dtype for item in plan}, fp8=fp8)
             written = replace(written, checked=True, fp8=fp8, logits_error=error)
     return replace(written, path=path)
+
+
+def convert_hf(
+    source: str | Path,
+    out: str | Path,
+    dtype: str = "keep",
+    *,
+    fp8: bool = False,
+    layout: str = "published",
+    max_shard_bytes: int = 5 << 30,
+    overwrite: bool = False,
+    mixture: tuple[ModelConfig, KeyMap] | None = None,
+) -> Written:
+    """Convert a checkpoint to another dtype or layout, one tensor at a time, on the CPU.
+
+    Runs in one process. Block-FP8 and MXFP4 are dequantized. Config, generation config and
+    tokenizer are copied. ``out`` gets its name only after every number was read back and compared
+    with ``source``, and after ``transformers`` built the same model from it, with the same logits
+    if the model is small enough to be run twice.
+
+    Args:
+        dtype: dtype of parameters: ``keep`` (quantized ones become bfloat16), ``bfloat16`` or
+            ``float32``.
+        fp8: quantize the matrices of layers in blocks of 128 x 128.
+        layout: layout of experts: ``published``, or ``fused`` as in transformers 5.
+        max_shard_bytes: largest file, unless one tensor alone is larger.
+        overwrite: replace an existing checkpoint directory.
+        mixture: result of ``upcycled``: write the dense ``source`` as this mixture of experts.
+
+    Raises:
+        ConfigError: the family, dtype or layout is unknown, or ``fp8`` is combined with fused
+            experts.
+        CheckpointError: files are missing, damaged or do not match the model; ``out`` exists or
+            cannot be written; or a mixture's logits differ from the dense model's.
+    """
+    path = Path(out).expanduser().absolute()
+    config, dense_keys = mixture or (model_config_from_hf(source), None)
+    keys = check_conversion(config, path, fp8=fp8, layout=layout, overwrite=overwrite)
+    catalog = check_catalog(source, config, dense_keys)
+    plan = plan_rewrite(catalog, config, keys, export_dtype(dtype), fp8)
+    num_bytes = sum(stored.num_bytes for stored in catalog.sources.values())
+    with new_folder(path, overwrite, Ranks(alone=True)) as folder:
+        with show_progress(catalog.folder.name, num_bytes) as advance:
+            done = rewrite_tensors(plan, catalog, folder, max_shard_bytes, advance)
+        write_settings(folder, config, done.dtype, None, fp8_config(config, keys) if fp8 else None)
+        written = check_catalog(folder, config)
+        compare_rewritten(plan, catalog, written)
+        logits_error = verify_with_transformers(config, written)
+        dense_error = None
+        if mixture and not fp8:
+            dense_error = compare_with_dense(catalog.folder, folder)
+        checks = {"logits_error": logits_error, "dense_error": dense_error}
+        return replace(done, path=path, notes=catalog.notes, **checks)
+
+
+def upcycle_hf(
+    source: str | Path,
+    out: str | Path,
+    num_experts: int,
+    num_experts_per_token: int,
+    granularity: int = 1,
+    *,
+    seed: int = 0,
+    **options: Any,
+) -> Written:
+    """Write the dense checkpoint ``source`` as a mixture of experts of the same function.
+
+    If both models are small enough to be run, their logits are compared.
+
+    Args:
+        granularity: G, number of experts that share a copy of the dense FFN; each has 1/G of its
+            width.
+        seed: seed of the routers' initial weights.
+        options: ``dtype``, ``fp8``, ``max_shard_bytes`` and ``overwrite`` of ``convert_hf``.
+
+    Raises:
+        ConfigError: the family has no mixture counterpart, or with these sizes the mixture would
+            not compute the same function.
+        CheckpointError: as ``convert_hf``.
+    """
+    mixture = upcycled(source, num_experts, num_experts_per_token, granularity, seed=seed)
+    return convert_hf(source, out, mixture=mixture, **options)

@@ -5,7 +5,6 @@ The module recognises them from the environment, and sends rank 0's configuratio
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -13,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _RENDEZVOUS_S = 300  # nodes of a large job start minutes apart
+_AGENT_S = 10.0  # time for torchrun's store to answer
 _KEY = "automoe/config"
 
 # Ranks find each other by these variables. Left over in a shell, they belong to a launch that is
@@ -41,14 +42,7 @@ RENDEZVOUS_VARIABLES = (
     "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
     "MASTER_ADDR MASTER_PORT"
 ).split()
-_TORCHRUN_SETS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+_TORCHRUN_SETS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 _AGENT_PREFIXES = ("TORCHELASTIC_", "PET_")
 
 
@@ -63,7 +57,21 @@ class ExternalLaunch:
     local_world_size: int
     master_addr: str
     master_port: int
-    agent_store: bool  # the launcher itself serves the rendezvous; otherwise rank 0 does
+    agent_store: bool  # True if the launcher itself serves the rendezvous, False if rank 0 does
+
+    def __post_init__(self) -> None:
+        """Raise ``LaunchError`` if the numbers contradict each other."""
+        if not (
+            self.rank < self.world_size
+            and self.local_rank < self.local_world_size <= self.world_size
+            and self.local_rank <= self.rank
+            and 0 < self.master_port < 65536
+        ):
+            raise LaunchError(
+                f"the environment says {self.launcher} rank {self.rank} of {self.world_size}, {self.local_rank} of "
+                f"{self.local_world_size} on this node, port {self.master_port}: such numbers belong to no launch. "
+                "Start with torchrun or srun"
+            )
 
 
 def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
@@ -90,32 +98,29 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
             name.lower(): _number(env, name) for name in _TORCHRUN_SETS if name != "MASTER_ADDR"
         }
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return _checked(
-            ExternalLaunch(
-                "torchrun", master_addr=env["MASTER_ADDR"], agent_store=agent_store, **numbers
-            )
+        return ExternalLaunch(
+            "torchrun", master_addr=env["MASTER_ADDR"], agent_store=agent_store, **numbers
         )
     # A batch script and `salloc` have SLURM_NTASKS too; only a job step of srun has a step id.
     if "SLURM_STEP_ID" in env and (tasks := _number(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
         # The variable is such as "8(x3),4": three nodes have 8 tasks each, and one has 4.
         spread = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))
-        runs_of = re.findall(r"(\d+)(?:\(x(\d+)\))?", spread)
-        here = [int(each) for each, nodes in runs_of for _ in range(int(nodes or 1))][
-            _number(env, "SLURM_NODEID", 0) :
-        ]
-        launch = ExternalLaunch(
+        per_node: list[str] = []
+        for each, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", spread):
+            per_node += [each] * int(nodes or 1)
+        here = per_node[_number(env, "SLURM_NODEID", 0) :]
+        return ExternalLaunch(
             launcher="srun",
             rank=_number(env, "SLURM_PROCID"),
             world_size=tasks,
             local_rank=_number(env, "SLURM_LOCALID"),
-            local_world_size=here[0] if here else 0,
+            local_world_size=int(here[0]) if here else 0,
             master_addr=env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "")),
             # Every task must pick the same port, and two jobs on a node should not.
             master_port=_number(env, "MASTER_PORT", 0)
             or 20000 + _number(env, "SLURM_JOB_ID") % 20000,
             agent_store=False,
         )
-        return _checked(launch)
     return None
 
 
@@ -131,25 +136,6 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
     return int(text)
 
 
-def _checked(launch: ExternalLaunch) -> ExternalLaunch:
-    """Return ``launch``; raise ``LaunchError`` if its numbers contradict each other."""
-    rank = launch.rank
-    ranks = launch.world_size
-    local = launch.local_rank
-    locals_ = launch.local_world_size
-    if not (
-        rank < ranks
-        and local < locals_ <= ranks
-        and local <= rank
-        and 0 < launch.master_port < 65536
-    ):
-        raise LaunchError(
-            f"the environment says {launch.launcher} rank {rank} of {ranks}, {local} of {locals_} on this node, port "
-            f"{launch.master_port}: such numbers belong to no launch. Start with torchrun or srun"
-        )
-    return launch
-
-
 def first_host(node_list: str) -> str:
     """Return the first host of a Slurm node list: ``gpu[03-07,12],cpu1`` -> ``gpu03``."""
     match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", node_list)
@@ -157,8 +143,7 @@ def first_host(node_list: str) -> str:
         raise LaunchError(
             f"SLURM_STEP_NODELIST={node_list!r} names no host. Set MASTER_ADDR to the first node"
         )
-    head, number, tail = match.groups()
-    return head + (number or "") + (tail or "")
+    return "".join(match.groups(""))
 
 
 def left_over(env: Mapping[str, str]) -> list[str]:
@@ -175,7 +160,7 @@ def without_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:
+def check_agent(launch: ExternalLaunch) -> None:
     """Check that torchrun's store answers, before torch is imported and waits minutes for it.
 
     Raises:
@@ -184,13 +169,12 @@ def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:
     """
     if not launch.agent_store:
         return
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _AGENT_S
+    address = (launch.master_addr, launch.master_port)
     here = launch.master_addr in ("localhost", "127.0.0.1", socket.gethostname())
     while True:
         try:
-            socket.create_connection(
-                (launch.master_addr, launch.master_port), timeout=timeout_s
-            ).close()
+            socket.create_connection(address, _AGENT_S).close()
             return
         except OSError as error:
             if here or not isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
@@ -223,9 +207,16 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         message = json.loads(store.get(_KEY))
         store.add(f"{_KEY}/read", 1)
         return 2 if message["config"] is None else _run_as_rank(message, launch, store)
-    with contextlib.ExitStack() as held:
+    with ExitStack() as held:
         try:
-            _refuse_sweep(args, launch.launcher)
+            if args.multirun:
+                raise ConfigError(
+                    "--multirun",
+                    True,
+                    f"a sweep starts ranks of its own for every job, and {launch.launcher} has already started them: "
+                    "they would all run every job, in one rendezvous that ends with the first",
+                    f"Run the sweep without {launch.launcher}, or start one {launch.launcher} per job",
+                )
             config = compose(args)
             check_num_ranks(
                 config, args.overrides, launch.world_size, f"{launch.launcher} started WORLD_SIZE"
@@ -240,7 +231,13 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         except AutomoeError as error:
             # The error is printed first, because telling the other ranks imports torch.
             print(f"error: {error}", file=sys.stderr, flush=True)
-            _cancel(launch)
+            store = _open_store(launch)
+            store.set(_KEY, json.dumps({"config": None}))
+            # Wait until all ranks have read the message.
+            deadline = time.monotonic() + _RENDEZVOUS_S
+            others = launch.world_size - 1
+            while store.add(f"{_KEY}/read", 0) < others and time.monotonic() < deadline:
+                time.sleep(0.1)
             return 2
         save_config(frozen, run_dir)
         text = dump_config(frozen)
@@ -254,10 +251,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         store.set(_KEY, json.dumps(message))
         code = _run_as_rank(message, launch, store, run_dir_lost)
         if config.observe.report:  # a rank that fails has written the report and left before this
-            from automoe.observe.report import write_report
-
-            if (report := write_report(run_dir)) is not None:
-                print(f"report {report}", flush=True)
+            runs.show_report(run_dir)
         return code
 
 
@@ -316,17 +310,6 @@ def check_gpus(launch: ExternalLaunch, visible: int) -> None:
         )
 
 
-def _refuse_sweep(args: Arguments, launcher: str) -> None:
-    if args.multirun:
-        raise ConfigError(
-            "--multirun",
-            True,
-            f"a sweep starts ranks of its own for every job, and {launcher} has already started them: they would "
-            "all run every job, in one rendezvous that ends with the first",
-            f"Run the sweep without {launcher}, or start one {launcher} per job",
-        )
-
-
 def _run_as_rank(
     message: dict[str, Any],
     launch: ExternalLaunch,
@@ -339,8 +322,15 @@ def _run_as_rank(
     run_dir = Path(message["run_dir"])
     # Nodes need not share a disk, so this node may not have rank 0's folder.
     (run_dir / runs.LOG_FOLDER).mkdir(parents=True, exist_ok=True)
-    place = (launch.rank, launch.world_size, launch.local_rank)
-    return run_rank(run_dir, *place, config, store, run_dir_lost=run_dir_lost)
+    return run_rank(
+        run_dir,
+        launch.rank,
+        launch.world_size,
+        launch.local_rank,
+        config,
+        store,
+        run_dir_lost=run_dir_lost,
+    )
 
 
 def _open_store(launch: ExternalLaunch) -> Store:
@@ -349,10 +339,8 @@ def _open_store(launch: ExternalLaunch) -> Store:
     # Torch's rendezvous and other libraries read these variables.
     os.environ.update({name: str(getattr(launch, name.lower())) for name in _TORCHRUN_SETS})
     try:
-        rendezvous = dist.rendezvous(
-            "env://", launch.rank, launch.world_size, timeout=timedelta(seconds=_RENDEZVOUS_S)
-        )
-        store, _, _ = next(iter(rendezvous))
+        wait = timedelta(seconds=_RENDEZVOUS_S)
+        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=wait))
     except dist.DistError as error:
         raise LaunchError(
             f"rank {launch.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = "
@@ -361,12 +349,3 @@ def _open_store(launch: ExternalLaunch) -> Store:
         ) from None
     # torchrun keeps its store when it restarts ranks; no rank may read an earlier attempt's keys.
     return dist.PrefixStore(f"automoe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _cancel(launch: ExternalLaunch) -> None:
-    """Tell the waiting ranks that no run starts, and wait until all have read the message."""
-    store = _open_store(launch)
-    store.set(_KEY, json.dumps({"config": None}))
-    deadline = time.monotonic() + _RENDEZVOUS_S
-    while store.add(f"{_KEY}/read", 0) < launch.world_size - 1 and time.monotonic() < deadline:
-        time.sleep(0.1)

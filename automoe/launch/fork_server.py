@@ -78,13 +78,14 @@ class ForkedRank:
 
     def send_signal(self, signum: int) -> None:
         """Send ``signum`` to the rank, now or as soon as its process exists."""
-        if self.poll() is not None:
-            return
-        if self.pid is None:
+        if self.poll() is None:
             self._signals.append(signum)
-        else:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signum)
+            self._send()
+
+    def _send(self) -> None:
+        with suppress(ProcessLookupError):
+            while self.pid is not None and self._signals:
+                os.kill(self.pid, self._signals.pop(0))
 
     def kill(self) -> None:
         """Kill the rank; kill the server instead if the rank has no process yet."""
@@ -95,9 +96,7 @@ class ForkedRank:
     def began(self, pid: int) -> None:
         """Store the process id, and send the signals that were waiting for it."""
         self.pid = pid
-        for signum in self._signals:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)
+        self._send()
 
 
 class ForkServer:
@@ -157,36 +156,30 @@ class ForkServer:
         return self._ranks
 
     def hear(self) -> None:
-        """Read the server's answers; safe to call from a signal handler that interrupts it."""
+        """Read the server's answers; safe to call from a signal handler that interrupts it.
+
+        If the server has ended, its exit status becomes that of every rank that still ran.
+        """
         if self._hearing:
             return
         self._hearing = True
         try:
-            while answer := self._receive():
-                rank, pid, status = map(int, answer.split())
+            while answer := self._socket.recv(100, socket.MSG_DONTWAIT):
+                number, pid, status = map(int, answer.split())
                 if pid:
-                    self._ranks[rank].began(pid)
+                    self._ranks[number].began(pid)
                 else:
-                    self._ranks[rank].returncode = status
+                    self._ranks[number].returncode = status
+        except BlockingIOError:  # no answer is waiting
+            return
+        except OSError:  # as after an empty answer, the server has ended
+            pass
         finally:
             self._hearing = False
-
-    def _receive(self) -> bytes:
-        """Return the server's next answer; empty if no answer is waiting.
-
-        If the server has ended, its exit status becomes that of every rank that still ran.
-        """
-        try:
-            answer = self._socket.recv(100, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return b""
-        except OSError:
-            answer = b""
-        if not answer:
-            status = self.process.wait() or 1
-            for rank in self._ranks:
-                rank.returncode = status if rank.returncode is None else rank.returncode
-        return answer
+        status = self.process.wait() or 1
+        for rank in self._ranks:
+            if rank.returncode is None:
+                rank.returncode = status
 
     def close(self) -> None:
         """Kill the server, and with it its ranks."""
@@ -209,19 +202,20 @@ def fork_server(env: Mapping[str, str], keep: bool = False) -> Iterator[ForkServ
     global _kept
     server = _kept
     _kept = None
-    if server is not None and not server.serves(env):
-        server.close()
-        server = None
-    server = server or ForkServer(env)
+    if server is None or not server.serves(env):
+        if server is not None:
+            server.close()
+        server = ForkServer(env)
     try:
         yield server
     except BaseException:
-        server.close()
+        keep = False
         raise
-    if keep:
-        _kept = server
-    else:
-        server.close()
+    finally:
+        if keep:
+            _kept = server
+        else:
+            server.close()
 
 
 @atexit.register
@@ -250,17 +244,6 @@ def main() -> int:
             _serve(Job(*pickle.loads(message)), files, requests, imports)
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when ``parent`` ends; exit now if it has ended (Linux).
-
-    Nothing else would end this process, because it has a session of its own.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
 def _import_all() -> Imports:
     terminal = os.dup(2)
     log = os.memfd_create("automoe-imports")
@@ -278,6 +261,17 @@ def _import_all() -> Imports:
     os.close(log)
     gc.freeze()  # imported modules stay, so the garbage collector of a rank need not visit them
     return Imports(error, output)
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when ``parent`` ends; exit now if it has ended (Linux).
+
+    Nothing else would end this process, because it has a session of its own.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _serve(job: Job, files: list[int], requests: socket.socket, imports: Imports) -> None:
@@ -314,19 +308,15 @@ def become(
         os.setsid()
         die_with_parent(parent)
         stdout, stderr, *own = files
-        for file, number in ((stdout, 1), (stderr, 2)):
-            os.dup2(file, number)
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
         for file in files:
             if file not in own[rank : rank + 1]:
                 os.close(file)
         sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
         world = str(job.num_ranks)
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-        }
+        own_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= own_rank | {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         sys.path += [path for path in job.paths if path not in sys.path]
         if "numpy" in sys.modules:
             # Forks would draw the same numbers; Python reseeds its own generator after a fork.

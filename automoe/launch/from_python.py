@@ -132,8 +132,12 @@ def _composed(
     ):
         overrides = list(config)
     else:
-        rule = "expected a list of overrides, a dictionary or a Config"
-        raise ConfigError("config", config, rule, 'For example automoe.train(["train.steps=50"])')
+        raise ConfigError(
+            "config",
+            config,
+            "expected a list of overrides, a dictionary or a Config",
+            'For example automoe.train(["train.steps=50"])',
+        )
     folder = None if config_dir is None else os.fspath(config_dir)
     return compose(Arguments(config_name.removesuffix(".yaml"), folder, overrides=overrides))
 

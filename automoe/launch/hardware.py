@@ -47,8 +47,7 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
         return present
     names = [name.strip() for name in chosen.split(",")]
     # CUDA ignores everything from the first invalid entry on.
-    valid = next((i for i, name in enumerate(names) if not name or name == "-1"), len(names))
-    return valid if chosen.strip() else 0
+    return next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
 
 
 def _present_gpus() -> int:
@@ -91,13 +90,10 @@ def start_notes(config: Config) -> list[str]:
 
     They are about an untried torch, a fallback to the CPU, and a recipe of the user's own.
     """
-    recipe = own_recipe(config.recipe)
-    recipe_note = None if recipe is None else f"note: recipe={config.recipe} is {recipe}"
-    return [
-        note
-        for note in (torch_note(version("torch")), cpu_note(config), recipe_note)
-        if note is not None
-    ]
+    notes = [torch_note(version("torch")), cpu_note(config)]
+    if (recipe := own_recipe(config.recipe)) is not None:
+        notes.append(f"note: recipe={config.recipe} is {recipe}")
+    return list(filter(None, notes))
 
 
 def default_num_ranks(config: Config, device: str) -> int | None:
@@ -149,70 +145,48 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
         raise BackendError(
             f"moe.dispatcher=deepep needs CUDA, and this run is on {device}. Set moe.dispatcher=alltoall"
         )
-    for key, package, remedy in (*_tracker_packages(config), *_foreign(config, device, deepep)):
-        if importlib.util.find_spec(package) is None:
+    for needed, key, package, remedy in _packages(config, device, deepep):
+        if needed and importlib.util.find_spec(package) is None:
             raise BackendError(f"{key}: the package {package} is not installed here. {remedy}")
     if device == "cuda":
         for key, instead in _launching_triton(config, device):
             _check_compiler(key, device, f"set {instead}")
 
 
-def _tracker_packages(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield (key=value, package, remedy) of the packages that rank 0's trackers need."""
-    observe = config.observe
-    if observe.wandb != "off":
-        yield (
-            f"observe.wandb={observe.wandb}",
-            "wandb",
-            "pip install wandb, or set observe.wandb=off",
-        )
-    if observe.tensorboard:
-        yield (
-            "observe.tensorboard=true",
-            "tensorboard",
-            "pip install tensorboard, or set observe.tensorboard=false",
-        )
-    if observe.mlflow:
-        yield "observe.mlflow", "mlflow", "pip install mlflow-skinny, or set observe.mlflow=''"
-    # mlflow-skinny cannot write to a database.
-    if re.match(r"(sqlite|postgresql|mysql|mssql)\b", observe.mlflow):
-        yield (
-            "observe.mlflow with a database",
-            "sqlalchemy",
-            "pip install mlflow, or name a server or a folder",
-        )
-
-
-def _foreign(config: Config, device: str, deepep: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield (key=value, package, remedy) of the optional packages that ``config`` computes with."""
+# fmt: off
+def _packages(config: Config, device: str, deepep: bool) -> Iterator[tuple[bool, str, str, str]]:
+    """Yield (is needed, key=value, package, remedy) of the optional packages."""
+    wandb = config.observe.wandb
+    mlflow = config.observe.mlflow
     experts = _experts(config)
+    yield wandb != "off", f"observe.wandb={wandb}", "wandb", "pip install wandb, or set observe.wandb=off"
+    yield (config.observe.tensorboard, "observe.tensorboard=true", "tensorboard",
+           "pip install tensorboard, or set observe.tensorboard=false")
+    yield mlflow != "", "observe.mlflow", "mlflow", "pip install mlflow-skinny, or set observe.mlflow=''"
+    # mlflow-skinny cannot write to a database.
+    database = re.match(r"(sqlite|postgresql|mysql|mssql)\b", mlflow) is not None
+    yield database, "observe.mlflow with a database", "sqlalchemy", "pip install mlflow, or name a server or a folder"
     for key, instead in _launching_triton(config, device):
-        yield key, "triton", f"Install triton, or set {instead}"
-    if device == "cuda" and not config.cluster.peak_flops:
-        remedy = "Install torchtitan, which has the table, or set cluster.peak_flops to dense bfloat16 FLOP/s of one GPU"
-        yield "cluster.peak_flops=0", "torchtitan", remedy
-    if deepep:
-        remedy = "Build DeepEP from its sources (the release on the package index does not compile)"
-        yield "moe.dispatcher=deepep", "deep_ep", f"{remedy}, or set moe.dispatcher=alltoall"
-    if config.lora.base == "nf4":
-        yield "lora.base=nf4", "bitsandbytes", "pip install bitsandbytes, or set lora.base=weights"
-    if experts == "quack":
-        yield (
-            "moe.experts=quack",
-            "quack",
-            "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm",
-        )
+        yield True, key, "triton", f"Install triton, or set {instead}"
+    yield (device == "cuda" and not config.cluster.peak_flops, "cluster.peak_flops=0", "torchtitan",
+           "Install torchtitan, which has the table, or set cluster.peak_flops to dense bfloat16 FLOP/s of one GPU")
+    yield (deepep, "moe.dispatcher=deepep", "deep_ep", "Build DeepEP from its sources (the release on the package "
+           "index does not compile), or set moe.dispatcher=alltoall")
+    yield (config.lora.base == "nf4", "lora.base=nf4", "bitsandbytes",
+           "pip install bitsandbytes, or set lora.base=weights")
+    yield (experts == "quack", "moe.experts=quack", "quack",
+           "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm")
     for key, value, instead in (
         ("kernels.attention", config.kernels.attention, "sdpa"),
         ("kernels.norm", config.kernels.norm, "torch"),
         ("moe.experts", experts, "grouped_mm"),
     ):
-        if value == "te":
-            remedy = f"Install transformer-engine with its torch part for this CUDA, or set {key}={instead}"
-            # The Python part of transformer-engine installs anywhere, but imports only together
-            # with the part built for torch.
-            for package in ("transformer_engine", "transformer_engine_torch"):
-                yield f"{key}=te", package, remedy
+        # The Python part of transformer-engine installs anywhere, but imports only together with
+        # the part built for torch.
+        for package in ("transformer_engine", "transformer_engine_torch"):
+            yield (value == "te", f"{key}=te", package,
+                   f"Install transformer-engine with its torch part for this CUDA, or set {key}={instead}")
+# fmt: on
 
 
 def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
@@ -250,12 +224,24 @@ def _check_compile(device: str) -> None:
 
 
 def _check_compiler(key: str, device: str, remedy: str) -> None:
-    """Check for a compiler and Python's headers.
+    """Check for a compiler on the PATH and for Python's headers.
 
-    Inductor needs them for its kernels on the CPU, and Triton for its launchers on CUDA.
+    Inductor needs them for its kernels on the CPU, and Triton for its launchers on CUDA. The
+    variable CXX or CC may name the compiler.
     """
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
-    _find_compiler(f"{key} on {device}", variable, names, remedy)
+    given = os.environ.get(variable, "")
+    try:
+        names = shlex.split(given)[:1] or names
+    except ValueError as error:
+        raise BackendError(
+            f"{key} on {device}: {variable}={given} is no command ({error}). Correct it, or {remedy}"
+        ) from None
+    if not any(map(shutil.which, names)):
+        raise BackendError(
+            f"{key} on {device} compiles with {' or '.join(names)}, and there is none on the PATH. Install it, set "
+            f"{variable} to another compiler, or {remedy}"
+        )
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         raise BackendError(
@@ -264,30 +250,9 @@ def _check_compiler(key: str, device: str, remedy: str) -> None:
         )
 
 
-def _find_compiler(key: str, variable: str, names: list[str], remedy: str) -> None:
-    """Check that a compiler is on the PATH.
-
-    The compiler is the environment's ``variable`` if it is set, else one of ``names``.
-    """
-    given = os.environ.get(variable, "")
-    try:
-        words = shlex.split(given)
-    except ValueError as error:
-        raise BackendError(
-            f"{key}: {variable}={given} is no command ({error}). Correct it, or {remedy}"
-        ) from None
-    names = words[:1] or names
-    if not any(shutil.which(name) for name in names):
-        raise BackendError(
-            f"{key} compiles with {' or '.join(names)}, and there is none on the PATH. Install it, set {variable} to "
-            f"another compiler, or {remedy}"
-        )
-
-
 def _fixed(mesh: MeshConfig) -> tuple[int, int]:
     """Return the products of the given axes, without pp, of the default and the moe view."""
-    attention = (
-        mesh.dp_replicate * mesh.cp * mesh.tp * (mesh.dp_shard if mesh.dp_shard != -1 else 1)
-    )
-    experts = mesh.ep_replicate * mesh.ep * mesh.etp * (mesh.ep_shard if mesh.ep_shard != -1 else 1)
-    return attention, experts
+    dp_shard = 1 if mesh.dp_shard == -1 else mesh.dp_shard
+    ep_shard = 1 if mesh.ep_shard == -1 else mesh.ep_shard
+    attention = mesh.dp_replicate * dp_shard * mesh.cp * mesh.tp
+    return attention, mesh.ep_replicate * ep_shard * mesh.ep * mesh.etp

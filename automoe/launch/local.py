@@ -6,7 +6,6 @@ launcher judges how a run ended by the run directory's status file.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -14,14 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from automoe.checkpoint.steps import FOLDER
 from automoe.config.frozen import Device, resolved, save_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
+from automoe.errors import LaunchError
 from automoe.launch import run_dir as runs
 from automoe.launch.external import without_rendezvous
 from automoe.launch.fork_server import ForkedRank, ForkServer, Job, fork_server
@@ -74,7 +76,8 @@ def train_here(
     check_backends(config, shape, device)
     if (missing := missing_data(config)) is not None:
         raise missing
-    another = runs.check_same_run(Path(config.run_dir).absolute(), resolved(config, shape, device))
+    frozen = resolved(config, shape, device)
+    another = runs.check_same_run(Path(config.run_dir).absolute(), frozen)
     for note in start_notes(config) + another:
         print(note, file=sys.stderr)
     ranks = "1 rank" if shape.world_size == 1 else f"{shape.world_size} ranks"
@@ -85,18 +88,15 @@ def train_here(
 
         complete(config)
         prepare_data(config)  # reports a bad line or a missing file before ranks start
-        result = launch_local(config, shape, device, server)
+        result = launch_local(frozen, shape.world_size, server)
     if result.error is not None:
         error = runs.describe_error(result.error)
         print(f"error: {error}\nlogs of every rank: {config.run_dir}/logs", file=sys.stderr)
     elif result.state == "preempted":
         print("stopped before the last step, as asked", file=sys.stderr)
     if config.observe.report and Path(config.run_dir).is_dir():
-        from automoe.observe.report import write_report
-
         # This process writes the report, not rank 0, so that a run killed by SIGKILL has one too.
-        if (report := write_report(config.run_dir)) is not None:
-            print(f"report {report}", flush=True)
+        runs.show_report(config.run_dir)
     return result
 
 
@@ -110,8 +110,8 @@ def _environment(config: Config, num_ranks: int) -> dict[str, str]:
     return env
 
 
-def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkServer) -> RunResult:
-    """Run every rank of ``shape`` on this machine, as forks of ``server``, and wait for the end.
+def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResult:
+    """Run every rank of a ``resolved`` configuration as a fork of ``server``; wait for the end.
 
     The function holds the run directory's lock, writes its ``config.yaml``, and forwards SIGTERM,
     SIGHUP and Ctrl-C to the ranks as a request to stop. A second Ctrl-C kills the ranks, and so
@@ -124,16 +124,16 @@ def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkS
         LaunchError: another run holds the lock of ``run_dir``.
     """
     run_dir = Path(config.run_dir).absolute()
-    frozen = resolved(config, shape, device)
+    checkpoints = run_dir / FOLDER
     limit = config.launch.max_restarts
     with runs.locked(run_dir) as run_dir_lost:
         # This repeats an earlier check: another run may have been here until the lock was free.
-        runs.check_same_run(run_dir, frozen)
+        runs.check_same_run(run_dir, config)
         runs.start_run(run_dir)
-        save_config(frozen, run_dir)
-        earlier = _identity(run_dir / "checkpoints")
+        save_config(config, run_dir)
+        earlier = _identity(checkpoints)
         failures = list[dict[str, Any]]()
-        launch = _Launch(server, run_dir, shape.world_size, config, run_dir_lost)
+        launch = _Launch(server, run_dir, num_ranks, config, run_dir_lost)
         with launch.forwarding_signals():
             while True:
                 result = launch.attempt()
@@ -141,62 +141,47 @@ def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkS
                     return result
                 if result.error is None or launch.signum is not None:
                     break
-                if not _start_again(run_dir, result.error, failures, limit):
+                step = last_step(run_dir)
+                number = len(failures) + 1
+                failures.append({"attempt": number, "step": step, "error": result.error})
+                if (why_not := refusal(failures, limit)) is not None:
+                    if limit:
+                        print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
                     break
-                if config.checkpoint.resume == "never" and earlier != _identity(
-                    run_dir / "checkpoints"
-                ):
+                after = "" if step is None else f" after step {step}"
+                print(
+                    f"attempt {number} failed{after}: {runs.describe_error(result.error)}\n"
+                    f"starting again from the newest checkpoint: restart {number} of at most {limit}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                runs.start_again(run_dir, number)
+                if config.checkpoint.resume == "never" and earlier != _identity(checkpoints):
                     # The first attempt has set the old checkpoints aside; the next attempt
                     # continues from the first one's.
                     config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
-                    save_config(resolved(config, shape, device), run_dir)
+                    save_config(config, run_dir)
             if limit:
                 runs.add_to_status(run_dir, failed_attempts=failures)
     return result
 
 
-def _start_again(
-    run_dir: Path, error: dict[str, Any], failures: list[dict[str, Any]], limit: int
-) -> bool:
-    """Add a failed attempt to ``failures`` and prepare the next; False if none may follow."""
-    step = last_step(run_dir)
-    number = len(failures) + 1
-    failures.append({"attempt": number, "step": step, "error": error})
-    if (why_not := refusal(failures, limit)) is not None:
-        if limit:
-            print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
-        return False
-    after = "" if step is None else f" after step {step}"
-    print(f"attempt {number} failed{after}: {runs.describe_error(error)}", file=sys.stderr)
-    again = f"starting again from the newest checkpoint: restart {number} of at most {limit}"
-    print(again, file=sys.stderr, flush=True)
-    runs.start_again(run_dir, number)
-    return True
-
-
+@dataclass
 class _Launch:
     """Ranks of one run, over all its attempts."""
 
-    def __init__(
-        self,
-        server: ForkServer,
-        run_dir: Path,
-        num_ranks: int,
-        config: Config,
-        run_dir_lost: Callable[[], str | None],
-    ) -> None:
-        self.server = server
-        self.run_dir = run_dir
-        self.num_ranks = num_ranks
-        self.run_dir_lost = run_dir_lost
-        self.config = config
-        self.signum: int | None = None
-        self.kill_at = math.inf  # monotonic time (s), finite once a signal has asked to stop
-        self.gave_up = False  # True if ranks did not leave in time and were killed
-        self.ranks: list[ForkedRank] = []
-        self.killed: set[int] = set()  # ranks that this process killed
+    server: ForkServer
+    run_dir: Path
+    num_ranks: int
+    config: Config
+    run_dir_lost: Callable[[], str | None]
+    signum: int | None = None  # signal that asked the run to stop
+    kill_at: float = math.inf  # monotonic time (s), finite once a signal has asked to stop
+    gave_up: bool = False  # True if ranks did not leave in time and were killed
+    ranks: list[ForkedRank] = field(default_factory=list)
+    killed: set[int] = field(default_factory=set)  # ranks that this process killed
 
-    @contextlib.contextmanager
+    @contextmanager
     def forwarding_signals(self) -> Iterator[None]:
         """Make SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, also between two attempts."""
         old = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
@@ -212,17 +197,16 @@ class _Launch:
         self.killed = set()
         with store_file() as store, _rank_output() as stdout:
             options = {"run_dir": self.run_dir, "store": store, "launcher": os.getpid()}
+            job = Job(run_rank, self.num_ranks, options, sys.path)
             try:
-                self.ranks = self.server.start(
-                    Job(run_rank, self.num_ranks, options, sys.path), stdout
-                )
+                self.ranks = self.server.start(job, stdout)
                 if self.signum is not None:
                     self._ask_to_stop()
                 self._wait()
             finally:
                 self._kill()
         if (lost := self.run_dir_lost()) is not None:
-            return RunResult("failed", None, runs.launch_failure(None, lost))
+            return RunResult("failed", None, runs.error_report(LaunchError(lost), None))
         return self._judge()
 
     def _wait(self) -> None:
@@ -233,10 +217,17 @@ class _Launch:
             if failed_at == math.inf and any(rank.returncode for rank in self.ranks):
                 failed_at = now
                 if (killed := self._killed_rank(None)) is not None:
-                    with contextlib.suppress(OSError):
+                    with suppress(OSError):
                         runs.record_failure(self.run_dir, killed)  # the others see it and leave
             if now > self.kill_at:
-                self._end_grace()
+                print(
+                    f"the ranks have not left in launch.grace_s={self.config.launch.grace_s} s and are killed; "
+                    "what they did since the newest checkpoint is lost. Give them more time, or save more often "
+                    "(checkpoint.every)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                self._give_up()
             elif now > failed_at + _KILL_AFTER_S or self.run_dir_lost() is not None:
                 self._kill()
             time.sleep(0.1)
@@ -253,23 +244,12 @@ class _Launch:
             self.kill_at = time.monotonic() + self.config.launch.grace_s
             name = signal.Signals(signum).name
             # os.write replaces print(), which a signal handler may interrupt.
-            then = (
-                "save"
-                if self.config.checkpoint.saves
-                else "leave without saving (checkpoint.every=0)"
-            )
-            with contextlib.suppress(OSError):  # SIGHUP comes when the terminal is gone
-                os.write(
-                    2,
-                    f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n".encode(),
-                )
+            saves = self.config.checkpoint.saves
+            then = "save" if saves else "leave without saving (checkpoint.every=0)"
+            told = f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n"
+            with suppress(OSError):  # SIGHUP comes when the terminal is gone
+                os.write(2, told.encode())
         self._ask_to_stop()
-
-    def _end_grace(self) -> None:
-        why = f"the ranks have not left in launch.grace_s={self.config.launch.grace_s} s and are killed; what they did "
-        why += "since the newest checkpoint is lost. Give them more time, or save more often (checkpoint.every)"
-        print(why, file=sys.stderr, flush=True)
-        self._give_up()
 
     def _give_up(self) -> None:
         self.gave_up = True
@@ -289,23 +269,27 @@ class _Launch:
 
     def _judge(self) -> RunResult:
         status = runs.read_status(self.run_dir)
-        killed = self._killed_rank(status.get("error"))
-        if killed is not None and status["state"] not in ("done", "preempted"):
+        state = status["state"]
+        failure = None
+        if state not in ("done", "preempted"):
             # Errors of other ranks are a consequence: they lost the killed rank in a collective.
-            runs.record_failure(self.run_dir, killed, overrule=True)
-        elif status["state"] in ("starting", "running"):
+            failure = self._killed_rank(status.get("error"))
+        if failure is None and state in ("starting", "running"):
             if self.gave_up:
                 runs.write_status(self.run_dir, "preempted", objective=None)
             else:
-                ended = [
-                    f"rank {n} with status {r.returncode}"
-                    for n, r in enumerate(self.ranks)
-                    if n not in self.killed
-                ]
-                message = f"ranks ended without a result: {', '.join(ended)}; see above and logs/rank*.log"
-                # This overrules a report that a rank began to write on a full disk.
-                failure = runs.read_failure(self.run_dir) or runs.launch_failure(None, message)
-                runs.record_failure(self.run_dir, failure, overrule=True)
+                ended = ", ".join(
+                    f"rank {number} with status {rank.returncode}"
+                    for number, rank in enumerate(self.ranks)
+                    if number not in self.killed
+                )
+                error = f"ranks ended without a result: {ended}; see above and logs/rank*.log"
+                failure = runs.read_failure(self.run_dir) or runs.error_report(
+                    LaunchError(error), None
+                )
+        if failure is not None:
+            # This overrules a report that a rank began to write on a full disk.
+            runs.record_failure(self.run_dir, failure, overrule=True)
         status = runs.read_status(self.run_dir)
         signum = self.signum if status["state"] == "preempted" else None
         return RunResult(status["state"], status.get("objective"), status.get("error"), signum)
@@ -329,11 +313,11 @@ class _Launch:
             what = f"killed by {signal.Signals(-rank.returncode).name}"
             if rank.returncode == -signal.SIGKILL:
                 what += ", often by the kernel for want of memory: see dmesg, or lower train.micro_batch_size"
-            return runs.launch_failure(number, what)
+            return runs.error_report(LaunchError(what), number)
         return None
 
 
-@contextlib.contextmanager
+@contextmanager
 def _rank_output() -> Iterator[int]:
     """Yield a file descriptor for rank 0's standard output.
 
@@ -341,7 +325,7 @@ def _rank_output() -> Iterator[int]:
     writes elsewhere, so rank 0 writes into a pipe, and a thread prints its lines.
     """
     own = False
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with suppress(OSError, ValueError, AttributeError):
         own = sys.stdout.fileno() == 1
     if own:
         yield 1
@@ -391,13 +375,10 @@ def last_step(run_dir: Path) -> int | None:
     """
     from automoe.observe.metrics import METRICS_FILE, read_metrics
 
-    if not (run_dir / METRICS_FILE).exists():
-        return None
-    try:
-        records = read_metrics(run_dir)
-    except OSError:
-        return None
-    return records[-1]["step"] if records else 0
+    with suppress(OSError):
+        if (run_dir / METRICS_FILE).exists():
+            return max((record["step"] for record in read_metrics(run_dir)), default=0)
+    return None
 
 
 def _identity(folder: Path) -> int | None:

@@ -30,6 +30,8 @@ from automoe.model.adapters import adapter_rows
 from automoe.model.params import count_params
 
 LARGE = 1e9  # parameters
+# Fields of a model that must be those of its checkpoint if an override names the group ``model``.
+_TELLING = ("family", "num_layers", "hidden_size", "num_experts")
 
 
 def prepare(args: Arguments) -> tuple[Config, MeshShape, Device]:
@@ -83,44 +85,38 @@ def settle(config: Config, overrides: list[str]) -> Config:
 
         model, _ = upcycled_model(config.model)
     else:
-        model = replace(
-            model_config_from_hf(path), initializer_range=config.model.initializer_range
-        )
-    stored = replace(config, model=replace(model, hf_path=path))
-    keys = set(leaf_keys())
-    for override in overrides:
-        key = key_of(override)
-        value = override.partition("=")[2]
-        compared = (key,) if key.startswith("model.") and key in keys else ()
-        if key == "model":
-            compared = (
-                "model.family",
-                "model.num_layers",
-                "model.hidden_size",
-                "model.num_experts",
+        initializer_range = config.model.initializer_range
+        model = replace(model_config_from_hf(path), initializer_range=initializer_range)
+    model = replace(model, hf_path=path)
+    named = {key_of(override): override.partition("=")[2] for override in overrides}
+    for key, value in named.items():
+        compared = []
+        if key in leaf_keys() and key.startswith("model."):
+            compared = [key]
+        elif key == "model":
+            compared = [f"model.{name}" for name in _TELLING]
+        differing = []
+        for name in compared:
+            get = attrgetter(name.removeprefix("model."))
+            if get(model) != get(config.model):
+                differing.append(f"{name}={get(model)} and not {get(config.model)}")
+        if differing:
+            raise ConfigError(
+                key,
+                value,
+                f"the checkpoint model.hf_path={path} has {', '.join(differing)}",
+                f"Leave {key}= out, or start from random weights",
             )
-        values = [(one, attrgetter(one)(stored), attrgetter(one)(config)) for one in compared]
-        if differing := ", ".join(
-            f"{one}={there} and not {here}" for one, there, here in values if there != here
-        ):
-            rule = f"the checkpoint model.hf_path={path} has {differing}"
-            raise ConfigError(key, value, rule, f"Leave {key}= out, or start from random weights")
-    if (
-        config.data.kind.startswith("stdlib")
-        and not config.data.sources
-        and not {"data", "data.kind"} & set(map(key_of, overrides))
-    ):
-        rule = (
-            f"the demonstration corpus is no text for model.hf_path={path} unless it is asked for"
-        )
-        kind = config.data.kind
+    kind = config.data.kind
+    demonstrates = kind.startswith("stdlib") and not config.data.sources
+    if demonstrates and not named.keys() & {"data", "data.kind"}:
         raise ConfigError(
             "data.kind",
             f"{kind}, by default",
-            rule,
+            f"the demonstration corpus is no text for model.hf_path={path} unless it is asked for",
             f"Set {_own_data(config)}, or data={kind} to train on it",
         )
-    return stored
+    return replace(config, model=model)
 
 
 def missing_data(config: Config) -> ConfigError | None:
@@ -130,27 +126,35 @@ def missing_data(config: Config) -> ConfigError | None:
     the demonstration corpus. The function also returns an error if ``lora.base`` packs a
     checkpoint's matrices and no checkpoint is set.
     """
-    parameters = count_params(config.model).total
-    if config.lora.base != "weights" and config.model.hf_path is None:
-        rule = "it is how the matrices of a checkpoint are stored, and the model begins from random weights"
+    if config.model.hf_path is not None:
+        return None
+    base = config.lora.base
+    if base != "weights":
         return ConfigError(
-            "lora.base", config.lora.base, rule, "Set model.hf_path=DIR, or lora.base=weights"
+            "lora.base",
+            base,
+            "it is how the matrices of a checkpoint are stored, and the model begins from random weights",
+            "Set model.hf_path=DIR, or lora.base=weights",
         )
-    if config.model.hf_path is not None or config.data.is_synthetic or parameters < LARGE:
+    parameters = count_params(config.model).total
+    if config.data.is_synthetic or parameters < LARGE:
         return None
     what = f"a model of {parameters / 1e9:,.1f} B parameters (1 B or more, from random weights)"
-    kinds = [one.kind for _, _, one in sources_of(config.data) if one.kind.startswith("stdlib")]
-    own = _own_data(config)
     speed = "or data=benchmark for synthetic tokens"
-    if kinds:
-        rule = f"the demonstration corpus, 10 MB of Python, is nothing for {what}"
-        return ConfigError(
-            "data.kind", kinds[0], rule, f"Set {own} and data.tokenizer=DIR, {speed}"
-        )
+    for _, _, source in sources_of(config.data):
+        if source.kind.startswith("stdlib"):
+            return ConfigError(
+                "data.kind",
+                source.kind,
+                f"the demonstration corpus, 10 MB of Python, is nothing for {what}",
+                f"Set {_own_data(config)} and data.tokenizer=DIR, {speed}",
+            )
     if tokenizer_of(config) == "byte":
-        rule = f"bytes are {BYTE_VOCAB_SIZE} of {config.model.vocab_size:,} ids, too few for {what}"
         return ConfigError(
-            "data.tokenizer", "byte", rule, f"Set data.tokenizer=DIR of a tokenizer, {speed}"
+            "data.tokenizer",
+            "byte",
+            f"bytes are {BYTE_VOCAB_SIZE} of {config.model.vocab_size:,} ids, too few for {what}",
+            f"Set data.tokenizer=DIR of a tokenizer, {speed}",
         )
     return None
 
@@ -172,15 +176,10 @@ def _check_fp8_base(config: Config) -> None:
     stated = read_hf_config(path).get("quantization_config") or {}
     block = stated.get("weight_block_size") or [None, None]
     if stated.get("quant_method") != "fp8" or block[1] != BASE_BLOCKS["fp8"][0]:
-        found = ", ".join(
-            f"{key}={stated.get(key)}" for key in ("quant_method", "weight_block_size")
-        )
-        raise ConfigError(
-            "lora.base",
-            "fp8",
-            f"it keeps a checkpoint's own block-FP8, of [128, 128], and config.json of {path} has {found}",
-            f"{remedy}, or make an FP8 checkpoint: automoe convert DIR --out OTHER --fp8",
-        )
+        rule = f"it keeps a checkpoint's own block-FP8, of [128, 128], and config.json of {path} has quant_method="
+        rule += f"{stated.get('quant_method')}, weight_block_size={stated.get('weight_block_size')}"
+        remedy += ", or make an FP8 checkpoint: automoe convert DIR --out OTHER --fp8"
+        raise ConfigError("lora.base", "fp8", rule, remedy)
 
 
 def _pinned(config: Config) -> Config:
@@ -189,11 +188,9 @@ def _pinned(config: Config) -> Config:
     A run that is continued keeps the commits and the date that it began with.
     """
     resume = Path(config.checkpoint.resume).expanduser()
-    then = dict[str, Any]()
-    begun = {"never": [], "auto": [Path(config.run_dir)]}.get(
-        str(resume), [resume, resume.parent.parent]
-    )
-    for folder in begun:
+    begun = {"never": [], "auto": [Path(config.run_dir)]}
+    then: dict[str, Any] = {}
+    for folder in begun.get(str(resume), [resume, resume.parent.parent]):
         with suppress(OSError, ValueError):  # the run itself reports an unreadable file
             then = then or flat(read_config(folder))
 
@@ -208,11 +205,8 @@ def _pinned(config: Config) -> Config:
     data = config.data
     model = replace(config.model, hf_path=pin("model.hf_path", config.model.hf_path))
     chat = replace(data.chat, date=data.chat.date or then.get("data.chat.date"))
-    config = replace(
-        config,
-        model=model,
-        data=replace(data, tokenizer=pin("data.tokenizer", data.tokenizer), chat=chat),
-    )
+    data = replace(data, tokenizer=pin("data.tokenizer", data.tokenizer), chat=chat)
+    config = replace(config, model=model, data=data)
     if then or not data.is_chat:
         return config
     from automoe.data.chat_template import with_date
@@ -237,15 +231,14 @@ def check_num_ranks(config: Config, overrides: list[str], num_ranks: int, why: s
         why: origin of ``num_ranks``, for the message.
     """
     given = config.launch.num_ranks
-    if (
-        "launch.num_ranks" in map(key_of, overrides)
-        and given not in (None, num_ranks)
-        and num_ranks > 0
-    ):
-        remedy = (
-            f"Leave it out, set it to {num_ranks}, or mesh.dp_shard=-1 to fill as many as you name"
+    named = "launch.num_ranks" in map(key_of, overrides)
+    if named and given not in (None, num_ranks) and num_ranks > 0:
+        raise ConfigError(
+            "launch.num_ranks",
+            given,
+            f"{why}: {num_ranks} ranks",
+            f"Leave it out, set it to {num_ranks}, or mesh.dp_shard=-1 to fill as many as you name",
         )
-        raise ConfigError("launch.num_ranks", given, f"{why}: {num_ranks} ranks", remedy)
 
 
 def check_here(config: Config) -> tuple[MeshShape, Device]:

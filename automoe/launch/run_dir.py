@@ -8,7 +8,6 @@ consequence of it (a peer vanished from a collective).
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import importlib
 import json
@@ -16,10 +15,12 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from automoe.checkpoint.steps import FOLDER, committed_steps
 from automoe.config.frozen import CONFIG_FILE, describe, differences, goes_on, read_mapping
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, LaunchError
@@ -35,14 +36,11 @@ LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
 SWEEP_FILE = "sweep.json"
 # Error reports leave out the frames between the start of a rank and the recipe.
-_LOADERS = (
-    os.path.join("automoe", "launch", "worker.py"),
-    os.path.join("automoe", "config", "shipped.py"),
-)
+_LOADERS = ("automoe/launch/worker.py", "automoe/config/shipped.py")
 _IMPORTS = ("<frozen importlib", os.path.dirname(importlib.__file__) + os.sep)
 
 
-@contextlib.contextmanager
+@contextmanager
 def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
     """Lock ``run_dir`` for one run; the kernel releases the lock when the holder dies.
 
@@ -66,6 +64,17 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
             f"cannot be written: {error.strerror} ({error.filename})",
             "Name a directory that can",
         ) from None
+
+    def lost() -> str | None:
+        try:
+            if os.path.samestat(os.stat(run_dir), os.fstat(folder)):
+                return None
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:  # a network file system may be unreachable for a moment
+            return None
+        return f"run_dir={run_dir} was removed or replaced while the run was under way; what it wrote there is lost"
+
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,21 +86,10 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
             ) from None
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-        yield lambda: _lost(run_dir, folder)
+        yield lost
     finally:
         os.close(handle)
         os.close(folder)
-
-
-def _lost(run_dir: Path, handle: int) -> str | None:
-    try:
-        if os.path.samestat(os.stat(run_dir), os.fstat(handle)):
-            return None
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError:  # a network file system may be unreachable for a moment
-        return None
-    return f"run_dir={run_dir} was removed or replaced while the run was under way; what it wrote there is lost"
 
 
 def check_same_run(run_dir: Path, config: Config) -> list[str]:
@@ -114,7 +112,7 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
         done = read_status(run_dir).get("state") == "done"
     except (OSError, ValueError):
         done = True  # an unreadable status may be that of a finished run
-    used = done or saved or (metrics.is_file() and metrics.stat().st_size > 0)
+    used = done or saved or (metrics.is_file() and metrics.stat().st_size)
     if not used or config.checkpoint.resume == "never":
         return []
     over = (
@@ -123,11 +121,11 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
     try:
         changed = differences(read_config(run_dir), config)
     except (OSError, ValueError) as error:
-        reason = (
-            f"holds a run, and whether it is this one cannot be read from {CONFIG_FILE}: {error}"
-        )
         raise ConfigError(
-            "run_dir", run_dir, reason, f"Restore that file, name another run_dir, or {over}"
+            "run_dir",
+            run_dir,
+            f"holds a run, and whether it is this one cannot be read from {CONFIG_FILE}: {error}",
+            f"Restore that file, name another run_dir, or {over}",
         ) from None
     # The newest checkpoint may be another run's, if a start over ended before it set the old
     # checkpoints aside.
@@ -145,25 +143,23 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
             if saved
             else ""
         )
-        remedy = f"Set them back, name another run_dir{there}, or {over}"
-        raise ConfigError("run_dir", run_dir, f"{what}: {describe(refused)}", remedy)
+        raise ConfigError(
+            "run_dir",
+            run_dir,
+            f"{what}: {describe(refused)}",
+            f"Set them back, name another run_dir{there}, or {over}",
+        )
     return [f"note: unlike the last start in {run_dir}: {describe(changed)}"] if changed else []
 
 
 def _newest_config(run_dir: Path) -> dict[str, Any] | None:
     """Return the configuration in the newest checkpoint; None if none can be read."""
-    steps = [
-        path
-        for path in run_dir.glob("checkpoints/step-*")
-        if path.name.removeprefix("step-").isdigit()
-    ]
-    if not steps:
-        return None
-    newest = max(steps, key=lambda path: int(path.name.removeprefix("step-")))
+    folder = run_dir / FOLDER
     try:
-        return dict(json.loads((newest / "manifest.json").read_bytes())["config"])
+        newest = committed_steps(folder)[-1]
+        return dict(json.loads((folder / newest / "manifest.json").read_bytes())["config"])
     # The run that continues from this checkpoint reports what is wrong with it.
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
@@ -176,15 +172,6 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     return read_mapping((run_dir / CONFIG_FILE).read_bytes())
 
 
-def refuse_folders(run_dir: Path, files: Iterable[Path]) -> None:
-    """Raise ``ConfigError`` if one of ``files``, which will be replaced, is a folder."""
-    for path in files:
-        if path.is_dir():
-            raise ConfigError(
-                "run_dir", run_dir, f"{path} is a folder, where a file belongs", "Move it away"
-            )
-
-
 def start_run(run_dir: Path) -> None:
     """Delete an earlier run's outcome and logs, and write the state ``starting``.
 
@@ -195,14 +182,19 @@ def start_run(run_dir: Path) -> None:
             deleted.
     """
     logs = run_dir / LOG_FOLDER
-    old = [run_dir / name for name in (ERROR_FILE, STUCK_FILE)]
+
     if logs.exists() and not logs.is_dir():
         raise ConfigError(
             "run_dir", run_dir, f"{logs} is a file, where a folder belongs", "Move it away"
         )
     logs.mkdir(exist_ok=True)
-    old += logs.glob("rank*")  # the earlier run may have had more ranks
-    refuse_folders(run_dir, [run_dir / STATUS_FILE, run_dir / CONFIG_FILE, *old])
+    # The earlier run may have had more ranks.
+    old = [run_dir / ERROR_FILE, run_dir / STUCK_FILE, *logs.glob("rank*")]
+    for path in (run_dir / STATUS_FILE, run_dir / CONFIG_FILE, *old):
+        if path.is_dir():
+            raise ConfigError(
+                "run_dir", run_dir, f"{path} is a folder, where a file belongs", "Move it away"
+            )
     for path in old:
         path.unlink(missing_ok=True)
     for path in logs.glob("attempt-*"):
@@ -259,7 +251,8 @@ def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
     """Return the report of ``error`` that ``status.json`` stores.
 
     Args:
-        rank: rank that raised ``error``; None if the launcher did.
+        rank: rank that failed; None if the launcher did. An error that was never raised, because
+            the rank could not report its own end, has no traceback.
     """
     lines = [
         f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
@@ -276,17 +269,6 @@ def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
         "message": message,
         "for_user": isinstance(error, AutomoeError),
         "traceback": lines,
-    }
-
-
-def launch_failure(rank: int | None, message: str) -> dict[str, Any]:
-    """Return the report of a failure that no rank raised as an exception."""
-    return {
-        "rank": rank,
-        "type": "LaunchError",
-        "message": message,
-        "for_user": True,
-        "traceback": [],
     }
 
 
@@ -310,6 +292,14 @@ def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False
     return True
 
 
+def show_report(run_dir: str | Path) -> None:
+    """Write the HTML report of a run that ended, and print its path."""
+    from automoe.observe.report import write_report
+
+    if (report := write_report(run_dir)) is not None:
+        print(f"report {report}", flush=True)
+
+
 def describe_error(report: dict[str, Any]) -> str:
     """Format a failure for a terminal: rank, type, message and frames outside site-packages."""
     where = "" if report["rank"] is None else f"rank {report['rank']}: "
@@ -317,9 +307,7 @@ def describe_error(report: dict[str, Any]) -> str:
     if not report["for_user"]:
         frames = report["traceback"]
         ours = [frame for frame in frames if "site-packages" not in frame]
-        # The first frame is the recipe's.
-        shown = (
-            ours[:1] + ours[1:][-4:] + ([frames[-1]] if frames and frames[-1] not in ours else [])
-        )
-        text += "".join(f"\n    {frame}" for frame in shown)
+        # The first frame is the recipe's; the last one may be in an installed library.
+        library = [frame for frame in frames[-1:] if frame not in ours]
+        text += "".join(f"\n    {frame}" for frame in ours[:1] + ours[1:][-4:] + library)
     return text

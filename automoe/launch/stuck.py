@@ -11,8 +11,6 @@ so the call stack identifies those.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import pickle
 import re
@@ -20,13 +18,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from automoe.errors import LaunchError
 from automoe.launch import run_dir as runs
+from automoe.storage.sealed import read_json, replace_json
 
 _RECORDED = "512"  # collectives that the recorder keeps: those of some steps
 _NEARLY = 0.9  # fraction of the timeout; at the timeout itself NCCL ends the process
@@ -89,33 +90,38 @@ class Standing:
         return "a send or receive" if self.communicates else None
 
 
+@dataclass
 class StuckWatch:
     """Watch over one rank's collectives; create it before torch is imported.
 
     A thread calls ``look`` repeatedly, and the main thread calls ``explain`` after an error.
 
-    Args:
+    Attributes:
         run_dir: run directory, which all ranks can read and write.
         terminal: stream that shows warnings about slow collectives.
+        tells_errors: True under torchrun and srun, without automoe's launcher.
+        timeout_s: timeout of a step's collectives; None until the configuration is read.
+        device: this rank's torch.device, once it has one.
     """
 
-    def __init__(self, run_dir: Path, rank: int, num_ranks: int, terminal: TextIO) -> None:
-        self.run_dir = run_dir
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.terminal = terminal
+    run_dir: Path
+    rank: int
+    num_ranks: int
+    terminal: TextIO
+    tells_errors: bool = False
+    timeout_s: float | None = None
+    device: Any = None
+    _next_look: float = 0.0
+    _first_seen: dict[tuple[str, int], float] = field(default_factory=dict)
+    _named: set[str] = field(default_factory=set)  # slow collectives that a warning has named
+    # Collectives at the last look; the recorder drops one soon after its timeout.
+    _lately: list[Pending] = field(default_factory=list)
+    _error: BaseException | None = None  # error that ended the main thread's work
+    # The watching thread and a failing main thread may both answer.
+    _answer: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)  # switches the recorder on
-        self.tells_errors = False  # True under torchrun and srun, without automoe's launcher
-        self.timeout_s: float | None = None  # None until the configuration is read
-        self.device: Any = None  # this rank's torch.device, once it has one
-        self._next_look = 0.0
-        self._first_seen: dict[tuple[str, int], float] = {}
-        self._named: set[str] = set()
-        # Collectives at the last look; the recorder drops one soon after its timeout.
-        self._lately: list[Pending] = []
-        self._error: BaseException | None = None  # error that ended the main thread's work
-        # The watching thread and a failing main thread may both answer.
-        self._answer = threading.Lock()
 
     def look(self) -> None:
         """Answer another rank's question; ask if a collective of this rank is near its timeout."""
@@ -125,22 +131,19 @@ class StuckWatch:
             sys.modules["torch"].cuda.set_device(self.device)
         if self._asked() is not None:
             self._say_where()
-        elif self.timeout_s is not None and time.monotonic() >= self._next_look:
+        elif self.timeout_s and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + min(15.0, self.timeout_s / 40)
             self._lately = pending = pending_collectives(self._first_seen)
             late = [one for one in pending if one.seconds >= _NEARLY * one.timeout_s]
-            slow = [
-                one
-                for one in pending
-                if one.seconds >= _NEARLY * self.timeout_s and str(one) not in self._named
-            ]
-            if (late or slow) and self._ask():
-                one = (late or slow)[0]
+            slow = [one for one in pending if one.seconds >= _NEARLY * self.timeout_s]
+            unnamed = [one for one in slow if str(one) not in self._named]
+            if (late or unnamed) and self._ask():
+                one = (late or unnamed)[0]
                 rank, message = self._find_missing(one.seconds, one.group == _SAVES)
                 if late:
                     self._report(rank, message)
                 else:
-                    self._name(str(one), f"{message} It may take up to {one.timeout_s:.0f} s")
+                    self._warn(one, message)
 
     def explain(self, error: BaseException) -> None:
         """Record which rank is missing if ``error`` is the timeout of a collective.
@@ -148,12 +151,7 @@ class StuckWatch:
         If a rank is already asking, wait until the outcome is recorded, up to 20 s.
         """
         self._error = error
-        if (
-            self._asked() is None
-            and _is_timeout(error)
-            and self.timeout_s is not None
-            and self._ask()
-        ):
+        if self._asked() is None and _is_timeout(error) and self.timeout_s and self._ask():
             # The message has the group's timeout, which may be larger than that of a step.
             stated = re.search(r"(\d+) ?ms", str(error))
             self._report(*self._find_missing(int(stated[1]) / 1000 if stated else self.timeout_s))
@@ -172,7 +170,7 @@ class StuckWatch:
     def _ask(self) -> bool:
         """Ask all ranks for their positions; return False if another rank has asked first."""
         try:
-            os.close(os.open(self.run_dir / runs.STUCK_FILE, os.O_CREAT | os.O_EXCL))
+            (self.run_dir / runs.STUCK_FILE).touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
@@ -184,31 +182,26 @@ class StuckWatch:
             if self.rank in self._standings(asked):
                 return
             # After an error the main thread is in ``explain``; the traceback has its position.
-            error = self._error
-            frames = (
-                [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-                if error
-                else _live_frames()
-            )
-            place, communicates = describe_place(frames)
-            communicates |= error is not None and _is_timeout(error)
-            saving = [
-                describe_place(_live_frames(thread))[0]
-                for thread in threading.enumerate()
-                if _saves(thread)
-            ]
+            frames = _live_frames(threading.main_thread())
             pending = pending_collectives(self._first_seen)
-            if not pending and error is not None and _is_timeout(error):
+            timed_out = False
+            if error := self._error:
+                frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+                timed_out = _is_timeout(error)
+            if timed_out and not pending:
                 pending = [one for one in self._lately if one.seconds >= one.timeout_s / 2]
-            standing = Standing(
-                self.rank, place, communicates, pending, asked, saving[0] if saving else None
-            )
+            place, communicates = describe_place(frames)
+            standing = Standing(self.rank, place, communicates or timed_out, pending, asked)
+            for thread in threading.enumerate():
+                if thread.name.startswith("save_"):  # ``CheckpointStore`` names its threads so
+                    standing.saving, _ = describe_place(_live_frames(thread))
             target.parent.mkdir(exist_ok=True)
-            for name, record in _records():
-                target.with_name(f"{name}_{self.rank}").write_bytes(record)
-            scratch = target.with_suffix(".tmp")
-            scratch.write_text(json.dumps(asdict(standing), indent=1))
-            scratch.rename(target)
+            if "torch.distributed" in sys.modules:
+                from automoe.interop.torch_private import flight_records
+
+                for name, record in flight_records(False):
+                    target.with_name(f"{name}_{self.rank}").write_bytes(record)
+            replace_json(target, asdict(standing))
 
     def _find_missing(self, waited_s: float, saves: bool = False) -> tuple[int, str]:
         self._say_where()
@@ -221,12 +214,13 @@ class StuckWatch:
         standings = {rank: standing.of_thread(saves) for rank, standing in standings.items()}
         return who_is_missing(standings, self.num_ranks, self.rank, waited_s)
 
-    def _name(self, what: str, message: str) -> None:
-        """Warn of the slow collective ``what``, and withdraw the question."""
-        self._named.add(what)
+    def _warn(self, slow: Pending, message: str) -> None:
+        """Warn of a slow collective once, and withdraw the question."""
+        self._named.add(str(slow))
+        warning = f"warning: {message} It may take up to {slow.timeout_s:.0f} s"
         for stream in (self.terminal, sys.stderr):
-            with contextlib.suppress(OSError):
-                print(f"warning: {message}", file=stream, flush=True)
+            with suppress(OSError):
+                print(warning, file=stream, flush=True)
         (self.run_dir / runs.STUCK_FILE).unlink(missing_ok=True)
 
     def _report(self, rank: int, message: str) -> None:
@@ -235,15 +229,15 @@ class StuckWatch:
             "records them, in logs/flight_*; raise launch.timeout_s, or launch.init_timeout_s before and after the "
             "steps, if one was only slow"
         )
-        failure = runs.launch_failure(rank, message)
+        failure = runs.error_report(LaunchError(message), rank)
         if runs.record_failure(self.run_dir, failure) and self.tells_errors:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 print(f"error: {runs.describe_error(failure)}", file=self.terminal, flush=True)
 
     def _standings(self, asked: int | None) -> dict[int, Standing]:
         found = {}
         for path in (self.run_dir / runs.LOG_FOLDER).glob("rank*.stuck.json"):
-            facts = json.loads(path.read_text())
+            facts = read_json(path)
             if facts["asked"] == asked:
                 pending = [Pending(**one) for one in facts.pop("pending")]
                 found[facts["rank"]] = Standing(**facts, pending=pending)
@@ -269,7 +263,18 @@ def who_is_missing(
     ]
     concerned = set(mine.pending[0].ranks) if mine.pending else set(range(num_ranks))
     missing = sorted(silent + elsewhere, key=lambda rank: (rank not in concerned, rank))
-    waiting = "; ".join(_who_waits_where(standings, what))
+    groups: dict[str, list[Standing]] = {what: []}  # by operation, that of this rank in front
+    for standing in standings.values():
+        if standing.waits_in is not None:
+            groups.setdefault(standing.waits_in, []).append(standing)
+    phrases = []
+    for waited_in, members in groups.items():
+        if members:
+            name = _ranks([standing.rank for standing in members]).capitalize()
+            verb = "wait" if len(members) > 1 else "waits"
+            place = "it" if waited_in == what else waited_in
+            phrases.append(f"{name} {verb} in {place}, at {members[0].place}")
+    waiting = "; ".join(phrases)
     if not missing:
         return asking, (
             f"{what} did not end in {waited_s:.0f} s (launch.timeout_s), and no rank is outside of a collective: "
@@ -287,21 +292,6 @@ def who_is_missing(
         first,
         f"rank {first} did not {verb} {what} in {waited_s:.0f} s: {where}.{others} {waiting}.",
     )
-
-
-def _who_waits_where(standings: Mapping[int, Standing], first: str) -> list[str]:
-    """Return a phrase for each operation in which ranks wait, ``first`` in front."""
-    groups: dict[str, list[Standing]] = {}
-    for standing in standings.values():
-        if (what := standing.waits_in) is not None:
-            groups.setdefault(what, []).append(standing)
-    phrases = []
-    for what in sorted(groups, key=lambda what: what != first):
-        waiting = groups[what]
-        name = _ranks([standing.rank for standing in waiting]).capitalize()
-        verb = "wait" if len(waiting) > 1 else "waits"
-        phrases.append(f"{name} {verb} in {'it' if what == first else what}, at {waiting[0].place}")
-    return phrases
 
 
 def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pending]:
@@ -346,14 +336,6 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
     return pending
 
 
-def _records() -> Iterator[tuple[str, bytes]]:
-    """Yield (name, pickled record) of each flight recorder, once torch.distributed is imported."""
-    if "torch.distributed" in sys.modules:
-        from automoe.interop.torch_private import flight_records
-
-        yield from flight_records(False)
-
-
 def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
     """Return the place of a call stack, and True if torch.distributed is at work there.
 
@@ -387,17 +369,10 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
     return place, communicates
 
 
-def _live_frames(thread: threading.Thread | None = None) -> list[FrameType]:
-    """Return the call stack of a thread (default: the main thread), outermost frame first.
-
-    The stack is empty if the thread has just ended.
-    """
-    innermost = sys._current_frames().get((thread or threading.main_thread()).ident or 0)
+def _live_frames(thread: threading.Thread) -> list[FrameType]:
+    """Return the call stack of a thread, outermost frame first; empty if it has just ended."""
+    innermost = sys._current_frames().get(thread.ident or 0)
     return [frame for frame, _ in traceback.walk_stack(innermost)][::-1] if innermost else []
-
-
-def _saves(thread: threading.Thread) -> bool:
-    return thread.name.startswith("save_")  # ``CheckpointStore.begin`` names its threads so
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -8,10 +8,10 @@ the records in ``sweep.json``.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -19,6 +19,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,7 +107,16 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
                 print(f"\nplot {from_here(str(draw_sweep(directory, jobs)))}")
             except OSError as error:
                 print(f"\nno plot: {error}", file=sys.stderr)
-    return _exit_status(status, [job for job in jobs if job["start"] == sweep.start])
+    # What follows is about the jobs of this start alone.
+    jobs = [job for job in jobs if job["start"] == sweep.start]
+    stops = [job["exit_code"] for job in jobs if job["state"] == "preempted"]
+    if stops or status == STOPPED:
+        print("\nsweep stopped; the same command goes on where it left off", file=sys.stderr)
+        return stops[0] if stops else STOPPED
+    if all(job["state"] == "skipped" for job in jobs):
+        print(f"error: none of the {len(jobs)} jobs could run", file=sys.stderr)
+        return 2
+    return status or int(any(job["state"] not in ("done", "skipped") for job in jobs))
 
 
 def side_by_side(overrides: list[str]) -> list[str]:
@@ -120,34 +130,27 @@ def side_by_side(overrides: list[str]) -> list[str]:
     """
     given = [text.partition("=")[2] for text in overrides if key_of(text) == PARALLEL]
     rest = [text for text in overrides if key_of(text) != PARALLEL]
-    if not given or given == ["1"]:
+    if given in ([], ["1"]):
         return rest
-    if len(given) > 1 or not (given[0].isascii() and given[0].isdecimal()) or int(given[0]) < 1:
-        rule = "it is how many jobs run side by side: one number, 1 or more"
-        raise ConfigError(PARALLEL, ",".join(given), rule, f"Set {PARALLEL}=2, or leave it out")
-    if other := [
-        text for text in rest if key_of(text).startswith(("hydra/launcher", "hydra.launcher"))
-    ]:
-        rule = f"jobs are side by side by Hydra's joblib launcher, and {other[0]} chooses or sets a launcher too"
-        raise ConfigError(PARALLEL, given[0], rule, "Leave one of them out")
-    if (
-        find_spec("hydra_plugins") is None
-        or find_spec("hydra_plugins.hydra_joblib_launcher") is None
-    ):
-        raise ConfigError(PARALLEL, given[0], "hydra-joblib-launcher is not installed", INSTALL)
-    return [*rest, "hydra/launcher=joblib", f"hydra.launcher.n_jobs={int(given[0])}"]
-
-
-def _exit_status(status: int, jobs: list[Record]) -> int:
-    """Return the sweep's exit status from Hydra's ``status`` and the jobs of this start."""
-    stops = [job["exit_code"] for job in jobs if job["state"] == "preempted"]
-    if stops or status == STOPPED:
-        print("\nsweep stopped; the same command goes on where it left off", file=sys.stderr)
-        return stops[0] if stops else STOPPED
-    if all(job["state"] == "skipped" for job in jobs):
-        print(f"error: none of the {len(jobs)} jobs could run", file=sys.stderr)
-        return 2
-    return status or int(any(job["state"] not in ("done", "skipped") for job in jobs))
+    count = ",".join(given)
+    if not re.fullmatch("0*[1-9][0-9]*", count):
+        raise ConfigError(
+            PARALLEL,
+            count,
+            "it is how many jobs run side by side: one number, 1 or more",
+            f"Set {PARALLEL}=2, or leave it out",
+        )
+    for text in rest:
+        if key_of(text).startswith(("hydra/launcher", "hydra.launcher")):
+            raise ConfigError(
+                PARALLEL,
+                count,
+                f"jobs are side by side by Hydra's joblib launcher, and {text} chooses or sets a launcher too",
+                "Leave one of them out",
+            )
+    if not (find_spec("hydra_plugins") and find_spec("hydra_plugins.hydra_joblib_launcher")):
+        raise ConfigError(PARALLEL, count, "hydra-joblib-launcher is not installed", INSTALL)
+    return [*rest, "hydra/launcher=joblib", f"hydra.launcher.n_jobs={int(count)}"]
 
 
 def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
@@ -207,7 +210,8 @@ class Sweep:
         Raises:
             ConfigError: the directory holds another sweep, a run, or a file that cannot be used.
         """
-        directory, path = self.directory, self.directory / runs.SWEEP_FILE
+        directory = self.directory
+        path = directory / runs.SWEEP_FILE
         now = [f"--config-name={self.args.config_name}", *_definition(self.args.overrides)]
         if (directory / CONFIG_FILE).exists():
             raise ConfigError(
@@ -219,21 +223,20 @@ class Sweep:
         if os.path.lexists(path):
             try:
                 then = read_json(path)["definition"]
-                both = [
-                    " ".join(t for t in a if t not in b) or "nothing"
-                    for a, b in ((then, now), (now, then))
-                ]
+                theirs = " ".join(text for text in then if text not in now) or "nothing"
             except (OSError, ValueError, TypeError, KeyError) as error:
-                rule = f"holds a sweep, and {runs.SWEEP_FILE} does not say which: {type(error).__name__}: {error}"
-                raise ConfigError(
-                    "run_dir", directory, rule, "Name another run_dir, or delete that file"
-                ) from None
-            if then != now:
-                rule = f"holds another sweep: it has {both[0]} where this has {both[1]}"
                 raise ConfigError(
                     "run_dir",
                     directory,
-                    rule,
+                    f"holds a sweep, and {runs.SWEEP_FILE} does not say which: {type(error).__name__}: {error}",
+                    "Name another run_dir, or delete that file",
+                ) from None
+            if then != now:
+                ours = " ".join(text for text in now if text not in then) or "nothing"
+                raise ConfigError(
+                    "run_dir",
+                    directory,
+                    f"holds another sweep: it has {theirs} where this has {ours}",
                     "Name another run_dir, or none: then each sweep has its own",
                 )
         for file in (
@@ -242,9 +245,11 @@ class Sweep:
             *directory.glob(f"{RECORDS}/*"),
         ):
             if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
-                rule = f"{file} is no file that can be read and written"
                 raise ConfigError(
-                    "run_dir", directory, rule, "Mend its permissions, or move it away"
+                    "run_dir",
+                    directory,
+                    f"{file} is no file that can be read and written",
+                    "Mend its permissions, or move it away",
                 )
         replace_json(path, {"definition": now, "jobs": _records(directory)})
 
@@ -254,29 +259,32 @@ class Sweep:
 
         register_base()
         args = self.args
-        options = ["--multirun", f"--config-name={args.config_name}"]
-        if args.config_dir is not None:
-            options.append(f"--config-dir={Path(args.config_dir).absolute()}")
         quoted = str(self.directory).replace("'", "\\'")
-        options += [f"hydra.sweep.dir='{quoted}'", "hydra.sweep.subdir=."]
-        options += [
+        options = [
+            "--multirun",
+            f"--config-name={args.config_name}",
+            f"hydra.sweep.dir='{quoted}'",
+            "hydra.sweep.subdir=.",
             "hydra.output_subdir=null",
             "hydra/job_logging=none",
             "hydra/hydra_logging=none",
         ]
-        interrupts, status = [], 0
+        if args.config_dir is not None:
+            options.append(f"--config-dir={Path(args.config_dir).absolute()}")
+        interrupts = []
+        status = 0
 
         def interrupt(signum: int, frame: object) -> None:
             interrupts.append(signum)  # a library may turn the exception into another
             raise KeyboardInterrupt
 
-        saved, sys.argv = sys.argv, ["automoe", *options, *args.overrides]
+        conf = str(shipped_folder("conf"))
+        start = hydra.main(version_base="1.3", config_path=conf, config_name=args.config_name)
+        saved = sys.argv
+        sys.argv = ["automoe", *options, *args.overrides]
         handler = signal.signal(signal.SIGINT, interrupt)
         try:
-            conf = str(shipped_folder("conf"))
-            hydra.main(version_base="1.3", config_path=conf, config_name=args.config_name)(
-                self.job
-            )()
+            start(self.job)()
         except KeyboardInterrupt:
             status = STOPPED
         except SystemExit as error:  # a sweeper or launcher has printed why
@@ -299,40 +307,38 @@ class Sweep:
         """
         from hydra.core.hydra_config import HydraConfig
 
-        mine, task = HydraConfig.get(), list(HydraConfig.get().overrides.task)
+        mine = HydraConfig.get()
+        task = list(mine.overrides.task)
         fixed = {key_of(text) for text in self.args.overrides} - swept_keys(self.args.overrides)
         swept = [text for text in task if key_of(text) not in fixed]
         name = folder_name(swept) or "as-configured"
-        path, label = (
-            self.directory / RECORDS / f"{name}.json",
-            " ".join(f"{key}={value}" for key, value in short_keys(swept)),
-        )
+        path = self.directory / RECORDS / f"{name}.json"
+        label = " ".join(f"{key}={value}" for key, value in short_keys(swept))
         record: Record = {
             "name": name,
             "job": mine.job.num,
             "overrides": swept,
             "start": self.start,
+            "label": label or "as configured",
+            "state": "running",
+            "objective": None,
+            "process": [socket.gethostname(), os.getpid()],
         }
-        record |= {"label": label or "as configured", "state": "running", "objective": None}
-        record["process"] = [socket.gethostname(), os.getpid()]
         path.parent.mkdir(exist_ok=True)
         with os.fdopen(open_lock(path.with_suffix(".lock"))) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             print(f"\njob {mine.job.num}: {record['label']}", flush=True)
-            earlier = _read(path)
-            if (
-                earlier is not None
-                and earlier["start"] == self.start
-                and earlier["state"] != "running"
-            ):
+            earlier = _read(path) or {}
+            if earlier.get("start") == self.start and earlier["state"] != "running":
                 # Optuna may draw the same values twice, also for two jobs at a time.
                 print(f"done as job {earlier['job']} of this sweep")
                 record = earlier
             else:
                 replace_json(path, record)
-                record |= self._result(
-                    composed, name, task, earlier, mine.launcher.get("n_jobs", 1)
-                )
+                num_jobs = mine.launcher.get("n_jobs", 1)
+                began = time.monotonic()
+                found = self._result(composed, task, name, num_jobs, earlier.get("seconds"))
+                record |= {"seconds": round(time.monotonic() - began, 1)} | found
                 replace_json(path, record)
         # A user or scheduler who stops one job wants the whole sweep to end.
         if record["state"] == "preempted":
@@ -344,62 +350,60 @@ class Sweep:
         return -record["tokens_per_second"] if record.get("tokens_per_second") else math.inf
 
     def _result(
-        self, composed: Any, name: str, task: list[str], earlier: Record | None, num_jobs: int
+        self, composed: Any, task: list[str], name: str, num_jobs: int, earlier_s: float | None
     ) -> Record:
-        """Run one job, and return the entries of its record, errors included."""
-        began = time.monotonic()
+        """Check and run one of ``num_jobs`` jobs at a time; return the entries of its record.
+
+        Args:
+            earlier_s: seconds that the job took in an earlier start of this sweep, if it ran.
+        """
         try:
-            run_dir = {"run_dir": str(self.directory / name)}
-            found = self._run_job(resolved_container(composed) | run_dir, task, num_jobs)
+            raw = resolved_container(composed) | {"run_dir": str(self.directory / name)}
+            try:
+                load_plugins(raw["plugins"])
+                config = settle(config_from_dict(raw), task)
+                shape, device = check_here(config)
+                check_alone(device, num_jobs)
+                meshes = {"default": shape.describe("default"), "moe": shape.describe("moe")}
+                missing = missing_hardware(shape, device)
+                if missing is not None:
+                    raise ConfigError(
+                        "mesh", meshes["default"], missing, "Run this job where there are as many"
+                    )
+            except ConfigError as error:
+                if error.key.startswith(NO_SHAPE):
+                    raise
+                print(f"skipped: {error}")
+                return {"state": "skipped", "reason": str(error)}
+            found: Record = {**meshes, "predicted": self.predict(config, shape)}
+            if (earlier := _finished(resolved(config, shape, device))) is not None:
+                print("done in an earlier run of this sweep")
+                found |= {
+                    "state": "done",
+                    "objective": earlier.get("objective"),
+                    "seconds": earlier_s,
+                }
+            else:
+                result = train_here(config, shape, device, another_follows=True)
+                found["state"] = result.state
+                found["objective"] = result.objective
+                found["exit_code"] = result.exit_code
+                if result.error:
+                    found["reason"] = runs.describe_error(result.error)
+            if found["state"] == "done" and not math.isfinite(found["objective"] or 0.0):
+                reason = f"its objective is {found['objective']}"
+                found |= {"state": "failed", "reason": reason, "objective": None}
+            measured = _measured(config, shape)
+            return found | {
+                "tokens_per_second": measured["tokens_per_second"],
+                "measured": measured,
+            }
         except (AutomoeError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
-            found = {"state": "failed", "reason": str(error)}
+            return {"state": "failed", "reason": str(error)}
         except Exception as error:
             traceback.print_exc()
-            found = {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
-        ran = not found.pop("earlier", False)
-        return found | {
-            "seconds": round(time.monotonic() - began, 1) if ran else (earlier or {}).get("seconds")
-        }
-
-    def _run_job(self, raw: dict[str, Any], overrides: list[str], num_jobs: int) -> Record:
-        """Check and run one of ``num_jobs`` jobs at a time; return the entries of its record."""
-        try:
-            load_plugins(raw["plugins"])
-            config = settle(config_from_dict(raw), overrides)
-            shape, device = check_here(config)
-            check_alone(device, num_jobs)
-            meshes = {"default": shape.describe("default"), "moe": shape.describe("moe")}
-            missing = missing_hardware(shape, device)
-            if missing is not None:
-                raise ConfigError(
-                    "mesh", meshes["default"], missing, "Run this job where there are as many"
-                )
-        except ConfigError as error:
-            if error.key.startswith(NO_SHAPE):
-                raise
-            print(f"skipped: {error}")
-            return {"state": "skipped", "reason": str(error)}
-        found: Record = {**meshes, "predicted": self.predict(config, shape)}
-        if (earlier := _finished(resolved(config, shape, device))) is not None:
-            print("done in an earlier run of this sweep")
-            found |= {"state": "done", "objective": earlier.get("objective"), "earlier": True}
-        else:
-            result = train_here(config, shape, device, another_follows=True)
-            found |= {
-                "state": result.state,
-                "objective": result.objective,
-                "exit_code": result.exit_code,
-            }
-            found |= {"reason": runs.describe_error(result.error)} if result.error else {}
-        if found["state"] == "done" and not math.isfinite(found["objective"] or 0.0):
-            found |= {
-                "state": "failed",
-                "reason": f"its objective is {found['objective']}",
-                "objective": None,
-            }
-        measured = _measured(config, shape)
-        return found | {"tokens_per_second": measured["tokens_per_second"], "measured": measured}
+            return {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
 
     def collect(self, stopped: bool) -> list[Record]:
         """Write all records into ``sweep.json``, and return them.
@@ -412,8 +416,9 @@ class Sweep:
                 print(f"warning: {path} is damaged; its job is not in the table", file=sys.stderr)
         for job in jobs:
             if job["state"] == "running":
-                ended = {"state": "failed", "reason": "its process ended without a result"}
-                job |= {"state": "stopped"} if stopped or job["start"] != self.start else ended
+                job["state"] = "stopped"
+                if not stopped and job["start"] == self.start:
+                    job |= {"state": "failed", "reason": "its process ended without a result"}
         path = self.directory / runs.SWEEP_FILE
         replace_json(path, {"definition": read_json(path)["definition"], "jobs": jobs})
         return jobs
@@ -422,24 +427,20 @@ class Sweep:
         """Stop jobs of this start in other local processes: submitit's would outlive this one."""
         here = socket.gethostname()
         for job in _records(self.directory):
-            other = job["process"] != [here, os.getpid()]
-            if (job["state"], job["start"], job["process"][0]) == (
-                "running",
-                self.start,
-                here,
-            ) and other:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(job["process"][1], signal.SIGTERM)
+            host, process = job["process"]
+            runs_on = job["state"] == "running" and job["start"] == self.start
+            if runs_on and host == here and process != os.getpid():
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGTERM)
 
 
 def check_alone(device: Device, num_jobs: int) -> None:
     """Raise ``ConfigError`` for parallel jobs on CUDA: each would use the first GPUs of a node."""
     if device == "cuda" and num_jobs != 1:
-        rule = "jobs that run side by side would train on the same GPUs, of which each job takes the first"
         raise ConfigError(
             PARALLEL,
             num_jobs,
-            rule,
+            "jobs that run side by side would train on the same GPUs, of which each job takes the first",
             "Leave it out, or give each job a node (hydra/launcher=submitit_slurm)",
         )
 
@@ -466,7 +467,8 @@ def _measured(config: Config, shape: MeshShape) -> Record:
 def _finished(config: Config) -> dict[str, Any] | None:
     """Return the status of a completed run of this configuration in its directory, else None."""
     try:
-        status, then = runs.read_status(config.run_dir), runs.read_config(Path(config.run_dir))
+        status = runs.read_status(config.run_dir)
+        then = runs.read_config(Path(config.run_dir))
         same = status.get("state") == "done" and not differences(then, config)
         # A run without an export must run again if an export is now configured.
         same &= then["checkpoint"]["export_hf"] or not config.checkpoint.export_hf
@@ -479,20 +481,14 @@ def _finished(config: Config) -> dict[str, Any] | None:
 
 
 def _records(directory: Path) -> list[Record]:
-    found = [_read(path) for path in sorted((directory / RECORDS).glob("*.json"))]
-    return sorted(
-        (record for record in found if record is not None), key=lambda record: record["job"]
-    )
+    found = map(_read, sorted((directory / RECORDS).glob("*.json")))
+    return sorted(filter(None, found), key=lambda record: record["job"])
 
 
 def _read(path: Path) -> Record | None:
     """Return a job's record; None if it cannot be read, in which case the job writes it again."""
-    try:
+    with suppress(OSError, ValueError):
         record = read_json(path)
-        return (
-            record
-            if {"name", "job", "label", "start", "state", "objective", "process"} <= record.keys()
-            else None
-        )
-    except (OSError, ValueError):
-        return None
+        if {"name", "job", "label", "start", "state", "objective", "process"} <= record.keys():
+            return record
+    return None

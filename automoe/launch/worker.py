@@ -6,7 +6,6 @@ are in place, so that a rank can be stopped while it is still importing.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import math
 import os
@@ -16,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -53,13 +53,13 @@ class Outlet:
 
     def write(self, text: str) -> int:
         for stream in self._streams:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         for stream in self._streams:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 stream.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -106,7 +106,12 @@ def run_rank(
     terminal = _redirect(run_dir, rank)
     sys.stderr.write(imports.output)
     stop = StopRequest()
-    _handle_signals(stop)
+    for number in STOP_SIGNALS:
+        # The handler must take no lock (starting a thread takes one): it interrupts the main
+        # thread, which may hold that lock.
+        signal.signal(number, lambda signum, frame: stop.set())
+    # automoe's launcher starts ranks with these signals blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     (run_dir / runs.LOG_FOLDER / f"rank{rank}.pid").write_text(str(os.getpid()))
     # automoe's launcher outlives the ranks and writes the report; under torchrun and srun rank 0
     # writes it.
@@ -137,7 +142,7 @@ def run_rank(
         if rank == 0:
             _write_result(config, context, objective)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the disk may be full
+        with suppress(OSError):  # the disk may be full
             watch.explain(error)
         _fail(run_dir, rank, error, terminal if launcher is None else None, report)
     return 0
@@ -145,12 +150,11 @@ def run_rank(
 
 def _write_result(config: Config, context: RunContext, objective: float | None) -> None:
     outcome = None if objective is None else float(objective)
-    if not context.preempted and not math.isfinite(outcome or 0.0):
+    state: runs.State = "preempted" if context.preempted else "done"
+    if state == "done" and not math.isfinite(outcome or 0.0):
         raise AutomoeError(f"the recipe {config.recipe} ended with {outcome}, which is no result")
     facts = {"fell_back": context.fell_back} if context.fell_back else {}
-    runs.write_status(
-        context.run_dir, "preempted" if context.preempted else "done", objective=outcome, **facts
-    )
+    runs.write_status(context.run_dir, state, objective=outcome, **facts)
 
 
 def _redirect(run_dir: Path, rank: int) -> TextIO:
@@ -170,15 +174,6 @@ def _redirect(run_dir: Path, rank: int) -> TextIO:
         sys.stdout = Outlet(sys.stdout)
     faulthandler.enable(log)
     return terminal
-
-
-def _handle_signals(stop: StopRequest) -> None:
-    for number in STOP_SIGNALS:
-        # The handler must take no lock (starting a thread takes one): it interrupts the main
-        # thread, which may hold that lock.
-        signal.signal(number, lambda signum, frame: stop.set())
-    # automoe's launcher starts ranks with these signals blocked.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
@@ -236,10 +231,10 @@ def _fail(
     """
     failure = runs.error_report(error, rank)
     first = True
-    with contextlib.suppress(OSError):  # this rank must leave even if the disk is full
+    with suppress(OSError):  # this rank must leave even if the disk is full
         first = runs.record_failure(run_dir, failure)
     if first and terminal is not None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             print(f"error: {runs.describe_error(failure)}", file=terminal, flush=True)
     traceback.print_exception(error)  # to this rank's log
     sys.stdout.flush()

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from automoe.config.mesh_shape import MeshShape, split_layers, stage_of_rank, stays_unsharded
+from automoe.config.mesh_shape import MeshShape, stage_layers, stage_of_rank, stays_unsharded
 from automoe.config.plugins import registered
 from automoe.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from automoe.interop import quack, transformer_engine
@@ -135,11 +135,7 @@ def parameter_dtype(config: Config) -> torch.dtype:
 def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
     """Return {stage number: part}: this rank's parallelized pipeline stages on the meta device."""
     shape: MeshShape = meshes.shape
-    stages = split_layers(
-        config.model.num_layers,
-        shape.pp * config.parallel.stages_per_rank,
-        config.parallel.layers_per_stage,
-    )
+    stages = stage_layers(config, shape)
     mine = stage_of_rank(shape.pp, config.parallel.stages_per_rank)[meshes.coordinate("pp")]
     backend = build_backend(config, meshes)
     style = expert_parallel_style(meshes, config)

@@ -58,10 +58,8 @@ def at_load(batch: BatchPlan, factor: float, config: Config, mesh: MeshShape) ->
 
     The factor is limited to ``most_load``.
     """
-    return replace(
-        batch,
-        expert_rows_per_rank=batch.expert_rows_per_rank * min(factor, most_load(config, mesh)),
-    )
+    rows = batch.expert_rows_per_rank * min(factor, most_load(config, mesh))
+    return replace(batch, expert_rows_per_rank=rows)
 
 
 def most_load(config: Config, mesh: MeshShape) -> float:
@@ -70,11 +68,10 @@ def most_load(config: Config, mesh: MeshShape) -> float:
     It is reached if every rank of the ``ep`` group sends all its rows to one rank.
     ``moe.capacity_factor`` lowers the limit; with ``moe.pad_to_capacity`` the load is always 1.
     """
-    most = min(
-        float(mesh.ep), max(1.0, config.moe.capacity_factor) if config.moe.capacity_factor else inf
-    )
-    # Padded ranks all compute the same number of rows.
-    return 1.0 if config.moe.pad_to_capacity else most
+    moe = config.moe
+    if moe.pad_to_capacity:  # Padded ranks all compute the same number of rows.
+        return 1.0
+    return min(float(mesh.ep), max(1.0, moe.capacity_factor or inf))
 
 
 @dataclass(frozen=True)
@@ -182,9 +179,7 @@ def layer_activation_bytes(
     return parts
 
 
-def mask_bytes(
-    config: Config, load: TokenLoad, layers: list[int], recompute: dict[int, frozenset[str]]
-) -> float:
+def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[str]]) -> float:
     """Return the bytes that a micro-batch keeps once for all layers of a stage.
 
     These are the rotary angles, and the masks that recomputed attention reads again.
@@ -195,8 +190,8 @@ def mask_bytes(
         dims = int(attention.head_dim * config.model.rope.partial_rotary_factor)
     again = [
         layer
-        for layer in layers
-        if recompute[layer] & {FULL, "core_attn"} and not is_linear(attention, layer)
+        for layer, modules in recompute.items()
+        if modules & {FULL, "core_attn"} and not is_linear(attention, layer)
     ]
     plain = load.mask_numbers * any(not window_of(attention, layer) for layer in again)
     window = load.window_numbers * any(window_of(attention, layer) for layer in again)
@@ -217,12 +212,10 @@ def _attention_bytes(
     again = "core_attn" in recompute
     if is_linear(attention, layer):
         return _delta_net_bytes(attention, load, again)
-    size, heads, tokens, kv_tokens = (
-        load.number_bytes,
-        attention.num_heads,
-        load.tokens,
-        load.kv_tokens,
-    )
+    size = load.number_bytes
+    heads = attention.num_heads
+    tokens = load.tokens
+    kv_tokens = load.kv_tokens
     mask_numbers = load.window_numbers if window_of(attention, layer) else load.mask_numbers
     by_math = load.scores and not again
     mask_bytes = mask_numbers * size  # Torch keeps one mask per layer in the dtype of the heads.

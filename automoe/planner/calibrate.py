@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from automoe.config.batch import plan_batch
 from automoe.config.compose import Arguments
 from automoe.config.mesh_shape import resolve_mesh
@@ -44,6 +46,7 @@ from automoe.planner.output_file import write_out
 
 if TYPE_CHECKING:
     import torch
+
 
 POINTS = 7  # points of the matmul curve; each has twice the intensity of the one before
 # timings per median; minimum seconds of one timing
@@ -134,12 +137,12 @@ def calibrate(folder: Path, args: Arguments) -> int:
     bench = Bench.of(resolve_device(config), config.launch.threads_per_rank)
     gpus = visible_gpus() if bench.device == "cuda" else 0
     ranks = min(MOST_RANKS, gpus or MOST_RANKS)
-    path = _new_file(folder, bench)
+    path = folder / "cluster" / f"measured_{'cpu' if bench.device == 'cpu' else 'gpu'}.yaml"
+    if os.path.lexists(path):
+        raise ConfigError("out", str(folder), f"{path} is there", "Remove it, or set out=FOLDER")
     pool = RankPool(max_ranks=ranks)
     print(f"measuring {bench.device}, {bench.dtype}: about half a minute", flush=True)
-    alone: dict[str, Any] = pool.run(
-        measure_alone, 1, bench, config.model, config.cluster.peak_flops
-    )[0]
+    alone, *_ = pool.run(measure_alone, 1, bench, config.model, config.cluster.peak_flops)
     links = [pool.run(measure_links, size, bench) for size in (2, 4) if size <= ranks]
     pool.close()
     values = cluster_values(bench, alone, links, path.stem, gpus)
@@ -147,15 +150,6 @@ def calibrate(folder: Path, args: Arguments) -> int:
     write_out(path, text, str(folder), str(path), "Set out=FOLDER, one you may write to")
     print(f"{text}\ntake it  automoe plan --config-dir {folder} cluster={path.stem}")
     return 0
-
-
-def _new_file(folder: Path, bench: Bench) -> Path:
-    """Return the path of the cluster file; raise ConfigError if it exists."""
-    name = "measured_cpu" if bench.device == "cpu" else "measured_gpu"
-    path = folder / "cluster" / f"{name}.yaml"
-    if os.path.lexists(path):
-        raise ConfigError("out", str(folder), f"{path} is there", "Remove it, or set out=FOLDER")
-    return path
 
 
 def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, Any]:
@@ -169,6 +163,7 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
     import torch
 
     device, dtype = bench.prepare()
+    made = partial(torch.randn, device=device, dtype=dtype)
     size = dtype.itemsize
     found = dict[str, Any]()
     found["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
@@ -178,9 +173,7 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
         side = (
             round(intensity * size / (1 - intensity * size / (2 * bench.rows)) / 8) * 8
         )  # [rows, side] x [side, side]
-        rows, weight = (
-            torch.randn(n, side, device=device, dtype=dtype) for n in (bench.rows, side)
-        )
+        rows, weight = (made(n, side) for n in (bench.rows, side))
         speeds.append(
             2 * bench.rows * side**2 / bench.seconds(lambda rows=rows, weight=weight: rows @ weight)
         )
@@ -190,7 +183,7 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
         peak = peak_flops(found["gpu"]) or 0.0
     found["peak"] = peak if device.type == "cuda" and peak else max(speeds)
     found["curve"] = [min(speed / found["peak"], 1.0) for speed in speeds]
-    x, y = (torch.randn(bench.numbers, device=device, dtype=dtype) for _ in range(2))
+    x, y = (made(bench.numbers) for _ in range(2))
     found["memory"] = 3 * size * bench.numbers / bench.seconds(lambda: x * y)
     found["attention"] = _attention(bench, device, dtype)
     found["experts"] = _experts(bench, device, dtype)
@@ -300,44 +293,31 @@ def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[fl
     from automoe.parallel.pipeline import build_runner
     from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
-    seen: list[list[float]] = [[] for _ in (*configs, "rest")]
     meshes = build_meshes(resolve_mesh(MeshConfig(), 1), device)
     runs = []
     for config in configs:
         parts = build_parts(config, meshes)
         materialize(parts, config, device)
         runner = build_runner(parts, meshes, config, device)
-        runs.append(
-            (
-                config,
-                runner,
-                TrainState(parts, build_optimizer(list(parts.values()), config.optim, 0)),
-            )
-        )
+        optimizer = build_optimizer(list(parts.values()), config.optim, 0)
+        runs.append((config, runner, TrainState(parts, optimizer)))
     index = torch.arange(configs[0].train.seq_len).unsqueeze(0)
     batch = StepBatch(index % 256, index % 256, index, torch.zeros_like(index), 0, 0)
-    for turn in range(2 + 2 * ROUNDS):
-        for place, (config, runner, state) in enumerate(runs):
-            made: list[Any] = []
 
-            def forward(
-                config: Config = config, runner: Any = runner, state: Any = state, made: Any = made
-            ) -> None:
-                inputs, trained = prepare_inputs(batch, meshes, config, device)
-                made += [
-                    state,
-                    forward_backward(state, runner, inputs, config),
-                    trained,
-                    meshes,
-                    config,
-                ]
+    def step(config: Config, runner: Any, state: TrainState) -> tuple[float, float]:
+        made: list[Any] = []
 
-            first = bench.once(forward)
-            rest = bench.once(lambda made=made: optimizer_step(*made))
-            if turn >= 2:  # The first two turns allocate and compile; they are not timed.
-                seen[place].append(first)
-                seen[-1] += [rest] if place == 0 else []
-    return list(map(median, seen))
+        def forward() -> None:
+            inputs, trained = prepare_inputs(batch, meshes, config, device)
+            losses = forward_backward(state, runner, inputs, config)
+            made.extend((state, losses, trained, meshes, config))
+
+        return bench.once(forward), bench.once(lambda: optimizer_step(*made))
+
+    turns = [[step(*run) for run in runs] for _ in range(2 + 2 * ROUNDS)]
+    turns = turns[2:]  # The first two turns allocate and compile.
+    firsts = [median(first for first, _ in times) for times in zip(*turns, strict=True)]
+    return [*firsts, median(times[0][1] for times in turns)]
 
 
 def measure_links(bench: Bench) -> dict[str, dict[int, float]]:
@@ -383,17 +363,17 @@ def cluster_values(
     """
     cpu = bench.device == "cpu"
     constants = Constants.load()
-    values: dict[str, Any] = {"name": name, "gpu": alone["gpu"]}
-    values |= {
+    values: dict[str, Any] = {
+        "name": name,
+        "gpu": alone["gpu"],
         "peak_flops": alone["peak"],
         "memory_bandwidth": alone["memory"],
         "memory_bytes": alone["memory_bytes"],
-    }
-    values |= {
         "gpus_per_node": gpus or MAX_CPU_RANKS_PER_CORE * num_cores(),
         "cores": num_cores() if cpu else 0,
+        "gemm_curve": list(map(_rounded, alone["curve"])),
+        "gemm_curve_from": float(bench.first),
     }
-    values |= {"gemm_curve": alone["curve"], "gemm_curve_from": float(bench.first)}
     shares = {"host_layer": alone["host_layer"], "step": alone["step"]}
     # On a CPU the cores that communicate also compute, so nothing overlaps.
     shares |= {"overlap": 0.0} if cpu else {}
@@ -423,17 +403,16 @@ def cluster_values(
     shares["grouped"] = products / max(alone["experts"] - passes, products / 1.5)
     machine = replace(machine, constants=replace(machine.constants, grouped=shares["grouped"]))
     mesh = resolve_mesh(MeshConfig(), 1)
-    layer = layer_time(
-        Place.of(config, mesh, machine, plan_batch(config, mesh), False, 0), 0, frozenset()
-    )
+    place = Place(config, mesh, machine, plan_batch(config, mesh))
+    layer = layer_time(place, 0, frozenset())
     said = sum(half.seconds for half in layer)
     host = 2 * alone["host_layer"] * cpu  # a GPU computes while its host launches
     shares["gemm"] = shares["memory"] = min(said / max(alone["layer"] - host, said / 10), 1.0)
-    return {**values, "constants": {key: _digits(share) for key, share in sorted(shares.items())}}
+    return {**values, "constants": {key: _rounded(share) for key, share in sorted(shares.items())}}
 
 
-def _digits(value: float) -> float:
-    return float(f"{value:.3g}")
+def _rounded(value: float, digits: int = 3) -> float:
+    return float(f"{value:.{digits}g}")
 
 
 def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
@@ -444,22 +423,12 @@ def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
         f"# Measured by automoe plan calibrate=true on {datetime.date.today()}: {with_what},",
         f"# {gpu if gpu != 'cpu' else _processor()}, {num_cores()} cores{threads}, {bench.dtype}.",
     ]
-    for key, value in values.items():
-        if isinstance(value, list):
-            lines.append(f"{key}: [{', '.join(f'{one:.3g}' for one in value)}]")
-        elif isinstance(value, dict):
-            lines += [f"{key}:", *(f"  {name}: {_number(share)}" for name, share in value.items())]
-        else:
-            lines.append(f"{key}: {_number(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def _number(value: Any) -> Any:
-    """Return a float as text with a decimal point, so that YAML reads it back as a float."""
-    if not isinstance(value, float):
-        return value
-    text = f"{value:.3e}" if value >= 1e5 or 0 < value < 1e-3 else f"{value:.4g}"
-    return text if "." in text else f"{text}.0"
+    rounded = {
+        key: _rounded(value, 4) if isinstance(value, float) else value
+        for key, value in values.items()
+    }
+    text = yaml.safe_dump(rounded, sort_keys=False, default_flow_style=None, width=1000)
+    return "\n".join([*lines, text])
 
 
 def _processor() -> str:

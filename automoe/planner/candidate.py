@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -49,10 +50,8 @@ class Candidate:
     @cached_property
     def peak(self) -> float:
         """Peak bytes of the rank that needs most, at even expert load, without the reserve."""
-        return max(
-            rank.peak
-            for rank in plan_memory(self.config, self.mesh, plan_batch(self.config, self.mesh))
-        )
+        batch = plan_batch(self.config, self.mesh)
+        return max(rank.peak for rank in plan_memory(self.config, self.mesh, batch))
 
     @cached_property
     def _uneven_ranks(self) -> list[RankMemory]:
@@ -118,12 +117,4 @@ def first_that_fits(rungs: Sequence[Candidate]) -> int | None:
     """
     if not rungs[-1].fits:
         return None
-    low = 0
-    high = len(rungs) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if rungs[middle].fits:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_left(rungs, True, hi=len(rungs) - 1, key=lambda rung: rung.fits)

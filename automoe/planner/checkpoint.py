@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, inf, lcm
 
-from automoe.config.mesh_shape import MeshShape, split_layers, stage_of_rank
+from automoe.config.mesh_shape import MeshShape, stage_layers, stage_of_rank
 from automoe.config.schema import Config
 from automoe.model.adapters import as_stored, with_adapters
 from automoe.model.params import Param, stage_params
@@ -88,11 +88,7 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
     mine = sum(own) + SHARD_BYTES * len(own)
     found: dict[str, _Tensor] = {}
     largest = staged = 0.0
-    layers = split_layers(
-        config.model.num_layers,
-        mesh.pp * config.parallel.stages_per_rank,
-        config.parallel.layers_per_stage,
-    )
+    layers = stage_layers(config, mesh)
     for stages in stage_of_rank(mesh.pp, config.parallel.stages_per_rank):
         held = {one.name: one for stage in stages for one in _tensors(config, mesh, layers, stage)}
         found |= held
@@ -168,18 +164,17 @@ def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -
         and bool(config.lora.rank or config.train.freeze)
     )
     for param in as_stored(with_adapters(stage_params(model, layers, stage), config), config):
-        if not (param.trained or left_out):
-            yield _sharded(
-                f"model.{param.name}", param, mesh, param.bytes_each(sizes.weights_each(param))
-            )
-        elif param.trained:
-            yield _sharded(f"model.{param.name}", param, mesh, sizes.weights_each(param))
-            for name in ("exp_avg", "exp_avg_sq"):
-                yield _sharded(
-                    f"optimizer.{name}.{param.name}", param, mesh, sizes.moments_each(param)
-                )
+        kept: dict[str, int] = {}
+        if param.trained or not left_out:
+            kept["model"] = param.bytes_each(sizes.weights_each(param))
+        if param.trained:
+            moment = sizes.moments_each(param)
+            kept |= {"optimizer.exp_avg": moment, "optimizer.exp_avg_sq": moment}
             if optim.ema_decay:
-                yield _sharded(f"optimizer.ema.{param.name}", param, mesh, sizes.wide)
+                kept["optimizer.ema"] = sizes.wide
+        for name, size in kept.items():
+            yield _sharded(f"{name}.{param.name}", param, mesh, size)
+        if param.trained:
             yield _Tensor(f"optimizer.step.{param.name}", 4, 4, 1, ranks)
         matrix = (
             param.part in ("attention", "dense_ffn", "shared_experts", "routed_experts")
@@ -189,31 +184,24 @@ def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -
             yield _Tensor(f"model.{param.name}.history", HISTORY_BYTES, HISTORY_BYTES, 1, ranks)
     for layer in layers[stage]:
         if layer >= model.first_k_dense:
-            buffers = {"load_fractions": 8} | (
-                {"expert_bias": 4} if model.router.expert_bias else {}
-            )
+            buffers = {"load_fractions": 8}
+            if model.router.expert_bias:
+                buffers["expert_bias"] = 4
             for name, size in buffers.items():
                 numbers = size * model.num_experts
                 yield _Tensor(f"model.layers.{layer}.mlp.router.{name}", numbers, numbers, 1, ranks)
 
 
 def _sharded(name: str, param: Param, mesh: MeshShape, size: int) -> _Tensor:
-    ranks = mesh.world_size // mesh.pp
     if param.expert:
-        shards = mesh.ep_shard * mesh.ep * (1 if param.whole_over_etp else mesh.etp)
-        return _Tensor(
-            name, size * param.numel, size * local_numel(param, mesh), shards, ranks // shards
-        )
-    cuts = 1 if param.tp_dim(mesh.tp) is None else mesh.tp
-    rows = param.shape[0] // (mesh.tp if param.tp_dim(mesh.tp) == 0 else 1)
-    chunk = ceil(rows / mesh.fsdp)
-    # With fewer rows than chunks, the empty chunks after the last row count as one more shard.
-    filled = ceil(rows / chunk)
-    shards = cuts * (filled + (filled < mesh.fsdp))
-    return _Tensor(
-        name,
-        size * param.numel,
-        size * local_numel(param, mesh),
-        shards,
-        ranks // (cuts * mesh.fsdp),
-    )
+        spread = shards = mesh.ep_shard * mesh.ep * (1 if param.whole_over_etp else mesh.etp)
+    else:
+        cuts = 1 if param.tp_dim(mesh.tp) is None else mesh.tp
+        rows = param.shape[0] // (mesh.tp if param.tp_dim(mesh.tp) == 0 else 1)
+        # With fewer rows than chunks, the empty chunks after the last row count as one more shard.
+        filled = ceil(rows / ceil(rows / mesh.fsdp))
+        shards = cuts * (filled + (filled < mesh.fsdp))
+        spread = cuts * mesh.fsdp
+    local = size * local_numel(param, mesh)
+    copies = mesh.world_size // mesh.pp // spread
+    return _Tensor(name, size * param.numel, local, shards, copies)

@@ -82,11 +82,6 @@ def gather(machine: Machine, group: Group, whole: float) -> Cost:
     return Cost(across / machine.off_node + within + machine.constants.latency, sent, across)
 
 
-def reduce_all(machine: Machine, group: Group, whole: float) -> Cost:
-    """Return the cost of an all-reduce of ``whole`` bytes: a reduce-scatter and an all-gather."""
-    return gather(machine, group, whole) * 2
-
-
 def all_to_all(machine: Machine, group: Group, sent: float) -> Cost:
     """Return the cost of an all-to-all in which each rank splits ``sent`` bytes evenly.
 

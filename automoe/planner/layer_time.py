@@ -21,15 +21,14 @@ experts, K top-k, N heads, D head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
+from functools import cached_property
+from typing import NamedTuple
 
 from automoe.config.batch import BatchPlan
 from automoe.config.context import expanded_width, gathers_latents, mean_keys
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import FULL
 from automoe.config.schema import AttentionConfig, Config, is_linear, window_of
-from automoe.model.adapters import packed_shape, with_adapters
-from automoe.model.params import Param, layer_params
 from automoe.planner.communication import (
     NOTHING,
     Cost,
@@ -39,8 +38,8 @@ from automoe.planner.communication import (
     exchange_sizes,
     gather,
 )
+from automoe.planner.layer_weights import layer_weights
 from automoe.planner.machine import Machine
-from automoe.planner.step_memory import DTYPE_BYTES
 
 AXES = ("tp", "cp", "ep", "etp", "fsdp", "pp")
 ATTENTION_BACKWARD = 2.5  # attention's backward pass has five matmuls, its forward pass two
@@ -53,75 +52,6 @@ WIDENING = {"fp8": 16.0, "nf4": 4.0}
 DELTA_NET = 0.25
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A weight matrix of [``rows``, ``columns``]; routed experts have ``groups`` of them."""
-
-    part: str
-    name: str
-    rows: int
-    columns: int
-    groups: int
-    tp_dim: int | None
-    trained: bool
-    # bytes per element of a packed weight, which is widened for each matmul; 0: not packed
-    packed: float = 0.0
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """Weights of one layer, which depend on the mesh only through ``tp``."""
-
-    weights: tuple[Weight, ...]
-    dense_bytes: float  # bytes that FSDP gathers on a rank, after the tp shard
-    expert_bytes: float  # bytes of all routed experts
-    dense_trained: int
-    expert_trained: int
-
-
-_WEIGHTS: dict[tuple[str, int, int], LayerWeights] = {}
-
-
-def layer_weights(key: str, config: Config, layer: int, tp: int) -> LayerWeights:
-    """Return the weights of layer ``layer``, from a cache.
-
-    Args:
-        key: cache key that identifies the model and its trained parameters (``Place.key``).
-    """
-    found = _WEIGHTS.get((key, layer, tp))
-    if found is None:
-        if len(_WEIGHTS) > 10_000:
-            _WEIGHTS.clear()
-        found = _WEIGHTS[key, layer, tp] = summarise(
-            with_adapters(layer_params(config.model, layer), config), tp, config
-        )
-    return found
-
-
-def summarise(params: list[Param], tp: int, config: Config) -> LayerWeights:
-    """Summarise ``params``: weight matrices, bytes that FSDP gathers, number of trained
-    elements.
-    """
-    weights, gathered, trained = [], {False: 0.0, True: 0.0}, {False: 0, True: 0}
-    for param in params:
-        dim = param.tp_dim(tp)
-        numel = param.numel // (1 if dim is None else tp)
-        shape = packed_shape(param, config)
-        packed = prod(shape) / param.numel if shape else 0.0
-        gathered[param.expert] += numel * (packed or DTYPE_BYTES[config.train.dtype][1])
-        trained[param.expert] += param.trained * numel
-        if param.multiplies and len(param.shape) > 1:
-            groups = param.shape[0] if param.expert else 1
-            columns = param.shape[-1]
-            rows = param.numel // groups // columns
-            weights.append(
-                Weight(param.part, param.name, rows, columns, groups, dim, param.trained, packed)
-            )
-    return LayerWeights(
-        tuple(weights), gathered[False], gathered[True], trained[False], trained[True]
-    )
-
-
 @dataclass
 class Pass:
     """Forward or backward pass of one layer: seconds of computation by module, and collectives by
@@ -131,6 +61,7 @@ class Pass:
     compute: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     communication: dict[str, Cost] = field(default_factory=dict)
+    idle: float = 0.0  # seconds that the GPU waits for kernel launches
     # Communication that the recomputation of a module repeats: module -> axis -> cost.
     again: dict[str, dict[str, Cost]] = field(default_factory=dict)
 
@@ -144,7 +75,22 @@ class Pass:
 
     @property
     def seconds(self) -> float:
-        return self.compute + sum(cost.seconds for cost in self.communication.values())
+        return self.compute + sum(cost.seconds for cost in self.communication.values()) + self.idle
+
+
+class Passes(NamedTuple):
+    """Forward and backward pass of a layer or a stage."""
+
+    forward: Pass
+    backward: Pass
+
+    def add(self, part: str, forward: float, backward: float) -> None:
+        self.forward.add(part, forward)
+        self.backward.add(part, backward)
+
+    def send(self, axis: str, forward: Cost, backward: Cost) -> None:
+        self.forward.send(axis, forward)
+        self.backward.send(axis, backward)
 
 
 def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
@@ -160,39 +106,36 @@ def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class Place:
-    """Setting of a layer's timing: configuration, mesh, machine, tokens of a rank's micro-batch."""
+    """Setting of a layer's timing: configuration, mesh, machine and micro-batches."""
 
     config: Config
     mesh: MeshShape
     machine: Machine
-    tokens: int
-    rows: float  # (token, expert) pairs that a rank's experts compute
-    key: str  # cache key that identifies the model and its trained parameters
-    fused: bool  # True if matmuls add to the float32 gradients themselves
-    gradient_bytes: int  # bytes per gradient element in FSDP's reduction
+    batch: BatchPlan
+    fused: bool = False  # True if matmuls add to the float32 gradients themselves
+    gradient_bytes: int = 0  # bytes per gradient element in FSDP's reduction; 0: automoe's width
 
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        mesh: MeshShape,
-        machine: Machine,
-        batch: BatchPlan,
-        fused: bool = False,
-        gradient_bytes: int = 0,
-    ) -> Place:
-        train, busy = config.train, busiest(config, mesh, machine)
-        key = repr((config.model, config.lora, train.freeze, train.trainable, train.dtype))
-        rows, wide = (
-            busy * batch.expert_rows_per_rank,
-            gradient_bytes or DTYPE_BYTES[train.dtype][2],
-        )
-        return cls(config, mesh, machine, batch.tokens_per_micro_batch, rows, key, fused, wide)
+    @property
+    def tokens(self) -> int:
+        return self.batch.tokens_per_micro_batch
+
+    @cached_property
+    def rows(self) -> float:
+        """(token, expert) pairs that the experts of the busiest rank compute."""
+        return busiest(self.config, self.mesh, self.machine) * self.batch.expert_rows_per_rank
+
+    @cached_property
+    def key(self) -> str:
+        """Cache key that identifies the model and its trained parameters."""
+        train = self.config.train
+        found = self.config.model, self.config.lora, train.freeze, train.trainable, train.dtype
+        return repr(found)
 
     @property
     def gathers_latents(self) -> bool:
         """True if cp gathers MLA's latents instead of the keys and values that they expand to."""
-        config, attention = self.config, self.config.model.attention
+        config = self.config
+        attention = config.model.attention
         if self.mesh.cp == 1 or config.parallel.context != "gather" or attention.kind != "mla":
             return False
         device = "cpu" if config.cluster.gpu == "cpu" else "cuda"
@@ -209,7 +152,7 @@ class Place:
         )
 
 
-def layer_time(place: Place, layer: int, again: frozenset[str]) -> tuple[Pass, Pass]:
+def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
     """Return the forward and backward pass of ``layer`` for one micro-batch.
 
     Args:
@@ -217,68 +160,80 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> tuple[Pass, P
     """
     model = place.config.model
     routed = layer >= model.first_k_dense
-    forward, backward = Pass(), Pass()
-    _products(place, layer, forward, backward)
-    _attention(place, layer, forward, backward)
-    machine, hidden, size = place.machine, model.hidden_size, place.machine.number_bytes
-    norms = machine.pass_over(10.0 * size * place.tokens * hidden)
-    forward.add("layernorm", norms)
-    backward.add("layernorm", 2 * norms)
+    passes = Passes(Pass(), Pass())
+    _products(place, layer, passes)
+    _attention(place, layer, passes)
+    machine = place.machine
+    size = machine.number_bytes
+    norms = machine.pass_over(10.0 * size * place.tokens * model.hidden_size)
+    passes.add("layernorm", norms, 2 * norms)
     width = model.shared_width if routed else model.intermediate_size
     act = machine.pass_over(3.0 * size * place.tokens * width)
-    name = "shared_experts" if routed else "mlp"
-    forward.add(name, act)
-    backward.add(name, 2 * act)
-    _tensor_parallel(place, layer, forward, backward)
+    passes.add("shared_experts" if routed else "mlp", act, 2 * act)
+    _tensor_parallel(place, layer, passes)
     if routed:
-        _routing(place, forward, backward)
-    _run_again(forward, backward, again)
-    return forward, backward
+        _routing(place, passes)
+    _run_again(*passes, again)
+    return passes
 
 
-def _products(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
-    mesh, machine = place.mesh, place.machine
+_PART = {
+    "dense_ffn": "mlp",
+    "shared_experts": "shared_experts",
+    "router": "router",
+    "routed_experts": "moe",
+}
+
+
+def _products(place: Place, layer: int, passes: Passes) -> None:
+    mesh = place.mesh
+    machine = place.machine
     found = layer_weights(place.key, place.config, layer, mesh.tp)
     for weight in found.weights:
-        rows, columns = float(weight.rows), float(weight.columns)
-        if weight.part == "routed_experts":
-            local = weight.groups / mesh.ep
-            rows, columns = (
-                (rows, columns / mesh.etp) if "down" in weight.name else (rows / mesh.etp, columns)
-            )
-            seconds, part = machine.gemm(place.rows / local, rows, columns, local), "moe"
+        rows = float(weight.rows)
+        columns = float(weight.columns)
+        part = _PART.get(weight.part, "attention")
+        if part == "moe":
             tokens = place.rows
+            local = weight.groups / mesh.ep
+            if "down" in weight.name:
+                columns /= mesh.etp
+            else:
+                rows /= mesh.etp
         else:
-            cut = weight.tp_dim is not None
-            tokens = 1.0 * place.tokens * (mesh.tp if cut else 1)
+            tokens = float(place.tokens)
+            local = 1
+            if weight.tp_dim is not None:
+                tokens *= mesh.tp
             if "kv_b_proj" in weight.name and place.gathers_latents:
                 tokens *= mesh.cp  # Each cp rank expands the gathered latents of whole rows.
-            rows, columns = (
-                rows / (mesh.tp if weight.tp_dim == 0 else 1),
-                columns / (mesh.tp if weight.tp_dim else 1),
-            )
-            seconds, part = machine.gemm(tokens, rows, columns), _PART.get(weight.part, "attention")
-            if weight.part == "router" and place.config.moe.router_dtype == "float32":
-                seconds *= SLOW_PRODUCTS
-            if "q_b_proj" in weight.name or "kv_b_proj" in weight.name:
-                part = "mla_up_proj"
-        numbers = rows * columns * (weight.groups / mesh.ep if weight.groups > 1 else 1)
+            if weight.tp_dim == 0:
+                rows /= mesh.tp
+            elif weight.tp_dim:
+                columns /= mesh.tp
+        seconds = machine.gemm(tokens / local, rows, columns, local)
+        if part == "router" and place.config.moe.router_dtype == "float32":
+            seconds *= SLOW_PRODUCTS
+        if "q_b_proj" in weight.name or "kv_b_proj" in weight.name:
+            part = "mla_up_proj"
+        numbers = rows * columns * local
         widened = 0.0
         if weight.packed:
             moved = weight.packed + WIDENING[place.config.lora.base] + machine.number_bytes
             widened = machine.pass_over(moved * numbers)
-        forward.add(part, seconds + widened + machine.cast(tokens * columns))
         own = seconds * weight.trained
         if place.fused:
             own = max(own, machine.pass_over(8.0 * numbers) * weight.trained)
-        backward.add(part, seconds + own + widened + machine.cast(tokens * rows))
+        passes.add(
+            part,
+            seconds + widened + machine.cast(tokens * columns),
+            seconds + own + widened + machine.cast(tokens * rows),
+        )
     if not place.fused:
         # FSDP reads each micro-batch's gradients, adds them and writes the sum in float32.
         experts = found.expert_trained / (mesh.ep * mesh.etp)
-        backward.add("gradients", machine.pass_over(10.0 * (found.dense_trained + experts)))
-
-
-_PART = {"dense_ffn": "mlp", "shared_experts": "shared_experts", "router": "router"}
+        summed = machine.pass_over(10.0 * (found.dense_trained + experts))
+        passes.backward.add("gradients", summed)
 
 
 def score_dims(attention: AttentionConfig) -> int:
@@ -288,10 +243,15 @@ def score_dims(attention: AttentionConfig) -> int:
     return attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim
 
 
-def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
-    config, mesh, machine = place.config, place.mesh, place.machine
-    attention, seq, size = config.model.attention, config.train.seq_len, machine.number_bytes
-    tokens, tp = place.tokens * mesh.tp, mesh.tp
+def _attention(place: Place, layer: int, passes: Passes) -> None:
+    config = place.config
+    mesh = place.mesh
+    machine = place.machine
+    attention = config.model.attention
+    seq = config.train.seq_len
+    size = machine.number_bytes
+    tp = mesh.tp
+    tokens = place.tokens * tp
     if is_linear(attention, layer):
         state = (
             attention.linear_num_value_heads
@@ -309,33 +269,28 @@ def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
         sharing = mesh.cp if gathered else 1
         seen = mean_keys(seq, sharing, window) if masked else seq / 2
         flops = 2.0 * score_dims(attention) * attention.num_heads / tp * tokens * seen
-        seconds = machine.attention(flops) + machine.pass_over(
-            size * tokens * seen if masked else 0.0
-        )
-    forward.add("core_attn", seconds)
-    backward.add("core_attn", ATTENTION_BACKWARD * seconds)
-    heads = attention.num_heads + (
-        attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads
-    )
+        seconds = machine.attention(flops) + machine.pass_over(size * tokens * seen * masked)
+    passes.add("core_attn", seconds, ATTENTION_BACKWARD * seconds)
+    keys = attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads
+    heads = attention.num_heads + keys
     turned = machine.pass_over(
         1.0 * size * tokens / tp * heads * score_dims(attention) * (1 + attention.qk_norm)
     )
-    forward.add("attention", turned)
-    backward.add("attention", 2 * turned)
+    passes.add("attention", turned, 2 * turned)
     if mesh.cp > 1 and not is_linear(attention, layer):
-        _context_parallel(place, forward, backward, seconds)
+        _context_parallel(place, passes, seconds)
 
 
-def _context_parallel(place: Place, forward: Pass, backward: Pass, attending: float) -> None:
+def _context_parallel(place: Place, passes: Passes, attending: float) -> None:
     """Add the cp collectives of keys and values, and of their gradients in the backward pass.
 
     With ``gather`` the backward pass is a reduce-scatter; a ring goes around a second time.
     """
-    attention, mesh, machine = place.config.model.attention, place.mesh, place.machine
-    whole, constants = (
-        1.0 * machine.number_bytes * place.tokens * mesh.tp * mesh.cp,
-        machine.constants,
-    )
+    attention = place.config.model.attention
+    mesh = place.mesh
+    machine = place.machine
+    constants = machine.constants
+    whole = 1.0 * machine.number_bytes * place.tokens * mesh.tp * mesh.cp
     if place.config.parallel.context == "ring":
         # A ring sends keys, and values padded to the keys' width, of all heads. Sending overlaps
         # with attention to the keys that are already here.
@@ -344,8 +299,7 @@ def _context_parallel(place: Place, forward: Pass, backward: Pass, attending: fl
             dims = attention.qk_nope_head_dim + attention.qk_rope_head_dim
         cost = gather(machine, place.group("cp"), whole * 2 * dims * attention.num_heads / mesh.tp)
         cost = cost.seen(max(constants.latency, cost.seconds - constants.overlap * attending))
-        forward.send("cp", cost)
-        backward.send("cp", cost * 2)
+        passes.send("cp", cost, cost * 2)
         return
     widths = [attention.head_dim * max(1, attention.num_kv_heads // mesh.tp)] * 2
     if attention.kind == "mla":
@@ -353,21 +307,22 @@ def _context_parallel(place: Place, forward: Pass, backward: Pass, attending: fl
         if place.gathers_latents:
             widths = [attention.kv_lora_rank + attention.qk_rope_head_dim]
     cost = sum((gather(machine, place.group("cp"), whole * width) for width in widths), NOTHING)
-    forward.send("cp", cost)
-    backward.send("cp", cost)
+    passes.send("cp", cost, cost)
     if attention.kind == "mla" and not place.gathers_latents:
-        forward.again["mla_up_proj"] = {"cp": cost}
+        passes.forward.again["mla_up_proj"] = {"cp": cost}
 
 
-def _tensor_parallel(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
+def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
     """Add the tp collectives of sequence parallelism.
 
     Each sharded block needs an all-gather before it and a reduce-scatter after it, in both passes.
     """
-    mesh, model, size = place.mesh, place.config.model, place.machine.number_bytes
-    if mesh.tp == 1:
+    model = place.config.model
+    tp = place.mesh.tp
+    if tp == 1:
         return
-    group, tokens = place.group("tp"), place.tokens * mesh.tp
+    group = place.group("tp")
+    row = 1.0 * place.machine.number_bytes * place.tokens * tp
     attention = model.attention
     inwards = model.hidden_size
     if attention.kind == "mla" and attention.q_lora_rank is not None:
@@ -376,35 +331,37 @@ def _tensor_parallel(place: Place, layer: int, forward: Pass, backward: Pass) ->
     if layer < model.first_k_dense or model.shared_width:
         widths += [model.hidden_size] * 2
     for width in widths:
-        cost = gather(place.machine, group, 1.0 * size * tokens * width)
-        forward.send("tp", cost)
-        backward.send("tp", cost)
+        cost = gather(place.machine, group, row * width)
+        passes.send("tp", cost, cost)
 
 
-def _routing(place: Place, forward: Pass, backward: Pass) -> None:
-    config, mesh, machine = place.config, place.mesh, place.machine
-    model, size, tokens = config.model, machine.number_bytes, place.tokens
+def _routing(place: Place, passes: Passes) -> None:
+    config = place.config
+    mesh = place.mesh
+    machine = place.machine
+    model = config.model
+    forward = passes.forward
+    size = machine.number_bytes
     chosen = place.rows / mesh.etp  # number of rows that this rank receives over ep
-    scores = machine.pass_over(24.0 * tokens * model.num_experts)
-    forward.add("router", scores)
-    backward.add("router", scores)
+    scores = machine.pass_over(24.0 * place.tokens * model.num_experts)
+    passes.add("router", scores, scores)
     # Rows are permuted by rank before they are sent, by expert after they arrive, and back. DeepEP
     # sends unpermuted rows.
     sorted_here = 0.0 if config.moe.dispatcher == "deepep" or mesh.ep * mesh.etp == 1 else chosen
     moved = machine.pass_over(4.0 * size * (sorted_here + place.rows) * model.hidden_size)
     act = machine.pass_over(3.0 * size * place.rows * model.moe_intermediate_size / mesh.etp)
-    forward.add("moe", moved + act)
-    backward.add("moe", moved + 2 * act)
+    passes.add("moe", moved + act, moved + 2 * act)
     if mesh.ep > 1:
         there, back, once = _dispatch(place, chosen)
-        hidden, seconds = 0.0, (there + back).seconds
+        both = there + back
+        seconds = both.seconds
+        hidden = 0.0
         if config.moe.overlap_shared_experts and model.shared_width:
             hidden = machine.constants.overlap * min(
                 forward.parts.get("shared_experts", 0.0), seconds
             )
-        seen = (there + back).seen(seconds - hidden)
-        forward.send("ep", seen + once)
-        backward.send("ep", seen)
+        seen = both.seen(seconds - hidden)
+        passes.send("ep", seen + once, seen)
         share = (there.seconds / seconds) if seconds else 0.0
         forward.again.setdefault("moe", {})["ep"] = there.seen(share * seen.seconds) + once
     if mesh.etp > 1:
@@ -413,8 +370,7 @@ def _routing(place: Place, forward: Pass, backward: Pass) -> None:
             gather(machine, place.group("etp"), place.rows * width) for width in (row + 4, row)
         )
         once = NOTHING if config.moe.pad_to_capacity else exchange_sizes(machine)
-        forward.send("etp", there + back + once)
-        backward.send("etp", there + back)
+        passes.send("etp", there + back + once, there + back)
         forward.again.setdefault("moe", {})["etp"] = there + once
 
 
@@ -423,14 +379,16 @@ def _dispatch(place: Place, chosen: float) -> tuple[Cost, Cost, Cost]:
 
     Dispatch sends rows with their routing weights. Sizes are exchanged only in the forward pass.
     """
-    config, machine, group = place.config, place.machine, place.group("ep")
-    model, moe, tokens = config.model, config.moe, place.tokens * place.mesh.ep
-    top_k, row = model.num_experts_per_token, 1.0 * machine.number_bytes * model.hidden_size
-    once = (
-        NOTHING
-        if moe.pad_to_capacity
-        else exchange_sizes(machine, moe.dispatcher in ("deepep", "allgather"))
-    )
+    machine = place.machine
+    group = place.group("ep")
+    model = place.config.model
+    moe = place.config.moe
+    tokens = place.tokens * place.mesh.ep
+    top_k = model.num_experts_per_token
+    row = 1.0 * machine.number_bytes * model.hidden_size
+    once = NOTHING
+    if not moe.pad_to_capacity:
+        once = exchange_sizes(machine, moe.dispatcher in ("deepep", "allgather"))
     if moe.dispatcher in ("deepep", "hierarchical"):
         limit = model.router.topk_groups if model.router.num_groups == group.nodes else 0
         together = moe.dispatcher == "deepep"
@@ -442,17 +400,11 @@ def _dispatch(place: Place, chosen: float) -> tuple[Cost, Cost, Cost]:
         levels = 1 if together or group.nodes in (1, group.size) else 2
         return there, back, once * levels
     if moe.dispatcher == "allgather":
-        there = gather(machine, group, tokens * row) + gather(machine, group, 4.0 * tokens * top_k)
-        return (
-            there,
-            gather(machine, group, tokens * row),
-            once + gather(machine, group, 8.0 * tokens * top_k),
-        )
-    return (
-        all_to_all(machine, group, chosen * (row + 4)),
-        all_to_all(machine, group, chosen * row),
-        once,
-    )
+        back = gather(machine, group, tokens * row)
+        there = back + gather(machine, group, 4.0 * tokens * top_k)
+        return there, back, once + gather(machine, group, 8.0 * tokens * top_k)
+    there, back = (all_to_all(machine, group, chosen * width) for width in (row + 4, row))
+    return there, back, once
 
 
 def _run_again(forward: Pass, backward: Pass, again: frozenset[str]) -> None:
@@ -476,8 +428,11 @@ def head_time(place: Place, copies: int = 1) -> tuple[float, float]:
 
     Logits and cross-entropy are in float32.
     """
-    model, mesh, machine = place.config.model, place.mesh, place.machine
-    tokens, vocab = place.tokens * mesh.tp, model.vocab_size / mesh.tp
+    model = place.config.model
+    machine = place.machine
+    tp = place.mesh.tp
+    tokens = place.tokens * tp
+    vocab = model.vocab_size / tp
     product = machine.gemm(tokens, vocab, model.hidden_size)
     numbers = machine.pass_over(4.0 * tokens * vocab)
     return copies * (product + 4 * numbers), copies * (2 * product + 3 * numbers)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from automoe.config.batch import BatchPlan
-from automoe.config.mesh_shape import MeshShape, split_layers, stage_of_rank, stays_unsharded
+from automoe.config.mesh_shape import MeshShape, stage_layers, stage_of_rank, stays_unsharded
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
 from automoe.model.adapters import as_stored, with_adapters
@@ -87,13 +87,6 @@ PARTS = tuple(
 )
 
 
-def widened_numel(param: Param, mesh: MeshShape) -> int:
-    """Return the elements of packed ``param`` on a rank after widening, rounded up to
-    whole blocks.
-    """
-    return gathered_numel(param, mesh) // param.shape[-1] * param.packed
-
-
 def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankMemory]:
     """Return the peak memory of every pp rank, in order."""
     return [_plan_rank(config, mesh, batch, pp_rank) for pp_rank in range(mesh.pp)]
@@ -102,9 +95,7 @@ def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankM
 def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
     model = config.model
     parallel = config.parallel
-    layers = split_layers(
-        model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage
-    )
+    layers = stage_layers(config, mesh)
     numbers = stage_of_rank(mesh.pp, parallel.stages_per_rank)[pp_rank]
     bare = [stage_params(model, layers, stage) for stage in numbers]
     held = [as_stored(with_adapters(stage, config), config) for stage in bare]
@@ -123,7 +114,10 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         moments = [*_loop_moments(config, mesh, batch, stages[0], params)]
     moments.append(_update_moment(config, sizes, params))
     most = max(moments, key=lambda moment: moment.total)
-    widened = sizes.compute * max(param.packed and widened_numel(param, mesh) for param in params)
+    # The last dim of a packed parameter is the bytes of a block, ``packed`` its elements.
+    widened = sizes.compute * max(
+        gathered_numel(param, mesh) // param.shape[-1] * param.packed for param in params
+    )
     return RankMemory(
         pp_rank=pp_rank,
         layers=[layer for stage in numbers for layer in layers[stage]],
@@ -131,8 +125,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         weights=sizes.weights(params),
         moments=sizes.moments(params),
         averages=sizes.total(local_numel, trained(params), sizes.wide)
-        if config.optim.ema_decay
-        else 0,
+        * bool(config.optim.ema_decay),
         inputs=(INPUT_BYTES // mesh.cp + BATCH_BYTES * load.on_cpu)
         * batch.rows_per_rank
         * config.train.seq_len,
@@ -157,10 +150,8 @@ def _loop_moments(
         # Adapters are cast to the compute dtype for each matmul; the backward pass keeps the
         # copies.
         copies = sizes.compute < sizes.wide and config.lora.rank
-        rounded = (
-            sizes.compute * sum(gathered_numel(param, mesh) for param in trained(params))
-            if copies
-            else 0
+        rounded = sizes.compute * sum(
+            gathered_numel(param, mesh) for param in trained(params) if copies
         )
         stage = replace(
             stage, rest_weights=rounded, rest_gradients=0,
@@ -268,9 +259,8 @@ def _resident_units(params: list[Param], mesh: MeshShape, size: int) -> int:
     """
     units: dict[int | None, int] = {}
     for param in params:
-        units[param.layer] = units.get(param.layer, 0) + gathered_numel(
-            param, mesh
-        ) * param.bytes_each(size)
+        unit = gathered_numel(param, mesh) * param.bytes_each(size)
+        units[param.layer] = units.get(param.layer, 0) + unit
     return UNITS_RESIDENT * max(units.values(), default=0)
 
 

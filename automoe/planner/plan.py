@@ -168,9 +168,10 @@ def full_load(config: Config, mesh: MeshShape, batch: BatchPlan) -> float | None
         middle = low + (high - low) * (limit - fits) / (over - fits)
         if abs((now := need(middle)) - limit) < 1e-4 * limit:
             break
-        low, fits, high, over = (
-            (middle, now, high, over) if now <= limit else (low, fits, middle, now)
-        )
+        if now <= limit:
+            low, fits = middle, now
+        else:
+            high, over = middle, now
     return middle
 
 

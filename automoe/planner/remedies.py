@@ -62,23 +62,16 @@ def remedies(config: Config, mesh: MeshShape, speed: float) -> tuple[list[Remedy
 
     near = [*_axes(now, 1), *(one for way in _WAYS[1:] for one in way(now))]
     alone = [one for one in near if _legal(one)]
-    alone += [
-        _in_all_layers(now).with_recompute(names)
-        for names in (*ladder(config), *_without_moe(config))
-    ]
+    everywhere = now.changed(parallel={"recompute_layers": None})
+    alone += map(everywhere.with_recompute, [*ladder(config), *_without_moe(config)])
     singles = [remedy(one) for one in alone if one.needed < now.needed]
     singles.sort(key=lambda one: -one.tokens_per_second)
-    best = _fastest(now)
+    best = _fastest(everywhere)
     return singles, remedy(best) if best else None
 
 
 def _legal(one: Candidate) -> bool:
     return not any(broken for _, broken, _, _ in mesh_rows(one.config, one.mesh, "auto"))
-
-
-def _in_all_layers(one: Candidate) -> Candidate:
-    """Return ``one`` with its recomputation in every layer."""
-    return one.changed(parallel={"recompute_layers": None})
 
 
 def _fastest(now: Candidate) -> Candidate | None:
@@ -89,19 +82,19 @@ def _fastest(now: Candidate) -> Candidate | None:
     made = [now]
     for way in _WAYS:
         made += [two for one in made for two in way(one)]
-    lightest = [_in_all_layers(one).with_recompute(rungs[0]) for one in made if _legal(one)]
+    lightest = [one.with_recompute(rungs[0]) for one in made if _legal(one)]
     best = None
     most = 0.0
     for one in sorted(lightest, key=lambda one: -one.bound):
         if one.bound <= most:
             break
-        candidates = [one.with_recompute(names) for names in rungs]
+        candidates = [*map(one.with_recompute, rungs)]
         index = first_that_fits(candidates)
         if index is None:
             continue
         found = [candidates[index]]
         if index > len(rungs) - 4:
-            found += [one.with_recompute(names) for names in _without_moe(now.config)]
+            found += map(one.with_recompute, _without_moe(now.config))
         for each in found:
             if each.speed > most and each.fits:
                 best = each

@@ -9,14 +9,18 @@ overlap).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 
+from automoe.planner.dual_pipe import Action, dual_pipe_v
 from automoe.planner.memory import rank_actions
 
-Action = tuple[str, int, int]  # (kind, stage, micro-batch)
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+# Schedules that automoe does not run, but that published runs used: name -> function of (pp, rank,
+# micro-batches, overlap) that returns the rank's actions. A rank holds two stages in the shape of a
+# V.
+V_SHAPED = {"DualPipeV": dual_pipe_v}
 # Share of an all-to-all that the computation of another micro-batch hides: 93%, less the 20% that
 # matmuls lose to the multiprocessors that send (both from Megatron-Core's report on DeepSeek-V3).
 HIDDEN = 0.93 - 0.20
@@ -31,6 +35,10 @@ class StageTimes:
     forward: float
     backward: float
     all_to_all: float = 0.0  # all-to-alls of both passes together
+
+    @property
+    def work(self) -> float:
+        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
@@ -61,13 +69,13 @@ def all_actions(
     """Return the ordered actions of every rank; an entry of two actions runs both at the
     same time.
     """
-    make = {"ZBVZeroBubble": _zbv, "DualPipeV": _dual_pipe_v}.get(schedule)
-    if make:
-        return tuple(tuple(make(pp, rank, num_micro_batches, overlap)) for rank in range(pp))
-    return tuple(
-        tuple(_in_turn(schedule, pp, stages_per_rank, num_micro_batches, r, overlap))
-        for r in range(pp)
-    )
+    made: list[Iterable[tuple[Action, ...]]] = []
+    for rank in range(pp):
+        if schedule in V_SHAPED:
+            made.append(V_SHAPED[schedule](pp, rank, num_micro_batches, overlap))
+        else:
+            made.append(_in_turn(schedule, pp, stages_per_rank, num_micro_batches, rank, overlap))
+    return tuple(map(tuple, made))
 
 
 def _in_turn(
@@ -86,88 +94,15 @@ def _in_turn(
             ("F" if is_forward else "B", local * pp + rank, index)
         )
         ahead += is_forward and not backwards
-    if not overlap:
-        yield from ((action,) for action in forwards[:ahead])
-        for index, backward in enumerate(backwards):
-            yield (backward,)
-            if ahead + index < len(forwards):
-                yield (forwards[ahead + index],)
-        return
     yield from ((action,) for action in forwards[:ahead])
-    yield from zip(forwards[ahead:], backwards, strict=False)
-    yield from ((action,) for action in backwards[len(forwards) - ahead :])
-
-
-class _Order:
-    """Growing list of one rank's actions that numbers the micro-batches of each kind and stage."""
-
-    def __init__(self, stages: tuple[int, int]) -> None:
-        self.stages = stages
-        self.made: list[tuple[Action, ...]] = []
-        self.counts: dict[tuple[str, int], int] = {}
-        # Weight halves (W) that may run at any time: (stage, micro-batch).
-        self.waiting: list[tuple[int, int]] = []
-
-    def _next(self, kind: str, chunk: int) -> Action:
-        counted = "F" if kind == "F" else "B"
-        index = self.counts[counted, chunk] = self.counts.get((counted, chunk), -1) + 1
-        if kind == "I":
-            self.waiting.append((self.stages[chunk], index))
-        return kind, self.stages[chunk], index
-
-    def add(self, *what: str) -> None:
-        """Append one entry per word: ``F0`` is a forward of the rank's stage 0, ``F0+B1`` is a
-        pair.
-
-        The word ``W`` stands for the oldest weight half that has not run.
-        """
-        for word in what:
-            if word == "W":
-                if self.waiting:
-                    self.made.append((("W", *self.waiting.pop(0)),))
-            else:
-                self.made.append(
-                    tuple(self._next(part[0], int(part[1])) for part in word.split("+"))
-                )
-
-
-def _zbv(pp: int, rank: int, num_micro_batches: int, overlap: bool) -> list[tuple[Action, ...]]:
-    """Return the actions of the V-shaped zero-bubble schedule (arXiv 2401.10241, section 6)."""
-    total = max(2 * pp - 1, num_micro_batches)
-    order = _Order((rank, 2 * pp - 1 - rank))
-    order.add(
-        *["F0"] * (2 * (pp - rank) - 1), *["F1", "F0"] * rank, *["F1", "I1", "W"] * (pp - rank)
-    )
-    forwards = 2 * (pp - rank) - 1 + rank
-    for index in range(pp, total):
-        order.add(*["F0"] * (forwards + index - pp < total), "I0", "W", "F1", "I1", "W")
-    done = total - pp
-    order.add(*["I0", "I1"] * rank, *["I0", "W"] * (total - done - rank), *["W"] * 2 * total)
-    return [entry for entry in order.made if entry[0][2] < num_micro_batches]
-
-
-def _dual_pipe_v(
-    pp: int, rank: int, num_micro_batches: int, overlap: bool
-) -> list[tuple[Action, ...]]:
-    """Return the actions of DualPipe cut in half (DeepSeek-V3, section 3.2.1).
-
-    Without ``overlap`` the actions of a pair run one after the other.
-    """
-    order = _Order((rank, 2 * pp - 1 - rank))
-    later = pp - rank - 1
-    both = (lambda f, b: [f"{f}+{b}"]) if overlap else (lambda f, b: [f, b])
-    order.add(*["F0"] * 2 * later, *["F0", "F1"] * (rank + 1), *["I1", "W", "F1"] * later)
-    for index in range(num_micro_batches - 2 * pp + rank + 1):
-        first = ["F0", "B1"] if index == 0 and rank == pp - 1 else both("F0", "B1")
-        order.add(*first, *both("F1", "B0"))
-    order.add(*["B1", *both("F1", "B0")] * later)
-    halves = False
-    for index in range(rank + 1):
-        for chunk, parity in ((1, 1), (0, 0)):
-            halves = halves or (index == (rank + 1) // 2 and rank % 2 == parity)
-            order.add(f"{'I' if halves else 'B'}{chunk}")
-    order.add(*["W", "I0" if halves else "B0"] * later, *["W"] * (rank + 1))
-    return order.made
+    for backward, forward in zip_longest(backwards, forwards[ahead:]):
+        if forward is None:
+            yield (backward,)
+        elif overlap:
+            yield forward, backward
+        else:
+            yield (backward,)
+            yield (forward,)
 
 
 def simulate(
@@ -195,9 +130,12 @@ def simulate(
     cost["I"] = cost["W"] = [s.backward / 2 for s in stages]
     saved = [HIDDEN * s.all_to_all / 2 for s in stages]
     forward, backward = ([dict[int, float]() for _ in stages] for _ in range(2))
+    # The results that an action waits for, and the seconds to send them.
+    start = dict.fromkeys(range(num_micro_batches), 0.0)
+    needs = {"F": [*zip([start, *forward], wait, strict=False)], "W": [(start, 0.0)] * len(stages)}
+    needs["B"] = needs["I"] = [*zip(backward[1:], wait[1:], strict=True), (forward[-1], 0.0)]
     clock = [0.0] * pp
     at = [0] * pp
-    last = len(stages) - 1
     left = sum(map(len, ranks))
     while left:
         before = left
@@ -208,19 +146,8 @@ def simulate(
                 ready = now
                 seconds = 0.0
                 for kind, stage, index in actions[place]:
-                    if kind == "F":
-                        arrived = 0.0 if stage == 0 else forward[stage - 1].get(index)
-                        late = wait[stage]
-                    elif kind == "W":
-                        arrived = 0.0
-                        late = 0.0
-                    else:
-                        arrived = (
-                            forward[stage].get(index)
-                            if stage == last
-                            else backward[stage + 1].get(index)
-                        )
-                        late = 0.0 if stage == last else wait[stage + 1]
+                    results, late = needs[kind][stage]
+                    arrived = results.get(index)
                     if arrived is None:
                         break
                     ready = max(ready, arrived + late)
@@ -248,16 +175,7 @@ def simulate(
     return max(clock)
 
 
-@lru_cache(maxsize=50_000)
-def _rounds(
-    schedule: str,
-    stages: tuple[StageTimes, ...],
-    pp: int,
-    counts: tuple[int, ...],
-    border: float,
-    overlap: bool,
-) -> tuple[float, ...]:
-    return tuple(simulate(schedule, stages, pp, count, border, overlap) for count in counts)
+_simulated = lru_cache(maxsize=50_000)(simulate)
 
 
 def stretch(
@@ -275,7 +193,7 @@ def stretch(
     micro-batches (``pp`` is not a divisor). For the cache, times are rounded to 1/``GRAIN`` of the
     largest stage's time; this changes the waiting time of ranks, not their work.
     """
-    unit = max(stage.forward + stage.backward for stage in stages) / GRAIN
+    unit = max(stage.work for stage in stages) / GRAIN
     scaled = tuple(
         StageTimes(
             round(s.forward / unit),
@@ -288,12 +206,15 @@ def stretch(
     steady = STEADY_ROUNDS * pp + num_micro_batches % pp
     busy = [0.0] * pp
     for index, stage in enumerate(scaled):
-        busy[rank_of(index, schedule, pp)] += stage.forward + stage.backward
+        busy[rank_of(index, schedule, pp)] += stage.work
     odd = schedule == "Interleaved1F1B" and num_micro_batches % pp
     if schedule == "GPipe" or odd or num_micro_batches <= steady + pp:
-        (seconds,) = _rounds(schedule, scaled, pp, (num_micro_batches,), near, overlap)
+        seconds = _simulated(schedule, scaled, pp, num_micro_batches, near, overlap)
     else:
-        start, end = _rounds(schedule, scaled, pp, (steady, steady + pp), near, overlap)
+        start, end = (
+            _simulated(schedule, scaled, pp, count, near, overlap)
+            for count in (steady, steady + pp)
+        )
         # With uneven stages, the busiest rank has not caught up after the first rounds; from then
         # on a round takes at least the busiest rank's work.
         a_round = end - start if overlap else max(end - start, pp * max(busy))

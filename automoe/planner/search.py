@@ -17,7 +17,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
@@ -81,7 +80,8 @@ def search(
             each = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context)).map
         timed: list[Candidate] = []
         work = partial(_timed, config, device, fixed)
-        for done, (some, refused, too_large) in enumerate(each(work, _chunks(shapes, CHUNK)), 1):
+        chunks = [shapes[start : start + CHUNK] for start in range(0, len(shapes), CHUNK)]
+        for done, (some, refused, too_large) in enumerate(each(work, chunks), 1):
             timed += some
             result.refused += refused
             result.too_large += too_large
@@ -167,12 +167,6 @@ def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> I
                 yield MeshShape(pp=pp, **copies, **one, **other)
 
 
-def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
-    rest = iter(items)
-    while some := list(islice(rest, size)):
-        yield some
-
-
 def _timed(
     config: Config, device: str, fixed: Sequence[str], shapes: Sequence[MeshShape]
 ) -> tuple[list[Candidate], Counter[str], int]:
@@ -191,7 +185,9 @@ def _timed(
         if _cannot_fit(config, shape, params):
             too_large += 1
             continue
-        on_mesh = replace(config, mesh=MeshConfig(**vars(shape)), launch=_launch(config, shape))
+        on_mesh = replace(config, mesh=MeshConfig(**vars(shape)))
+        if config.launch.num_ranks is not None:
+            on_mesh = changed(on_mesh, launch={"num_ranks": shape.world_size})
         for one in _ways(on_mesh, shape, fixed):
             broken = next(
                 (key for key, is_broken, _, _ in mesh_rows(one, shape, device) if is_broken), None
@@ -205,22 +201,15 @@ def _timed(
     return timed, refused, too_large
 
 
-def _launch(config: Config, shape: MeshShape) -> Any:
-    given = config.launch.num_ranks
-    return config.launch if given is None else replace(config.launch, num_ranks=shape.world_size)
-
-
 def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Config]:
     """Yield ``config`` with each micro-batch size, pipeline schedule and FSDP policy that is not
     fixed.
     """
     train = config.train
     most = max(1, train.global_batch_size // shape.dp)
-    micro = (
-        [train.micro_batch_size]
-        if "train.micro_batch_size" in fixed
-        else [n for n in ROWS if n <= most]
-    )
+    micro = [n for n in ROWS if n <= most]
+    if "train.micro_batch_size" in fixed:
+        micro = [train.micro_batch_size]
     turns = [n for n in STAGES if n * shape.pp <= config.model.num_layers]
     runs = [ONE_STAGE]
     if {"parallel.stages_per_rank", "parallel.schedule", "parallel.layers_per_stage"} & set(fixed):
@@ -232,9 +221,9 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
         policies = [{}]
     elif shape.pp == 1:
         policies.append({"reshard": "micro_batch", "grad_sync": "micro_batch"})
-    nothing: dict[str, Any] = (
-        {} if RECOMPUTE_KEYS & set(fixed) else {"recompute": [], "recompute_layers": None}
-    )
+    nothing: dict[str, Any] = {"recompute": [], "recompute_layers": None}
+    if RECOMPUTE_KEYS & set(fixed):
+        nothing = {}
     for size in micro:
         for run in runs:
             for policy in policies:

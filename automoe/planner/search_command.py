@@ -24,13 +24,15 @@ from automoe.launch.prepare import compose
 from automoe.planner.candidate import Candidate, changed
 from automoe.planner.memory import plan_memory
 from automoe.planner.output_file import write_out
-from automoe.planner.plan import missing_speeds
+from automoe.planner.plan import gib, missing_speeds
 from automoe.planner.search import ONE_STAGE, Search, overrides_of, search
 
 KINDS = ("true", "fewest_gpus", "longest_context", "largest_batch")
 # Key of ``train`` that a search of this kind doubles until nothing fits.
 GROWN = {"longest_context": "seq_len", "largest_batch": "micro_batch_size"}
 CALIBRATE = "calibrate"  # key that measures this machine instead of searching
+# Keys of ``automoe plan`` that no configuration has.
+OWN = ("html", "export", "search", "world", "out", CALIBRATE)
 MAX_GPUS = 16_384
 MAX_TOKENS = 1 << 20  # largest sequence length
 
@@ -48,48 +50,59 @@ class Question:
     folder: Path
 
 
-def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
-    """Split ``argv`` into the question of a search or calibration and all other words.
-
-    The question is None if no word requests a search or a calibration.
-
-    Raises:
-        ConfigError: a value is invalid, or ``world=`` or ``out=`` is given without ``search=``.
-    """
-    own = {"search": "", "world": "", "out": "", CALIBRATE: ""}
+def take_own(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Split ``argv`` into the values of the planner's own keys and all other words."""
+    own = {}
     rest = []
     for word in argv:
         key, equals, value = word.partition("=")
-        if equals and key in own:
+        if equals and key in OWN:
             own[key] = value
         else:
             rest.append(word)
-    folder = Path(own["out"] or "plans").expanduser()
-    if own[CALIBRATE]:
-        if own[CALIBRATE] != "true" or own["search"] or own["world"]:
+    return own, rest
+
+
+def question_of(own: dict[str, str]) -> Question | None:
+    """Check the planner's own keys; return the search or calibration that they request, if any.
+
+    Raises:
+        ConfigError: a value is invalid, or two keys exclude each other.
+    """
+    if own.get("html") == "":
+        raise ConfigError("html", "", "a page needs a name", "Write html=plan.html")
+    exports = "export" in own
+    if exports and own["export"] != "torchtitan":
+        rule = "a plan is exported for torchtitan"
+        raise ConfigError("export", own["export"], rule, "Write export=torchtitan")
+    if exports and own.keys() & {"search", CALIBRATE}:
+        rule = "a plan is exported, and a search is none"
+        raise ConfigError("export", "torchtitan", rule, "Export what was found with mesh=found_...")
+    kind = own.get("search", "")
+    number = own.get("world", "")
+    folder = Path(own.get("out") or "plans").expanduser()
+    if how := own.get(CALIBRATE):
+        if how != "true" or kind or number:
             rule = "a machine is calibrated by itself: no search, no world"
-            raise ConfigError(CALIBRATE, own[CALIBRATE], rule, "Write calibrate=true")
-        return Question(CALIBRATE, None, folder), rest
-    if not own["search"]:
-        for key in ("world", "out"):
-            if own[key]:
+            raise ConfigError(CALIBRATE, how, rule, "Write calibrate=true")
+        return Question(CALIBRATE, None, folder)
+    if not kind:
+        for key in ("world",) if exports else ("world", "out"):
+            if own.get(key):
                 raise ConfigError(key, own[key], "that is for a search", "Add search=true")
-        return None, rest
-    if own["search"] not in KINDS:
-        raise ConfigError(
-            "search", own["search"], f"there are {', '.join(KINDS)}", "Write search=true"
-        )
-    if own["world"] and not (own["world"].isdecimal() and int(own["world"])):
-        raise ConfigError("world", own["world"], "a number of ranks", "Write world=1024")
-    world = int(own["world"]) if own["world"] else None
-    if (own["search"] == "fewest_gpus") == (world is not None):
+        return None
+    if kind not in KINDS:
+        raise ConfigError("search", kind, f"there are {', '.join(KINDS)}", "Write search=true")
+    if number and not (number.isdecimal() and int(number)):
+        raise ConfigError("world", number, "a number of ranks", "Write world=1024")
+    if (kind == "fewest_gpus") == bool(number):
         rule = "a search is over the meshes of so many ranks"
         remedy = "Add world=1024"
-        if world is not None:
+        if number:
             rule = "search=fewest_gpus finds the number itself"
             remedy = "Leave world= out"
-        raise ConfigError("world", own["world"], rule, remedy)
-    return Question(own["search"], world, folder), rest
+        raise ConfigError("world", number, rule, remedy)
+    return Question(kind, int(number) if number else None, folder)
 
 
 def answer(question: Question, args: Arguments, as_json: bool) -> int:
@@ -184,7 +197,6 @@ def least_ranks(config: Config) -> float:
 
 
 def _say_nothing_fits(result: Search, config: Config, console: Any) -> None:
-    from automoe.planner.plan import gib
     from automoe.planner.views.search_view import print_search
 
     if miss := result.smallest:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_modules
@@ -45,30 +45,40 @@ class Moment:
 
     @property
     def parts(self) -> dict[str, float]:
-        return {
-            name: value for name, value in vars(self).items() if name not in ("name", "in_flight")
-        }
+        _, _, *parts = vars(self).items()  # all except the name and in_flight
+        return dict(parts)
 
     @property
     def total(self) -> float:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True)
+class LayerKind(NamedTuple):
+    """Properties in which a model's layers may differ; layers of one kind cost the same."""
+
+    routed: bool
+    linear: bool
+    window: int
+    recomputed: frozenset[str]
+
+
+def layer_kind(config: Config, layer: int) -> LayerKind:
+    model = config.model
+    return LayerKind(
+        layer >= model.first_k_dense,
+        is_linear(model.attention, layer),
+        window_of(model.attention, layer),
+        recomputed_modules(config.parallel, layer),
+    )
+
+
 class Sizes:
     """Bytes of parameters, moments and gradients on one rank of a mesh."""
 
-    config: Config
-    mesh: MeshShape
-    wide: int = 0
-    compute: int = 0
-    reduced: int = 0
-
-    def __post_init__(self) -> None:
-        for name, size in zip(
-            ("wide", "compute", "reduced"), DTYPE_BYTES[self.config.train.dtype], strict=True
-        ):
-            object.__setattr__(self, name, size)
+    def __init__(self, config: Config, mesh: MeshShape) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.wide, self.compute, self.reduced = DTYPE_BYTES[config.train.dtype]
 
     def total(
         self, numel: Callable[[Param, MeshShape], int], params: Sequence[Param], size: int
@@ -192,10 +202,12 @@ class StagePlan:
             adds: unsharded gradients of earlier micro-batches exist.
             others: bytes of the activations of other micro-batches.
         """
-        kept = self.kept - self.head_kept * self.last
-        whole = self.gradients if adds else 0
         return Moment(
-            "loss", [], activations=others + kept, head=self.head, unsharded_gradients=whole
+            "loss",
+            [],
+            activations=others + (self.kept - self.head_kept * self.last),
+            head=self.head,
+            unsharded_gradients=self.gradients * adds,
         )
 
     @cached_property
@@ -222,11 +234,9 @@ class StagePlan:
         kept = self.shared + self.border * (not self.last)
         weights = self.weights
         below = kept + sum(layer.kept for layer in self.layers)
-        whole = self.gradients if adds else 0
-        rest = self.rest_gradients * self.last  # gradients of the head, which come first
+        # Without earlier gradients, those of the head come first.
+        whole = self.gradients if adds else self.rest_gradients * self.last
         sharded = 0
-        if not adds:
-            whole = rest
         for layer in reversed(self.layers):
             common = dict(gathered_weights=weights, unsharded_gradients=whole, gradients=sharded)
             for work in layer.workspaces:
@@ -237,16 +247,10 @@ class StagePlan:
             if reduces and layer.experts:
                 # The reduction copies gradients into one tensor; with a single rank it copies once
                 # more.
-                flat = layer.experts * (1 + (experts_ranks == 1))
-                if not adds:
-                    flat += layer.experts
-                yield Moment(
-                    "reduction",
-                    [],
-                    activations=below - layer.workspaces[-1].done,
-                    temporaries=flat,
-                    **common,
-                )
+                copies = 1 + (experts_ranks == 1) + (not adds)
+                below_now = below - layer.workspaces[-1].done
+                flat = layer.experts * copies
+                yield Moment("reduction", [], activations=below_now, temporaries=flat, **common)
             below -= layer.kept
             if reduces:
                 sharded += layer.sharded
@@ -275,34 +279,26 @@ def plan_stage(
     for param in params:
         of_layer.setdefault(param.layer, []).append(param)
     rest = of_layer.get(None, [])
-    again = {layer: recomputed_modules(config.parallel, layer) for layer in layers}
+    kinds = {layer: layer_kind(config, layer) for layer in layers}
     head_trained = any(param.trained for param in rest if param.part in ("embedding", "head"))
     hidden = compute * load.tokens * load.tp * model.hidden_size
     head = -(-model.vocab_size // mesh.tp) * model.hidden_size * compute * head_trained
     plans: dict[Any, LayerPlan] = {}
-    kinds: dict[int, Any] = {}
+    planned = []
     for layer in layers:
         # Equal layers are planned once. If names select the trained parameters, no two layers are
         # equal.
-        named = layer if config.lora.rank or config.train.freeze else None
-        kinds[layer] = (
-            *(
-                layer >= model.first_k_dense,
-                is_linear(model.attention, layer),
-                window_of(model.attention, layer),
-            ),
-            *(again[layer], named),
-        )
-        if kinds[layer] not in plans:
-            plans[kinds[layer]] = _plan_layer(
-                config, sizes, load, layer, of_layer[layer], again[layer]
-            )
+        key = layer if config.lora.rank or config.train.freeze else kinds[layer]
+        if key not in plans:
+            recomputed = kinds[layer].recomputed
+            plans[key] = _plan_layer(config, sizes, load, layer, of_layer[layer], recomputed)
+        planned.append(plans[key])
     return StagePlan(
-        layers=[plans[kinds[layer]] for layer in layers],
+        layers=planned,
         first=first,
         last=last,
         border=compute * load.tokens * model.hidden_size * (mesh.pp > 1),
-        shared=mask_bytes(config, load, layers, again),
+        shared=mask_bytes(config, load, {layer: kind.recomputed for layer, kind in kinds.items()}),
         head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained, load.on_cpu)
         * last,
         head_kept=2 * hidden + head,
@@ -328,9 +324,8 @@ def _plan_layer(
     )
     experts = [param for param in trained(params) if param.expert]
     ffn = [param for param in trained(params) if param.part in ("dense_ffn", "shared_experts")]
-    expert_numbers, ffn_numbers = (
-        sum(gathered_numel(param, mesh) for param in each) for each in (experts, ffn)
-    )
+    expert_numbers = sum(gathered_numel(param, mesh) for param in experts)
+    ffn_numbers = sum(gathered_numel(param, mesh) for param in ffn)
     return LayerPlan(
         kept=kept,
         workspaces=layer_workspaces(model, layer, load, again, expert_numbers, ffn_numbers),

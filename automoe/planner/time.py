@@ -14,15 +14,15 @@ from functools import cached_property
 from typing import Any
 
 from automoe.config.batch import BatchPlan, plan_batch
-from automoe.config.mesh_shape import MeshShape, split_layers
-from automoe.config.recompute import recomputed_modules
-from automoe.config.schema import Config, is_linear, window_of
-from automoe.model.flops import TokenFlops, step_flops_per_token
-from automoe.planner.communication import NOTHING, Cost, gather, reduce_all, send
-from automoe.planner.layer_time import AXES, Pass, Place, head_time, layer_time, layer_weights
+from automoe.config.mesh_shape import MeshShape, stage_layers
+from automoe.config.schema import Config
+from automoe.model.flops import step_flops_per_token
+from automoe.planner.communication import NOTHING, Cost, gather, send
+from automoe.planner.layer_time import AXES, Pass, Passes, Place, head_time, layer_time
+from automoe.planner.layer_weights import cached, layer_weights
 from automoe.planner.machine import Constants, Machine
 from automoe.planner.schedule import Span, StageTimes, rank_of, simulate, stretch
-from automoe.planner.step_memory import DTYPE_BYTES
+from automoe.planner.step_memory import DTYPE_BYTES, layer_kind
 
 # Bytes per parameter: weight, gradient and two moments are read, and all except the gradient are
 # written, in float32.
@@ -65,11 +65,20 @@ class StepTime:
         return self.compute + sum(self.communication.values()) + self.bubble + self.other
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part of the step, in reading order; ``seconds`` is their sum."""
+        return {
+            "computing": self.compute,
+            **self.communication,
+            "bubble": self.bubble,
+            "other": self.other,
+        }
+
+    @property
     def band(self) -> tuple[float, float]:
         """Lowest and highest tokens per second to expect."""
-        return self.tokens_per_second * (1 - self.spread), self.tokens_per_second * (
-            1 + self.spread
-        )
+        speed = self.tokens_per_second
+        return speed * (1 - self.spread), speed * (1 + self.spread)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, ``seconds`` and ``band`` as plain data for JSON."""
@@ -82,10 +91,7 @@ class _Stage:
     moves for it.
     """
 
-    forward: Pass
-    backward: Pass
-    # Seconds that the GPU waits for kernel launches, forward and backward.
-    idle_host: tuple[float, float] = (0.0, 0.0)
+    passes: Passes
     layers: int = 0
     dense: float = 0.0  # bytes gathered over fsdp
     experts: float = 0.0  # bytes gathered over ep_shard
@@ -98,15 +104,11 @@ class _Stage:
     @cached_property
     def times(self) -> StageTimes:
         """Stage times in the form that the pipeline simulation takes."""
-        forward, backward = self.seconds
-        sent = sum(
-            half.communication.get("ep", NOTHING).seconds for half in (self.forward, self.backward)
+        sent = sum(half.communication.get("ep", NOTHING).seconds for half in self.passes)
+        forward, backward = (
+            half.seconds + cost.seconds for half, cost in zip(self.passes, self.each, strict=True)
         )
-        return StageTimes(forward + self.each[0].seconds, backward + self.each[1].seconds, sent)
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        return self.forward.seconds + self.idle_host[0], self.backward.seconds + self.idle_host[1]
+        return StageTimes(forward, backward, sent)
 
 
 def step_time(
@@ -136,15 +138,15 @@ def step_time(
     """
     batch = batch or plan_batch(config, mesh)
     machine = Machine.of(config, constants or Constants.load())
-    place = Place.of(config, mesh, machine, batch, fused, gradient_bytes)
+    place = Place(config, mesh, machine, batch, fused, gradient_bytes)
     stages = _stages(place, num_mtp)
     count = batch.num_micro_batches
     schedule = config.parallel.schedule
     pp = mesh.pp
-    held = _stages_by_rank(stages, schedule, pp)
-    busy = [
-        count * sum(stage.times.forward + stage.times.backward for stage in own) for own in held
-    ]
+    held: list[list[_Stage]] = [[] for _ in range(pp)]
+    for index, stage in enumerate(stages):
+        held[rank_of(index, schedule, pp)].append(stage)
+    busy = [count * sum(stage.times.work for stage in own) for own in held]
     longest = max(busy)
     mine = held[busy.index(longest)]
     border = _border(place)
@@ -157,7 +159,6 @@ def step_time(
         with_border = longest * stretch(schedule, times, pp, count, border.seconds, overlap)
         with_border = max(without_border, with_border)
     communication, traffic, off_node = _by_axis(mine, count, border)
-    by_rank = tuple(busy)
     # Pairs of micro-batches hide a part of the all-to-alls.
     if overlap and without_border < longest:
         communication["ep"] -= longest - without_border
@@ -165,10 +166,8 @@ def step_time(
     communication["pp"] = with_border - without_border
     waits = without_border - longest
 
-    compute = count * sum(
-        half.compute for stage in mine for half in (stage.forward, stage.backward)
-    )
-    idle = count * sum(sum(stage.idle_host) for stage in mine)
+    compute = count * sum(half.compute for stage in mine for half in stage.passes)
+    idle = count * sum(sum(half.idle for half in stage.passes) for stage in mine)
     other = idle + _optimizer(place, mine) + machine.constants.step
     seconds = compute + sum(communication.values()) + other + without_border - longest
     work = 0.0
@@ -194,15 +193,8 @@ def step_time(
         calibrated=machine.calibrated,
         spread=_spread(config, machine),
         busy=work,
-        by_rank=by_rank,
+        by_rank=tuple(busy),
     )
-
-
-def _stages_by_rank(stages: list[_Stage], schedule: str, pp: int) -> list[list[_Stage]]:
-    held: list[list[_Stage]] = [[] for _ in range(pp)]
-    for index, stage in enumerate(stages):
-        held[rank_of(index, schedule, pp)].append(stage)
-    return held
 
 
 def _mfu(place: Place, speed: float) -> tuple[float | None, float | None]:
@@ -214,7 +206,8 @@ def _mfu(place: Place, speed: float) -> tuple[float | None, float | None]:
     config = place.config
     if not config.cluster.peak_flops:
         return None, None
-    flops = _flops(place.key, config.train.seq_len, config)
+    key = place.key, config.train.seq_len
+    flops = cached(key, lambda: step_flops_per_token(config))
     return flops.mfu(speed, config.cluster.peak_flops * place.mesh.world_size)
 
 
@@ -234,12 +227,9 @@ def _work(place: Place, held: list[list[_Stage]], count: int, border: Cost) -> f
     """
     per_rank = 0.0
     for stages in held:
-        each = sum(
-            stage.times.forward + stage.times.backward + 2 * border.seconds for stage in stages
-        )
-        per_rank += (
-            count * each + sum(stage.once.seconds for stage in stages) + _optimizer(place, stages)
-        )
+        each = sum(stage.times.work + 2 * border.seconds for stage in stages)
+        once = sum(stage.once.seconds for stage in stages)
+        per_rank += count * each + once + _optimizer(place, stages)
     return place.mesh.world_size * (per_rank / place.mesh.pp + place.machine.constants.step)
 
 
@@ -248,14 +238,14 @@ def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]
     backward.
     """
     batch = plan_batch(config, mesh)
-    place = Place.of(config, mesh, Machine.of(config, Constants.load()), batch)
+    place = Place(config, mesh, Machine.of(config, Constants.load()), batch)
     stages = _stages(place, 0)
     spans = list[Span]()
     border = _border(place).seconds
     times = tuple(stage.times for stage in stages)
     simulate(config.parallel.schedule, times, mesh.pp, batch.num_micro_batches, border, spans=spans)
     return spans, [
-        stage.backward.parts.get("again", 0.0) / stage.times.backward for stage in stages
+        stage.passes.backward.parts.get("again", 0.0) / stage.times.backward for stage in stages
     ]
 
 
@@ -267,27 +257,15 @@ def _border(place: Place) -> Cost:
     return send(place.machine, place.group("pp"), numbers)
 
 
-_FLOPS: dict[tuple[str, int], TokenFlops] = {}
-
-
-def _flops(key: str, seq_len: int, config: Config) -> TokenFlops:
-    """Return ``step_flops_per_token`` from a cache."""
-    if (key, seq_len) not in _FLOPS:
-        _FLOPS[key, seq_len] = step_flops_per_token(config)
-    return _FLOPS[key, seq_len]
-
-
 def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, float]]:
     """Return three totals of a step by axis: exposed seconds, bytes, and bytes that leave
     the node.
     """
     total = dict.fromkeys(AXES, NOTHING) | {"pp": border * (2 * count * len(stages))}
     for stage in stages:
-        for axis, cost in (
-            *stage.forward.communication.items(),
-            *stage.backward.communication.items(),
-        ):
-            total[axis] += cost * count
+        for half in stage.passes:
+            for axis, cost in half.communication.items():
+                total[axis] += cost * count
         total["fsdp"] += stage.once + (stage.each[0] + stage.each[1]) * count
     return [
         {axis: getattr(cost, what) for axis, cost in total.items()}
@@ -298,35 +276,13 @@ def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, f
 def _stages(place: Place, num_mtp: int) -> list[_Stage]:
     """Return every pipeline stage; stages with equal layers are one object."""
     config = place.config
-    mesh = place.mesh
-    model = config.model
-    parallel = config.parallel
-    attention = config.model.attention
-    split = split_layers(
-        model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage
-    )
-    same = not (
-        parallel.recompute_layers or attention.sliding_window or attention.linear_num_key_heads
-    )
-    kinds = [
-        (layer >= model.first_k_dense,)
-        if same
-        else (
-            layer >= model.first_k_dense,
-            is_linear(attention, layer),
-            window_of(attention, layer) > 0,
-            recomputed_modules(parallel, layer),
-        )
-        for layer in range(model.num_layers)
-    ]
+    split = stage_layers(config, place.mesh)
+    kinds = [layer_kind(config, layer) for layer in range(config.model.num_layers)]
     # The multi-token-prediction layers belong to the stage before the head, if the head is a stage
     # of its own.
     extra = len(split) - 1 - (len(split) > 1 and not split[-1])
     example = {kind: layer for layer, kind in enumerate(kinds)}
-    known = {
-        kind: layer_time(place, layer, recomputed_modules(parallel, layer))
-        for kind, layer in example.items()
-    }
+    known = {kind: layer_time(place, layer, kind.recomputed) for kind, layer in example.items()}
     made: dict[tuple[Any, ...], _Stage] = {}
     stages = []
     for index, layers in enumerate(split):
@@ -336,7 +292,7 @@ def _stages(place: Place, num_mtp: int) -> list[_Stage]:
         ends = index == 0, index == len(split) - 1
         key = (ends, *sorted(counts.items(), key=str))
         if key not in made:
-            stage = made[key] = _Stage(Pass(), Pass())
+            stage = made[key] = _Stage(Passes(Pass(), Pass()))
             for kind, number in counts.items():
                 _add(place, stage, example[kind], number, known[kind])
             _add_ends(place, stage, *ends, num_mtp)
@@ -345,11 +301,10 @@ def _stages(place: Place, num_mtp: int) -> list[_Stage]:
     return stages
 
 
-def _add(place: Place, stage: _Stage, layer: int, number: int, times: tuple[Pass, Pass]) -> None:
+def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) -> None:
     """Add ``number`` layers like ``layer`` to ``stage``."""
     config = place.config
     mesh = place.mesh
-    waits = []
     cpu = config.cluster.gpu == "cpu"
     floor = place.machine.constants.host_layer
     # A dense layer launches half as many kernels. A CPU launches none; the fixed time of its
@@ -357,13 +312,13 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: tuple[Pass
     share = float(not cpu or "host_layer" in config.cluster.constants) * (
         1 if layer >= config.model.first_k_dense else 0.5
     )
-    for total, half in zip((stage.forward, stage.backward), times, strict=True):
+    for total, half in zip(stage.passes, times, strict=True):
         total.compute += number * half.compute
         total.parts["again"] = total.parts.get("again", 0.0) + number * half.parts.get("again", 0.0)
         for axis, cost in half.communication.items():
             total.send(axis, cost * number)
-        waits.append(number * share * (floor if cpu else max(0.0, floor - half.seconds / share)))
-    stage.idle_host = (stage.idle_host[0] + waits[0], stage.idle_host[1] + waits[1])
+        late = floor if cpu else max(0.0, floor - half.seconds / share)
+        total.idle += number * share * late
     stage.layers += number
     found = layer_weights(place.key, config, layer, mesh.tp)
     cut = number / (mesh.ep * mesh.etp)
@@ -383,14 +338,14 @@ def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, num_mtp: int
     ends = int(first) + int(last and not (model.tie_embeddings and first))
     stage.dense += ends * numel * DTYPE_BYTES[place.config.train.dtype][1]
     stage.dense_trained += ends * numel * trained
+    gradient = machine.pass_over(10.0 * numel * trained)
     if first:  # The embedding's gradient has the size of the embedding.
-        stage.backward.add("ends", machine.pass_over(10.0 * numel * trained))
+        stage.passes.backward.add("ends", gradient)
     if last:
         forward, backward = head_time(place, 1 + num_mtp)
         joined = machine.gemm(place.tokens, model.hidden_size, 2 * model.hidden_size)
-        stage.forward.add("ends", forward + num_mtp * joined)
-        stage.backward.add(
-            "ends", backward + num_mtp * 2 * joined + machine.pass_over(10.0 * numel * trained)
+        stage.passes.add(
+            "ends", forward + num_mtp * joined, backward + num_mtp * 2 * joined + gradient
         )
 
 
@@ -402,7 +357,7 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     mesh = place.mesh
     machine = place.machine
     parallel = config.parallel
-    wide = place.gradient_bytes
+    wide = place.gradient_bytes or DTYPE_BYTES[config.train.dtype][2]
     dense = place.group("fsdp")
     experts = place.group("ep_shard")
     gathered = gather(machine, dense, stage.dense) + gather(machine, experts, stage.experts)
@@ -415,15 +370,14 @@ def _fsdp(place: Place, stage: _Stage) -> None:
         )
         gathered = gathered + delay
         reduced = reduced + delay
-    replicas = reduce_all(
-        machine, place.group("dp_replicate"), wide * stage.dense_trained / mesh.fsdp
-    )
-    replicas += reduce_all(
-        machine, place.group("ep_replicate"), wide * stage.experts_trained / mesh.ep_shard
-    )
+    # An all-reduce is a reduce-scatter and an all-gather.
+    replicas = (
+        gather(machine, place.group("dp_replicate"), wide * stage.dense_trained / mesh.fsdp)
+        + gather(machine, place.group("ep_replicate"), wide * stage.experts_trained / mesh.ep_shard)
+    ) * 2
     once_weights = mesh.pp > 1 or parallel.reshard == "step"
     once_gradients = mesh.pp > 1 or parallel.grad_sync == "step"
-    forward, backward = (machine.constants.overlap * seconds for seconds in stage.seconds)
+    forward, backward = (machine.constants.overlap * half.seconds for half in stage.passes)
 
     def seen(cost: Cost, behind: float) -> Cost:
         return cost.seen(max(0.0, cost.seconds - behind))

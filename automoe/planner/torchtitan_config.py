@@ -10,7 +10,7 @@ otherwise the top of the file names it. No torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from pprint import pformat
@@ -20,7 +20,7 @@ import yaml
 
 from automoe import __version__
 from automoe.config.compose import compose_config
-from automoe.config.mesh_shape import MeshShape, split_layers
+from automoe.config.mesh_shape import MeshShape, stage_layers
 from automoe.config.recompute import FULL, recomputed_names
 from automoe.config.rules import Row, check_rows
 from automoe.config.schema import Config, ModelConfig
@@ -82,11 +82,10 @@ def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     """Yield the rules under which torchtitan trains the same model on the same mesh."""
     model = config.model
     train = config.train
-    parallel = config.parallel
     routed = model.num_moe_layers > 0
     kv_heads = model.attention.num_kv_heads
     unit = mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1)
-    stages = split_layers(model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
+    stages = stage_layers(config, mesh)
     yield ("mesh.etp", routed and mesh.etp != (mesh.tp if mesh.ep == 1 else 1),
            "torchtitan shares experts out over ep or, with ep=1, cuts all over tp", "Set mesh.etp=1, with mesh.ep")
     yield ("mesh.ep_replicate", routed and mesh.ep_replicate != mesh.dp_replicate,
@@ -186,6 +185,9 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
     model = config.model
     backend = "deepep" if config.moe.dispatcher == "deepep" else "standard"
     experts = f', moe_comm_backend="{backend}"' if model.num_moe_layers else ""
+    again = "None"
+    if names:
+        again = "FullAC.Config()" if FULL in names else "SelectiveAC.Config()"
     minutes = round(60 * saves.every_minutes / step_time(config, mesh).seconds)
     return (
         (Path(__file__).with_suffix(".txt"))
@@ -222,17 +224,10 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
             start=f"\n            initial_load_path={str(start)!r},\n            initial_load_in_hf=True,"
             if start
             else "",
-            again=_recompute(names),
+            again=again,
             balanced=config.moe.gate == "balanced",
         )
     )
-
-
-def _recompute(names: Sequence[str]) -> str:
-    """Return torchtitan's activation checkpointing for the modules ``names``, as Python source."""
-    if not names:
-        return "None"
-    return "FullAC.Config()" if FULL in names else "SelectiveAC.Config()"
 
 
 def _folder(model: ModelConfig) -> Path | None:
@@ -247,33 +242,26 @@ def _stages(config: Config, mesh: MeshShape) -> str:
     """Return the module names of every pipeline stage, as Python source."""
     if mesh.pp == 1:
         return "None"
-    parallel = config.parallel
-    count = mesh.pp * config.parallel.stages_per_rank
-    held = [
-        [f"layers.{i}" for i in layers]
-        for layers in split_layers(config.model.num_layers, count, parallel.layers_per_stage)
-    ]
+    held = [[f"layers.{i}" for i in layers] for layers in stage_layers(config, mesh)]
     held[0].insert(0, "tok_embeddings")
     held[-1] += ["norm", "lm_head"]
     return indent(pformat(held, width=104), " " * 12).strip()
 
 
-def write_titan(
-    config: Config, mesh: MeshShape, config_name: str, words: list[str]
-) -> tuple[Path, str]:
+def write_titan(config: Config, mesh: MeshShape, config_name: str, out: str) -> tuple[Path, str]:
     """Write the torchtitan module; return its path and the command that trains with it.
 
     Args:
-        words: command-line words; ``out=`` names a file that ends in .py, or a folder. The default
-            is ``plans``.
+        out: path of a file that ends in .py, or of a folder; empty: the folder ``plans``.
 
     Raises:
         ConfigError: torchtitan cannot train the configuration, another file exists at the path, or
             the file cannot be written.
     """
     name = re.sub(r"\W", "_", config_name)
-    path = Path(dict(word.split("=", 1) for word in words).get("out") or "plans").expanduser()
-    path = path if path.suffix == ".py" else path / f"torchtitan_{name}_{mesh.world_size}.py"
+    path = Path(out or "plans").expanduser()
+    if path.suffix != ".py":
+        path /= f"torchtitan_{name}_{mesh.world_size}.py"
     if not path.stem.isidentifier():
         raise ConfigError(
             "out",
@@ -288,10 +276,10 @@ def write_titan(
         )
     write_out(path, text, str(path), "it", "Set out=FILE")
     each = min(mesh.world_size, config.cluster.gpus_per_node)
-    nodes = (
-        f"--nnodes {-(-mesh.world_size // each)} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
-    )
-    where = f"{nodes if mesh.world_size > each else ''}--nproc-per-node {each}"
+    where = f"--nproc-per-node {each}"
+    if mesh.world_size > each:
+        nodes = -(-mesh.world_size // each)
+        where = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 {where}"
     return (
         path,
         f"PYTHONPATH={path.parent} torchrun {where} -m torchtitan.train --module {path.stem} --config {name}",

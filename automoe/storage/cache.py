@@ -10,15 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from automoe.errors import DataError, retried
+from automoe.storage.files import checksum
 from automoe.storage.folder import flush_folder
 from automoe.storage.lock_file import open_lock
 from automoe.storage.sealed import read_json, replace_json
 
 _META = "meta.json"
-_BLOCK = 1 << 22  # bytes hashed at a time
 
 
 def default_cache_dir() -> Path:
@@ -62,7 +60,7 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
                 new = Path(scratch) / "new"
                 new.mkdir()
                 facts = write(new)
-                files = {path.name: _checksum(path) for path in sorted(new.iterdir())}
+                files = {path.name: checksum(path) for path in sorted(new.iterdir())}
                 replace_json(new / _META, {"entry": entry.name, "facts": facts, "files": files})
                 flush_folder(new)
                 # Not name_folder, which replaces a folder: if another machine made the entry, its
@@ -97,22 +95,10 @@ def _verified(entry: Path) -> dict[str, Any] | str | None:
         if content["entry"] != entry.name:
             return f"it was made as {content['entry']}"
         changed = [
-            name for name, stored in content["files"].items() if _checksum(entry / name) != stored
+            name for name, stored in content["files"].items() if checksum(entry / name) != stored
         ]
         return f"{', '.join(changed)}: another checksum" if changed else content["facts"]
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         return f"{error.filename}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{_META}: {error}"
-
-
-def _checksum(path: Path) -> str:
-    """Return a checksum of a file's bytes that detects damage, not intent.
-
-    It reads 7 GB per second from the page cache.
-    """
-    hashed = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            hashed.update(block)
-    return hashed.hexdigest()

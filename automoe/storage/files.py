@@ -5,11 +5,25 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from automoe.errors import retried
+
+
+def checksum(path: Path, method: Callable[[], Any] = xxhash.xxh3_128) -> str:
+    """Return a checksum of a file's bytes in hexadecimal digits.
+
+    The default, XXH3, detects damage, not intent. It reads 7 GB per second from the page cache.
+    """
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, method).hexdigest()
 
 
 def flush(path: Path) -> None:

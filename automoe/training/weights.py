@@ -33,10 +33,10 @@ def first_weights(
         materialize(model_parts, config, device)
         return model_parts, None
     allocate(model_parts, device)
-    upcycling = upcycled_model(config.model, config.train.seed)[1] if config.model.upcycle else None
-    return model_parts, load_hf(
-        model_parts, config.model.hf_path, upcycling=upcycling, progress=True
-    )
+    dense_keys = None
+    if config.model.upcycle:
+        _, dense_keys = upcycled_model(config.model, config.train.seed)
+    return model_parts, load_hf(model_parts, config.model.hf_path, keys=dense_keys, progress=True)
 
 
 def export_weights(

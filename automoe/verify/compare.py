@@ -18,6 +18,7 @@ NUMBERS = {  # kind of quantity -> attribute of ``Trajectory``
     "z-loss": "z_loss",
     "dropped share": "dropped_share",
     "expert counts": "expert_counts",
+    "gradient norm": "grad_norms",
 }
 
 
@@ -63,29 +64,19 @@ def compare_tensors(
 ) -> Comparison:
     """Compare a tensor or plain numbers of the two runs in float64; None if a run lacks them."""
     if got is None or expected is None:
-        missing = (
-            "absent here, present in the reference"
-            if got is None
-            else "present here, absent in the reference"
-        )
-        return Comparison(kind, name, step, inf, absent=missing)
+        places = ("absent", "present") if got is None else ("present", "absent")
+        absent = "{} here, {} in the reference".format(*places)
+        return Comparison(kind, name, step, inf, absent=absent)
     got = torch.as_tensor(got, dtype=torch.float64)
     expected = torch.as_tensor(expected, dtype=torch.float64)
     if got.shape != expected.shape:
-        return Comparison(
-            kind,
-            name,
-            step,
-            inf,
-            absent=f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}",
-        )
+        absent = f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+        return Comparison(kind, name, step, inf, absent=absent)
     delta = got - expected
     size = float(expected.norm())
-    off = float(delta.norm())
-    if size:
-        error = off / size
-    else:  # the error is 0 if both norms are 0, and NaN if a value is NaN
-        error = off * inf if off else 0.0
+    error = float(delta.norm())
+    if error:  # also if it is NaN
+        error = error / size if size else error * inf
     if delta.numel() == 0:
         return Comparison(kind, name, step, error)
     flat = int(delta.abs().nan_to_num(nan=inf).argmax())
@@ -99,19 +90,13 @@ def compare_trajectories(got: Trajectory, expected: Trajectory) -> list[Comparis
     assert steps and len(got.losses) == steps, "runs of different lengths"
     compared = []
     for step in range(steps):
-        numbers = [
-            (kind, getattr(got, name)[step], getattr(expected, name)[step])
-            for kind, name in NUMBERS.items()
-        ]
-        compared += [
-            compare_tensors(kind, "", step, mine, theirs) for kind, mine, theirs in numbers
-        ]
-        compared += _compare_named("gradient", step, got.gradients[step], expected.gradients[step])
-        compared.append(
-            compare_tensors(
-                "gradient norm", "", step, got.grad_norms[step], expected.grad_norms[step]
-            )
-        )
+        for kind, name in NUMBERS.items():
+            if kind == "gradient norm":
+                compared += _compare_named(
+                    "gradient", step, got.gradients[step], expected.gradients[step]
+                )
+            mine = getattr(got, name)[step]
+            compared.append(compare_tensors(kind, "", step, mine, getattr(expected, name)[step]))
     compared += _compare_named("updated parameter", steps - 1, got.parameters, expected.parameters)
     return compared + _compare_named("expert bias", steps - 1, got.biases, expected.biases)
 

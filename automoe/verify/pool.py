@@ -36,6 +36,7 @@ _DEATH_NOTICE_S = 0.5
 _STACKS_S = 2.0  # time for a hanging rank to write the stacks of its threads
 _PAUSE_S = 0.01  # pause between two looks at the ranks
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_WORLD_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class RankError(RuntimeError):
@@ -67,7 +68,7 @@ class RankPool:
         self.timeout_s = timeout_s
         self._server: ForkServer | None = None
         self._ranks: list[ForkedRank] = []
-        self._pipes: list[connection.Connection] = []
+        self._pipes: Sequence[connection.Connection] = []
         self._files = contextlib.ExitStack()
         # A store that outlives its case reads its file once more when it is destroyed, and this
         # read never ends if another case has written to the file. So each case has its own file.
@@ -124,7 +125,7 @@ class RankPool:
         if self._ranks:
             return
         self._server = self._server or ForkServer(os.environ | _THREADS)
-        self._pipes, theirs = map(list, zip(*[Pipe() for _ in range(self.max_ranks)], strict=True))
+        self._pipes, theirs = zip(*(Pipe() for _ in range(self.max_ranks)), strict=True)
         job = Job(_work, self.max_ranks, {"stacks": self._stacks}, sys.path)
         self._ranks = self._server.start(job, files=[pipe.fileno() for pipe in theirs])
         for pipe in theirs:
@@ -163,7 +164,7 @@ class RankPool:
                     kind, body = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     self._raise_death(len(pipes), math.inf)
-                if kind is not None:
+                if kind:
                     # A rank that dies makes its peers raise, and their errors may arrive first.
                     self._raise_death(len(pipes), _DEATH_NOTICE_S)
                     raise RankError(rank, kind, f"rank {rank} of {len(pipes)} raised\n{body}")
@@ -200,6 +201,8 @@ def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path)
         raise imports.error
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     faulthandler.register(signal.SIGUSR1, stacks.open("a"))
+    import torch
+
     from automoe.interop.torch_private import cached_functions
 
     gc.unfreeze()  # ``cached_functions`` must see the server's imports, which are frozen
@@ -211,7 +214,11 @@ def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path)
         payload = pipe.recv_bytes()
         sys.path[:] = path
         try:
-            _join_world(store, rank, world_size, timeout_s)
+            torch.manual_seed(0)
+            torch.set_default_dtype(torch.float32)
+            os.environ |= LOOPBACK | {name: str(world_size) for name in _WORLD_SIZES}
+            launch = LaunchConfig("cpu", init_timeout_s=math.ceil(timeout_s), threads_per_rank=1)
+            init_ranks(launch, rank, world_size, rank, store)
             fn, args, kwargs = pickle.loads(payload)
             answer = pickle.dumps(fn(*args, **kwargs))
         except BaseException as error:  # the caller raises it and kills this process
@@ -222,16 +229,6 @@ def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path)
         del answer, payload, fn, args, kwargs
         leave_world(imported)
         pipe.send((None, b""))
-
-
-def _join_world(store: Path, rank: int, world_size: int, timeout_s: float) -> None:
-    import torch
-
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float32)
-    os.environ.update(LOOPBACK, WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    launch = LaunchConfig(device="cpu", init_timeout_s=math.ceil(timeout_s), threads_per_rank=1)
-    init_ranks(launch, rank, world_size, rank, store)
 
 
 def leave_world(imported_caches: list[Any]) -> None:

@@ -72,28 +72,30 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     """
     sizes = {a: min(getattr(shape, a), MAX_AXIS) for a in dict.fromkeys(DEFAULT_AXES + MOE_AXES)}
     small = resolve_mesh(MeshConfig(**(sizes | {"ep_shard": -1})), None)
-    parallel = replace(
-        config.parallel, stages_per_rank=min(config.parallel.stages_per_rank, MAX_AXIS)
-    )
+    parallel = replace(config.parallel)
+    parallel.stages_per_rank = min(parallel.stages_per_rank, MAX_AXIS)
     num_stages = small.pp * parallel.stages_per_rank
     blocked = config.train.fp8 == "blockwise"
     model = _cut_model(config.model, small, num_stages, num_token_ids, blocked)
     if parallel.layers_per_stage is not None:
         # Stages of different sizes keep different sizes.
-        parallel = replace(
-            parallel, layers_per_stage=[model.num_layers - num_stages + 1] + [1] * (num_stages - 1)
-        )
+        parallel.layers_per_stage = [model.num_layers - num_stages + 1] + [1] * (num_stages - 1)
     if isinstance(parallel.recompute_layers, list):
         # The listed layers that exist recompute; if none exists, the last layer does.
         there = [layer for layer in parallel.recompute_layers if layer < model.num_layers]
-        parallel = replace(parallel, recompute_layers=there or [model.num_layers - 1])
-    mesh = MeshConfig(**asdict(small))
-    train = _cut_train(config, shape, small)
-    on_long = "truncate" if config.data.is_chat else "split"
-    if config.data.is_preference:  # a pair is a conversation too
-        on_long = "drop"
-    data = replace(config.data, on_long=on_long)
-    return replace(config, mesh=mesh, model=model, parallel=parallel, train=train, data=data), small
+        parallel.recompute_layers = there or [model.num_layers - 1]
+    data = replace(config.data, on_long="truncate" if config.data.is_chat else "split")
+    if data.is_preference:  # a pair is a conversation too
+        data.on_long = "drop"
+    proxy = replace(
+        config,
+        mesh=MeshConfig(**asdict(small)),
+        model=model,
+        parallel=parallel,
+        train=_cut_train(config, shape, small),
+        data=data,
+    )
+    return proxy, small
 
 
 def list_cuts(full: Config, proxy: Config) -> list[tuple[str, object, object]]:
@@ -108,6 +110,7 @@ def list_cuts(full: Config, proxy: Config) -> list[tuple[str, object, object]]:
 def _cut_model(
     model: ModelConfig, small: MeshShape, num_stages: int, num_token_ids: int, blocked: bool
 ) -> ModelConfig:
+    widest = MAX_BLOCKED if blocked else 32
     num_layers = min(model.num_layers, max(MAX_LAYERS, num_stages + 1))
     num_experts = _multiple(min(model.num_experts, MAX_EXPERTS), small.ep)
     router = _cut_router(model, num_experts)
@@ -116,20 +119,16 @@ def _cut_model(
         model,
         vocab_size=min(model.vocab_size, _multiple(num_token_ids + 7, 8)),
         # Every ep_shard divides these rows, and they are multiples of grouped_mm's 16 bytes.
-        hidden_size=_multiple(min(model.hidden_size, MAX_BLOCKED if blocked else 64), 8),
+        hidden_size=_multiple(min(model.hidden_size, max(widest, 64)), 8),
         num_layers=num_layers,
-        intermediate_size=min(model.intermediate_size, MAX_BLOCKED if blocked else 96),
+        intermediate_size=min(model.intermediate_size, max(widest, 96)),
         # One dense layer stands for several; a model without dense layers keeps none.
         first_k_dense=min(model.first_k_dense, 1) if model.num_moe_layers else num_layers,
         num_experts=num_experts,
         num_experts_per_token=min(model.num_experts_per_token, MAX_TOP_K, allowed),
-        moe_intermediate_size=_multiple(
-            min(model.moe_intermediate_size, MAX_BLOCKED if blocked else 32), 8
-        ),
+        moe_intermediate_size=_multiple(min(model.moe_intermediate_size, widest), 8),
         num_shared_experts=min(model.num_shared_experts, 2),
-        shared_intermediate_size=min(
-            model.shared_intermediate_size, MAX_BLOCKED if blocked else 32
-        ),
+        shared_intermediate_size=min(model.shared_intermediate_size, widest),
         attention=_cut_blocked(model.attention, small.tp)
         if blocked
         else _cut_attention(model.attention),
@@ -144,17 +143,13 @@ def _multiple(size: int, unit: int) -> int:
 
 def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
     heads = min(attention.num_heads, 4)
-    if attention.kind == "mla":
-        kv_heads = min(attention.num_kv_heads, heads)
-    elif attention.num_kv_heads == attention.num_heads:
-        kv_heads = heads
-    else:
-        kv_heads = 1 if attention.num_kv_heads == 1 else max(heads // 2, 1)
-    sizes = {
-        name: (getattr(attention, name), limit)
-        for name, limit in MAX_ATTENTION[attention.kind].items()
-    }
-    cut = {name: min(size, limit) for name, (size, limit) in sizes.items() if size is not None}
+    kv_heads = min(attention.num_kv_heads, heads)
+    if attention.kind == "gqa" and 1 < attention.num_kv_heads < attention.num_heads:
+        kv_heads = max(heads // 2, 1)  # fewer than query heads, as in the configuration
+    cut = {}
+    for name, limit in MAX_ATTENTION[attention.kind].items():
+        if (size := getattr(attention, name)) is not None:
+            cut[name] = min(size, limit)
     return replace(attention, num_heads=heads, num_kv_heads=kv_heads, **cut)
 
 

@@ -170,11 +170,9 @@ def make_runnable(
     here = _for_a_cpu(sized)
     if force_proxy or too_large(config, shape):
         # Synthetic ids fit any vocabulary.
-        ids = (
-            BYTE_VOCAB_SIZE
-            if here.data.is_synthetic
-            else load_tokenizer(tokenizer_of(here)).vocab_size
-        )
+        ids = BYTE_VOCAB_SIZE
+        if not here.data.is_synthetic:
+            ids = load_tokenizer(tokenizer_of(here)).vocab_size
         here, shape = make_proxy(here, shape, ids)
     assert check(here, None, "cpu") == shape
     cuts = [cut for cut in list_cuts(sized, here) if cut[0] != "launch.device"]
@@ -188,14 +186,15 @@ def _for_a_cpu(config: Config) -> Config:
     """
     moe = replace(config.moe, record_routing=None, replay_routing=None)
     kernels = replace(config.kernels, norm="torch")
+    no_triton = not triton_is_interpreted()
     if moe.dispatcher == "deepep":  # alltoall sums the same rows
-        moe = replace(moe, dispatcher="alltoall")
-    if moe.experts in ("te", "quack") or (moe.experts == "triton" and not triton_is_interpreted()):
-        moe = replace(moe, experts="grouped_mm")
+        moe.dispatcher = "alltoall"
+    if moe.experts in ("te", "quack") or (moe.experts == "triton" and no_triton):
+        moe.experts = "grouped_mm"
     if kernels.attention in ("cudnn", "te"):
-        kernels = replace(kernels, attention="sdpa")
-    if kernels.rope == "triton" and not triton_is_interpreted():
-        kernels = replace(kernels, rope="torch")
+        kernels.attention = "sdpa"
+    if kernels.rope == "triton" and no_triton:
+        kernels.rope = "torch"
     # Verification compares the cross-entropy of rows, so conversations stand for preference pairs.
     if config.data.is_preference:
         config = replace(
@@ -256,13 +255,8 @@ def passes(config: Config) -> list[Config]:
         optim=replace(config.optim, master_weights="float32"),
         kernels=replace(config.kernels, rope="torch"),  # the Triton kernel has no float64
     )
-    runs = [
-        replace(
-            in_float64,
-            train=replace(in_float64.train, fp8="off"),
-            moe=replace(config.moe, experts="loop"),
-        )
-    ]
+    exact = replace(in_float64.train, fp8="off")
+    runs = [replace(in_float64, train=exact, moe=replace(config.moe, experts="loop"))]
     if config.train.fp8 != "off":
         runs.append(in_float64)
     if config.train.dtype != "float64":

@@ -102,10 +102,7 @@ def run_trajectory(
         parts, build_optimizer(list(parts.values()), config.optim, config.train.seed)
     )
     seen = Trajectory()
-    leads_its_stage = all(
-        meshes.coordinate(axis) == 0 for axis in ("dp_replicate", "dp_shard", "cp", "tp")
-    )
-    keeps = keep_tensors and leads_its_stage
+    leads_its_stage = not any(map(meshes.coordinate, ("dp_replicate", "dp_shard", "cp", "tp")))
     for step in range(steps):
         batch = batches(config, step, meshes.dp_rank, shape.dp)
         forced_ids = (
@@ -131,7 +128,7 @@ def run_trajectory(
                 for name, p in named_parameters(parts).items()
                 if p.grad is not None
             }
-            seen.gradients.append(gradients if keeps else {})
+            seen.gradients.append(gradients if leads_its_stage else {})
         update = optimizer_step(state, stats, trained, meshes, config)
         seen.losses.append(stats.loss)
         seen.grad_norms.append(update.grad_norm)
@@ -139,13 +136,12 @@ def run_trajectory(
         for name in BALANCE:
             getattr(seen, name).append(facts[name])
     if keep_tensors:
-        final = {name: whole(parameter) for name, parameter in named_parameters(parts).items()}
-        buffers = {name: whole(b) for part in parts.values() for name, b in part.named_buffers()}
-        if keeps:
-            seen.parameters = final
-            seen.biases = {
-                name: buffer for name, buffer in buffers.items() if name.endswith("expert_bias")
-            }
+        parameters = {name: whole(p) for name, p in named_parameters(parts).items()}
+        buffers = (named for part in parts.values() for named in part.named_buffers())
+        biases = {name: whole(b) for name, b in buffers if name.endswith("expert_bias")}
+        if leads_its_stage:
+            seen.parameters = parameters
+            seen.biases = biases
     return seen
 
 

@@ -31,20 +31,23 @@ def test_every_key_is_there_once_with_its_default() -> None:
 
 def test_comments_above_and_behind_a_field_are_its_own() -> None:
     comments = {key.name: key.comment for _, _, found in sections() for key in found}
-    assert comments["mesh.ep"] == "whole experts shared out"
-    assert comments["kernels.attention"].startswith("sdpa: the best of torch's")
-    assert comments["parallel.recompute"].endswith("mla_up_proj and moe_act, or full.")
-    assert comments["parallel.recompute_layers"].startswith("null: all")
+    assert comments["mesh.ep"] == "expert parallelism: ranks that divide the experts of a layer among them"
+    assert comments["kernels.attention"].startswith("sdpa: torch picks")
+    assert comments["parallel.recompute"].endswith("mla_up_proj and moe_act; or full, the whole layer")
+    assert comments["parallel.recompute_layers"].startswith("layers that parallel.recompute applies to")
     assert comments["optim.betas"] == ""
 
 
 def test_help_on_a_section_a_key_and_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help", "mesh"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("mesh: Two views") and "  mesh.ep=1   (a whole number)\n      whole experts" in shown
+    assert shown.startswith("mesh: Two views") and "  mesh.ep=1   (a whole number)\n      expert parallelism" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert help_on("model").count("\n\nmodel.") == 3  # attention, rope, router
-    assert help_on("optim.lr").splitlines() == ["  optim.lr=0.003   (a number)", "      the highest, after warm-up"]
+    assert help_on("optim.lr").splitlines() == [
+        "  optim.lr=0.003   (a number)",
+        "      peak learning rate, after warm-up",
+    ]
     assert cli.main(["train", "mesh.ep=4", "model=small_mixtral", "--help"]) == 0
     assert "primary configurations" in capsys.readouterr().out
     assert cli.main(["train", "--help", "optim.learning_rate"]) == 2

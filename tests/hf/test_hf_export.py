@@ -20,13 +20,12 @@ from automoe.config.schema import Config, MeshConfig, tokenizer_of
 from automoe.data.tokenizer import load_tokenizer
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf import verify
-from automoe.hf.api import convert_hf
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.keys import INDEX_FILE
 from automoe.hf.read import load_hf
 from automoe.hf.verify import verify_hf
-from automoe.hf.write import to_hf
+from automoe.hf.write import convert_hf, to_hf
 from automoe.model.decoder import Decoder
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_parts, materialize

@@ -15,12 +15,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import automoe
 from automoe.config.schema import MeshConfig
 from automoe.errors import CheckpointError, ConfigError
-from automoe.hf.api import convert_hf
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.quantized import dequantize_fp8, dequantize_mxfp4, quantize_fp8
 from automoe.hf.verify import verify_hf
-from automoe.hf.write import to_hf
+from automoe.hf.write import convert_hf, to_hf
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
 

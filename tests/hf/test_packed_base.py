@@ -18,12 +18,11 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows
 from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig
 from automoe.errors import CheckpointError, ConfigError
-from automoe.hf.api import convert_hf
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.peft import to_peft
 from automoe.hf.read import load_hf
 from automoe.hf.verify import verify_hf
-from automoe.hf.write import to_hf
+from automoe.hf.write import convert_hf, to_hf
 from automoe.launch.hardware import check_backends
 from automoe.launch.prepare import _check_fp8_base, check, missing_data
 from automoe.model.adapters import adapter_rows

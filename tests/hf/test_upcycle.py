@@ -28,11 +28,11 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.errors import CheckpointError, ConfigError
-from automoe.hf.api import upcycle_hf
+from automoe.hf import save_plan
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
-from automoe.hf.upcycle import Upcycling, upcycled, upcycled_model
-from automoe.hf.write import to_hf
+from automoe.hf.upcycle import fill_upcycled, upcycled, upcycled_model
+from automoe.hf.write import to_hf, upcycle_hf
 from automoe.launch.prepare import settle
 from automoe.parallel.parallelize import build_decoder
 from automoe.training.context import RunContext
@@ -83,11 +83,11 @@ def test_logits_are_the_dense_models(
 @torch.no_grad()
 def test_where_scores_of_copies_tie_exact_ties_take_whole_ones(tmp_path: Path) -> None:
     save_small_hf("qwen3", tmp_path / "dense", other_sizes={"intermediate_size": 48})
-    mixture, upcycling = upcycled(tmp_path / "dense", 16, 8, 4)
+    mixture, dense_keys = upcycled(tmp_path / "dense", 16, 8, 4)
     mixture = replace(mixture, router=replace(mixture.router, exact_ties=True))
     model = build_decoder(mixture, MoEConfig(experts="loop"), torch.float32)
     model.to_empty(device="cpu")
-    load_hf(model, tmp_path / "dense", upcycling=upcycling)
+    load_hf(model, tmp_path / "dense", keys=dense_keys)
     for _, layer in model.moe_layers():
         layer.router.weight[4:].zero_()  # all copies but the first
     tokens = torch.randint(mixture.vocab_size, (2, 24), generator=torch.Generator().manual_seed(3))
@@ -97,8 +97,11 @@ def test_where_scores_of_copies_tie_exact_ties_take_whole_ones(tmp_path: Path) -
 
 def test_a_wrong_scale_is_found_before_anything_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_small_hf("qwen3", tmp_path / "dense")
-    real = Upcycling.finish
-    monkeypatch.setattr(Upcycling, "finish", lambda self, shard: real(replace(self, granularity=1), shard))
+    monkeypatch.setattr(
+        save_plan,
+        "fill_upcycled",
+        lambda shard, keys: fill_upcycled(shard, replace(keys, ffn_parts=min(1, keys.ffn_parts))),
+    )
     with pytest.raises(CheckpointError, match="its logits are not those of"):
         upcycle_hf(tmp_path / "dense", tmp_path / "out", 8, 4, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
@@ -135,10 +138,10 @@ def test_what_is_upcycled_while_loading_is_written_with_the_dense_dtypes(tmp_pat
     asked = ModelConfig(
         hf_path=str(tmp_path / "dense"), upcycle=True, num_experts=4, num_experts_per_token=2, moe_intermediate_size=24
     )
-    mixture, upcycling = upcycled_model(asked, seed=7)
+    mixture, dense_keys = upcycled_model(asked, seed=7)
     model = build_decoder(mixture, MoEConfig(experts="loop"), torch.float32)
     model.to_empty(device="cpu")
-    load_hf(model, tmp_path / "dense", upcycling=upcycling)
+    load_hf(model, tmp_path / "dense", keys=dense_keys)
     to_hf(model, tmp_path / "out")
     upcycle_hf(tmp_path / "dense", tmp_path / "alone", 4, 2, 2, seed=7)
     ours, alone = stored(tmp_path / "out"), stored(tmp_path / "alone")
@@ -149,7 +152,7 @@ def test_what_is_upcycled_while_loading_is_written_with_the_dense_dtypes(tmp_pat
 
 def load_upcycled(dense: Path, mixture: Path, mesh: MeshConfig, out: Path) -> None:
     parts, _, _ = empty_on_mesh(mixture, mesh)
-    load_hf(parts, dense, upcycling=upcycled(dense, 8, 4, 2, seed=5)[1])
+    load_hf(parts, dense, keys=upcycled(dense, 8, 4, 2, seed=5)[1])
     to_hf(parts, out, verify=False)
 
 

@@ -15,8 +15,7 @@ from automoe.config.compose import Arguments, compose_config, parse_arguments
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.validate import settings_rows, validate
 from automoe.launch.sweep import sweep_directory
-from automoe.plan import take_export, take_page
-from automoe.planner.search_command import CALIBRATE, take_question
+from automoe.planner.search_command import CALIBRATE, question_of, take_own
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -49,9 +48,8 @@ def test_documents_show_commands() -> None:
 @pytest.mark.parametrize("command", commands())
 def test_a_documented_command_has_a_valid_configuration(command: str) -> None:
     words = [word for word in shlex.split(command) if word not in ("--json", "--build", "--proxy")]
-    _, words = take_page(words)
-    _, words = take_export(words)
-    question, words = take_question(words)
+    own, words = take_own(words)
+    question = question_of(own)
     arguments = parse_arguments(words)
     config = compose_config(arguments.config_name, arguments.overrides, arguments.config_dir)
     if question and question.kind != CALIBRATE:  # which looks for a mesh

@@ -41,7 +41,7 @@ def measured() -> tuple[dict[str, Any], list[list[dict[str, dict[int, float]]]]]
     slow = Machine.of(config, Constants.load())
     alone = replace(slow, memory=2e10, constants=replace(slow.constants, gemm=1.0))
     passes = alone.pass_over(5 * 4 * 8 * n * n)
-    layer = layer_time(Place.of(config, mesh, slow, plan_batch(config, mesh), False, 0), 0, frozenset())
+    layer = layer_time(Place(config, mesh, slow, plan_batch(config, mesh)), 0, frozenset())
     seen = {"gpu": "cpu", "peak": 1e11, "curve": CURVE, "memory": 2e10, "memory_bytes": 0, "step": 0.01}
     seen |= {"attention": 0.6 * 1e11, "experts": alone.gemm(n, 2 * n, n, 8) + alone.gemm(n, n, n, 8) + passes}
     seen |= {"host_layer": 0.002, "layer": 2 * 0.002 + sum(half.seconds for half in layer)}

@@ -33,7 +33,6 @@ def test_bubbles_are_those_of_the_closed_forms(pp: int) -> None:
         assert idle(schedule, pp, 1, 3 * pp) == pytest.approx(pp - 1)
     for stages_per_rank in (2, 4):
         assert idle("Interleaved1F1B", pp, stages_per_rank, 2 * pp) == pytest.approx((pp - 1) / stages_per_rank)
-    assert idle("ZBVZeroBubble", pp, 2, 2 * pp) <= idle("Interleaved1F1B", pp, 2, 2 * pp)
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
@@ -66,7 +65,7 @@ def test_the_slowest_stage_and_the_border_set_the_pace() -> None:
     assert simulate("1F1B", even, 4, 4, border=0.5) >= simulate("1F1B", even, 4, 4) + 2 * 3 * 0.5
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "DualPipeV", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "DualPipeV"])
 def test_many_micro_batches_are_the_rounds_that_repeat(schedule: str) -> None:
     pp, per_rank = 4, 1 if schedule == "1F1B" else 2
     stages = [StageTimes(F + 0.1 * i, B + 0.2 * i) for i in range(pp * per_rank)]
@@ -98,23 +97,19 @@ def test_interleaved_rounds_are_those_of_torch(pp: int) -> None:
         assert 1 < stretch("Interleaved1F1B", stages, pp, count) <= 1 + pp / count
 
 
-@pytest.mark.parametrize(("schedule", "pp", "count"), [("ZBVZeroBubble", 4, 12), ("DualPipeV", 4, 12)])
-def test_orders_are_those_of_torch(schedule: str, pp: int, count: int) -> None:
-    kind = getattr(schedules, f"Schedule{schedule}")
-    made: Any = object.__new__(kind)
+def test_dual_pipe_v_has_the_order_of_torch() -> None:
+    pp = 4
+    count = 12
+    made: Any = object.__new__(schedules.ScheduleDualPipeV)
     made.pp_group_size, made._n_microbatches, made._num_stages, made.num_stages = pp, count, 2 * pp, 2 * pp
-    for rank, mine in enumerate(all_actions(schedule, pp, 2, count, True)):
+    for rank, mine in enumerate(all_actions("DualPipeV", pp, 2, count, True)):
         theirs = [action for action in made._calculate_single_rank_operations(rank) if action is not None]
         pairs = [action.sub_actions or (action,) for action in theirs]
         read = [
             tuple((KINDS[part.computation_type.name], part.stage_index, part.microbatch_index) for part in pair)
             for pair in pairs
         ]
-        if schedule == "DualPipeV":
-            assert list(mine) == read, rank
-        else:  # weight halves run when there is time: at the end of the step in another order
-            assert [e for e in mine if e[0][0] != "W"] == [e for e in read if e[0][0] != "W"], rank
-            assert sorted(mine) == sorted(read)
+        assert list(mine) == read, rank
 
 
 @pytest.mark.parametrize("gpus_per_node", [2, 4, 8])

@@ -36,7 +36,7 @@ def titan_config(folder: Path, name: str, *overrides: str) -> Any:
     from torchtitan.config.manager import ConfigManager
 
     config, mesh = planned(name, *overrides)
-    path, command = write_titan(config, mesh, name, [f"out={folder}/written_{folder.name}.py"])
+    path, command = write_titan(config, mesh, name, f"{folder}/written_{folder.name}.py")
     sys.path.insert(0, str(path.parent))
     try:
         found = ConfigManager().parse_args(command.split("torchtitan.train ")[1].split())

@@ -151,10 +151,10 @@ def faults(text: str | None = None) -> Iterator[None]:
             else:
                 fault_point(point, step)
 
-        def write(store: Any, tensors: Any, content: Any, step: int, original=CheckpointStore._write) -> Any:
+        def write(store: Any, tensors: Any, content: Any, original=CheckpointStore._write) -> Any:
             nonlocal saving
-            saving = store, step
-            return original(store, tensors, content, step)
+            saving = store, content["step"]
+            return original(store, tensors, content)
 
         def open_stream(stream: Any, path: Any, original=HashingStream.__init__) -> None:
             original(stream, path)

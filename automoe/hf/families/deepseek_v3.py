@@ -24,12 +24,12 @@ FAMILY = Family(
     fields=COMMON_FIELDS
     | GROUPED_MOE
     | {
-        "attention.q_lora_rank": Field("q_lora_rank"),
-        "attention.kv_lora_rank": Field("kv_lora_rank"),
-        "attention.qk_nope_head_dim": Field("qk_nope_head_dim"),
+        "attention.q_lora_rank": "q_lora_rank",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.qk_nope_head_dim": "qk_nope_head_dim",
         "attention.qk_rope_head_dim": Field("qk_rope_head_dim", read=_read_turning),
-        "attention.v_head_dim": Field("v_head_dim"),
-        "rope.interleaved": Field("rope_interleave"),
+        "attention.v_head_dim": "v_head_dim",
+        "rope.interleaved": "rope_interleave",
     },
     fixed=GROUPED_ROUTER | {"attention.kind": "mla"},
     only={

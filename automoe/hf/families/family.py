@@ -78,8 +78,9 @@ class Family:
     Attributes:
         model_type: its name in ``config.json``; also ``ModelConfig.family``.
         architecture: name of transformers' class.
-        fields: dotted key of ``ModelConfig`` -> key of ``config.json``. If two of our keys share
-            one, the later one is written.
+        fields: dotted key of ``ModelConfig`` -> key of ``config.json``, a ``Field`` if it has a
+            default or its value is converted. If two of our keys share one, the later one is
+            written.
         fixed: dotted keys whose value is the same in every model of the family.
         only: keys of ``config.json`` with the one value that this decoder computes; a key that
             neither config.json nor transformers has is accepted. These keys are also written.
@@ -97,7 +98,7 @@ class Family:
 
     model_type: str
     architecture: str
-    fields: dict[str, Field]
+    fields: dict[str, Field | str]
     fixed: dict[str, Any]
     only: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
@@ -125,7 +126,7 @@ class Family:
                 )
         config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
         values = {
-            ours: self._value(ours, f, theirs, path) for ours, f in self.fields.items()
+            ours: self._value(ours, one, theirs, path) for ours, one in self._fields()
         } | self.fixed
         for ours, value in values.items():
             group, _, name = ours.rpartition(".")
@@ -180,13 +181,17 @@ class Family:
             | self.only
             | self.written
         )
-        hf |= {f.key: f.write(value_of(config, ours), config) for ours, f in self.fields.items()}
+        hf |= {one.key: one.write(value_of(config, ours), config) for ours, one in self._fields()}
         if self.partial_rotary:
             hf["partial_rotary_factor"] = config.rope.partial_rotary_factor
         hf |= _write_rope(config.rope, hf.get("max_position_embeddings"))
         if self.scaled_unless_said and hf["rope_scaling"] is None:
             hf["rope_scaling"] = {"type": "default", "rope_type": "default"}
         return hf
+
+    def _fields(self) -> Iterator[tuple[str, Field]]:
+        for ours, one in self.fields.items():
+            yield ours, Field(one) if isinstance(one, str) else one
 
     def _value(self, ours: str, spec: Field, theirs: Any, path: str) -> Any:
         raw = getattr(theirs, spec.key, spec.default)
@@ -204,14 +209,14 @@ class Family:
         max_positions = int(getattr(theirs, "max_position_embeddings", 4096))
         kind = params["rope_type"]
         partial = params.get("partial_rotary_factor", 1.0)
-        refused = {
-            "rope type": kind if kind not in ("default", "yarn", "llama3") else None,
-            "partial_rotary_factor": partial if not self.partial_rotary and partial != 1 else None,
-        }
-        for name, value in refused.items():
-            if value is not None:
-                here = f"{self.model_type} here has none, plain yarn or llama3"
-                raise not_computed(path, f"{name} {value} for rotary embeddings, and {here}")
+        refused = ""
+        if kind not in ("default", "yarn", "llama3"):
+            refused = f"rope type {kind}"
+        elif not self.partial_rotary and partial not in (1, None):
+            refused = f"partial_rotary_factor {partial}"
+        if refused:
+            here = f"{self.model_type} here has none, plain yarn or llama3"
+            raise not_computed(path, f"{refused} for rotary embeddings, and {here}")
         rope = RopeConfig(
             theta=float(params["rope_theta"]),
             original_seq_len=max_positions,
@@ -219,17 +224,14 @@ class Family:
         )
         if kind == "default":
             return rope
-        original = int(params["original_max_position_embeddings"])
-        if original != params["original_max_position_embeddings"]:
-            raise ValueError(
-                f"original_max_position_embeddings={params['original_max_position_embeddings']}"
-            )
+        stated = params["original_max_position_embeddings"]
+        original = int(stated)
+        if original != stated:
+            raise ValueError(f"original_max_position_embeddings={stated}")
         numbers: dict[str, Any]
         if kind == "llama3":
             numbers = {key: float(params[key]) for key in _LLAMA3}
-            numbers["mscale_all_dim"] = (
-                float(params.get("mscale_all_dim") or 0.0) if self.mscale else 0.0
-            )
+            numbers["mscale_all_dim"] = float(self.mscale and params.get("mscale_all_dim") or 0.0)
         else:
             factor = params["factor"]
             numbers = {"factor": float(max_positions / original if factor is None else factor)}
@@ -271,13 +273,14 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
         scaling |= {"original_max_position_embeddings": rope.original_seq_len}
     if rope.scaling == "llama3":
         scaling |= {key: getattr(rope, key) for key in _LLAMA3}
-        scaling |= {"mscale_all_dim": rope.mscale_all_dim} if rope.mscale_all_dim else {}
+        if rope.mscale_all_dim:
+            scaling["mscale_all_dim"] = rope.mscale_all_dim
     if rope.scaling == "yarn":
         scaling |= {key: getattr(rope, key) for key in _YARN if getattr(rope, key)}
-        scaling |= {} if rope.truncate else {"truncate": False}
-        scaling |= (
-            {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
-        )
+        if not rope.truncate:
+            scaling["truncate"] = False
+        if rope.attention_factor is not None:
+            scaling["attention_factor"] = rope.attention_factor
     return {
         "rope_theta": rope.theta,
         "rope_scaling": scaling or None,
@@ -355,23 +358,23 @@ def _read_full(layers: list[str], theirs: Any) -> int:
 
 
 # Most families spell keys like this and declare the exceptions. Dense families come first.
-DENSE_FIELDS = {
-    "vocab_size": Field("vocab_size"),
-    "hidden_size": Field("hidden_size"),
-    "num_layers": Field("num_hidden_layers"),
-    "intermediate_size": Field("intermediate_size"),
+DENSE_FIELDS: dict[str, Field | str] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "intermediate_size": "intermediate_size",
     "norm_eps": Field("rms_norm_eps", 1e-6),
     "tie_embeddings": Field("tie_word_embeddings", False),
     "initializer_range": Field("initializer_range", 0.02),
-    "attention.num_heads": Field("num_attention_heads"),
+    "attention.num_heads": "num_attention_heads",
     "attention.num_kv_heads": Field(
         "num_key_value_heads", None, read=lambda n, hf: n or hf.num_attention_heads
     ),
 }
 COMMON_FIELDS = DENSE_FIELDS | {
-    "num_experts_per_token": Field("num_experts_per_tok"),
-    "num_experts": Field("num_experts"),
-    "moe_intermediate_size": Field("moe_intermediate_size"),
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_experts": "num_experts",
+    "moe_intermediate_size": "moe_intermediate_size",
 }
 # ``layer_types`` may name other kinds in families whose layers all have full attention here.
 FULL_ATTENTION = {
@@ -383,16 +386,16 @@ FULL_ATTENTION = {
     )
 }
 # MoE layers as DeepSeek-V3 declares them; its leading dense layers are given by their number.
-GROUPED_MOE = {
-    "num_experts": Field("n_routed_experts"),
-    "num_shared_experts": Field("n_shared_experts"),
+GROUPED_MOE: dict[str, Field | str] = {
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
     "first_k_dense": Field(
         "first_k_dense_replace", read=lambda n, hf: max(0, min(n, hf.num_hidden_layers))
     ),
-    "router.norm_topk_prob": Field("norm_topk_prob"),
-    "router.routed_scaling_factor": Field("routed_scaling_factor"),
-    "router.num_groups": Field("n_group"),
-    "router.topk_groups": Field("topk_group"),
+    "router.norm_topk_prob": "norm_topk_prob",
+    "router.routed_scaling_factor": "routed_scaling_factor",
+    "router.num_groups": "n_group",
+    "router.topk_groups": "topk_group",
 }
 
 # Several families share these fields and fixed values.

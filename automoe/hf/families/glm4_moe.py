@@ -9,7 +9,6 @@ from automoe.hf.families.family import (
     GROUPED_ROUTER,
     HEAD_DIM,
     Family,
-    Field,
 )
 
 FAMILY = Family(
@@ -19,8 +18,8 @@ FAMILY = Family(
     | GROUPED_MOE
     | {
         "attention.head_dim": HEAD_DIM,
-        "attention.qk_norm": Field("use_qk_norm"),
-        "attention.qkv_bias": Field("attention_bias"),
+        "attention.qk_norm": "use_qk_norm",
+        "attention.qkv_bias": "attention_bias",
     },
     fixed=GQA | GROUPED_ROUTER,
     only={"hidden_act": "silu"},

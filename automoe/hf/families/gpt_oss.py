@@ -23,13 +23,13 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     fields=COMMON_FIELDS
     | {
-        "num_experts": Field("num_local_experts"),
-        "moe_intermediate_size": Field("intermediate_size"),  # there are no dense layers
+        "num_experts": "num_local_experts",
+        "moe_intermediate_size": "intermediate_size",  # there are no dense layers
         "swiglu_alpha": Field("swiglu_alpha", 1.702),
         "swiglu_limit": Field("swiglu_limit", 7.0),
-        "attention.head_dim": Field("head_dim"),
-        "attention.qkv_bias": Field("attention_bias"),
-        "attention.o_bias": Field("attention_bias"),
+        "attention.head_dim": "head_dim",
+        "attention.qkv_bias": "attention_bias",
+        "attention.o_bias": "attention_bias",
         "attention.full_attention_interval": layer_types("sliding_attention"),
         "attention.sliding_window": Field(
             # transformers makes a mask of it even where no layer has a window.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import COMMON_FIELDS, GQA, HEAD_DIM, SOFTMAX_ROUTER, Family, Field
+from automoe.hf.families.family import COMMON_FIELDS, GQA, HEAD_DIM, SOFTMAX_ROUTER, Family
 from automoe.hf.keys import KeyMap
 
 FAMILY = Family(
@@ -10,8 +10,8 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     fields=COMMON_FIELDS
     | {
-        "num_experts": Field("num_local_experts"),
-        "moe_intermediate_size": Field("intermediate_size"),  # there are no dense layers
+        "num_experts": "num_local_experts",
+        "moe_intermediate_size": "intermediate_size",  # there are no dense layers
         "attention.head_dim": HEAD_DIM,
     },
     fixed=GQA

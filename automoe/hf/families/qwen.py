@@ -70,7 +70,7 @@ QWEN2_MOE = Family(
     | _SHARED_EXPERTS
     | _LAYERS
     | FULL_ATTENTION
-    | {"attention.qkv_bias": Field("qkv_bias"), "router.norm_topk_prob": Field("norm_topk_prob")},
+    | {"attention.qkv_bias": "qkv_bias", "router.norm_topk_prob": "norm_topk_prob"},
     fixed=GQA
     | SOFTMAX_ROUTER
     | {"attention.full_attention_interval": 1}
@@ -83,7 +83,7 @@ QWEN2_MOE = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    fields=COMMON_FIELDS | _LAYERS | {"router.norm_topk_prob": Field("norm_topk_prob")},
+    fields=COMMON_FIELDS | _LAYERS | {"router.norm_topk_prob": "norm_topk_prob"},
     fixed=_ATTENTION | SOFTMAX_ROUTER | {"num_shared_experts": 0},
     only={"hidden_act": "silu", "attention_bias": False, "sliding_window": None},
     written={"use_sliding_window": False, "decoder_sparse_step": 1},
@@ -96,14 +96,14 @@ QWEN3_NEXT = Family(
     | _SHARED_EXPERTS
     | _LAYERS
     | {
-        "attention.head_dim": Field("head_dim"),
+        "attention.head_dim": "head_dim",
         "attention.full_attention_interval": layer_types("linear_attention"),
-        "attention.linear_num_key_heads": Field("linear_num_key_heads"),
-        "attention.linear_num_value_heads": Field("linear_num_value_heads"),
-        "attention.linear_key_head_dim": Field("linear_key_head_dim"),
-        "attention.linear_value_head_dim": Field("linear_value_head_dim"),
-        "attention.linear_conv_kernel_dim": Field("linear_conv_kernel_dim"),
-        "router.norm_topk_prob": Field("norm_topk_prob"),
+        "attention.linear_num_key_heads": "linear_num_key_heads",
+        "attention.linear_num_value_heads": "linear_num_value_heads",
+        "attention.linear_key_head_dim": "linear_key_head_dim",
+        "attention.linear_value_head_dim": "linear_value_head_dim",
+        "attention.linear_conv_kernel_dim": "linear_conv_kernel_dim",
+        "router.norm_topk_prob": "norm_topk_prob",
     },
     fixed=_ATTENTION
     | SOFTMAX_ROUTER
@@ -122,7 +122,7 @@ QWEN3_NEXT = Family(
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    fields=DENSE_FIELDS | FULL_ATTENTION | {"attention.head_dim": Field("head_dim")},
+    fields=DENSE_FIELDS | FULL_ATTENTION | {"attention.head_dim": "head_dim"},
     fixed=_ATTENTION | {"attention.full_attention_interval": 1},
     only={"hidden_act": "silu", "attention_bias": False},
     written={"use_sliding_window": False},

@@ -46,12 +46,11 @@ def check_page(path: Path) -> None:
 
 
 def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> None:
-    """Write the plan's page to ``path``, replacing an earlier page of a plan.
+    """Write the plan's page to ``path``, which ``check_page`` has checked.
 
     Raises:
-        ConfigError: ``check_page`` refuses the path, or the file cannot be written.
+        ConfigError: the file cannot be written.
     """
-    check_page(path)
     summary, *tables = plan_tables(config, plan)
     page = render(
         TEMPLATE_FILE,
@@ -65,7 +64,7 @@ def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> 
         warnings=plan.warnings,
         numbers=_numbers(config, plan),
         pictures=_pictures(config, plan),
-        facts=[(name, text) for name, text in _rows(summary)],
+        facts=_rows(summary),
         tables=[_as_data(table) for table in tables],
         config_text=dump_config(config),
     )
@@ -84,9 +83,9 @@ def _verdict(config: Config, plan: Plan) -> tuple[str, str]:
         return "", f"{config.cluster.name} has no limit of memory"
     if plan.needed > limit:
         return "failed", "does not fit"
-    return (
-        ("running", "fits at even load alone") if plan.uneven_needed > limit else ("done", "fits")
-    )
+    if plan.uneven_needed > limit:
+        return "running", "fits at even load alone"
+    return "done", "fits"
 
 
 def _numbers(config: Config, plan: Plan) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ from automoe.planner.memory import RankMemory
 from automoe.planner.plan import Plan, gib
 from automoe.planner.reserve import reserve
 from automoe.planner.schedule import Span
-from automoe.planner.time import StepTime, step_spans
+from automoe.planner.time import step_spans
 
 WIDE = 10.5  # figure width in inches
 # Parts of the memory bars: (name, fields of RankMemory, colour).
@@ -53,22 +53,11 @@ MARGIN = 0.06
 DIGIT = 0.05
 
 
-def time_parts(time: StepTime) -> list[tuple[str, float]]:
-    """Return (name, seconds) of every part of a step."""
-    parts = [
-        ("computing", time.compute),
-        *time.communication.items(),
-        ("bubble", time.bubble),
-        ("other", time.other),
-    ]
-    return [(name, seconds) for name, seconds in parts if seconds > 0]
-
-
 @rc_context(RC)
 def draw_time(plan: Plan) -> Figure:
     """Draw the seconds of a step by part, and the bytes that a rank sends by axis, if any."""
     time = plan.time
-    parts = time_parts(time)
+    parts = [(name, seconds) for name, seconds in time.parts.items() if seconds > 0]
     sent = {axis: num_bytes for axis, num_bytes in time.traffic.items() if num_bytes}
     rows = max(len(parts), len(sent))
     figure, axes = new_figure(WIDE, 1.2 + 0.34 * rows, columns=1 + bool(sent))
@@ -137,14 +126,8 @@ def draw_memory(config: Config, plan: Plan) -> Figure:
                 axis.barh(row + place, num_bytes / unit, left=left, height=0.36, color=colour)
                 left += num_bytes / unit
             if len(pairs) <= 16:
-                axis.text(
-                    left,
-                    row + place,
-                    f" {left:.1f}",
-                    va="center",
-                    fontsize=6.5 if step < 0.45 else 8,
-                    color=INK,
-                )
+                small = 6.5 if step < 0.45 else 8
+                axis.text(left, row + place, f" {left:.1f}", va="center", fontsize=small, color=INK)
     seen = [any(stack[index] for pair in stacks for stack in pair) for index in range(len(colours))]
     handles = [
         Patch(color=colour, label=text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
@@ -20,6 +22,9 @@ MAX_ROWS = 8  # larger pipelines are not shown rank by rank
 SEEN = 0.0005  # Parts with a smaller share of all parameters are not listed.
 STAGES_WIDTH = 80  # Minimum width of the stages table, because a truncated number is worthless.
 
+Rows = Iterable[tuple[str, ...]]
+
+_BOLD = ("peak", "needed", "step", "MFU", "on the disk")  # rows of results
 _MOMENTS = {
     "backward": "in a layer's backward pass",
     "loss": "with a micro-batch's loss",
@@ -56,27 +61,42 @@ def plan_tables(config: Config, plan: Plan) -> list[Table]:
 
     The first table has no headings.
     """
-    stages = [_stages_table(plan)] if plan.mesh.pp > 1 else []
-    time = _time_table(config, plan)
+    summary = Table.grid(Column(style="bold"), Column(), padding=(0, 2))
+    for row in _summary(config, plan):
+        summary.add_row(*row)
+    pipelined = plan.mesh.pp > 1
+    which = f"heaviest, pp rank {plan.heaviest.pp_rank}" if pipelined else "each"
+    doubt = "" if plan.time.calibrated else ", uncalibrated (no cluster.gemm_curve)"
     return [
-        _summary(config, plan),
-        _rank_table(config, plan),
-        *stages,
-        time,
-        _checkpoint_table(config, plan),
+        summary,
+        _table(
+            f"memory per rank ({which})",
+            [Column("component"), _number("bytes"), _what()],
+            _rank_rows(config, plan),
+        ),
+        *([_stages_table(plan)] if pipelined else []),
+        _table(
+            f"time of a step, predicted{doubt}",
+            [Column("part"), *map(_number, ("seconds", "share", "sent", "off node")), _what()],
+            _time_rows(config, plan),
+        ),
+        _table(
+            "a checkpoint",
+            [Column("what"), _number("figure"), _what()],
+            _checkpoint_rows(config, plan),
+        ),
     ]
 
 
-def _summary(config: Config, plan: Plan) -> Table:
+def _summary(config: Config, plan: Plan) -> Rows:
     train = config.train
     batch = plan.batch
     model = config.model
     cluster = config.cluster
-    table = Table.grid(Column(style="bold"), Column(), padding=(0, 2))
     ranks = f"{plan.mesh.world_size:,} rank{'s' * (plan.mesh.world_size > 1)}"
     if cluster.memory_bytes:
         ranks += f" = {plan.num_nodes:,} node{'s' * (plan.num_nodes > 1)} of {cluster.gpus_per_node} {cluster.gpu}"
-    table.add_row("ranks", ranks)
+    yield "ranks", ranks
     params = plan.params
     shares = [(part.replace("_", " "), params.by_part[part] / params.total) for part in PARTS]
     said = ", ".join(
@@ -85,48 +105,44 @@ def _summary(config: Config, plan: Plan) -> Table:
         if share >= SEEN
     )
     active = f"{_count(params.active)} active per token ({params.active / params.total:.1%})"
-    table.add_row("parameters", f"{_count(params.total)}, {active}; {said}")
-    table.add_row(
+    yield "parameters", f"{_count(params.total)}, {active}; {said}"
+    yield (
         "step",
         f"{batch.rows_per_step:,} rows x {train.seq_len:,} tokens = {batch.tokens_per_step:,} tokens; "
         f"{batch.num_micro_batches} micro-batches of {train.micro_batch_size} x {train.seq_len:,} on each of "
         f"{plan.mesh.dp} data-parallel ranks",
     )
     if model.num_moe_layers:
-        table.add_row(
+        yield (
             "experts",
             f"{model.num_experts // plan.mesh.ep} of {model.num_experts} a rank, {batch.rows_per_expert:,.0f} rows "
             "each per micro-batch at even load",
         )
     flops = plan.flops
-    table.add_row(
+    yield (
         "FLOPs",
         f"{_flops(flops.causal)} a token ({_flops(flops.full_attention)} if the masked half of attention counts), "
         f"{_flops(flops.causal * batch.tokens_per_step)} a step",
     )
     if plan.mesh.pp > 1:
         stages = plan.mesh.pp * config.parallel.stages_per_rank
-        table.add_row(
+        yield (
             "pipeline",
             f"{config.parallel.schedule}, {stages} stages, {plan.bubble:.1%} of a step idle",
         )
     if config.parallel.recompute:
-        table.add_row("recompute", _recomputed(config))
+        yield "recompute", _recomputed(config)
     if cluster.memory_bytes and plan.mesh.world_size > 1:
         named = process_groups(config, plan.mesh)
-        table.add_row(
-            "communicators",
-            f"{len(named)} a rank: {', '.join(f'{name} {size}' for name, size in named)}",
-        )
-    for what, line in zip(("trained", ""), describe_training(config), strict=False):
-        table.add_row(what, line)
+        sizes = ", ".join(f"{name} {size}" for name, size in named)
+        yield "communicators", f"{len(named)} a rank: {sizes}"
+    yield from zip(("trained", ""), describe_training(config), strict=False)
     if train.fp8 != "off":
-        table.add_row(
+        yield (
             "8 bits",
             f"{train.fp8} products, emulated in float32 on a CPU; MFU is of the bfloat16 peak, and activations are "
             "counted as without",
         )
-    return table
 
 
 def _recomputed(config: Config) -> str:
@@ -138,21 +154,26 @@ def _recomputed(config: Config) -> str:
     return f"{text}; {layers or 'every'} layer{'s' if layers else ''}"
 
 
-def _titled(title: str, *columns: Column) -> Table:
-    return Table(
+def _table(title: str, columns: list[Column], rows: Rows) -> Table:
+    table = Table(
         *columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
     )
+    for row in rows:
+        table.add_row(*row, style="bold" if row[0] in _BOLD else "")
+    return table
 
 
 def _number(heading: str) -> Column:
     return Column(heading, justify="right", no_wrap=True)
 
 
-def _rank_table(config: Config, plan: Plan) -> Table:
+def _what() -> Column:
+    return Column("what it is", style="dim")
+
+
+def _rank_rows(config: Config, plan: Plan) -> Rows:
     rank = plan.heaviest
     mesh = plan.mesh
-    title = f"memory per rank ({f'heaviest, pp rank {rank.pp_rank}' if mesh.pp > 1 else 'each'})"
-    table = _titled(title, Column("component"), _number("bytes"), Column("what it is", style="dim"))
     shards = f"over {mesh.fsdp} ranks"
     if config.model.num_moe_layers:
         shards = f"experts over {mesh.ep_shard * mesh.ep} ranks, the rest {shards.removesuffix(' ranks')}"
@@ -171,155 +192,99 @@ def _rank_table(config: Config, plan: Plan) -> Table:
         "widened": f"the largest matrix of lora.base={config.lora.base}, while it is multiplied",
         "temporaries": _TEMPORARIES[rank.moment],
     }
+    names = {"head": "cross-entropy", "recompute": "recomputation"}
     for field, num_bytes in rank.parts.items():
         if num_bytes:
-            name = {"head": "cross-entropy", "recompute": "recomputation"}.get(
-                field, field.replace("_", " ")
-            )
-            table.add_row(name, gib(num_bytes), texts[field])
+            yield names.get(field, field.replace("_", " ")), gib(num_bytes), texts[field]
     limit = config.cluster.memory_bytes
-    table.add_row("peak", gib(rank.peak), f"the sum, {_MOMENTS[rank.moment]}", style="bold")
+    yield "peak", gib(rank.peak), f"the sum, {_MOMENTS[rank.moment]}"
     if plan.uneven_peak > rank.peak:
-        table.add_row(
-            "", gib(plan.uneven_peak), "where experts get twice their even share of tokens"
-        )
+        yield "", gib(plan.uneven_peak), "where experts get twice their even share of tokens"
     held = plan.reserve
     if held.total:
         parts = (
             f"context {gib(held.context)}, communicators {gib(held.communicators)}, fragmentation"
         )
-        table.add_row("reserve", gib(held.total), f"{parts} {gib(held.fragmentation)}")
+        yield "reserve", gib(held.total), f"{parts} {gib(held.fragmentation)}"
         share, uneven = (
             f", {need / limit:.0%} of {gib(limit)}" for need in (plan.needed, plan.uneven_needed)
         )
-        table.add_row("needed", gib(plan.needed), f"peak and reserve{share}", style="bold")
+        yield "needed", gib(plan.needed), f"peak and reserve{share}"
         if plan.uneven_needed > plan.needed:
-            table.add_row("", gib(plan.uneven_needed), f"at twice the even share{uneven}")
+            yield "", gib(plan.uneven_needed), f"at twice the even share{uneven}"
         if plan.full_at is not None:
-            table.add_row(
-                "", gib(limit), f"at {plan.full_at:.1f} times the even share: all there is"
-            )
+            yield "", gib(limit), f"at {plan.full_at:.1f} times the even share: all there is"
     for text in plan.not_modelled:
-        table.add_row("not modelled", "?", text)
-    return table
+        yield "not modelled", "?", text
 
 
-def _time_table(config: Config, plan: Plan) -> Table:
+def _time_rows(config: Config, plan: Plan) -> Rows:
     time = plan.time
-    doubt = "" if time.calibrated else ", uncalibrated (no cluster.gemm_curve)"
-    table = _titled(
-        f"time of a step, predicted{doubt}",
-        Column("part"),
-        _number("seconds"),
-        _number("share"),
-        _number("sent"),
-        _number("off node"),
-        Column("what it is", style="dim"),
-    )
-    seen = time.communication
-    for name, seconds, text in [
-        ("computing", time.compute, "products, attention, memory"),
-        ("tp", seen["tp"], "around products that are cut"),
-        ("cp", seen["cp"], "keys and values of other ranks"),
-        ("ep", seen["ep"], f"tokens to experts, {config.moe.dispatcher}"),
-        ("etp", seen["etp"], "rows of ranks that share a width"),
-        ("fsdp", seen["fsdp"], "weights, gradients, what is seen"),
-        ("pp", seen["pp"], "activations between stages"),
-        ("bubble", time.bubble, "waiting for other ranks"),
-        ("other", time.other, "optimizer, launches, data"),
-    ]:
+    texts = {
+        "computing": "products, attention, memory",
+        "tp": "around products that are cut",
+        "cp": "keys and values of other ranks",
+        "ep": f"tokens to experts, {config.moe.dispatcher}",
+        "etp": "rows of ranks that share a width",
+        "fsdp": "weights, gradients, what is seen",
+        "pp": "activations between stages",
+        "bubble": "waiting for other ranks",
+        "other": "optimizer, launches, data",
+    }
+    for name, seconds in time.parts.items():
         if seconds > 0:
             total = time.traffic.get(name)
             sent = (gib(total), f"{time.off_node[name] / total:.0%}") if total else ("", "")
-            table.add_row(name, f"{seconds:.3g}", f"{seconds / time.seconds:.1%}", *sent, text)
+            yield name, f"{seconds:.3g}", f"{seconds / time.seconds:.1%}", *sent, texts[name]
     low, high = map(short_number, time.band)
-    table.add_row(
-        "step",
-        f"{time.seconds:.3g}",
-        "",
-        "",
-        "",
-        f"{time.tokens_per_second:,.0f} tokens/s",
-        style="bold",
-    )
-    table.add_row("", "", "", "", "", f"{low} to {high} to be expected")
+    blank = [""] * 3
+    yield "step", f"{time.seconds:.3g}", *blank, f"{time.tokens_per_second:,.0f} tokens/s"
+    yield "", "", *blank, f"{low} to {high} to be expected"
     if time.mfu is not None:
         full = f"{time.mfu_full_attention:.1%} with all of attention"
-        table.add_row("MFU", f"{time.mfu:.1%}", "", "", "", full, style="bold")
-    return table
+        yield "MFU", f"{time.mfu:.1%}", *blank, full
 
 
-def _checkpoint_table(config: Config, plan: Plan) -> Table:
+def _checkpoint_rows(config: Config, plan: Plan) -> Rows:
     cost = plan.checkpoint
-    saves = config.checkpoint
-    table = _titled(
-        "a checkpoint", Column("what"), _number("figure"), Column("what it is", style="dim")
-    )
-    table.add_row(
-        "size", gib(cost.bytes), f"{cost.num_files:,} files, up to {gib(cost.rank_bytes)} each"
-    )
-    table.add_row(
-        "index",
-        gib(cost.metadata_bytes),
-        f"{cost.num_shards:,} shards of {cost.num_tensors:,} tensors",
-    )
+    yield "size", gib(cost.bytes), f"{cost.num_files:,} files, up to {gib(cost.rank_bytes)} each"
+    shards = f"{cost.num_shards:,} shards of {cost.num_tensors:,} tensors"
+    yield "index", gib(cost.metadata_bytes), shards
     source = "assumed" if cost.assumed else "cluster.storage_bandwidth"
-    table.add_row(
-        "write",
-        _seconds(cost.write_seconds),
-        f"at {cost.node_bandwidth / 1e9:g} GB/s a node ({source})",
-    )
-    how = "the copy to CPU memory" if saves.async_save else "until it is written"
-    if saves.async_save:
-        how += f", {gib(cost.staged_bytes)} a rank, which stays"
-    table.add_row("stands still", _seconds(cost.blocked_seconds), how)
+    speed = f"at {cost.node_bandwidth / 1e9:g} GB/s a node ({source})"
+    yield "write", _seconds(cost.write_seconds), speed
+    how = "until it is written"
+    if config.checkpoint.async_save:
+        how = f"the copy to CPU memory, {gib(cost.staged_bytes)} a rank, which stays"
+    yield "stands still", _seconds(cost.blocked_seconds), how
     if cost.interval_seconds is None:
-        table.add_row(
-            "on the disk",
-            "none",
-            "checkpoint.every=0, and checkpoint.every_minutes=0",
-            style="bold",
-        )
-        return table
-    table.add_row(
-        "every",
-        _seconds(cost.interval_seconds),
-        f"{cost.blocked_share:.2%} of the time stands still",
-    )
-    kept = f"{cost.most_kept:,} kept and one being written"
-    table.add_row("on the disk", gib(cost.disk_bytes), kept, style="bold")
-    return table
+        yield "on the disk", "none", "checkpoint.every=0, and checkpoint.every_minutes=0"
+        return
+    share = f"{cost.blocked_share:.2%} of the time stands still"
+    yield "every", _seconds(cost.interval_seconds), share
+    yield "on the disk", gib(cost.disk_bytes), f"{cost.most_kept:,} kept and one being written"
 
 
 def _stages_table(plan: Plan) -> Table:
     in_flight, *sizes = map(_number, ("in flight", "state", "gathered", "activations", "peak"))
     in_flight.no_wrap = False  # The cell wraps, because a rank may have many stages.
-    table = _titled(
-        "pipeline ranks", _number("pp"), Column("layers"), _number("params"), in_flight, *sizes
-    )
+    columns = [_number("pp"), Column("layers"), _number("params"), in_flight, *sizes]
+    table = _table("pipeline ranks", columns, ())
     last = len(plan.ranks) - 1
     shown = {last * row // (MAX_ROWS - 2) for row in range(MAX_ROWS - 1)} | {plan.heaviest.pp_rank}
     ranks = (
         plan.ranks if last < MAX_ROWS else [rank for rank in plan.ranks if rank.pp_rank in shown]
     )
     for rank in ranks:
+        state = rank.weights + rank.moments + rank.averages
+        gathered = rank.gathered_weights + rank.unsharded_gradients + rank.gradients
+        rest = rank.peak - state - gathered
         table.add_row(
             str(rank.pp_rank),
             _spans(rank.layers),
             _count(rank.params),
             _join(rank.micro_batches_in_flight),
-            gib(rank.weights + rank.moments + rank.averages),
-            gib(rank.gathered_weights + rank.unsharded_gradients + rank.gradients),
-            gib(
-                rank.inputs
-                + rank.receive_buffers
-                + rank.activations
-                + rank.head
-                + rank.recompute
-                + rank.widened
-                + rank.temporaries
-            ),
-            gib(rank.peak),
+            *map(gib, (state, gathered, rest, rank.peak)),
             style="bold" if rank is plan.heaviest else "",
         )
     if len(ranks) < len(plan.ranks):

@@ -63,17 +63,12 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
 
 def _parts(time: StepTime) -> list[tuple[str, float]]:
     """Return (name, seconds) of the parts of a step that exceed the share ``SEEN``."""
-    parts = [
-        ("compute", time.compute),
-        *time.communication.items(),
-        ("bubble", time.bubble),
-        ("other", time.other),
-    ]
-    return [(name, seconds) for name, seconds in parts if seconds > SEEN * time.seconds]
+    least = SEEN * time.seconds
+    return [(name, seconds) for name, seconds in time.parts.items() if seconds > least]
 
 
 def why_slower(best: Candidate, other: Candidate) -> str:
-    """Describe why ``other`` is slower: ``is 3.1% slower: ep +0.81 s, bubble +0.30 s, compute -0.12
+    """Describe why ``other`` is slower: ``is 3.1% slower: ep +0.81 s, bubble +0.30 s, computing -0.12
     s``.
     """
     if best.speed == other.speed:

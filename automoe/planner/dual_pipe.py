@@ -1,0 +1,62 @@
+"""Order of actions of DualPipeV, DualPipe cut in half (DeepSeek-V3, section 3.2.1)."""
+
+from __future__ import annotations
+
+Action = tuple[str, int, int]  # (kind, stage, micro-batch)
+
+
+class _Order:
+    """Growing list of one rank's actions that numbers the micro-batches of each kind and stage."""
+
+    def __init__(self, stages: tuple[int, int]) -> None:
+        self.stages = stages
+        self.made: list[tuple[Action, ...]] = []
+        self.counts: dict[tuple[str, int], int] = {}
+        # Weight halves (W) that may run at any time: (stage, micro-batch).
+        self.waiting: list[tuple[int, int]] = []
+
+    def _next(self, kind: str, chunk: int) -> Action:
+        counted = "F" if kind == "F" else "B"
+        index = self.counts[counted, chunk] = self.counts.get((counted, chunk), -1) + 1
+        if kind == "I":
+            self.waiting.append((self.stages[chunk], index))
+        return kind, self.stages[chunk], index
+
+    def add(self, *what: str) -> None:
+        """Append one entry per word: ``F0`` is a forward of the rank's stage 0, ``F0+B1`` is a
+        pair.
+
+        The word ``W`` stands for the oldest weight half that has not run.
+        """
+        for word in what:
+            if word == "W":
+                if self.waiting:
+                    self.made.append((("W", *self.waiting.pop(0)),))
+            else:
+                self.made.append(
+                    tuple(self._next(part[0], int(part[1])) for part in word.split("+"))
+                )
+
+
+def dual_pipe_v(
+    pp: int, rank: int, num_micro_batches: int, overlap: bool
+) -> list[tuple[Action, ...]]:
+    """Return the actions of DualPipe cut in half (DeepSeek-V3, section 3.2.1).
+
+    Without ``overlap`` the actions of a pair run one after the other.
+    """
+    order = _Order((rank, 2 * pp - 1 - rank))
+    later = pp - rank - 1
+    both = (lambda f, b: [f"{f}+{b}"]) if overlap else (lambda f, b: [f, b])
+    order.add(*["F0"] * 2 * later, *["F0", "F1"] * (rank + 1), *["I1", "W", "F1"] * later)
+    for index in range(num_micro_batches - 2 * pp + rank + 1):
+        first = ["F0", "B1"] if index == 0 and rank == pp - 1 else both("F0", "B1")
+        order.add(*first, *both("F1", "B0"))
+    order.add(*["B1", *both("F1", "B0")] * later)
+    halves = False
+    for index in range(rank + 1):
+        for chunk, parity in ((1, 1), (0, 0)):
+            halves = halves or (index == (rank + 1) // 2 and rank % 2 == parity)
+            order.add(f"{'I' if halves else 'B'}{chunk}")
+    order.add(*["W", "I0" if halves else "B0"] * later, *["W"] * (rank + 1))
+    return order.made
