@@ -208,6 +208,8 @@ def test_one_tensor_in_two_files(sharded: Path) -> None:
     first, last = sorted(sharded.glob("*.safetensors"))[:: len(list(sharded.glob("*.safetensors"))) - 1]
     name, tensor = next(iter(load_file(first).items()))
     save_file(load_file(last) | {name: tensor + 1}, last)
+    assert read_headers(sharded)[name].file == first.name  # the index says so
+    with_index(sharded, lambda index: index.pop(name))
     with pytest.raises(CheckpointError, match=f"'{name}' is in {first.name} and in {last.name}"):
         read_headers(sharded)
 

@@ -284,6 +284,6 @@ def test_bfloat16_survives_float32_master_weights(name: str, tmp_path: Path, ran
     before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
     assert before.keys() == after.keys()
     for key, tensor in before.items():
-        # Float32 are the selection biases, and what this transformers' class keeps so.
-        assert after[key].dtype == tensor.dtype
+        # The selection bias is float32 here, and what this transformers' class keeps so stays so.
+        assert after[key].dtype == (torch.float32 if key.endswith("correction_bias") else tensor.dtype)
         assert torch.equal(after[key].to(tensor.dtype), tensor), key

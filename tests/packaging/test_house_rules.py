@@ -42,7 +42,7 @@ LAYERS = (
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(path for room in ("automoe", "recipes") for path in (ROOT / room).rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
-MAX_TOKENS = 251_500
+MAX_TOKENS = 252_500
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 499, 65, 125
 
 
@@ -240,7 +240,8 @@ def private_uses(tree: ast.AST, own: set[str]) -> list[str]:
 
 def test_private_parts_of_torch_are_named_in_their_two_files_alone() -> None:
     trees = {name: ast.parse(path.read_text()) for name, path in MODULES.items() if name not in PRIVATE_TO_TORCH}
-    own = own_names(list(trees.values()))
+    # Of transformers: classes of models declare it, and nothing public tells it.
+    own = own_names(list(trees.values())) | {"_keep_in_fp32_modules_strict"}
     found = [f"{name}: {use}" for name, tree in trees.items() for use in private_uses(tree, own)]
     assert not found, "\n".join(found)
     for name in PRIVATE_TO_TORCH:
