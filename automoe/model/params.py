@@ -323,7 +323,7 @@ def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
 
 
 # ``SPECS`` maps names within a layer, or at an end of the model, to rows. Both kinds of attention
-# have a q_proj and an o_proj, whose rows differ only in their shapes.
+# have a q_proj and an o_proj, whose rows differ only in shape and condition.
 SPECS = {spec.name: spec for spec in (_EMBEDDING, _FINAL_NORM, _HEAD)}
 for _spec in chain.from_iterable(rows for _, rows in _ROWS):
     SPECS[_spec.name] = _spec
