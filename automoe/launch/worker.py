@@ -78,6 +78,16 @@ def outlive_streams() -> None:
     sys.stderr = Outlet(sys.stderr)
 
 
+def _handle_signals(stop: StopRequest) -> None:
+    """Make ``STOP_SIGNALS`` set ``stop``."""
+    for number in STOP_SIGNALS:
+        # The handler must take no lock (starting a thread takes one): it interrupts the main
+        # thread, which may hold that lock.
+        signal.signal(number, lambda signum, frame: stop.set())
+    # automoe's launcher starts ranks with these signals blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
 def run_rank(
     run_dir: Path,
     rank: int,
@@ -106,12 +116,7 @@ def run_rank(
     terminal = _redirect(run_dir, rank)
     sys.stderr.write(imports.output)
     stop = StopRequest()
-    for number in STOP_SIGNALS:
-        # The handler must take no lock (starting a thread takes one): it interrupts the main
-        # thread, which may hold that lock.
-        signal.signal(number, lambda signum, frame: stop.set())
-    # automoe's launcher starts ranks with these signals blocked.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    _handle_signals(stop)
     (run_dir / runs.LOG_FOLDER / f"rank{rank}.pid").write_text(str(os.getpid()))
     # automoe's launcher outlives the ranks and writes the report; under torchrun and srun rank 0
     # writes it.
