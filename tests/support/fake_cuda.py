@@ -132,8 +132,8 @@ class _Hopper:
 @contextmanager
 def traced_launches() -> Iterator[list[Launch]]:
     """Within it kernels are compiled for the arguments of their launch and listed, each specialisation once."""
-    from triton.backend.driver import driver
-    from triton.backend.jit import JITFunction
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
 
     launches: dict[Any, Launch] = {}
     compile_for = JITFunction.run
