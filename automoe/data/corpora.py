@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -234,9 +235,11 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
 
 
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
+    marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    encoding = "utf-16" if error.object[:2] in marks else "latin1"
     return DataError(
         f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}). Convert the file "
-        "(iconv -f latin1 -t utf-8, if that is what it is) or leave it out of data.path."
+        f"(iconv -f {encoding} -t utf-8, if that is what it is) or leave it out of data.path."
     )
 
 
@@ -275,8 +278,8 @@ def jsonl_records(path: Path) -> NumberedRecords:
                 continue
             if number == 1 and line.startswith("["):
                 raise DataError(
-                    f"{path}:1: a JSON array, where each line is one JSON object. Write its items as lines "
-                    f"(jq -c '.[]' {path.name} > {path.name.partition('.')[0]}.jsonl)."
+                    f"{path}:1: a JSON array, where each line is one JSON object. Write its items as lines of another "
+                    f"file (jq -c '.[]' {shlex.quote(str(path))} > lines.jsonl) and name that in data.path."
                 )
             try:
                 record = json.loads(line)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -174,11 +178,36 @@ def test_bad_jsonl_line_is_named(line, tmp_path):
         read("jsonl", path)
 
 
+def carried_out(message: str, folder: Path) -> None:
+    """Run the command that an error names in brackets; where jq is not installed, a stand-in for its one use."""
+    command = re.search(r"\((jq|iconv) [^)]*\)", message)
+    assert command is not None, message
+    (folder / "bin").mkdir(exist_ok=True)
+    if shutil.which("jq") is None:
+        code = "import json, sys\nfor one in json.load(open(sys.argv[3])): print(json.dumps(one))\n"
+        (folder / "bin" / "jq").write_text(f"#!{sys.executable}\n{code}")
+        (folder / "bin" / "jq").chmod(0o755)
+    env = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", command[0][1:-1]], cwd=folder, env=env, check=True)
+
+
 @pytest.mark.parametrize("text", ['[{"text": "a"}]', '[\n  {"text": "a"}\n]\n'])
-def test_a_json_array_says_how_it_becomes_lines(text, tmp_path):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(DataError, match=r"a\.json:1: a JSON array, .*jq -c '\.\[\]' a\.json > a\.jsonl"):
-        read("jsonl", tmp_path / "a.json")
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "lines 2.jsonl"])
+def test_the_remedy_for_a_json_array_makes_lines_and_loses_nothing(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=r":1: a JSON array, .*jq -c '\.\[\]'") as caught:
+        read("jsonl", tmp_path / name)
+    carried_out(str(caught.value), tmp_path)
+    assert (tmp_path / name).read_text() == text
+    assert [document.text for document in read("jsonl", tmp_path / "lines.jsonl")] == ["a"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin1"])
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_the_encoding_that_a_file_has_is_named(kind, encoding, tmp_path):
+    (tmp_path / "a").write_bytes('{"text": "für"}\n'.encode(encoding))
+    with pytest.raises(DataError, match=f"iconv -f {encoding} -t utf-8"):
+        read(kind, tmp_path / "a")
 
 
 def test_bad_utf8_in_text_names_the_line(tmp_path):
