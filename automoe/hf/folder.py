@@ -22,7 +22,7 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import KeyMap, fp8_config
-from automoe.hf.untrusted import copy_file, open_inside
+from automoe.hf.untrusted import copy_file, open_inside, parse_json, read_bytes
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.lock_file import open_lock
 
@@ -197,7 +197,8 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
     Raises:
         ConfigError: no such tokenizer.
-        CheckpointError: one of them is a link out of its folder, no file, or cannot be read.
+        CheckpointError: one of them is a link out of its folder, no file, cannot be read, or is
+            called JSON and is no JSON object.
     """
     source = local_folder(config.hf_path) if config.hf_path is not None else None
     patterns = _TOKENIZER_FILES
@@ -216,9 +217,15 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
     for _, name in found:
         try:
             os.close(open_inside(place, name))
+            if name.endswith(".json") and not isinstance(parse_json(read_bytes(place, name)), dict):
+                raise ValueError("it is no JSON object")
         except OSError as error:
             raise CheckpointError(
                 f"{place / name}: {error.strerror}. Make it readable, or copy it again"
+            ) from None
+        except ValueError as error:
+            raise CheckpointError(
+                f"{place / name}: {error}, and an export copies this file. Copy it again"
             ) from None
     return found
 

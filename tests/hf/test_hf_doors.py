@@ -296,6 +296,11 @@ def test_a_run_that_could_not_be_exported_does_not_start(single: Path, tmp_path:
     mesh = ["mesh.pp=1", "mesh.dp_shard=1", "mesh.ep=1", "mesh.ep_shard=1"]
     arguments = Arguments(overrides=["data=stdlib", f"model.hf_path={single}", f"data.tokenizer={words}", *mesh])
     prepare(arguments)
+    sound = (words / "tokenizer_config.json").read_text()
+    (words / "tokenizer_config.json").write_text('["<s>"]')
+    with pytest.raises(AutomoeError, match="tokenizer_config"):
+        prepare(arguments)
+    (words / "tokenizer_config.json").write_text(sound)
     put(words, "tokenizer_config.json", "elsewhere")
     with pytest.raises(CheckpointError, match=r"words/tokenizer_config\.json leads out of"):
         prepare(arguments)
@@ -404,3 +409,24 @@ def test_what_is_not_finite_is_not_exported_nor_converted(
     assert convert.main([str(single), "--out", str(tmp_path / "out")]) == 2
     assert f"1 numbers of {SPOILT} are NaN or infinite" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["model"]
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"do_sample": tr', "Expecting value"),
+        (b"[]", "it is no JSON object"),
+        (b'\xef\xbb\xbf{"top_p": 0.9}', "BOM"),
+        ('{"note": "für"}'.encode("latin1"), "can't decode byte 0xfc"),
+        (b"[" * 100_000, "nested deeper"),
+        (b"", "Expecting value"),
+    ],
+    ids=["cut", "list", "bom", "latin1", "deep", "empty"],
+)
+def test_a_damaged_file_that_the_export_copies_is_found_before_the_first_step(
+    name: str, content: bytes, reason: str, single: Path
+) -> None:
+    (single / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{single}/{name}: .*{reason}.*Copy it again"):
+        copied_files(model_config_from_hf(single), None)
