@@ -92,7 +92,7 @@ def start_notes(config: Config) -> list[str]:
     """
     notes = [torch_note(version("torch")), cpu_note(config)]
     if (recipe := own_recipe(config.recipe)) is not None:
-        notes.append(f"note: recipe={config.recipe} is {recipe}")
+        notes.append(f"note: recipe={typed} is {recipe}")
     return list(filter(None, notes))
 
 
