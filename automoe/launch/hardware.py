@@ -92,7 +92,8 @@ def start_notes(config: Config) -> list[str]:
     """
     notes = [torch_note(version("torch")), cpu_note(config)]
     if (recipe := own_recipe(config.recipe)) is not None:
-        notes.append(f"note: recipe={typed} is {recipe}")
+        own = Path(config.recipe)  # of ``named_recipe``: absolute, and only its name was typed
+        notes.append(f"note: recipe={own.stem if own.is_absolute() else own} is {recipe}")
     return list(filter(None, notes))
 
 

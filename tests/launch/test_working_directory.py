@@ -77,7 +77,7 @@ def test_a_recipe_of_the_folder_runs_where_the_user_names_it_and_is_told(folder:
     (folder / "recipes" / "pretrain.py").write_text(own)
     done = ended(folder, *SCRIPT, "train", "recipe=pretrain", *RUN)
     assert done.returncode == 0 and "mine" in done.stdout, done.stderr
-    assert f"note: recipe={folder}/recipes/pretrain.py is {folder}/recipes/pretrain.py" in done.stderr
+    assert f"note: recipe=pretrain is {folder}/recipes/pretrain.py" in done.stderr
     done = ended(folder, *SCRIPT, "train", *RUN[:-1], "run_dir=shipped")
     assert done.returncode == 0 and "mine" not in done.stdout and "note: recipe" not in done.stderr
     assert json.loads((folder / "shipped" / "metrics.jsonl").read_text())["step"] == 1
