@@ -98,12 +98,12 @@ def test_the_wheel_trains_outside_a_checkout(installed: Path, tmp_path: Path) ->
 
 @pytest.mark.faults
 def test_an_installed_checkout_trains_with_a_copied_recipe(editable: Path, source: Path, tmp_path: Path) -> None:
-    """``./recipes/pretrain.py`` of the working directory wins over the shipped one, and the run says so."""
+    """``./recipes/pretrain.py`` of the working directory runs where ``recipe=pretrain`` is typed, and the run says so."""
     assert package_folder(tmp_path, editable) == source / "automoe"
     call([sys.executable, "-m", "automoe.cli", "recipe", "copy", "pretrain"], tmp_path, editable)
     copy = tmp_path / "recipes" / "pretrain.py"
     copy.write_text(copy.read_text() + "\nprint('the copy runs', flush=True)\n")
-    said = train(tmp_path, editable, *TINY)
+    said = train(tmp_path, editable, "recipe=pretrain", *TINY)
     assert f"note: recipe=pretrain is {copy}" in said and "the copy runs" in said
     assert f"recipe: {copy}\n" in (tmp_path / "run" / "config.yaml").read_text()
 
