@@ -27,11 +27,11 @@ def _leave_working_directory() -> None:
     Python puts it first, and a file there, of a downloaded model for example, would be imported in
     place of a module of that name.
     """
-    words = sys.orig_argv
-    at = next((i for i, word in enumerate(words) if word[:1] == "-" and word.endswith("m")), -1)
-    own = at >= 0 and words[at + 1 : at + 2] and words[at + 1].partition(".")[0] == "automoe"
-    if own and sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
-        del sys.path[0]
+    if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
+        word = sys.orig_argv[-len(sys.argv)]  # before the arguments: NAME, or -mNAME
+        name = word.partition("m")[2] if word.startswith("-") else word
+        if name.partition(".")[0] == "automoe":
+            del sys.path[0]
 
 
 _leave_working_directory()

@@ -148,18 +148,15 @@ def composed_container(
 
     register_base()
     folders = [shipped_folder("conf")]
-    if config_dir is not None:
-        folders.append(Path(config_dir).absolute())
+    if config_dir is not None:  # a primary of the user's own wins over a shipped one of its name
+        folders.insert(0, Path(config_dir).absolute())
     # Hydra looks for primaries only in its main directory, for groups on the whole search path.
     folders.sort(key=lambda folder: not (folder / f"{config_name}.yaml").is_file())
     main, *others = folders
     search = [f"hydra.searchpath=['file://{other}']" for other in others]
     try:
         with initialize_config_dir(config_dir=str(main), version_base="1.3"):
-            raw = resolved_container(compose(config_name, overrides + search))
-            if "recipe" in map(key_of, overrides) and isinstance(raw["recipe"], str):
-                raw["recipe"] = named_recipe(raw["recipe"])
-            return raw
+            return resolved_container(compose(config_name, overrides + search), overrides)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = " ".join(str(error).split())
         for text in overrides:
@@ -180,10 +177,11 @@ def composed_container(
         ) from error
 
 
-def resolved_container(composed: Any) -> dict[str, Any]:
+def resolved_container(composed: Any, overrides: Iterable[str]) -> dict[str, Any]:
     """Resolve the interpolations of a composed configuration into nested dictionaries.
 
-    Text that contains environment variables becomes ``FromEnvironment``.
+    Text that contains environment variables becomes ``FromEnvironment``. A recipe that ``overrides``
+    name may become a file of the working directory (``named_recipe``).
 
     Raises:
         OmegaConfBaseException: an interpolation that cannot be resolved, or a missing value.
@@ -201,6 +199,8 @@ def resolved_container(composed: Any) -> dict[str, Any]:
         return f"${{oc.env:{name}}}" if name in os.environ else oc.env(name, *default)
 
     raw = _resolve(composed, content)
+    if "recipe" in map(key_of, overrides) and isinstance(raw["recipe"], str):
+        raw["recipe"] = named_recipe(raw["recipe"])
     if not used:
         return raw
     # Resolve again with every variable replaced by its own name: the values that differ contain

@@ -48,8 +48,12 @@ def working_directory_last() -> Iterator[None]:
     try:
         yield
     finally:
-        new = [getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - known]
-        if not any(file and Path(file).parent.is_relative_to(here) for file in new):
+        for name in set(sys.modules) - known:
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            # In the directory itself, not in an environment somewhere below it.
+            if file.startswith(os.path.join(here, name.partition(".")[0])):
+                break
+        else:
             del sys.path[len(sys.path) - 1 - sys.path[::-1].index(here)]
 
 

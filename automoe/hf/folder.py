@@ -217,7 +217,9 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
     for _, name in found:
         try:
             os.close(open_inside(place, name))
-            if name.endswith(".json") and not isinstance(parse_json(read_bytes(place, name)), dict):
+            # The largest two are read with the tokenizer, and are not parsed here once more.
+            settings = name.endswith(".json") and name not in ("tokenizer.json", "vocab.json")
+            if settings and not isinstance(parse_json(read_bytes(place, name)), dict):
                 raise ValueError("it is no JSON object")
         except OSError as error:
             raise CheckpointError(

@@ -170,17 +170,16 @@ def _read_all(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def has_own_head(folder: Path) -> bool:
+def has_own_head(folder: Path, tensors: dict[str, StoredTensor]) -> bool:
     """Return whether the files hold an output head with other numbers than the embedding.
 
     Both are compared byte by byte, up to the first difference.
 
-    Raises:
-        CheckpointError: as ``read_headers``.
+    Args:
+        tensors: the headers of ``folder``.
     """
-    tensors = read_headers(folder)
-    pair = [tensors.get(key) for key in (EMBEDDING, HEAD)]
-    embedding, head = pair
+    embedding = tensors.get(EMBEDDING)
+    head = tensors.get(HEAD)
     if embedding is None or head is None:
         return False
     if (embedding.dtype, embedding.shape) != (head.dtype, head.shape):
@@ -195,7 +194,7 @@ def has_own_head(folder: Path) -> bool:
         return any(first.read(size) != second.read(size) for size in sizes)
 
 
-def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
+def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> dict[str, StoredTensor]:
     """Refuse a model far larger than the files of ``folder``, before its tensors are listed.
 
     The check is arithmetic only. While files are missing, only sizes that no model has are refused.
@@ -203,6 +202,9 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
     Args:
         config: configuration read from config.json.
         keys: tensor names of the family.
+
+    Returns:
+        The headers of ``folder``; empty while files are missing.
 
     Raises:
         ConfigError: the model has more layers or experts than the files have tensors, or more than
@@ -232,6 +234,7 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
     if found:
         remedy = "Copy the checkpoint's own config.json"
         raise ConfigError("model.hf_path", folder, f"its config.json has {found[0]}", remedy)
+    return tensors
 
 
 def missing_files(folder: Path) -> list[str]:

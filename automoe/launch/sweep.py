@@ -358,7 +358,7 @@ class Sweep:
             earlier_s: seconds that the job took in an earlier start of this sweep, if it ran.
         """
         try:
-            raw = resolved_container(composed) | {"run_dir": str(self.directory / name)}
+            raw = resolved_container(composed, task) | {"run_dir": str(self.directory / name)}
             try:
                 load_plugins(raw["plugins"])
                 config = settle(config_from_dict(raw), task)

@@ -18,7 +18,6 @@ NUMBERS = {  # kind of quantity -> attribute of ``Trajectory``
     "z-loss": "z_loss",
     "dropped share": "dropped_share",
     "expert counts": "expert_counts",
-    "gradient norm": "grad_norms",
 }
 
 
@@ -91,12 +90,14 @@ def compare_trajectories(got: Trajectory, expected: Trajectory) -> list[Comparis
     compared = []
     for step in range(steps):
         for kind, name in NUMBERS.items():
-            if kind == "gradient norm":
-                compared += _compare_named(
-                    "gradient", step, got.gradients[step], expected.gradients[step]
-                )
             mine = getattr(got, name)[step]
             compared.append(compare_tensors(kind, "", step, mine, getattr(expected, name)[step]))
+        compared += _compare_named("gradient", step, got.gradients[step], expected.gradients[step])
+        compared.append(
+            compare_tensors(
+                "gradient norm", "", step, got.grad_norms[step], expected.grad_norms[step]
+            )
+        )
     compared += _compare_named("updated parameter", steps - 1, got.parameters, expected.parameters)
     return compared + _compare_named("expert bias", steps - 1, got.biases, expected.biases)
 

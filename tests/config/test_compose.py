@@ -24,6 +24,13 @@ from automoe.launch.prepare import compose
 from tests.support.sampling import one_in
 
 
+def test_a_primary_of_the_users_own_folder_wins_over_the_shipped_one_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("defaults: [base, model: small_qwen3_moe, _self_]\ntrain: {steps: 7}\n")
+    own = compose_config("config", config_dir=str(tmp_path))
+    assert (own.train.steps, own.model.family) == (7, "qwen3_moe")
+    assert compose_config("config").train.steps != 7
+
+
 def error_of(*overrides: str, config_name: str = "config", config_dir: str | None = None) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         compose_config(config_name, list(overrides), config_dir)

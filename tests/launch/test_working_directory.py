@@ -61,6 +61,11 @@ def test_nothing_of_the_folder_is_imported(start: str, command: tuple[str, ...],
     assert not (folder / "MARK").exists(), (folder / "MARK").read_text()
 
 
+def test_a_module_name_may_be_joined_to_its_flag(folder: Path) -> None:
+    done = ended(folder, "-umautomoe.plan", "model.hf_path=.", "data=benchmark")
+    assert done.returncode == 0 and not (folder / "MARK").exists(), done.stderr
+
+
 def test_modules_that_are_named_are_found_behind_what_is_installed(tmp_path: Path) -> None:
     (tmp_path / "house.py").write_text("import helper\n")
     (tmp_path / "helper.py").write_text("open('MARK', 'a').write('helper')")
@@ -78,6 +83,8 @@ def test_a_recipe_of_the_folder_runs_where_the_user_names_it_and_is_told(folder:
     done = ended(folder, *SCRIPT, "train", "recipe=pretrain", *RUN)
     assert done.returncode == 0 and "mine" in done.stdout, done.stderr
     assert f"note: recipe=pretrain is {folder}/recipes/pretrain.py" in done.stderr
+    done = ended(folder, *SCRIPT, "train", "-m", "recipe=pretrain", *RUN[:-1], "hydra.sweep.dir=sweep")
+    assert done.returncode == 0 and "mine" in done.stdout, done.stdout + str(list((folder / "sweep").rglob("*")))
     done = ended(folder, *SCRIPT, "train", *RUN[:-1], "run_dir=shipped")
     assert done.returncode == 0 and "mine" not in done.stdout and "note: recipe" not in done.stderr
     assert json.loads((folder / "shipped" / "metrics.jsonl").read_text())["step"] == 1

@@ -52,18 +52,11 @@ STREAK = ["tests/recipes/test_skipped_streak.py"]
 PARITY, EXPORT = ["tests/hf/test_hf_parity.py"], ["tests/hf/test_hf_export.py"]
 REGISTRY, QUANTIZED = ["tests/hf/test_hf_registry.py"], ["tests/hf/test_hf_quantized.py"]
 FORMATS, FP8 = ["tests/quantize/test_fp8_formats.py"], ["tests/quantize/test_fp8_layers.py"]
-INIT, NORMS, LOSS = (
-    ["tests/model/test_init.py"],
-    ["tests/model/test_rms_norm.py"],
-    ["tests/model/test_cross_entropy.py"],
-)
+INIT, NORMS = ["tests/model/test_init.py"], ["tests/model/test_rms_norm.py"]
+LOSS, MASKS = ["tests/model/test_cross_entropy.py"], ["tests/model/test_attention_masks.py"]
+ROPE = ["tests/model/test_rope.py"]
 FUSED = ["tests/hf/test_hf_parity.py::test_equal_to_transformers[fused-qwen3_moe]"]
 READ = ["tests/hf/test_hf_walk.py::test_what_was_once_read_otherwise"]
-MASKS, ROPE, DELTA = (
-    ["tests/model/test_attention_masks.py"],
-    ["tests/model/test_rope.py"],
-    ["tests/model/test_delta_net.py"],
-)
 MESH = "tests/mesh/test_mesh_float64.py::test_a_mesh_trains_like_one_rank"
 
 

@@ -21,7 +21,7 @@ from automoe.errors import ConfigError
 from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
 from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import Family
-from automoe.hf.headers import check_holds, has_own_head, missing_files
+from automoe.hf.headers import check_holds, has_own_head
 from automoe.hf.untrusted import parse_json, read_bytes
 
 FAMILIES: dict[str, Family] = {
@@ -118,8 +118,8 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     except ConfigError as error:
         raise not_computed(path, f"{error.key}={error.value}: {error.rule}") from None
     folder = local_folder(path)
-    check_holds(folder, config, family.keys)
-    if config.tie_embeddings and not missing_files(folder) and has_own_head(folder):
+    tensors = check_holds(folder, config, family.keys)
+    if config.tie_embeddings and has_own_head(folder, tensors):
         # As transformers: files that hold two matrices outweigh config.json.
         return replace(config, tie_embeddings=False)
     return config
