@@ -17,7 +17,7 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -184,7 +184,8 @@ class AppendLog:
 
         Damage before the end of ``step`` is reported to the user.
         """
-        lines = _lines(self.path)
+        # The parsed records of a long run would take several times the file's size.
+        lines = [line._replace(record={}) for line in _lines(self.path)]
         good = {line.step: line for line in lines if line.step is not None and line.step <= step}
         kept = [good[number] for number in sorted(good)]
         missing = _without_record(lines, kept, step) if every_step else []
@@ -339,19 +340,17 @@ def _bytes(record: Mapping[str, Any]) -> bytes:
     return sealed(jsonable(record), allow_nan=False).encode() + b"\n"
 
 
-def _lines(path: StrPath) -> list[_Line]:
-    """Return every line of a JSON-lines file; a missing file has none."""
+def _lines(path: StrPath) -> Iterator[_Line]:
+    """Yield every line of a JSON-lines file; a missing file has none."""
     if not os.path.exists(path):
-        return []
-    lines = []
+        return
     with open(path, "rb") as file:
         for number, raw in enumerate(file, start=1):
             record = {}
             with contextlib.suppress(ValueError):  # A power loss can leave zeros inside the file.
                 record = unsealed(raw) if raw.endswith(b"\n") else {}
             step = record.get("step")
-            lines.append(_Line(number, raw, record, step if type(step) is int else None))
-    return lines
+            yield _Line(number, raw, record, step if type(step) is int else None)
 
 
 def _without_record(lines: list[_Line], kept: list[_Line], step: int) -> list[int]:
@@ -395,7 +394,7 @@ def damaged_lines(path: StrPath) -> str:
     return _damaged(_lines(path))
 
 
-def _damaged(lines: list[_Line]) -> str:
+def _damaged(lines: Iterable[_Line]) -> str:
     return _numbers(
         [line.number for line in lines if line.step is None and line.raw.endswith(b"\n")]
     )
