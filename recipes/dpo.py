@@ -56,7 +56,9 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     if reference is None:
         return None  # asked to stop
     runner.set_loss(PreferenceLoss(args.beta, args.loss))
-    optimizer = build_optimizer(list(model_parts.values()), config.optim, train.seed)
+    optimizer = build_optimizer(
+        list(model_parts.values()), config.optim, train.seed, meshes.stage_group()
+    )
     state = TrainState(model_parts, optimizer, loader)
     resumed = store.load_latest(state)
     sampler = Sampler(config, runner, loader.tokenizer, meshes, device)

@@ -45,7 +45,9 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     runner = build_runner(model_parts, meshes, config, device)
 
     # ---------------------------------------------------------------- optimizer, data, state
-    optimizer = build_optimizer(list(model_parts.values()), config.optim, train.seed)
+    optimizer = build_optimizer(
+        list(model_parts.values()), config.optim, train.seed, meshes.stage_group()
+    )
     loader = Loader(config, meshes.dp_rank, shape.dp)
     same_on_all_ranks(loader.fingerprint(), "the training data")
     state = TrainState(model_parts, optimizer, loader)

@@ -331,8 +331,15 @@ class LoraConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """AdamW or Muon, and the learning-rate schedule."""
 
+    # muon: the matrices of layers are updated by Muon (arXiv 2502.16982), all other parameters by
+    # AdamW, with the same learning rate and weight decay
+    algorithm: Literal["adamw", "muon"] = "adamw"
+    momentum: float = 0.95  # of Muon, with Nesterov's step
+    # dtype in which Muon exchanges and orthogonalises matrices. float32: that of the parameters, at
+    # least float32; bfloat16: half the bytes, and an update that depends on the mesh by rounding
+    muon_dtype: Literal["float32", "bfloat16"] = "float32"
     lr: float = 3e-3  # peak learning rate, after warm-up
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8

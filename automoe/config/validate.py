@@ -121,6 +121,10 @@ def settings_rows(config: Config) -> Iterator[Row]:
     yield ("optim.master_weights", stochastic and config.parallel.grad_sync == "micro_batch" and config.mesh.pp == 1,
            "gradients that are reduced after each micro-batch (parallel.grad_sync=micro_batch) would be added up in "
            "bfloat16", "Set parallel.grad_sync=step, or optim.master_weights=float32")
+    muon = optim.algorithm == "muon"
+    yield "optim.momentum", not 0 <= optim.momentum < 1, "a share that a step keeps, in [0, 1)", "Set 0.95"
+    yield ("optim.master_weights", muon and stochastic, "Muon updates float32 weights", "Set optim.master_weights=float32")
+    yield "optim.moments", muon and optim.moments == "bfloat16", "Muon's momentum is float32", "Set optim.moments=float32"
     yield from _data_rows(config)
     yield from _chat_rows(config)
     yield from checkpoint_rows(config)

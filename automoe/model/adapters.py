@@ -213,6 +213,8 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
     yield ("train.compile", train.compile, "what is compiled has no adapters", "Set train.compile=false")
     yield ("optim.master_weights", config.optim.master_weights == "stochastic",
            "adapters are few, and kept in float32", "Set optim.master_weights=float32, or lora.rank=0")
+    yield ("optim.algorithm", config.optim.algorithm == "muon",
+           "a product of two adapters is not what Muon orthogonalises", "Set optim.algorithm=adamw, or lora.rank=0")
     yield ("optim.moments", config.optim.moments == "bfloat16",
            "adapters are few, and their moments are kept in float32", "Set optim.moments=float32, or lora.rank=0")
     stacks = [param for param in params if param.expert and is_target(param, lora)]

@@ -93,6 +93,12 @@ class ParamSpec:
         """Whether weight decay applies: not to a tensor that shifts or scales single numbers."""
         return self.kind in ("matrix", "conv")
 
+    @property
+    def orthogonalized(self) -> bool:
+        """Whether Muon updates the tensor: a layer's matrix of more than one row."""
+        in_layer = self.part not in ("embedding", "head")
+        return self.kind == "matrix" and in_layer and self.shape.split()[-2] != "1"
+
     def is_in(self, model: ModelConfig) -> bool:
         """Return whether the modules of ``model`` have this parameter (``when``)."""
         key = self.when.removeprefix("not ")
@@ -291,8 +297,7 @@ _HEAD = ParamSpec("lm_head.weight", "V H", tp=0, part="head")
 
 _ROWS = [(module.when, module.rows) for module in _MODULES]
 LORA_GROUPS = tuple(dict.fromkeys(module.group for module in _MODULES if module.group))
-# These are adapters A and B of a stack of experts: A13 multiplies the input of gate and up, B13
-# gives the outputs of both.
+# Adapters of stacked experts: A13 multiplies the input of gate and up, B13 gives both outputs.
 _EXPERT_ADAPTERS = {
     "gate_up_proj": (
         ParamSpec("lora.A13", "E r H", fsdp=2),
@@ -322,16 +327,15 @@ def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
     return as_row(a, name=f"{path}.{a.name}"), as_row(b, name=f"{path}.{b.name}")
 
 
-# ``SPECS`` maps names within a layer, or at an end of the model, to rows. Both kinds of attention
-# have a q_proj and an o_proj, whose rows differ only in shape and condition.
+# Rows by name within a layer or an end of the model. The q_proj and o_proj of both kinds of
+# attention differ only in shape and condition.
 SPECS = {spec.name: spec for spec in (_EMBEDDING, _FINAL_NORM, _HEAD)}
 for _spec in chain.from_iterable(rows for _, rows in _ROWS):
     SPECS[_spec.name] = _spec
     SPECS |= {adapter.name: adapter for adapter in adapter_specs(_spec)} if _spec.lora else {}
 
-# These are the rows of routed experts by their names within ``GroupedExperts``.
 _PATH = "mlp.experts."
-EXPERT_SPECS = {
+EXPERT_SPECS = {  # rows of routed experts by their names within ``GroupedExperts``
     name.removeprefix(_PATH): spec for name, spec in SPECS.items() if name.startswith(_PATH)
 }
 
@@ -434,7 +438,7 @@ class Param:
 class ParamCount:
     """Number of parameters of a whole model, or of a piece of it.
 
-    ``active`` counts the parameters that one token meets: all but those of unchosen experts.
+    ``active`` leaves out the parameters of experts that a token does not choose.
     """
 
     total: int
@@ -443,10 +447,7 @@ class ParamCount:
 
 
 def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
-    """Return the parameters of decoder layer ``layer``.
-
-    ``buffers`` adds the router's selection bias.
-    """
+    """Return the parameters of decoder layer ``layer``, with the router's bias if ``buffers``."""
     sizes = sizes_of(model)
     params = []
     for is_there, specs in _ROWS:

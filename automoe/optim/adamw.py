@@ -1,4 +1,4 @@
-"""AdamW over parameters on several device meshes, and its learning rate schedule."""
+"""AdamW and Muon over parameters on several device meshes, and their learning rate schedule."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from math import cos, pi
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import OptimConfig
 from automoe.model.params import find_spec
+from automoe.optim import muon
 from automoe.optim.ema import KEY, first_average
 from automoe.optim.stochastic import StochasticAdamW
 
 
 def build_optimizer(
-    model_parts: Iterable[nn.Module], optim: OptimConfig, seed: int = 0
+    model_parts: Iterable[nn.Module],
+    optim: OptimConfig,
+    seed: int = 0,
+    ranks: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
     """Build AdamW (arXiv 1711.05101) with one parameter group per device mesh and weight decay.
+
+    With ``optim.algorithm=muon``, matrices of the layers are in groups of their own, which Muon
+    updates (``automoe.optim.muon``); building it is collective.
 
     A multi-tensor (``foreach``) update is one operation over a whole group, and DTensor refuses to
     mix meshes in one operation. Experts and all other parameters are therefore in different groups.
@@ -39,8 +47,10 @@ def build_optimizer(
         optim: the ``optim`` section of the configuration.
         seed: seed of stochastic rounding (``optim.master_weights=stochastic`` and
             ``optim.moments=bfloat16``).
+        ranks: group of the stage's ranks (``Meshes.stage_group``), which share Muon's work; None
+            if this rank holds every parameter whole.
     """
-    groups: dict[tuple[object, bool], dict[str, Any]] = {}
+    groups: dict[tuple[object, bool, bool], dict[str, Any]] = {}
     seen: set[int] = set()
     for part in model_parts:
         for name, parameter in part.named_parameters():
@@ -50,8 +60,10 @@ def build_optimizer(
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             spec = find_spec(name)
             decays = parameter.dim() > 1 if spec is None else spec.decays
-            if (mesh, decays) not in groups:
-                groups[mesh, decays] = {
+            by_muon = optim.algorithm == "muon" and spec is not None and spec.orthogonalized
+            key = mesh, decays, by_muon
+            if key not in groups:
+                groups[key] = {
                     "params": [],
                     "names": [],
                     "weight_decay": optim.weight_decay if decays else 0.0,
@@ -59,8 +71,10 @@ def build_optimizer(
                     if mesh is not None
                     else "local",
                 }
-            groups[mesh, decays]["params"].append(parameter)
-            groups[mesh, decays]["names"].append(name)
+                if by_muon:
+                    groups[key] |= {"muon": True, "momentum": optim.momentum}
+            groups[key]["params"].append(parameter)
+            groups[key]["names"].append(name)
     # A pipeline stage may have no trainable parameters.
     given = list(groups.values()) or [{"params": [], "names": [], "mesh": "local"}]
     options: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
@@ -69,6 +83,9 @@ def build_optimizer(
     optimizer: torch.optim.Optimizer
     if stochastic:
         optimizer = StochasticAdamW(given, **options, seed=seed)
+    elif optim.algorithm == "muon":
+        narrow = torch.bfloat16 if optim.muon_dtype == "bfloat16" else None
+        optimizer = muon.Muon(given, narrow, ranks, **options, fused=True)
     else:
         optimizer = torch.optim.AdamW(given, **options, fused=True)
     for group in given:
@@ -81,12 +98,15 @@ def build_optimizer(
             # A router's weights are kept wide, so its moments are, too.
             if narrow_moments and ".router." not in name:
                 dtype = torch.bfloat16
-            optimizer.state[parameter] = {  # This is the layout of torch's fused AdamW.
-                # The counter is on the parameter's device, so the host never waits for it.
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, dtype=dtype),
-                "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
-            }
+            if group.get("muon"):
+                optimizer.state[parameter] = {muon.KEY: torch.zeros_like(parameter, dtype=dtype)}
+            else:
+                optimizer.state[parameter] = {  # This is the layout of torch's fused AdamW.
+                    # The counter is on the parameter's device, so the host never waits for it.
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+                    "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
+                }
             if optim.ema_decay:
                 optimizer.state[parameter][KEY] = first_average(parameter)
     return optimizer

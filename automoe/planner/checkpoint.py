@@ -169,12 +169,15 @@ def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -
             kept["model"] = param.bytes_each(sizes.weights_each(param))
         if param.trained:
             moment = sizes.moments_each(param)
-            kept |= {"optimizer.exp_avg": moment, "optimizer.exp_avg_sq": moment}
+            names = (
+                ("exp_avg", "exp_avg_sq") if sizes.num_moments(param) == 2 else ("momentum_buffer",)
+            )
+            kept |= {f"optimizer.{name}": moment for name in names}
             if optim.ema_decay:
                 kept["optimizer.ema"] = sizes.wide
         for name, size in kept.items():
             yield _sharded(f"{name}.{param.name}", param, mesh, size)
-        if param.trained:
+        if param.trained and sizes.num_moments(param) == 2:
             yield _Tensor(f"optimizer.step.{param.name}", 4, 4, 1, ranks)
         matrix = (
             param.part in ("attention", "dense_ffn", "shared_experts", "routed_experts")

@@ -8,6 +8,7 @@ shard, which is the largest.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -40,6 +41,9 @@ BATCH_BYTES = 4 * 8
 # is one kernel and needs no blocks.
 UPDATE_BYTES = 56
 UPDATE_BLOCK = 1 << 22
+# Muon works on rounds of MUON_ROUND elements per rank (``automoe.optim.muon.ROUND``), or of one
+# parameter if it is larger.
+MUON_ROUND = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,33 @@ def _update_moment(config: Config, sizes: Sizes, params: list[Param]) -> Moment:
     rounds = config.optim.master_weights == "stochastic" or config.optim.moments == "bfloat16"
     in_torch = config.cluster.gpu == "cpu" and rounds
     scratch = UPDATE_BYTES * min(largest, UPDATE_BLOCK) * in_torch
+    scratch += _muon_scratch(config, sizes, trained(params))
     return Moment("update", [], gradients=sizes.sharded_gradients(params), temporaries=scratch)
+
+
+def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:
+    """Return the bytes that Muon allocates at its peak, which is an exchange or an iteration.
+
+    An exchange holds four copies of a round: updates, orthogonalised matrices, what is sent and
+    what is received. An iteration holds updates and whole matrices, and of the matrices of one
+    shape two more copies and two Gram matrices.
+    """
+    if config.optim.algorithm != "muon":
+        return 0
+    held: Counter[tuple[int, ...]] = Counter()
+    largest = MUON_ROUND
+    for param in params:
+        if param.spec.orthogonalized:
+            number = local_numel(param, sizes.mesh)
+            held[param.shape[-2:]] += number
+            largest = max(largest, number)
+    total = held.total()
+    share = min(1.0, largest / max(total, 1))
+    of_one_shape = max((n * (1 + min(s) / max(s)) for s, n in held.items()), default=0.0)
+    alone = sizes.mesh.world_size == sizes.mesh.pp
+    copies = 2 * (total + of_one_shape)
+    copies = copies if alone else max(copies, 4 * total)
+    return int(share * copies) * (2 if config.optim.muon_dtype == "bfloat16" else sizes.wide)
 
 
 def _resident_units(params: list[Param], mesh: MeshShape, size: int) -> int:

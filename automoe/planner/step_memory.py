@@ -116,9 +116,14 @@ class Sizes:
         return self.weights(trained(params))
 
     def moments(self, params: Sequence[Param]) -> int:
-        return 2 * sum(
-            local_numel(param, self.mesh) * self.moments_each(param) for param in trained(params)
+        return sum(
+            self.num_moments(param) * local_numel(param, self.mesh) * self.moments_each(param)
+            for param in trained(params)
         )
+
+    def num_moments(self, param: Param) -> int:
+        """Return the number of moments that the optimizer keeps: Muon one, AdamW two."""
+        return 1 if self.config.optim.algorithm == "muon" and param.spec.orthogonalized else 2
 
     def whole(self, params: Sequence[Param], size: int) -> int:
         """Return the bytes of ``params`` while FSDP has them gathered, at ``size`` bytes per

@@ -17,7 +17,8 @@ from automoe.config.batch import BatchPlan, plan_batch
 from automoe.config.mesh_shape import MeshShape, stage_layers
 from automoe.config.schema import Config
 from automoe.model.flops import step_flops_per_token
-from automoe.planner.communication import NOTHING, Cost, gather, send
+from automoe.model.params import model_params
+from automoe.planner.communication import NOTHING, Cost, all_to_all, gather, send
 from automoe.planner.layer_time import AXES, Pass, Passes, Place, head_time, layer_time
 from automoe.planner.layer_weights import cached, layer_weights
 from automoe.planner.machine import Constants, Machine
@@ -27,6 +28,7 @@ from automoe.planner.step_memory import DTYPE_BYTES, layer_kind
 # Bytes per parameter: weight, gradient and two moments are read, and all except the gradient are
 # written, in float32.
 OPTIMIZER_BYTES = 28
+MUON_STEPS = 5  # ``automoe.optim.muon.STEPS``
 # Relative error to expect of a prediction, from runs that the constants were not fitted to
 # (docs/plan_accuracy.md). BAND is for GPUs with a measured matmul curve, UNCALIBRATED_BAND for
 # other GPUs.
@@ -394,4 +396,26 @@ def _fsdp(place: Place, stage: _Stage) -> None:
 def _optimizer(place: Place, stages: list[_Stage]) -> float:
     mesh = place.mesh
     held = sum(s.dense_trained / mesh.fsdp + s.experts_trained / mesh.ep_shard for s in stages)
-    return place.machine.pass_over(OPTIMIZER_BYTES * held)
+    seconds = place.machine.pass_over(OPTIMIZER_BYTES * held)
+    return seconds + (_muon(place) if place.config.optim.algorithm == "muon" else 0.0)
+
+
+def _muon(place: Place) -> float:
+    """Return the seconds of Muon's iterations and two exchanges, if ranks share them evenly.
+
+    An iteration multiplies [m, n] x [n, m], [m, m] x [m, m] and [m, m] x [m, n], with m <= n.
+    """
+    machine = place.machine
+    number = 2 if place.config.optim.muon_dtype == "bfloat16" else 4
+    seconds = 0.0
+    moved = {"fsdp": 0.0, "ep_shard": 0.0}
+    for param in model_params(place.config.model):
+        if param.spec.orthogonalized:
+            m, n = sorted(param.shape[-2:])
+            here = param.numel / (m * n * place.mesh.world_size)
+            products = ((m, m, n), (m, m, m), (m, n, m))
+            seconds += MUON_STEPS * sum(machine.gemm(a, b, c, here) for a, b, c in products)
+            moved["ep_shard" if param.expert else "fsdp"] += number * here * m * n
+    for axis, num_bytes in moved.items():
+        seconds += 2 * all_to_all(machine, place.group(axis), num_bytes).seconds
+    return seconds

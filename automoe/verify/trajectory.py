@@ -98,9 +98,10 @@ def run_trajectory(
     runner = build_runner(parts, meshes, config, on)
     # The learning rate is constant: the first step of a warm-up would hardly change the weights.
     config = replace(config, optim=replace(config.optim, schedule="constant", warmup_steps=0))
-    state = TrainState(
-        parts, build_optimizer(list(parts.values()), config.optim, config.train.seed)
+    optimizer = build_optimizer(
+        list(parts.values()), config.optim, config.train.seed, meshes.stage_group()
     )
+    state = TrainState(parts, optimizer)
     seen = Trajectory()
     leads_its_stage = not any(map(meshes.coordinate, ("dp_replicate", "dp_shard", "cp", "tp")))
     for step in range(steps):

@@ -181,7 +181,7 @@ def build_state(config: Config, run_dir: Path) -> tuple[TrainState, Any, Any]:
     else:
         allocate(parts, torch.device("cpu"))
         load_hf(parts, config.model.hf_path)
-    optimizer = build_optimizer(list(parts.values()), config.optim)
+    optimizer = build_optimizer(list(parts.values()), config.optim, ranks=meshes.stage_group())
     loader = Loader(config, meshes.dp_rank, meshes.shape.dp, cache_dir=run_dir.parent / "cache")
     return (TrainState(parts, optimizer, loader), meshes, build_runner(parts, meshes, config, torch.device("cpu")))
 

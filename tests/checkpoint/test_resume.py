@@ -46,10 +46,11 @@ def assert_everything_moved(before: Run, step: int) -> None:
     assert [name for name in later if torch.equal(start[name], later[name])] == []
 
 
-@pytest.mark.parametrize("dtype", one_in(3, ["float32", "bfloat16, stochastic, bfloat16", "bfloat16"]))
+@pytest.mark.parametrize("dtype", one_in(4, ["muon", "bfloat16, stochastic, bfloat16", "float32", "bfloat16"]))
 def test_same_mesh_to_the_bit(ranks: RankPool, text: Path, tmp_path: Path, dtype: str) -> None:
     dtype, *kept = dtype.split(", ")
-    settings = config(text, dtype, **PP2_DP2_EP2)
+    settings = config(text, "float32" if dtype == "muon" else dtype, **PP2_DP2_EP2)
+    settings.optim.algorithm = "muon" if dtype == "muon" else "adamw"
     if kept:
         settings.optim.master_weights, settings.optim.moments = kept
     straight = run(ranks, settings, tmp_path / "run", until=6, save_at=[3])
@@ -95,6 +96,21 @@ def test_to_another_mesh_and_back(
         assert part.counters[step] == one_rank.counters[step]
     losses = first.losses + second.losses + third.losses
     assert losses == pytest.approx(one_rank.losses, rel=TOLERANCE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("other", [{}, dict(dp_shard=2, tp=2, etp=2)], ids=str)
+def test_muons_momentum_moves_to_another_mesh(
+    ranks: RankPool, text: Path, tmp_path: Path, other: dict[str, int]
+) -> None:
+    settings = config(text, **PP2_DP2_EP2)
+    settings.optim.algorithm = "muon"
+    straight = run(ranks, settings, tmp_path / "straight", until=4)
+    first = run(ranks, settings, tmp_path / "run", until=2, save_at=[2])
+    second = run(ranks, on_mesh(settings, **other), tmp_path / "run", until=4)
+    assert second.resumed_at == 2
+    assert_equal_bits(second.states[2], first.states[2])
+    assert_close(second.states[4], straight.states[4])
 
 
 @pytest.mark.exhaustive

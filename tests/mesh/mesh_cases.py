@@ -16,6 +16,7 @@ from automoe.config.schema import (
     MeshConfig,
     ModelConfig,
     MoEConfig,
+    OptimConfig,
     ParallelConfig,
     RopeConfig,
     RouterConfig,
@@ -180,6 +181,7 @@ class Case:
     document_mask: bool = True
     moe: dict[str, object] = field(default_factory=dict)
     lora: dict[str, object] = field(default_factory=dict)
+    optim: dict[str, object] = field(default_factory=dict)
     gpus_per_node: int = 8  # where the dispatcher asks
 
     @property
@@ -204,6 +206,7 @@ class Case:
             ),
             parallel=ParallelConfig(**self.parallel),
             lora=LoraConfig(**self.lora),
+            optim=OptimConfig(**self.optim),
             cluster=ClusterConfig(gpus_per_node=self.gpus_per_node),
             train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64"),
             # A delta net's state is not reset where a document begins.
@@ -223,7 +226,7 @@ class Case:
         extra += "" if self.document_mask else "-nomask"
         extra += "".join(
             f"-{value if isinstance(value, str) and key == 'schedule' else f'{key}={value}'}"
-            for key, value in (self.parallel | self.moe | self.lora).items()
+            for key, value in (self.parallel | self.moe | self.lora | self.optim).items()
         )
         return f"{self.family}-{axes}-mb{self.rows}-{self.dispatcher}{extra}".replace(" ", "").replace("'", "")
 

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from mesh_cases import MODELS, ROWS, Case
-from mesh_mappings import FULL, GPIPE, INTERLEAVED, PARTS, PER_MICRO_BATCH
+from mesh_mappings import FULL, GPIPE, INTERLEAVED, MUON, PARTS, PER_MICRO_BATCH
 
 from automoe.config.mesh_shape import MeshShape
 from tests.support.mappings import is_legal, legal_meshes
@@ -68,6 +68,7 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
         parallel=parallel,
         document_mask=generator.random() < 0.8,
         moe=moe,
+        optim=choose(({}, {}, MUON)),
     )
     shapes = list(legal_meshes(world_size, Case(family, **run).config))
     if not shapes:

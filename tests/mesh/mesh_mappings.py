@@ -15,6 +15,7 @@ PADDED = DROP | dict(drop_policy="position", pad_to_capacity=True)
 NODES = dict(dispatcher="hierarchical", gpus_per_node=2)
 
 LORA = dict(rank=4, dropout=0.25)
+MUON = dict(algorithm="muon")
 
 CORE = [
     # one rank: accumulation
@@ -50,9 +51,16 @@ CORE = [
     Case("qwen3-next", dict(tp=2, ep=2), rows=4, parallel=PARTS),
     # adapters of every kind on a frozen model
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, lora=LORA),
+    # matrices that come whole to one owner each
+    Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
 ]
 
 MORE = [
+    Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED, optim=MUON),
+    Case("qwen3-next", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1, optim=MUON),
+    Case("gpt-oss", dict(cp=2, tp=2, ep=2), rows=2, optim=MUON),
+    Case("mixtral", dict(dp_shard=4, ep=2, etp=2), rows=1, optim=MUON),
+    Case("qwen2", dict(tp=4, ep=4), rows=4, optim=MUON),
     Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED, lora=LORA),
     Case("gpt-oss", dict(dp_shard=2, tp=2, etp=2), rows=2, document_mask=False, lora=LORA),
     Case("deepseek", rows=2, lora=LORA),

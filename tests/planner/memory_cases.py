@@ -16,6 +16,7 @@ COMMON += [f"mesh.{axis}=1" for axis in ("pp", "ep", "dp_shard")]
 QWEN, DSV3, GPT_OSS, MIXTRAL, LLAMA = (f"model=small_{n}" for n in ("qwen3_moe", "dsv3", "gpt_oss", "mixtral", "llama"))
 ONE, TWO, FOUR = "mesh.dp_shard=1", "mesh.dp_shard=2", "mesh.dp_shard=4"
 BF16, NARROW = "train.dtype=bfloat16", "optim.master_weights=stochastic"
+MUON = "optim.algorithm=muon"
 PP2, PP4 = "mesh.pp=2", "mesh.pp=4"
 TWICE = ["parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2"]
 TINY = ["model.hidden_size=64", "model.intermediate_size=64", "model.num_layers=2", "model.vocab_size=264"]
@@ -50,6 +51,8 @@ CASES: dict[str, list[str]] = {
     "qwen pp2, 64": [QWEN, ONE, PP2, "train.global_batch_size=64", "train.micro_batch_size=1", "train.seq_len=128"],
     "qwen pp2 interleaved": [QWEN, ONE, PP2, *TWICE, "train.global_batch_size=16"],
     "qwen pp2 bfloat16 full": [QWEN, ONE, PP2, BF16, again("full"), "train.global_batch_size=16"],
+    "qwen muon, one micro-batch": [QWEN, ONE, MUON, "train.global_batch_size=2", "train.seq_len=128"],
+    "dsv3 muon ep2": [DSV3, TWO, MUON, "mesh.ep=2", "train.global_batch_size=4", "train.seq_len=128"],
     "dsv3": [DSV3, ONE],
     "dsv3 bfloat16": [DSV3, ONE, BF16],
     "dsv3 mla_up_proj": [DSV3, ONE, BF16, again("mla_up_proj")],

@@ -129,6 +129,9 @@ for _module, _names in {
         MUTANTS[_name] = lambda factor, module=_module, name=_name: patch.object(
             module, name, int(factor * getattr(module, name))
         )
+MUTANTS["_muon_scratch"] = lambda factor: patch.object(
+    automoe.planner.memory, "_muon_scratch", scaled(factor, automoe.planner.memory._muon_scratch)
+)
 for _name in ("_experts_temporaries", "_attention_temporaries"):
     MUTANTS[_name] = lambda factor, name=_name: patch.object(
         automoe.planner.workspace, name, scaled(factor, getattr(automoe.planner.workspace, name))

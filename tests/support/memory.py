@@ -101,7 +101,9 @@ def build_trainer(config: Config) -> Trainer:
     parts = build_parts(config, meshes)
     materialize(parts, config, device)
     runner = build_runner(parts, meshes, config, device)
-    state = TrainState(parts, build_optimizer(list(parts.values()), config.optim, config.train.seed))
+    state = TrainState(
+        parts, build_optimizer(list(parts.values()), config.optim, config.train.seed, meshes.stage_group())
+    )
     return Trainer(config, meshes, runner, state)
 
 

@@ -179,7 +179,7 @@ def _rank_rows(config: Config, plan: Plan) -> Rows:
         shards = f"experts over {mesh.ep_shard * mesh.ep} ranks, the rest {shards.removesuffix(' ranks')}"
     texts = {
         "weights": f"sharded: {shards}",
-        "moments": "AdamW, sharded likewise",
+        "moments": "of the optimizer, sharded likewise",
         "averages": f"of weights, optim.ema_decay={config.optim.ema_decay:g}, sharded likewise",
         "gradients": "sharded, after their reduction",
         "gathered_weights": f"parallel.reshard={config.parallel.reshard}",

@@ -1,0 +1,350 @@
+"""Muon over sharded matrices: momentum, orthogonalised by Newton-Schulz iterations.
+
+Muon (Jordan 2024) in the form of Moonlight (arXiv 2502.16982, section 2.2): the update has the root
+mean square of AdamW's, so learning rate and weight decay are shared with AdamW, which updates all
+other parameters. ``torch.optim.Muon`` takes whole matrices only. Here a matrix is sharded over the
+ranks of a pipeline stage: each matrix has one owner among the ranks that hold a block of it. An
+all-to-all brings the blocks to the owners, the owners orthogonalise, and a second all-to-all takes
+the blocks back. No matrix is orthogonalised twice, and no rank holds more than a round of whole
+matrices.
+
+Shapes: m rows, n columns of a matrix. A stack of experts [E, 2, I, H] is E x 2 matrices [I, H].
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from automoe.errors import ConfigError
+from automoe.moe.local_shard import global_offset, local_shard
+
+KEY = "momentum_buffer"  # torch.optim.Muon has the same key in its state.
+# Coefficients of the quintic iteration and its number of steps (Jordan 2024).
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+_EPS = 1e-7
+# The root mean square of AdamW's updates, which Muon's are scaled to (arXiv 2502.16982, eq. 4).
+_RMS = 0.2
+ROUND = 1 << 24  # elements per rank that are orthogonalised at once; bounds scratch memory
+
+
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """Return the matrices [..., m, n] with all singular values moved to about one.
+
+    Each is divided by its Frobenius norm, then X <- aX + (bA + cA^2)X with A = XX^T, five times.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    shape = x.shape
+    x = x.reshape(-1, *shape[-2:])
+    norm = x.to(torch.promote_types(x.dtype, torch.float32)).norm(dim=(-2, -1), keepdim=True)
+    x = x / (norm + _EPS).to(x.dtype)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.view(shape)
+    return x.mT if tall else x
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A rank's block of a sharded tensor: index of its first element, and its shape."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def within_matrix(self) -> tuple[slice, slice]:
+        """Rows and columns of the block within its matrices."""
+        rows, columns = (
+            slice(start, start + size)
+            for start, size in zip(self.start[-2:], self.shape[-2:], strict=True)
+        )
+        return rows, columns
+
+    def position(self, matrix: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the place of ``matrix`` in a stack's block, or None if the block lacks it."""
+        place = tuple(i - start for i, start in zip(matrix, self.start, strict=False))
+        inside = all(0 <= i < size for i, size in zip(place, self.shape, strict=False))
+        return place if inside and prod(self.shape) else None
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One matrix of a round, of which this rank holds a block.
+
+    Attributes:
+        parameter: index of the parameter.
+        index: index of the matrix in a stack of matrices; empty for a single matrix.
+        owner: rank that orthogonalises.
+        senders: ranks whose blocks together make up the matrix; replicas send once.
+        holders: ranks that hold a block.
+    """
+
+    parameter: int
+    index: tuple[int, ...]
+    owner: int
+    senders: frozenset[int]
+    holders: tuple[int, ...]
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for parameter groups with ``muon=True``, torch's AdamW for the others.
+
+    ``automoe.optim.adamw.build_optimizer`` creates this optimizer and its state.
+
+    Args:
+        groups: parameter groups; those of Muon hold ``momentum``.
+        dtype: dtype of exchange and iterations; None: that of the parameters.
+        ranks: group of this stage's ranks, which hold the blocks of the same parameters; None if
+            this rank holds them whole.
+        options: options of AdamW.
+
+    Raises:
+        ConfigError: a matrix is sharded, and ``ranks`` is None.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        dtype: torch.dtype | None,
+        ranks: dist.ProcessGroup | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, **options)
+        self._dtype = dtype
+        self._ranks = ranks
+        self._rank = dist.get_rank(ranks) if ranks is not None else 0
+        self._num_ranks = dist.get_world_size(ranks) if ranks is not None else 1
+        self._parameters = [
+            (group, parameter)
+            for group in self.param_groups
+            if group.get("muon")
+            for parameter in group["params"]
+        ]
+        sharded = (p for _, p in self._parameters if isinstance(p, DTensor))
+        if (
+            max((parameter.device_mesh.size() for parameter in sharded), default=1)
+            > self._num_ranks
+        ):
+            rule = "matrices are sharded, and build_optimizer was given no group of their ranks"
+            raise ConfigError("optim.algorithm", "muon", rule, "Pass ranks=meshes.stage_group()")
+        self._blocks = self._gather_blocks()  # by rank, then by parameter
+        self._rounds = [self._owners(indices) for indices in self._split_into_rounds()]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter. Collective. Gradients of Muon's parameters are freed."""
+        for matrices in self._rounds:
+            self._update(matrices)
+        for _, parameter in self._parameters:
+            parameter.grad = None  # AdamW leaves parameters without a gradient as they are.
+        super().step()
+
+    def _gather_blocks(self) -> list[list[_Block]]:
+        mine = [
+            _Block(tuple(global_offset(parameter)), tuple(local_shard(parameter).shape))
+            for _, parameter in self._parameters
+        ]
+        if self._ranks is None:
+            return [mine]
+        gathered: list[Any] = [None] * self._num_ranks
+        dist.all_gather_object(gathered, mine, group=self._ranks)
+        return gathered
+
+    def _split_into_rounds(self) -> list[list[int]]:
+        """Return the parameters of each round, which are the same on every rank."""
+        rounds: list[list[int]] = []
+        left = 0
+        for i, (_, parameter) in enumerate(self._parameters):
+            if parameter.numel() > left or not rounds:
+                rounds.append([])
+                left = ROUND * self._num_ranks
+            rounds[-1].append(i)
+            left -= parameter.numel()
+        return rounds
+
+    def _owners(self, indices: Sequence[int]) -> list[_Matrix]:
+        """Return the matrices of a round of which this rank holds a block, the same order for all.
+
+        Matrices that the same ranks hold go one by one to the rank with the least work so far,
+        the largest first.
+        """
+        by_holders: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+        for i in indices:
+            blocks = [rank_blocks[i] for rank_blocks in self._blocks]
+            mine = blocks[self._rank]
+            for index in _indices(mine):
+                holders = tuple(
+                    rank for rank, block in enumerate(blocks) if block.position(index) is not None
+                )
+                by_holders[holders].append((i, index))
+        matrices = []
+        for holders, held in by_holders.items():
+            work = dict.fromkeys(holders, 0)
+            for i, index in sorted(held, key=lambda matrix: (-self._work(matrix[0]), matrix)):
+                owner = min(holders, key=lambda rank: (work[rank], rank))
+                work[owner] += self._work(i)
+                by_place: dict[Any, list[int]] = defaultdict(list)
+                for rank in holders:
+                    block = self._blocks[rank][i]
+                    by_place[block.start[-2:]].append(rank)
+                # Of replicas the owner itself sends, or the one in the owner's place.
+                senders = frozenset(
+                    owner if owner in replicas else replicas[owner % len(replicas)]
+                    for replicas in by_place.values()
+                )
+                matrices.append(_Matrix(i, index, owner, senders, holders))
+        return sorted(matrices, key=lambda matrix: (matrix.parameter, matrix.index))
+
+    def _work(self, i: int) -> int:
+        m, n = self._parameters[i][1].shape[-2:]
+        return m * n * min(m, n)
+
+    def _update(self, matrices: Sequence[_Matrix]) -> None:
+        """Update the parameters of one round."""
+        updates = {i: self._momentum(i) for i in dict.fromkeys(m.parameter for m in matrices)}
+        mine = {
+            matrix: updates[matrix.parameter][self._place(matrix, self._rank)]
+            for matrix in matrices
+        }
+        owned = [matrix for matrix in matrices if matrix.owner == self._rank]
+        whole = self._bring(matrices, owned, mine)
+        for matrix, block in self._take_back(matrices, owned, _orthogonalize_all(whole)).items():
+            mine[matrix].copy_(block)
+        for i, update in updates.items():
+            group, parameter = self._parameters[i]
+            m, n = parameter.shape[-2:]
+            values = local_shard(parameter)
+            values.mul_(1 - group["lr"] * group["weight_decay"])
+            values.add_(update, alpha=-group["lr"] * _RMS * max(m, n) ** 0.5)
+
+    def _momentum(self, i: int) -> torch.Tensor:
+        """Advance the momentum of parameter ``i``; return this rank's block of Nesterov's."""
+        group, parameter = self._parameters[i]
+        momentum = local_shard(self.state[parameter][KEY]).mul_(group["momentum"])
+        if parameter.grad is not None:
+            gradient = local_shard(parameter.grad)
+            momentum.add_(gradient)
+            update = gradient.add(momentum, alpha=group["momentum"])
+        else:
+            update = momentum * group["momentum"]
+        return update.to(self._dtype or update.dtype)
+
+    def _place(self, matrix: _Matrix, rank: int) -> tuple[int, ...]:
+        place = self._blocks[rank][matrix.parameter].position(matrix.index)
+        assert place is not None
+        return place
+
+    def _block(self, matrix: _Matrix, rank: int) -> _Block:
+        return self._blocks[rank][matrix.parameter]
+
+    def _bring(
+        self,
+        matrices: Sequence[_Matrix],
+        owned: Sequence[_Matrix],
+        mine: dict[_Matrix, torch.Tensor],
+    ) -> dict[_Matrix, torch.Tensor]:
+        """Return the whole matrices that this rank owns, from the blocks of all ranks."""
+        to_send = [
+            [mine[m] for m in matrices if m.owner == rank and self._rank in m.senders]
+            for rank in range(self._num_ranks)
+        ]
+        to_receive = [[m for m in owned if rank in m.senders] for rank in range(self._num_ranks)]
+        received = self._exchange(to_send, to_receive, range(self._num_ranks))
+        whole = {}
+        for rank, found in enumerate(received):
+            for matrix, block in zip(to_receive[rank], found, strict=True):
+                if matrix not in whole:
+                    whole[matrix] = block.new_empty(
+                        self._parameters[matrix.parameter][1].shape[-2:]
+                    )
+                whole[matrix][self._block(matrix, rank).within_matrix] = block
+        return whole
+
+    def _take_back(
+        self,
+        matrices: Sequence[_Matrix],
+        owned: Sequence[_Matrix],
+        whole: dict[_Matrix, torch.Tensor],
+    ) -> dict[_Matrix, torch.Tensor]:
+        """Return this rank's blocks of the matrices that their owners orthogonalised."""
+        to_send = [
+            [whole[m][self._block(m, rank).within_matrix] for m in owned if rank in m.holders]
+            for rank in range(self._num_ranks)
+        ]
+        to_receive = [[m for m in matrices if m.owner == rank] for rank in range(self._num_ranks)]
+        received = self._exchange(to_send, to_receive, [self._rank] * self._num_ranks)
+        return {
+            matrix: block
+            for found, blocks in zip(to_receive, received, strict=True)
+            for matrix, block in zip(found, blocks, strict=True)
+        }
+
+    def _exchange(
+        self,
+        to_send: Sequence[Sequence[torch.Tensor]],
+        to_receive: Sequence[Sequence[_Matrix]],
+        shaped_as: Sequence[int],
+    ) -> list[list[torch.Tensor]]:
+        """Send blocks to every rank; return those of ``to_receive``, by rank. Collective.
+
+        Args:
+            shaped_as: for each sending rank, the rank whose blocks it sends.
+        """
+        shapes = [
+            [self._block(matrix, whose).shape[-2:] for matrix in matrices]
+            for matrices, whose in zip(to_receive, shaped_as, strict=True)
+        ]
+        if self._ranks is None:
+            return [list(blocks) for blocks in to_send]
+        blocks = [block for of_rank in to_send for block in of_rank]
+        sent_sizes = [sum(block.numel() for block in of_rank) for of_rank in to_send]
+        first = self._parameters[0][1]
+        options: Any = {"dtype": self._dtype or first.dtype, "device": first.device}
+        sent = torch.empty(sum(sent_sizes), **options)
+        places = sent.split([block.numel() for block in blocks])
+        for place, block in zip(places, blocks, strict=bool(blocks)):
+            place.view(block.shape).copy_(block)
+        sizes = [sum(map(prod, of_rank)) for of_rank in shapes]
+        received = torch.empty(sum(sizes), **options)
+        dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self._ranks)
+        return [
+            [
+                block.view(shape)
+                for block, shape in zip(
+                    part.split([prod(shape) for shape in of_rank]), of_rank, strict=True
+                )
+            ]
+            for part, of_rank in zip(received.split(sizes), shapes, strict=True)
+        ]
+
+
+def _indices(block: _Block) -> list[tuple[int, ...]]:
+    """Return the indices of the matrices of which ``block`` has a part."""
+    if not prod(block.shape):
+        return []
+    pairs = zip(block.start[:-2], block.shape[:-2], strict=True)
+    return list(product(*(range(start, start + size) for start, size in pairs)))
+
+
+def _orthogonalize_all(whole: dict[_Matrix, torch.Tensor]) -> dict[_Matrix, torch.Tensor]:
+    """Orthogonalise every matrix, those of one shape in one batch; empties ``whole``."""
+    by_shape: dict[torch.Size, list[_Matrix]] = defaultdict(list)
+    for matrix, values in whole.items():
+        by_shape[values.shape].append(matrix)
+    done = {}
+    for alike in by_shape.values():
+        results = orthogonalize(torch.stack([whole.pop(matrix) for matrix in alike]))
+        done |= zip(alike, results, strict=True)
+    return done
