@@ -64,6 +64,10 @@ class _Block:
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
     def within_matrix(self) -> tuple[slice, slice]:
         """Rows and columns of the block within its matrices."""
         rows, columns = (
@@ -76,7 +80,7 @@ class _Block:
         """Return the place of ``matrix`` in a stack's block, or None if the block lacks it."""
         place = tuple(i - start for i, start in zip(matrix, self.start, strict=False))
         inside = all(0 <= i < size for i, size in zip(place, self.shape, strict=False))
-        return place if inside and prod(self.shape) else None
+        return place if inside and self.numel else None
 
 
 @dataclass(frozen=True)
@@ -332,7 +336,7 @@ class Muon(torch.optim.AdamW):
 
 def _indices(block: _Block) -> list[tuple[int, ...]]:
     """Return the indices of the matrices of which ``block`` has a part."""
-    if not prod(block.shape):
+    if not block.numel:
         return []
     pairs = zip(block.start[:-2], block.shape[:-2], strict=True)
     return list(product(*(range(start, start + size) for start, size in pairs)))
@@ -343,7 +347,7 @@ def _orthogonalize_all(whole: dict[_Matrix, torch.Tensor]) -> dict[_Matrix, torc
     by_shape: dict[torch.Size, list[_Matrix]] = defaultdict(list)
     for matrix, values in whole.items():
         by_shape[values.shape].append(matrix)
-    done = {}
+    done: dict[_Matrix, torch.Tensor] = {}
     for alike in by_shape.values():
         results = orthogonalize(torch.stack([whole.pop(matrix) for matrix in alike]))
         done |= zip(alike, results, strict=True)
