@@ -22,6 +22,7 @@ from automoe.observe.metrics import Record, Records, perplexity, series
 Facts = list[tuple[str, str]]
 MAX_GRID_RANKS = 64  # larger meshes are shown as groups, without a grid of ranks
 MAX_COLUMNS = 16
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 SYNTHETIC = "SYNTHETIC random ids (data=benchmark): speed is measured, and nothing is learned"
 
 
@@ -52,7 +53,8 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
         f"{_count(mesh.dp, 'dp rank')} x {_count(batch.num_micro_batches, 'micro-batch', 'es')} x "
         f"{_count(train.micro_batch_size, 'row')}",
         "training": f"{train.steps:,} steps, {short_number(train.steps * batch.tokens_per_step)} tokens, {train.dtype}",
-        "optimizer": f"AdamW, lr {optim.lr:g}, {optim.schedule} after {optim.warmup_steps} warm-up steps",
+        "optimizer": f"{OPTIMIZERS[optim.algorithm]}, lr {optim.lr:g}, {optim.schedule} after "
+        f"{optim.warmup_steps} warm-up steps",
         "data": SYNTHETIC if config.data.is_synthetic else source,
         "MoE layer": f"{config.moe.dispatcher} dispatcher, {config.moe.experts} experts",
     }
