@@ -29,7 +29,9 @@ def journal(command: TrainCommand) -> list[dict[str, Any]]:
 def test_a_sweep_skips_impossible_shapes_tabulates_and_resumes(command: Command, run: Run, tmp_path: Path) -> None:
     own = tmp_path / "it's mine"  # a primary of a shipped name, and an option of a shipped group
     (own / "optim").mkdir(parents=True)
-    (own / "config.yaml").write_text("defaults: [base, model: small_dsv3, data: stdlib, mesh: fsdp, optim: adamw, checkpoint: none, _self_]\ntrain: {seed: 7}")
+    (own / "config.yaml").write_text(
+        "defaults: [base, model: small_dsv3, data: stdlib, mesh: fsdp, optim: adamw, checkpoint: none, _self_]\ntrain: {seed: 7}"
+    )
     (own / "optim" / "house.yaml").write_text("lr: 0.5")
     sweep = ("-m", "--config-dir", str(own), "mesh.ep=1,2", *ONE_RANK, "optim=house", "train.steps=2,3")
     code, out, err = run("recipe_answers", *sweep)
