@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from launch_command import PATIENCE_S, QUICK, Command, TrainCommand, read_until
-
 from omegaconf import OmegaConf
 
 from automoe.config.compose import check_overrides, check_swept_values, register_base
