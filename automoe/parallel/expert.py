@@ -308,12 +308,9 @@ class _RoutedCall(nn.Module):
             ConfigError: the arguments are not rows, chosen experts and their weights.
         """
         given = self.signature.bind(*args, **kwargs).args
-        shapes = [
-            tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in given
-        ]
+        shapes = [tuple(getattr(value, "shape", ())) for value in given]
         if (
-            len(given) != 3
-            or len(shapes[0]) != 2
+            [len(shape) for shape in shapes] != [2, 2, 2]
             or shapes[1] != shapes[2]
             or given[1].dtype not in (torch.int32, torch.int64)
         ):

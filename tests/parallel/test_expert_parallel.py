@@ -198,6 +198,9 @@ def test_a_module_is_sharded_once_and_called_with_rows_choices_and_weights() -> 
         for kind in (torch.bool, torch.float32):  # a mask over all experts, as NllbMoeExperts takes, or their scores
             with pytest.raises(ConfigError, match="chosen experts .T, K. as int32 or int64 .*A mask over all experts"):
                 module(torch.ones(3, 4), torch.zeros(3, 8, dtype=kind), torch.ones(3, 8))
+        for ids, weights in ((None, None), (torch.zeros(3, dtype=torch.int64), torch.ones(3)), (2, 0.5)):
+            with pytest.raises(ConfigError, match=r"it was called with \[\(3, 4\), "):
+                module(torch.ones(3, 4), ids, weights)
         two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"))
         with pytest.raises(ConfigError, match="shards this module over the axes ep"):
             parallelize_module(Experts((8, 4)), two, style)
