@@ -173,7 +173,8 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         (folder / f"tokenizer{end}").is_file() for end in (".json", "_config.json", ".model")
     ):
         raise CheckpointError(
-            f"{folder} has no tokenizer. Copy the files of the one that trained it into it"
+            f"{folder} has no tokenizer, as after training on data=benchmark. Copy the files of the one that belongs "
+            "to it into the checkpoint; export a run first (automoe export RUN --out DIR)"
         )
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:

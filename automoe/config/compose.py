@@ -147,15 +147,9 @@ def composed_container(
     from yaml import YAMLError
 
     register_base()
-    folders = [shipped_folder("conf")]
-    if config_dir is not None:  # a primary of the user's own wins over a shipped one of its name
-        folders.insert(0, Path(config_dir).absolute())
-    # Hydra looks for primaries only in its main directory, for groups on the whole search path.
-    folders.sort(key=lambda folder: not (folder / f"{config_name}.yaml").is_file())
-    main, *others = folders
-    search = [f"hydra.searchpath=['file://{other}']" for other in others]
+    main, search = search_path(config_name, config_dir)
     try:
-        with initialize_config_dir(config_dir=str(main), version_base="1.3"):
+        with initialize_config_dir(config_dir=main, version_base="1.3"):
             return resolved_container(compose(config_name, overrides + search), overrides)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = " ".join(str(error).split())
@@ -175,6 +169,25 @@ def composed_container(
             f"Hydra cannot compose it: {reason}",
             "Mend that file or override",
         ) from error
+
+
+def search_path(config_name: str, config_dir: str | None) -> tuple[str, list[str]]:
+    """Return Hydra's main directory, and the overrides that add the other one to its search path.
+
+    A primary in ``config_dir`` wins over a shipped one of its name. Hydra looks for primaries only
+    in its main directory, for groups on the whole search path.
+    """
+    folders = [shipped_folder("conf")]
+    if config_dir is not None:
+        folders.insert(0, Path(config_dir).absolute())
+    folders.sort(key=lambda folder: not (folder / f"{config_name}.yaml").is_file())
+    main, *others = (str(folder) for folder in folders)
+    return main, ["hydra.searchpath=['file://" + escaped(other) + "']" for other in others]
+
+
+def escaped(text: str) -> str:
+    """Return ``text`` as it stands between single quotes in an override."""
+    return text.replace("'", "\\'")
 
 
 def resolved_container(composed: Any, overrides: Iterable[str]) -> dict[str, Any]:

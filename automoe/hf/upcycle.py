@@ -50,7 +50,9 @@ def fill_upcycled(shard: LocalShard, keys: KeyMap) -> None:
 
 
 def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, KeyMap]:
-    """Return the mixture of ``model.hf_path`` with ``model``'s experts, and its dense key map.
+    """Return the configuration of the dense ``model.hf_path`` with the experts of ``model``.
+
+    The key map, returned with it, names the dense tensors that each weight is filled from.
 
     Args:
         seed: seed of the routers' initial weights.

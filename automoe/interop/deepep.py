@@ -61,7 +61,7 @@ def close_deepep() -> None:
 
 
 class BufferExchange:
-    """DeepEP v1: ``Buffer``, over NVLink in a node and RDMA across."""
+    """Exchange of tokens by ``Buffer`` of DeepEP v1: NVLink within a node, RDMA between nodes."""
 
     def __init__(self, deep_ep: Any, group: dist.ProcessGroup) -> None:
         size = group.size()

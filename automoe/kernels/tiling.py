@@ -21,9 +21,9 @@ from automoe.kernels.served import INTERPRETED
 
 @dataclass(frozen=True)
 class Blocks:
-    """Block of one program and its launch parameters.
+    """Block sizes of one program of a Triton kernel, and its launch parameters.
 
-    Only gradients of weights use ``rows``; other products take the height of a tile.
+    ``rows`` is for the gradients of weights; in other products a block has the rows of a tile.
     """
 
     columns: int

@@ -33,10 +33,12 @@ from automoe.config.compose import (
     check_overrides,
     check_primary,
     check_swept_values,
+    escaped,
     folder_name,
     key_of,
     register_base,
     resolved_container,
+    search_path,
     short_keys,
     swept_keys,
 )
@@ -45,7 +47,6 @@ from automoe.config.frozen import CONFIG_FILE, Device, differences, is_free, res
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
-from automoe.config.shipped import shipped_folder
 from automoe.errors import AutomoeError, ConfigError
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import missing_hardware
@@ -259,18 +260,16 @@ class Sweep:
 
         register_base()
         args = self.args
-        quoted = str(self.directory).replace("'", "\\'")
+        main, search = search_path(args.config_name, args.config_dir)
         options = [
             "--multirun",
             f"--config-name={args.config_name}",
-            f"hydra.sweep.dir='{quoted}'",
+            f"hydra.sweep.dir='{escaped(str(self.directory))}'",
             "hydra.sweep.subdir=.",
             "hydra.output_subdir=null",
             "hydra/job_logging=none",
             "hydra/hydra_logging=none",
         ]
-        if args.config_dir is not None:
-            options.append(f"--config-dir={Path(args.config_dir).absolute()}")
         interrupts = []
         status = 0
 
@@ -278,10 +277,9 @@ class Sweep:
             interrupts.append(signum)  # a library may turn the exception into another
             raise KeyboardInterrupt
 
-        conf = str(shipped_folder("conf"))
-        start = hydra.main(version_base="1.3", config_path=conf, config_name=args.config_name)
+        start = hydra.main(version_base="1.3", config_path=main, config_name=args.config_name)
         saved = sys.argv
-        sys.argv = ["automoe", *options, *args.overrides]
+        sys.argv = ["automoe", *options, *search, *args.overrides]
         handler = signal.signal(signal.SIGINT, interrupt)
         try:
             start(self.job)()

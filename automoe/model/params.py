@@ -90,7 +90,7 @@ class ParamSpec:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: not to a tensor that shifts or scales single numbers."""
+        """True if weight decay applies: not to biases, norms and similar vectors."""
         return self.kind in ("matrix", "conv")
 
     @property

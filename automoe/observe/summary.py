@@ -224,11 +224,11 @@ def _count(count: int, word: str, ending: str = "s") -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"
 
 
-def _shorten_ranks(ranks: list[int], show: int = 8) -> str:
+def _shorten_ranks(ranks: list[int]) -> str:
     """Format ranks as ``0 1 2 3``, or shortened as ``0 8 16 ... 56``."""
-    if len(ranks) <= show:
+    if len(ranks) <= 8:
         return " ".join(map(str, ranks))
-    return " ".join(map(str, ranks[: show - 2])) + f" ... {ranks[-1]}"
+    return " ".join(map(str, ranks[:6])) + f" ... {ranks[-1]}"
 
 
 def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:

@@ -158,7 +158,10 @@ def communicator(group: dist.ProcessGroup | None) -> Communicator:
 
 
 class ProcessGroupDispatch:
-    """``automoe.moe.dispatch.base.DispatchGroup`` over a process group."""
+    """``automoe.moe.dispatch.base.DispatchGroup`` over a process group.
+
+    Copies of a model share it, because a process group cannot be copied.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -183,3 +186,6 @@ class ProcessGroupDispatch:
 
     def wait(self, x: torch.Tensor) -> torch.Tensor:
         return wait_tensor(x)
+
+    def __deepcopy__(self, memo: dict) -> ProcessGroupDispatch:
+        return self

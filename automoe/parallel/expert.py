@@ -137,7 +137,8 @@ class ExpertParallel(ParallelStyle):
 
     Raises:
         BackendError: no such dispatcher, or one that this machine does not have.
-        ConfigError: when the style is applied, a module or a mesh that it cannot shard.
+        ConfigError: no rank per node; when the style is applied, a module or a mesh that it cannot
+            shard.
     """
 
     def __init__(
@@ -150,6 +151,10 @@ class ExpertParallel(ParallelStyle):
         if dispatcher not in dispatchers:
             raise BackendError(
                 f"moe.dispatcher={dispatcher}: no such dispatcher. There are: {', '.join(dispatchers)}"
+            )
+        if gpus_per_node < 1:
+            raise ConfigError(
+                "gpus_per_node", gpus_per_node, "a node has at least one rank", "Set 1 or more"
             )
         self._make = dispatchers[dispatcher]
         hierarchical = self._make is _hierarchical
@@ -303,21 +308,18 @@ class _RoutedCall(nn.Module):
             ConfigError: the arguments are not rows, chosen experts and their weights.
         """
         given = self.signature.bind(*args, **kwargs).args
-        shapes = [
-            tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in given
-        ]
+        shapes = [tuple(getattr(value, "shape", ())) for value in given]
         if (
-            len(given) != 3
-            or len(shapes[0]) != 2
+            [len(shape) for shape in shapes] != [2, 2, 2]
             or shapes[1] != shapes[2]
-            or given[1].is_floating_point()
+            or given[1].dtype not in (torch.int32, torch.int64)
         ):
             raise ConfigError(
                 "module",
                 type(self.module).__name__,
                 f"it was called with {shapes}, and ExpertParallel knows calls with rows [T, H], chosen experts [T, K] "
-                "as integers and their weights [T, K]",
-                "Compute these three before the call",
+                "as int32 or int64 and their weights [T, K]",
+                "Compute these three before the call. A mask over all experts names no choices",
             )
         x_TH, topk_ids_TK, weights_TK = given
         # Dispatchers send ids and weights as words of one type; a narrow one would round ids.

@@ -16,9 +16,10 @@ _SEAL = re.compile(rb',\s*"crc32": (\d+)\s*\}\s*\Z')
 
 
 def sealed(content: Mapping[str, Any], **options: Any) -> str:
-    """Return ``content``, which is not empty, as JSON with its seal.
+    """Return ``content``, which must not be empty, as JSON that ends with its CRC-32 (the seal).
 
-    The function takes the ``options`` of ``json.dumps``.
+    Args:
+        options: keyword arguments of ``json.dumps``.
     """
     text = json.dumps(content, **options)
     body = text[:-1].rstrip()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from launch_command import PATIENCE_S, QUICK, Command, TrainCommand, read_until
+from omegaconf import OmegaConf
 
 from automoe.config.compose import check_overrides, check_swept_values, register_base
 from automoe.config.shipped import shipped_folder
@@ -24,8 +25,14 @@ def journal(command: TrainCommand) -> list[dict[str, Any]]:
     return json.loads((command.run_dir / "sweep.json").read_text())["jobs"]
 
 
-def test_a_sweep_skips_impossible_shapes_tabulates_and_resumes(command: Command, run: Run) -> None:
-    sweep = ("-m", "mesh.ep=1,2", *ONE_RANK, "train.steps=2,3")
+def test_a_sweep_skips_impossible_shapes_tabulates_and_resumes(command: Command, run: Run, tmp_path: Path) -> None:
+    own = tmp_path / "it's mine"  # a primary of a shipped name, and an option of a shipped group
+    (own / "optim").mkdir(parents=True)
+    (own / "config.yaml").write_text(
+        "defaults: [base, model: small_dsv3, data: stdlib, mesh: fsdp, optim: adamw, checkpoint: none, _self_]\ntrain: {seed: 7}"
+    )
+    (own / "optim" / "house.yaml").write_text("lr: 0.5")
+    sweep = ("-m", "--config-dir", str(own), "mesh.ep=1,2", *ONE_RANK, "optim=house", "train.steps=2,3")
     code, out, err = run("recipe_answers", *sweep)
     assert code == 0, err
     jobs = journal(command)
@@ -39,7 +46,8 @@ def test_a_sweep_skips_impossible_shapes_tabulates_and_resumes(command: Command,
     table = out[out.index("tokens/s") :]
     assert "ep=1 steps=3  done        3.0000" in table and "ep=2 steps=2 skipped: mesh.ep=2" in table
     assert max(map(len, table.partition("\n\n")[0].splitlines())) <= 80
-    assert (command.run_dir / "ep1-steps2" / "config.yaml").exists()
+    ran = OmegaConf.load(command.run_dir / "ep1-steps2" / "config.yaml")
+    assert (ran.train.seed, ran.optim.lr) == (7, 0.5)
     assert not (command.run_dir / "ep2-steps2").exists()
 
     (command.run_dir / "jobs" / "ep1-steps3.json").write_text("{")

@@ -69,6 +69,21 @@ def test_fully_shard_over_another_axis_follows(ranks: RankPool) -> None:
     assert max(ranks.run(differences, 4, "gpt_oss", [("alltoall", 2)], True)[0]) < 1e-12
 
 
+def differences_of_a_copy() -> list[float]:
+    """What a copy differs from the model it was made of, which no longer has weights."""
+    whole = tiny_model("gpt_oss")
+    original = sharded(whole, "hierarchical", 4)
+    model = copy.deepcopy(original)
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.zero_()
+    return [worst_difference(model, whole), float(any(p.grad is not None for p in original.parameters()))]
+
+
+def test_a_copy_of_a_sharded_model_has_weights_of_its_own(ranks: RankPool) -> None:
+    assert max(ranks.run(differences_of_a_copy, 4)[0]) < 1e-12
+
+
 def differences_with_faults() -> list[float]:
     whole = tiny_model("qwen3_moe")
     send = ProcessGroupDispatch.all_to_all
@@ -180,6 +195,12 @@ def test_a_module_is_sharded_once_and_called_with_rows_choices_and_weights() -> 
         for weights in (torch.ones(3, 8), torch.ones(3)):  # of all experts, of one
             with pytest.raises(ConfigError, match=r"it was called with \[\(3, 4\), \(3, 2\), "):
                 module(torch.ones(3, 4), torch.zeros(3, 2, dtype=torch.int64), weights)
+        for kind in (torch.bool, torch.float32):  # a mask over all experts, as NllbMoeExperts takes, or their scores
+            with pytest.raises(ConfigError, match="chosen experts .T, K. as int32 or int64 .*A mask over all experts"):
+                module(torch.ones(3, 4), torch.zeros(3, 8, dtype=kind), torch.ones(3, 8))
+        for ids, weights in ((None, None), (torch.zeros(3, dtype=torch.int64), torch.ones(3)), (2, 0.5)):
+            with pytest.raises(ConfigError, match=r"it was called with \[\(3, 4\), "):
+                module(torch.ones(3, 4), ids, weights)
         two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"))
         with pytest.raises(ConfigError, match="shards this module over the axes ep"):
             parallelize_module(Experts((8, 4)), two, style)
@@ -194,6 +215,9 @@ def test_a_dispatcher_is_chosen_by_name() -> None:
         pytest.raises(ConfigError, match=r"gpus_per_node=3: .*equal numbers .*\[0, 0, 0, 1\]"),
     ):
         expert.node_levels(mesh, 3, None)
+    for number in (0, -2):
+        with pytest.raises(ConfigError, match=f"gpus_per_node={number}: a node has at least one rank"):
+            automoe.ExpertParallel("hierarchical", gpus_per_node=number)
 
 
 def our_parameters() -> dict[str, tuple[bool, tuple[str, ...], list[str], tuple[int, ...]]]:
