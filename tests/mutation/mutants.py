@@ -6,18 +6,8 @@ fastest that should see the mistake, not all that would. A mutant that no test c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """``old`` becomes ``new`` in ``file``, and one of ``tests`` fails, unless ``lives_because`` says why none can."""
-
-    file: str
-    old: str
-    new: str
-    tests: list[str]
-    lives_because: str = ""
+from mutant import Mutant
+from mutants_fine_tuning import FINE_TUNING
 
 
 def loop(case: str) -> list[str]:
@@ -46,7 +36,7 @@ SAMPLES = ["tests/data/test_sample_rows.py"]
 CHAT, CHAT_DATA = ["tests/data/test_chat_template.py"], ["tests/data/test_chat.py"]
 CORPORA, TOKENIZER = ["tests/data/test_corpora.py"], ["tests/data/test_data_tokenizer.py"]
 COMMIT = ["tests/checkpoint/test_commit_order.py"]
-RESUME = ["tests/checkpoint/test_resume.py::test_same_mesh_to_the_bit[float32]"]
+RESUME = ["tests/checkpoint/test_resume.py::test_same_mesh_to_the_bit[muon]"]
 RETENTION, DAMAGE = ["tests/checkpoint/test_retention.py"], ["tests/checkpoint/test_checkpoint_damage.py"]
 STREAK = ["tests/recipes/test_skipped_streak.py"]
 PARITY, EXPORT = ["tests/hf/test_hf_parity.py"], ["tests/hf/test_hf_export.py"]
@@ -493,4 +483,4 @@ MUTANTS = [
     Mutant(file if file.startswith("automoe/") else f"{folder}/{file}", *rest)
     for folder, rows in _FOLDERS.items()
     for file, *rest in rows
-]
+] + FINE_TUNING
