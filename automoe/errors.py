@@ -26,6 +26,9 @@ P = ParamSpec("P")
 # Errors that a network file system or a failing disk reports briefly; a second try may succeed.
 _PASSING = (errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
 _WAITS_S = (0.1, 0.5, 2.0)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# EINVAL: a FIFO or a device where a file belongs (``automoe.storage.files.open_regular``).
+_OF_DISK = (*FULL, errno.EIO, errno.ESTALE, errno.EROFS, errno.EINVAL, errno.EISDIR)
 
 # The last two are 128 plus the number of SIGINT and of SIGPIPE.
 EXIT_WRONG = 2
@@ -107,6 +110,25 @@ class SaveError(CheckpointError):
     """Failure to write a checkpoint; older checkpoints are intact, and training can continue."""
 
 
+class DiskError(AutomoeError, OSError):
+    """File that cannot be used because its disk is full or broken, or because it is no file."""
+
+    def __str__(self) -> str:
+        where = f"{self.filename}: " if self.filename else ""
+        remedy = "Make room there" if self.errno in FULL else "See to that disk, or to that file"
+        return spelled_out(f"{where}{self.strerror}. {remedy}")
+
+
+def in_words(error: BaseException) -> BaseException:
+    """Return a disk's ``OSError`` as the ``DiskError`` that names its path; any other error as is."""
+    if isinstance(error, AutomoeError) or not isinstance(error, OSError):
+        return error
+    if error.errno not in _OF_DISK or error.filename is None:
+        return error
+    said = DiskError(error.errno, error.strerror, error.filename)
+    return said.with_traceback(error.__traceback__)
+
+
 class BackendError(AutomoeError, RuntimeError):
     """Backend that this machine lacks; the message names an alternative or what to install."""
 
@@ -131,6 +153,7 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
         show_everything(sys.stdout)
         try:
             try:
+                _check_working_directory()
                 status = command(*args, **kwargs)
             except SystemExit:  # argparse raises it after --help
                 _flush()
@@ -145,9 +168,10 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
             if isinstance(error, OSError) and error.filename is None:
                 if (lost := _lost_output()) is not None:
                     return lost
-            if not isinstance(error, AutomoeError):
+            said = in_words(error)
+            if not isinstance(said, AutomoeError):
                 raise
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {said}", file=sys.stderr)
             return EXIT_WRONG
         finally:
             if outermost:
@@ -155,6 +179,15 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
     return run
+
+
+def _check_working_directory() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise LaunchError(
+            f"the working directory is not there any longer ({error.strerror}). Change to one that is"
+        ) from None
 
 
 def show_everything(stream: TextIO) -> None:

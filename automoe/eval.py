@@ -17,8 +17,10 @@ import math
 import os
 import re
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from automoe.errors import (
@@ -26,11 +28,13 @@ from automoe.errors import (
     ConfigError,
     exit_status,
     import_backend,
+    in_words,
     listed,
     number_option,
 )
 from automoe.generate import checkpoint_of, load_checkpoint
 from automoe.observe.metrics import jsonable
+from automoe.storage.files import named
 
 RESULTS = "eval.json"
 _NO_CHOICE = "Label index was not in"  # quoted from a warning of the harness
@@ -103,10 +107,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     rows = list(_rows(found, names))
     # For a run the checkpoint may be a temporary folder, so record the run itself.
     found["config"] |= {"model": args.where, "apply_chat_template": args.apply_chat_template}
-    with out.open("x") as file:
-        json.dump(jsonable(found), file, indent=1, default=str)
     _print_table(rows)
-    print(f"results {out}")
+    lost = _keep(json.dumps(jsonable(found), indent=1, default=str), out)
     for kind, texts in heard.found.items():
         print(f"warning: lm_eval, {len(texts):,} times: {texts[0]}", file=sys.stderr)
         if kind == _NO_CHOICE:
@@ -125,6 +127,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         said = f"not finite: {listed(wrong)}"
     if missing := set(names) - {row[0] for row in rows}:
         said = f"without a number: {listed(missing)}"
+    if lost is not None:
+        raise lost
     if said:
         raise AutomoeError(
             f"the tasks were not all evaluated; {said}. Look at their data, and at the model's answers"
@@ -350,6 +354,40 @@ def _free(where: Path, out: str | None) -> Path:
             "Name a file that can be made",
         )
     return path
+
+
+def _keep(text: str, out: Path) -> OSError | None:
+    """Write the results to the new file ``out`` and print its name.
+
+    If they cannot be written there, they go into a new file of the working directory or of the
+    temporary one, else to standard output.
+
+    Returns:
+        The error of ``out``.
+    """
+    places = [
+        out,
+        *(Path(folder) / f"eval-{uuid.uuid4().hex[:8]}.json" for folder in (".", gettempdir())),
+    ]
+    errors: list[OSError] = []
+    for path in places:
+        try:
+            with named(path, len(text)):
+                file = path.open("x")
+                try:
+                    with file:
+                        file.write(text)
+                except OSError:
+                    path.unlink(missing_ok=True)
+                    raise
+            print(f"results {path}")
+            break
+        except OSError as error:
+            errors.append(error)
+            print(f"warning: no results there: {in_words(error)}", file=sys.stderr)
+    else:
+        print(text)
+    return errors[0] if errors else None
 
 
 def _rows_at_once(text: str) -> str:

@@ -10,21 +10,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 from pathlib import Path
 from typing import Any
 
 from automoe.errors import CheckpointError
+from automoe.storage.files import wrong_kind
 
 # No config.json or index comes near: that of a model with a hundred thousand tensors has 10 MB.
 MAX_JSON_BYTES = 100_000_000
-_KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a folder",
-}
 
 
 def is_there(folder: Path, name: str) -> bool:
@@ -79,8 +72,7 @@ def _real_path(folder: Path, name: str) -> str:
 
 
 def _check_regular(file: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    if (kind := wrong_kind(mode)) is not None:
         raise CheckpointError(f"{file} is {kind} and no file. Copy the checkpoint again")
 
 

@@ -171,6 +171,7 @@ class ForkServer:
                 else:
                     self._ranks[number].returncode = status
         except BlockingIOError:  # no answer is waiting
+            self._continue()
             return
         except OSError:  # as after an empty answer, the server has ended
             pass
@@ -180,6 +181,15 @@ class ForkServer:
         for rank in self._ranks:
             if rank.returncode is None:
                 rank.returncode = status
+
+    def _continue(self) -> None:
+        """Continue the server if somebody stopped it: it alone hears that a rank has ended."""
+        with suppress(ChildProcessError):
+            if os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                # os.write replaces print(), which a signal handler may interrupt.
+                said = f"warning: the fork server, process {self.process.pid}, was stopped; it is continued\n"
+                os.write(2, said.encode())
+                self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Kill the server, and with it its ranks."""

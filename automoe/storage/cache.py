@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from automoe.errors import DataError, retried
+from automoe.errors import ConfigError, DataError, retried
 from automoe.storage.files import checksum
 from automoe.storage.folder import flush_folder
-from automoe.storage.lock_file import open_lock
+from automoe.storage.lock_file import take_lock
 from automoe.storage.sealed import read_json, replace_json
 
 _META = "meta.json"
+_SAID_S = 5.0
+_IDLE_S = 1800.0  # a process that writes nothing for so long is not waited for any longer
 
 
 def default_cache_dir() -> Path:
-    """Return ``$XDG_CACHE_HOME/automoe``, or ``~/.cache/automoe``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automoe"
+    """Return ``$XDG_CACHE_HOME/automoe``, or ``~/.cache/automoe``.
+
+    Raises:
+        ConfigError: the variable is not set, and this user has no home directory.
+    """
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "automoe"
+    try:
+        return Path.home() / ".cache" / "automoe"
+    except RuntimeError:
+        raise ConfigError(
+            "XDG_CACHE_HOME",
+            "",
+            "tokenised text is kept in this user's home directory, and this user has none",
+            "Set it to a directory that can be written",
+        ) from None
 
 
 def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -35,7 +52,8 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
         write: fills an empty folder and returns facts in plain JSON values.
 
     Raises:
-        DataError: the cache cannot be read or written. Errors of ``write`` pass through.
+        DataError: the cache cannot be read or written, or the process that writes the entry does
+            not go on. Errors of ``write`` pass through.
     """
     try:
         found = retried(lambda: _verified(entry))
@@ -47,8 +65,8 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
         return found
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_lock(entry.with_name(f"{entry.name}.lock")), "r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock = entry.with_name(f"{entry.name}.lock")
+        with os.fdopen(take_lock(lock, _patience(entry)), "r+"):
             found = _verified(entry)  # another process may have been faster
             if isinstance(found, dict):
                 return found
@@ -80,6 +98,35 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
             f"{entry}: what was just written reads back differently ({found}). Check this disk."
         )
     return found
+
+
+def _patience(entry: Path) -> Callable[[str], None]:
+    """Return what ``take_lock`` calls: it names the process waited for, and gives it up if idle."""
+    began = since = time.monotonic()
+    written = -1
+    said = False
+
+    def look(holder: str) -> None:
+        nonlocal since, written, said
+        now = time.monotonic()
+        size = 0
+        for path in entry.parent.glob(f"{entry.name}.*/new/*"):
+            with suppress(FileNotFoundError):
+                size += path.stat().st_size
+        if size != written:
+            written, since = size, now
+        if now - since > _IDLE_S:
+            raise DataError(
+                f"{entry}: process {holder} holds its lock ({entry.name}.lock) and has written nothing for "
+                f"{now - since:.0f} s. End that process, or set XDG_CACHE_HOME to another directory."
+            )
+        if not said and now - began > _SAID_S:
+            said = True
+            print(
+                f"waiting for process {holder}, which tokenises the same text: {entry}", flush=True
+            )
+
+    return look
 
 
 def _verified(entry: Path) -> dict[str, Any] | str | None:
