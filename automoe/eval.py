@@ -17,10 +17,9 @@ import math
 import os
 import re
 import sys
-import uuid
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 from automoe.errors import (
@@ -108,7 +107,16 @@ def _evaluate(args: argparse.Namespace) -> int:
     # For a run the checkpoint may be a temporary folder, so record the run itself.
     found["config"] |= {"model": args.where, "apply_chat_template": args.apply_chat_template}
     _print_table(rows)
-    lost = _keep(json.dumps(jsonable(found), indent=1, default=str), out)
+    text = json.dumps(jsonable(found), indent=1, default=str)
+    lost: OSError | None = None
+    try:
+        with named(out, len(text)), out.open("x") as file:
+            file.write(text)
+    except OSError as error:
+        lost = error
+        with tempfile.NamedTemporaryFile("w", suffix=f".{RESULTS}", delete=False) as file:
+            file.write(text)
+    print(f"results {file.name}")
     for kind, texts in heard.found.items():
         print(f"warning: lm_eval, {len(texts):,} times: {texts[0]}", file=sys.stderr)
         if kind == _NO_CHOICE:
@@ -128,7 +136,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     if missing := set(names) - {row[0] for row in rows}:
         said = f"without a number: {listed(missing)}"
     if lost is not None:
-        raise lost
+        raise AutomoeError(f"{in_words(lost)}. The results are in {file.name}") from lost
     if said:
         raise AutomoeError(
             f"the tasks were not all evaluated; {said}. Look at their data, and at the model's answers"
@@ -354,40 +362,6 @@ def _free(where: Path, out: str | None) -> Path:
             "Name a file that can be made",
         )
     return path
-
-
-def _keep(text: str, out: Path) -> OSError | None:
-    """Write the results to the new file ``out`` and print its name.
-
-    If they cannot be written there, they go into a new file of the working directory or of the
-    temporary one, else to standard output.
-
-    Returns:
-        The error of ``out``.
-    """
-    places = [
-        out,
-        *(Path(folder) / f"eval-{uuid.uuid4().hex[:8]}.json" for folder in (".", gettempdir())),
-    ]
-    errors: list[OSError] = []
-    for path in places:
-        try:
-            with named(path, len(text)):
-                file = path.open("x")
-                try:
-                    with file:
-                        file.write(text)
-                except OSError:
-                    path.unlink(missing_ok=True)
-                    raise
-            print(f"results {path}")
-            break
-        except OSError as error:
-            errors.append(error)
-            print(f"warning: no results there: {in_words(error)}", file=sys.stderr)
-    else:
-        print(text)
-    return errors[0] if errors else None
 
 
 def _rows_at_once(text: str) -> str:

@@ -38,7 +38,7 @@ def open_inside(folder: Path, name: str) -> int:
     try:
         real = _real_path(folder, name)
         # The kind is checked before the file is opened: opening some devices has effects.
-        _check_regular(folder / name, os.stat(real).st_mode)
+        _check_regular(folder / name, real)
         # If the file was replaced since, a link is not followed and a FIFO does not block.
         handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except ValueError as error:  # a zero byte, half a surrogate pair
@@ -48,7 +48,7 @@ def open_inside(folder: Path, name: str) -> int:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(folder / name)) from None
     try:
-        _check_regular(folder / name, os.fstat(handle).st_mode)
+        _check_regular(folder / name, handle)
     except CheckpointError:
         os.close(handle)
         raise
@@ -71,8 +71,8 @@ def _real_path(folder: Path, name: str) -> str:
     return real
 
 
-def _check_regular(file: Path, mode: int) -> None:
-    if (kind := wrong_kind(mode)) is not None:
+def _check_regular(file: Path, opened: str | int) -> None:
+    if (kind := wrong_kind(opened)) is not None:
         raise CheckpointError(f"{file} is {kind} and no file. Copy the checkpoint again")
 
 

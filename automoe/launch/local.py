@@ -271,7 +271,9 @@ class _Launch:
                 rank.kill()
 
     def _judge(self) -> RunResult:
-        status = self._status()
+        status: dict[str, Any] = {}
+        with runs.telling():
+            status = runs.read_status(self.run_dir)
         state = status.get("state", "running")
         failure = None
         if state not in ("done", "preempted"):
@@ -299,14 +301,6 @@ class _Launch:
                 runs.record_failure(self.run_dir, failure, overrule=True)
         signum = self.signum if state == "preempted" else None
         return RunResult(state, status.get("objective"), failure or status.get("error"), signum)
-
-    def _status(self) -> dict[str, Any]:
-        """Return the content of ``status.json``; empty, after a warning, if it cannot be read."""
-        try:
-            return runs.read_status(self.run_dir)
-        except (OSError, ValueError) as error:
-            print(f"warning: {self.run_dir / runs.STATUS_FILE}: {error}", file=sys.stderr)
-            return {}
 
     def _killed_rank(self, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the failure of a rank that a foreign signal killed; None if it was not the first.

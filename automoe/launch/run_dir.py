@@ -24,7 +24,7 @@ from automoe.checkpoint.steps import FOLDER, committed_steps
 from automoe.config.frozen import CONFIG_FILE, describe, differences, goes_on, read_mapping
 from automoe.config.schema import Config
 from automoe.errors import FULL, AutomoeError, ConfigError, LaunchError, in_words
-from automoe.storage.files import named, open_regular, read_file, wrong_kind
+from automoe.storage.files import named, read_file, wrong_kind
 from automoe.storage.lock_file import take_lock
 from automoe.storage.sealed import read_json, replace_json, sealed
 
@@ -187,7 +187,7 @@ def start_run(run_dir: Path) -> None:
     # The earlier run may have had more ranks.
     old = [run_dir / ERROR_FILE, run_dir / STUCK_FILE, *logs.glob("rank*")]
     for path in (run_dir / STATUS_FILE, run_dir / CONFIG_FILE, *old):
-        if path.exists() and (kind := wrong_kind(path.stat().st_mode)) is not None:
+        if (kind := wrong_kind(path)) is not None:
             raise ConfigError(
                 "run_dir", run_dir, f"{path} is {kind}, where a file belongs", "Move it away"
             )
@@ -218,11 +218,11 @@ def start_again(run_dir: Path, attempt: int) -> None:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Turn an ``OSError`` of the body into a warning: what cannot be told hides no result."""
+    """Make a warning of an error in telling what became of the run, which it must not hide."""
     try:
         yield
-    except OSError as error:
-        print(f"warning: {in_words(error)}", file=sys.stderr, flush=True)
+    except (OSError, ValueError) as error:
+        print(f"warning: {STATUS_FILE}: {in_words(error)}", file=sys.stderr, flush=True)
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
@@ -254,18 +254,15 @@ def write_status(run_dir: Path, state: State, **facts: Any) -> None:
 def _overwrite(path: Path, content: dict[str, Any]) -> bool:
     """Write over the file where it lies, which a full disk allows; return False if it is too small.
 
-    A traceback that does not fit is left out.
+    A traceback is left out.
     """
-    short = content
-    if content.get("error"):
-        short = content | {"error": content["error"] | {"traceback": []}}
-    with suppress(OSError), os.fdopen(open_regular(path, os.O_RDWR), "r+b", buffering=0) as file:
-        room = os.fstat(file.fileno()).st_blocks * 512
-        for one in (content, short):
-            raw = f"{sealed(one, indent=1)}\n".encode()
-            if len(raw) <= room and file.write(raw) == len(raw):
-                file.truncate()
-                return True
+    if error := content.get("error"):
+        content["error"] = error | {"traceback": []}
+    raw = f"{sealed(content, indent=1)}\n".encode()
+    with suppress(OSError), path.open("r+b", buffering=0) as file:
+        if len(raw) <= os.fstat(file.fileno()).st_blocks * 512:
+            file.truncate(file.write(raw))
+            return True
     return False
 
 

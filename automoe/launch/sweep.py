@@ -324,14 +324,8 @@ class Sweep:
             "process": [socket.gethostname(), os.getpid()],
         }
         path.parent.mkdir(exist_ok=True)
-        waited: set[str] = set()
-
-        def look(holder: str) -> None:
-            if holder not in waited:
-                print(f"job {mine.job.num} waits for process {holder}, which runs it", flush=True)
-            waited.add(holder)
-
-        with os.fdopen(take_lock(path.with_suffix(".lock"), look)):
+        # A job may take days: it is waited for as long as its process lives.
+        with os.fdopen(take_lock(path.with_suffix(".lock"), time.monotonic)):
             print(f"\njob {mine.job.num}: {record['label']}", flush=True)
             earlier = _read(path) or {}
             if earlier.get("start") == self.start and earlier["state"] != "running":

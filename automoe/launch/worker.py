@@ -26,7 +26,7 @@ from automoe.errors import AutomoeError, LaunchError, in_words, show_everything
 from automoe.hf.identity import complete
 from automoe.launch import ranks, stuck
 from automoe.launch import run_dir as runs
-from automoe.storage.files import open_regular, replace_file
+from automoe.storage.files import replace_file
 from automoe.training.context import RunContext, StopRequest
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def run_rank(
     except BaseException as error:
         with suppress(OSError):  # the disk may be full
             watch.explain(error)
-        _fail(run_dir, rank, in_words(error), terminal, launcher is None, report)
+        _fail(run_dir, rank, error, terminal, launcher is None, report)
     return 0
 
 
@@ -177,11 +177,10 @@ def _redirect(run_dir: Path, rank: int, terminal: TextIO) -> None:
     """
     path = run_dir / runs.LOG_FOLDER / f"rank{rank}.log"
     try:
-        handle = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = open(path, "w", buffering=1, encoding="utf-8")
     except OSError as error:
         print(f"warning: rank {rank} has no log: {in_words(error)}", file=terminal, flush=True)
-        handle = os.open(os.devnull, os.O_WRONLY)
-    log = open(handle, "w", buffering=1, encoding="utf-8")
+        log = open(os.devnull, "w")
     os.dup2(log.fileno(), 2)
     sys.stderr = Outlet(sys.stderr)
     if rank == 0:
@@ -245,7 +244,7 @@ def _fail(
         terminal: stream that shows the error if it is the run's first.
         tells: False if automoe's launcher shows the error that this rank records.
     """
-    failure = runs.error_report(error, rank)
+    failure = runs.error_report(in_words(error), rank)
     first = True
     try:
         first = runs.record_failure(run_dir, failure)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from automoe.errors import FULL, ConfigError, DiskError, retried
+from automoe.errors import FULL, ConfigError, retried
 from automoe.observe.environment import describe_environment
 from automoe.storage.files import free_name, named, open_regular, replace_file, set_aside
 from automoe.storage.sealed import SEAL, replace_json, sealed, unsealed
@@ -168,7 +168,7 @@ class AppendLog:
         self._warned = False
 
     def close(self) -> None:
-        """Write pending lines a last time. Raises ``DiskError`` if they do not fit."""
+        """Write pending lines a last time. Raises ``OSError`` if they do not fit."""
         if self._fd < 0:
             return
         try:
@@ -178,7 +178,7 @@ class AppendLog:
             self._fd = -1
         if self._pending:
             size = len(self._pending)
-            raise DiskError(errno.ENOSPC, f"its last {size:,} bytes have no room", str(self.path))
+            raise OSError(errno.ENOSPC, f"its last {size:,} bytes have no room", str(self.path))
 
     def replace(self, lines: Iterable[bytes]) -> None:
         """Replace the content of the file by ``lines``, atomically."""
@@ -351,7 +351,7 @@ def _lines(path: StrPath) -> Iterator[_Line]:
     """Yield every line of a JSON-lines file; a missing file has none."""
     if not os.path.exists(path):
         return
-    with os.fdopen(open_regular(path), "rb") as file:
+    with os.fdopen(open_regular(Path(path)), "rb") as file:
         for number, raw in enumerate(file, start=1):
             record = {}
             with contextlib.suppress(ValueError):  # A power loss can leave zeros inside the file.

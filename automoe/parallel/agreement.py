@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from automoe.errors import AutomoeError, CheckpointError, DiskError, SaveError, retried
+from automoe.errors import AutomoeError, CheckpointError, SaveError, retried
 from automoe.parallel.groups import SAVES
 
 T = TypeVar("T")
@@ -25,9 +25,7 @@ def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | Runt
     """Return one rank's error as an error that can be pickled and has one text on every rank."""
     if isinstance(error, OSError):
         file = f" ({error.filename})" if error.filename else ""
-        return DiskError(
-            error.errno or errno.EIO, f"{error.strerror or error}{file} on rank {rank}"
-        )
+        return OSError(error.errno or errno.EIO, f"{error.strerror or error}{file} on rank {rank}")
     if isinstance(error, AutomoeError):
         return CheckpointError(str(error))
     return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")

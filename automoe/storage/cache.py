@@ -5,40 +5,23 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from automoe.errors import ConfigError, DataError, retried
+from automoe.errors import DataError, retried
 from automoe.storage.files import checksum
 from automoe.storage.folder import flush_folder
 from automoe.storage.lock_file import take_lock
 from automoe.storage.sealed import read_json, replace_json
 
 _META = "meta.json"
-_SAID_S = 5.0
-_IDLE_S = 1800.0  # a process that writes nothing for so long is not waited for any longer
 
 
 def default_cache_dir() -> Path:
-    """Return ``$XDG_CACHE_HOME/automoe``, or ``~/.cache/automoe``.
-
-    Raises:
-        ConfigError: the variable is not set, and this user has no home directory.
-    """
-    if named := os.environ.get("XDG_CACHE_HOME"):
-        return Path(named) / "automoe"
-    try:
-        return Path.home() / ".cache" / "automoe"
-    except RuntimeError:
-        raise ConfigError(
-            "XDG_CACHE_HOME",
-            "",
-            "tokenised text is kept in this user's home directory, and this user has none",
-            "Set it to a directory that can be written",
-        ) from None
+    """Return ``$XDG_CACHE_HOME/automoe``, or ``~/.cache/automoe``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automoe"
 
 
 def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -66,7 +49,7 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         lock = entry.with_name(f"{entry.name}.lock")
-        with os.fdopen(take_lock(lock, _patience(entry)), "r+"):
+        with os.fdopen(take_lock(lock, lambda: _written(entry)), "r+"):
             found = _verified(entry)  # another process may have been faster
             if isinstance(found, dict):
                 return found
@@ -100,33 +83,11 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
     return found
 
 
-def _patience(entry: Path) -> Callable[[str], None]:
-    """Return what ``take_lock`` calls: it names the process waited for, and gives it up if idle."""
-    began = since = time.monotonic()
-    written = -1
-    said = False
-
-    def look(holder: str) -> None:
-        nonlocal since, written, said
-        now = time.monotonic()
-        size = 0
-        for path in entry.parent.glob(f"{entry.name}.*/new/*"):
-            with suppress(FileNotFoundError):
-                size += path.stat().st_size
-        if size != written:
-            written, since = size, now
-        if now - since > _IDLE_S:
-            raise DataError(
-                f"{entry}: process {holder} holds its lock ({entry.name}.lock) and has written nothing for "
-                f"{now - since:.0f} s. End that process, or set XDG_CACHE_HOME to another directory."
-            )
-        if not said and now - began > _SAID_S:
-            said = True
-            print(
-                f"waiting for process {holder}, which tokenises the same text: {entry}", flush=True
-            )
-
-    return look
+def _written(entry: Path) -> int:
+    """Return the bytes that another process has written of a new entry."""
+    with suppress(FileNotFoundError):
+        return sum(path.stat().st_size for path in entry.parent.glob(f"{entry.name}.*/new/*"))
+    return -1
 
 
 def _verified(entry: Path) -> dict[str, Any] | str | None:

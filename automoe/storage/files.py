@@ -29,12 +29,15 @@ _KINDS = {
 }
 
 
-def wrong_kind(mode: int) -> str | None:
-    """Return what a file's ``st_mode`` says it is, such as "a FIFO"; None for a regular file."""
-    return _KINDS.get(stat.S_IFMT(mode), "something else")
+def wrong_kind(path: Path | str | int) -> str | None:
+    """Return what a path or a descriptor is, such as "a FIFO"; None for a file, or for nothing."""
+    try:
+        return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "something else")
+    except FileNotFoundError:
+        return None
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open a file of the program's own state, and return a descriptor; never waits.
 
     Opening a FIFO would wait for its other end, and reading from a device might not end.
@@ -42,25 +45,13 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     Raises:
         OSError: the file cannot be opened, or something else has its name.
     """
-    with suppress(FileNotFoundError):
-        # The kind is checked before the file is opened: opening some devices has effects.
-        _check_kind(path, os.stat(path).st_mode)
-    handle = os.open(path, flags | os.O_NONBLOCK, 0o644)
-    try:
-        _check_kind(path, os.fstat(handle).st_mode)
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
-
-
-def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
-    if (kind := wrong_kind(mode)) is not None:
-        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    if (kind := wrong_kind(path)) is not None:
+        number = errno.EISDIR if kind == "a folder" else errno.EINVAL
         raise OSError(number, f"it is {kind}, where a file belongs", str(path))
+    return os.open(path, flags | os.O_NONBLOCK, 0o644)
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
+def read_file(path: Path) -> bytes:
     """Return the content of a file of the program's own state. Raises as ``open_regular``."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read()
@@ -110,29 +101,25 @@ def write_durably(path: Path, text: str) -> None:
 
     The file's name is on the disk only after its directory is flushed too.
     """
-    raw = text.encode()
-    with named(path, len(raw)):
-        _write(path, raw, flushed=True)
+    _write(path, path, text.encode(), flushed=True)
 
 
 def replace_durably(path: Path, text: str) -> None:
     """Replace a file atomically and flush it to the disk before returning; for a single writer."""
-    raw = text.encode()
-    scratch = path.with_name(f".{path.name}")
-    with named(path, len(raw)):
-        _write(scratch, raw, flushed=True)
-        os.replace(scratch, path)
-        flush(path.parent)
+    _write(path.with_name(f".{path.name}"), path, text.encode(), flushed=True)
+    flush(path.parent)
 
 
-def _write(path: Path, raw: bytes, flushed: bool) -> None:
+def _write(scratch: Path, path: Path, raw: bytes, flushed: bool = False) -> None:
+    """Write ``scratch`` and rename it to ``path``."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    with os.fdopen(open_regular(path, flags), "wb", buffering=0) as file:
-        rest = memoryview(raw)
-        while rest:
-            rest = rest[file.write(rest) :]
-        if flushed:
-            os.fsync(file.fileno())
+    with named(path, len(raw)):
+        with os.fdopen(open_regular(scratch, flags), "wb") as file:
+            file.write(raw)
+            if flushed:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(scratch, path)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -143,14 +130,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
     # Machines that share the directory number their processes alike.
     scratch = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     raw = content.encode() if isinstance(content, str) else content
-
-    def write() -> None:
-        with named(path, len(raw)):
-            _write(scratch, raw, flushed=False)
-            os.replace(scratch, path)
-
     try:
-        retried(write)
+        retried(lambda: _write(scratch, path, raw))
     except OSError:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)

@@ -145,7 +145,7 @@ def open_reference(
     splits: list[Split] = ["train", "validation"] if config.train.val_every else ["train"]
 
     def look() -> tuple[dict[str, Any], Any]:
-        if path.exists() and (kind := wrong_kind(path.stat().st_mode)) is not None:
+        if (kind := wrong_kind(path)) is not None:
             raise ConfigError(
                 "run_dir",
                 context.run_dir,
