@@ -1,9 +1,10 @@
 // Preloaded into a command and its ranks: notes which files below a folder are opened for writing, and lets a named one fail.
 //
 //   DISK_FAULT_ROOT=FOLDER           what lies below it is watched
-//   DISK_FAULT_LOG=FILE              a line for each file or folder that is made or opened for writing
+//   DISK_FAULT_LOG=FILE              a line for each file that is opened for writing or folder (NAME/) that is made
 //   DISK_FAULT=ERRNO:CALL:PART       CALL (write, open, mkdir) on a path that has PART in it fails with ERRNO
 //   DISK_FAULT_ONCE=FILE             ... one time in all processes; the file says that it has happened
+//   DISK_FAULT_SINCE=PATH            ... once there is such a path
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -37,13 +38,13 @@ bool below(const char* path, char* whole) {
   return strncmp(whole, root, strlen(root)) == 0;
 }
 
-void note(const char* whole) {
+void note(const char* whole, const char* end) {
   const char* log = getenv("DISK_FAULT_LOG");
   if (!log) return;
   const int file = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
   if (file < 0) return;
-  char line[PATH_MAX + 1];
-  const int size = snprintf(line, sizeof line, "%s\n", whole);
+  char line[PATH_MAX + 2];
+  const int size = snprintf(line, sizeof line, "%s%s\n", whole, end);
   syscall(SYS_write, file, line, size);
   syscall(SYS_close, file);
 }
@@ -57,6 +58,9 @@ bool fails(const char* call, const char* whole) {
   const size_t length = strlen(call);
   if (rest[0] != ':' || strncmp(rest + 1, call, length) || rest[length + 1] != ':') return false;
   if (!strstr(whole, rest + length + 2)) return false;
+  if (const char* since = getenv("DISK_FAULT_SINCE")) {
+    if (access(since, F_OK)) return false;
+  }
   if (const char* once = getenv("DISK_FAULT_ONCE")) {
     const int file = syscall(SYS_openat, AT_FDCWD, once, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
     if (file < 0) return false;
@@ -69,7 +73,7 @@ bool fails(const char* call, const char* whole) {
 bool open_fails(const char* path, int flags) {
   char whole[PATH_MAX];
   if (!(flags & (O_WRONLY | O_RDWR | O_CREAT)) || !below(path, whole)) return false;
-  note(whole);
+  note(whole, "");
   return fails("open", whole);
 }
 
@@ -123,7 +127,7 @@ FOPEN(fopen64)
 int mkdir(const char* path, mode_t mode) {
   char whole[PATH_MAX];
   if (below(path, whole)) {
-    note(whole);
+    note(whole, "/");
     if (access(whole, F_OK) && fails("mkdir", whole)) return -1;
   }
   static const auto real = next<int (*)(const char*, mode_t)>("mkdir");
