@@ -27,7 +27,6 @@ from automoe.errors import (
     ConfigError,
     exit_status,
     import_backend,
-    in_words,
     listed,
     number_option,
 )
@@ -114,6 +113,9 @@ def _evaluate(args: argparse.Namespace) -> int:
             file.write(text)
     except OSError as error:
         lost = error
+        if not isinstance(error, FileExistsError):
+            with contextlib.suppress(OSError):
+                out.unlink()
         with tempfile.NamedTemporaryFile("w", suffix=f".{RESULTS}", delete=False) as file:
             file.write(text)
     print(f"results {file.name}")
@@ -136,7 +138,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     if missing := set(names) - {row[0] for row in rows}:
         said = f"without a number: {listed(missing)}"
     if lost is not None:
-        raise AutomoeError(f"{in_words(lost)}. The results are in {file.name}") from lost
+        why = f"{out}: {lost.strerror}. The results are in {file.name}"
+        raise AutomoeError(why) from lost
     if said:
         raise AutomoeError(
             f"the tasks were not all evaluated; {said}. Look at their data, and at the model's answers"
