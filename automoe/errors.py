@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import resource
 import signal
 import sys
 import threading
@@ -26,6 +27,10 @@ P = ParamSpec("P")
 # Errors that a network file system or a failing disk reports briefly; a second try may succeed.
 _PASSING = (errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
 _WAITS_S = (0.1, 0.5, 2.0)
+_NO_PROCESS = ("can't start new thread", os.strerror(errno.EAGAIN))
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# EINVAL: a FIFO or a device where a file belongs (``automoe.storage.files.open_regular``).
+_OF_DISK = (*FULL, errno.EIO, errno.ESTALE, errno.EROFS, errno.EINVAL, errno.EISDIR)
 
 # The last two are 128 plus the number of SIGINT and of SIGPIPE.
 EXIT_WRONG = 2
@@ -107,6 +112,34 @@ class SaveError(CheckpointError):
     """Failure to write a checkpoint; older checkpoints are intact, and training can continue."""
 
 
+class DiskError(AutomoeError):
+    """File that cannot be used because its disk is full or broken, or because it is no file."""
+
+
+def in_words(error: BaseException) -> BaseException:
+    """Return an error of a disk, or of a machine without room for processes, as one for people.
+
+    Any other error is returned as it is.
+    """
+    if isinstance(error, OSError) and error.errno in _OF_DISK:
+        where = f"{error.filename}: " if error.filename else ""
+        remedy = "Make room there" if error.errno in FULL else "See to that disk, or to that file"
+        return DiskError(f"{where}{error.strerror}. {remedy}")
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd raises it so
+        return LaunchError("the working directory is gone. Change to one that is there")
+    text = str(error)
+    if text.startswith("Could not determine home"):
+        what = "this user has no home directory"
+        return LaunchError(f"{what}. Set HOME, or XDG_CACHE_HOME for the cache of tokenised text")
+    if text.endswith(_NO_PROCESS):
+        limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        return LaunchError(
+            f"no further process or thread can be started ({error}): this user may have {limit} (ulimit -u), or the "
+            "container has its limit. Raise it, end other processes, or start fewer ranks"
+        )
+    return error
+
+
 class BackendError(AutomoeError, RuntimeError):
     """Backend that this machine lacks; the message names an alternative or what to install."""
 
@@ -145,9 +178,10 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
             if isinstance(error, OSError) and error.filename is None:
                 if (lost := _lost_output()) is not None:
                     return lost
-            if not isinstance(error, AutomoeError):
+            said = in_words(error)
+            if not isinstance(said, AutomoeError):
                 raise
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {said}", file=sys.stderr)
             return EXIT_WRONG
         finally:
             if outermost:

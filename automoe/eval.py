@@ -17,6 +17,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from automoe.errors import (
 )
 from automoe.generate import checkpoint_of, load_checkpoint
 from automoe.observe.metrics import jsonable
+from automoe.storage.files import named
 
 RESULTS = "eval.json"
 _NO_CHOICE = "Label index was not in"  # quoted from a warning of the harness
@@ -103,10 +105,20 @@ def _evaluate(args: argparse.Namespace) -> int:
     rows = list(_rows(found, names))
     # For a run the checkpoint may be a temporary folder, so record the run itself.
     found["config"] |= {"model": args.where, "apply_chat_template": args.apply_chat_template}
-    with out.open("x") as file:
-        json.dump(jsonable(found), file, indent=1, default=str)
     _print_table(rows)
-    print(f"results {out}")
+    text = json.dumps(jsonable(found), indent=1, default=str)
+    lost: OSError | None = None
+    try:
+        with named(out, len(text)), out.open("x") as file:
+            file.write(text)
+    except OSError as error:
+        lost = error
+        if not isinstance(error, FileExistsError):
+            with contextlib.suppress(OSError):
+                out.unlink()
+        with tempfile.NamedTemporaryFile("w", suffix=f".{RESULTS}", delete=False) as file:
+            file.write(text)
+    print(f"results {file.name}")
     for kind, texts in heard.found.items():
         print(f"warning: lm_eval, {len(texts):,} times: {texts[0]}", file=sys.stderr)
         if kind == _NO_CHOICE:
@@ -125,6 +137,9 @@ def _evaluate(args: argparse.Namespace) -> int:
         said = f"not finite: {listed(wrong)}"
     if missing := set(names) - {row[0] for row in rows}:
         said = f"without a number: {listed(missing)}"
+    if lost is not None:
+        why = f"{out}: {lost.strerror}. The results are in {file.name}"
+        raise AutomoeError(why) from lost
     if said:
         raise AutomoeError(
             f"the tasks were not all evaluated; {said}. Look at their data, and at the model's answers"

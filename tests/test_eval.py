@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from automoe import cli
+from automoe import eval as eval_module
 from automoe.eval import load_tasks
 from tests.support.chat import save_tokenizer
 from tests.support.hf_models import save_small_hf
@@ -109,6 +113,45 @@ def test_one_document_has_no_standard_error(
     assert evaluate(folder, "--tasks", str(folder / "tasks"), "--limit", "1", "--out", str(folder / "one.json")) == 0
     said = capfd.readouterr()
     assert said.out.splitlines()[-2].split()[-1] == "-" and "git" not in said.err
+
+
+def test_results_that_have_no_place_are_printed_first_and_kept_elsewhere(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of --out goes while the tasks run, or its disk fills up."""
+    printed = eval_module._print_table
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def gone(rows: list[tuple[object, ...]]) -> None:
+        printed(rows)
+        shutil.rmtree(tmp_path / "gone")
+
+    def full(rows: list[tuple[object, ...]]) -> None:
+        printed(rows)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+        monkeypatch.setattr(eval_module.tempfile, "NamedTemporaryFile", roomy)
+
+    def roomy(*args: object, made=tempfile.NamedTemporaryFile, **options: object) -> object:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)  # the temporary folder is on another disk
+        return made(*args, **options)
+
+    for table, why in ((gone, "No such file or directory"), (full, "File too large")):
+        (tmp_path / "gone").mkdir()
+        out = tmp_path / "gone" / "out.json"
+        monkeypatch.setattr(eval_module, "_print_table", table)
+        words = ("--tasks", str(folder / "tasks"), "--limit", "2", "--out", str(out))
+        try:
+            assert evaluate(folder, *words) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        said = capsys.readouterr()
+        assert said.out.splitlines()[-2].split()[0] == "letters"  # the table is there
+        kept = Path(said.out.splitlines()[-1].removeprefix("results "))
+        assert f"error: {out}: {why}" in said.err or (str(out) in said.err and why in said.err)
+        assert f"The results are in {kept}" in said.err
+        assert json.loads(kept.read_text())["results"]["letters"]["acc,none"] >= 0
+        assert not out.exists(), "half of the results"
+        kept.unlink()
 
 
 def test_a_group_in_a_file_of_its_own(folder: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from automoe.checkpoint.steps import FOLDER, committed_steps, step_number
 from automoe.config.schema import CheckpointConfig
 from automoe.errors import CheckpointError
 from automoe.parallel.agreement import Ranks
-from automoe.storage.files import flush, replace_durably, write_durably
+from automoe.storage.files import flush, read_file, replace_durably, write_durably
 
 LATEST = "LATEST"
 
@@ -22,7 +22,7 @@ LATEST = "LATEST"
 def promised_step(folder: Path) -> str | None:
     """Return the step that ``LATEST`` names; None without such a file."""
     try:
-        return (folder / LATEST).read_text(errors="replace").strip()
+        return read_file(folder / LATEST).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except IsADirectoryError:

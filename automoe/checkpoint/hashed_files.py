@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from automoe.storage.files import checksum
+from automoe.storage.files import checksum, named
 from automoe.storage.trace import phase
 
 
@@ -25,6 +25,7 @@ class HashingStream(io.RawIOBase):
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = open(path, "wb", buffering=0)
         self._digest = xxhash.xxh3_128()
         self._size = 0
@@ -40,8 +41,9 @@ class HashingStream(io.RawIOBase):
             self._digest.update(view)
             rest = view
             try:
-                while rest:
-                    rest = rest[self._file.write(rest) :]
+                with named(self._path, self._size):
+                    while rest:
+                        rest = rest[self._file.write(rest) :]
             except Exception as error:
                 self._error = error
         return len(view)

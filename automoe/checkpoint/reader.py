@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from automoe.errors import CheckpointError, retried
 from automoe.parallel.agreement import dcp_error
+from automoe.storage.files import read_file
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {  # what torch writes into the file; none of these does more than hold values
@@ -112,7 +113,7 @@ def _renamed(metadata: Metadata) -> Metadata:
 
 def _read_index(path: Path) -> Metadata:
     try:
-        metadata = _Unpickler(io.BytesIO(retried(path.read_bytes))).load()
+        metadata = _Unpickler(io.BytesIO(retried(lambda: read_file(path)))).load()
         entries = metadata.state_dict_metadata
         paths = [one.relative_path for one in metadata.storage_data.values()]
         strange = [

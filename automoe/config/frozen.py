@@ -27,7 +27,7 @@ from automoe.config.recipe_args import SECTION, default_args
 from automoe.config.schema import Config, MeshConfig, tokenizer_of
 from automoe.config.shipped import own_recipe
 from automoe.errors import ConfigError
-from automoe.storage.files import replace_file
+from automoe.storage.files import read_file, replace_file
 
 Device = Literal["cpu", "cuda"]
 CONFIG_FILE = "config.yaml"
@@ -152,7 +152,7 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
             "Name one that train wrote",
         )
     try:
-        return parse_config(path.read_bytes(), plugins)
+        return parse_config(read_file(path), plugins)
     except OSError as error:
         raise ConfigError(
             "run_dir", run_dir, f"{path} cannot be read: {error.strerror}", "Make it readable"

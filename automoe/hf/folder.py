@@ -5,7 +5,6 @@ A directory is written under a temporary name and renamed at the end.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import KeyMap, fp8_config
 from automoe.hf.untrusted import copy_file, open_inside, parse_json, read_bytes
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
-from automoe.storage.lock_file import open_lock
+from automoe.storage.lock_file import take_lock
 
 if TYPE_CHECKING:
     import torch
@@ -120,17 +119,11 @@ def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
 def _alone(path: Path) -> Iterator[None]:
     """Hold the lock of exports to ``path``: a file in the same folder, removed at the end."""
     lock = path.with_name(f".{path.name}.lock")
-    handle = open_lock(lock)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The last holder may have removed the file since it was opened: another export would then
-        # lock a new file, so this lock protects nothing.
-        if not lock.exists() or not os.path.samestat(os.fstat(handle), os.stat(lock)):
-            raise BlockingIOError
-    except BlockingIOError:
-        os.close(handle)
+        handle = take_lock(lock)
+    except BlockingIOError as held:
         raise CheckpointError(
-            f"{path} is being written by another export. Wait for it, or name another one"
+            f"{path} is being written by another export, process {held.strerror}. Wait for it, or name another one"
         ) from None
     try:
         yield

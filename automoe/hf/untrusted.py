@@ -10,21 +10,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 from pathlib import Path
 from typing import Any
 
 from automoe.errors import CheckpointError
+from automoe.storage.files import wrong_kind
 
 # No config.json or index comes near: that of a model with a hundred thousand tensors has 10 MB.
 MAX_JSON_BYTES = 100_000_000
-_KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a folder",
-}
 
 
 def is_there(folder: Path, name: str) -> bool:
@@ -45,7 +38,7 @@ def open_inside(folder: Path, name: str) -> int:
     try:
         real = _real_path(folder, name)
         # The kind is checked before the file is opened: opening some devices has effects.
-        _check_regular(folder / name, os.stat(real).st_mode)
+        _check_regular(folder / name, real)
         # If the file was replaced since, a link is not followed and a FIFO does not block.
         handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except ValueError as error:  # a zero byte, half a surrogate pair
@@ -55,7 +48,7 @@ def open_inside(folder: Path, name: str) -> int:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(folder / name)) from None
     try:
-        _check_regular(folder / name, os.fstat(handle).st_mode)
+        _check_regular(folder / name, handle)
     except CheckpointError:
         os.close(handle)
         raise
@@ -78,9 +71,8 @@ def _real_path(folder: Path, name: str) -> str:
     return real
 
 
-def _check_regular(file: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+def _check_regular(file: Path, opened: str | int) -> None:
+    if (kind := wrong_kind(opened)) is not None:
         raise CheckpointError(f"{file} is {kind} and no file. Copy the checkpoint again")
 
 

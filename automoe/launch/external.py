@@ -23,7 +23,7 @@ from automoe.config.convert import named_variables
 from automoe.config.frozen import Device, dump_config, parse_config, resolved, save_config
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, ConfigError, LaunchError
+from automoe.errors import AutomoeError, ConfigError, LaunchError, in_words
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import check_backends, resolve_device, start_notes, visible_gpus
 from automoe.launch.prepare import check, check_num_ranks, compose, missing_data
@@ -228,9 +228,10 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             for note in start_notes(config) + runs.check_same_run(run_dir, frozen):
                 print(note, file=sys.stderr, flush=True)
             runs.start_run(run_dir)
-        except AutomoeError as error:
+            save_config(frozen, run_dir)
+        except (AutomoeError, OSError) as error:
             # The error is printed first, because telling the other ranks imports torch.
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {in_words(error)}", file=sys.stderr, flush=True)
             store = _open_store(launch)
             store.set(_KEY, json.dumps({"config": None}))
             # Wait until all ranks have read the message.
@@ -239,7 +240,6 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             while store.add(f"{_KEY}/read", 0) < others and time.monotonic() < deadline:
                 time.sleep(0.1)
             return 2
-        save_config(frozen, run_dir)
         text = dump_config(frozen)
         held = {name: os.environ[name] for name in named_variables(text) if name in os.environ}
         message = {"run_dir": str(run_dir), "config": text, "environment": held}

@@ -28,6 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from automoe.errors import in_words
 from automoe.launch.ranks import Imports, prepare_process
 from automoe.launch.worker import STOP_SIGNALS, end_process
 
@@ -171,6 +172,7 @@ class ForkServer:
                 else:
                     self._ranks[number].returncode = status
         except BlockingIOError:  # no answer is waiting
+            self._continue()
             return
         except OSError:  # as after an empty answer, the server has ended
             pass
@@ -180,6 +182,12 @@ class ForkServer:
         for rank in self._ranks:
             if rank.returncode is None:
                 rank.returncode = status
+
+    def _continue(self) -> None:
+        """Continue the server if somebody stopped it: it alone hears that a rank has ended."""
+        with suppress(ChildProcessError):
+            if os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Kill the server, and with it its ranks."""
@@ -234,6 +242,8 @@ def main() -> int:
     """
     launcher, number = map(int, sys.argv[1:])
     die_with_parent(launcher)
+    # If its parent ignores the signal, the system forgets how a child has ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     prepare_process()
     imports = _import_all()
     with socket.socket(fileno=number) as requests:
@@ -330,4 +340,8 @@ def become(
 
 
 if __name__ == "__main__":
-    end_process(main())
+    try:
+        end_process(main())
+    except OSError as error:  # no further process
+        print(in_words(error), file=sys.stderr)
+        end_process(1)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from automoe.checkpoint.steps import FOLDER
+from automoe.checkpoint.steps import FOLDER, committed_steps
 from automoe.config.frozen import Device, resolved, save_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
@@ -92,6 +92,8 @@ def train_here(
     if result.error is not None:
         error = runs.describe_error(result.error)
         print(f"error: {error}\nlogs of every rank: {config.run_dir}/logs", file=sys.stderr)
+        if saved := committed_steps(Path(config.run_dir) / FOLDER):
+            print(f"newest checkpoint: {config.run_dir}/{FOLDER}/{saved[-1]}", file=sys.stderr)
     elif result.state == "preempted":
         print("stopped before the last step, as asked", file=sys.stderr)
     if config.observe.report and Path(config.run_dir).is_dir():
@@ -162,7 +164,8 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
                     config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
                     save_config(config, run_dir)
             if limit:
-                runs.add_to_status(run_dir, failed_attempts=failures)
+                with runs.telling():
+                    runs.add_to_status(run_dir, failed_attempts=failures)
     return result
 
 
@@ -217,7 +220,7 @@ class _Launch:
             if failed_at == math.inf and any(rank.returncode for rank in self.ranks):
                 failed_at = now
                 if (killed := self._killed_rank(None)) is not None:
-                    with suppress(OSError):
+                    with runs.telling():
                         runs.record_failure(self.run_dir, killed)  # the others see it and leave
             if now > self.kill_at:
                 print(
@@ -268,15 +271,19 @@ class _Launch:
                 rank.kill()
 
     def _judge(self) -> RunResult:
-        status = runs.read_status(self.run_dir)
-        state = status["state"]
+        status: dict[str, Any] = {}
+        with runs.telling():
+            status = runs.read_status(self.run_dir)
+        state = status.get("state", "running")
         failure = None
         if state not in ("done", "preempted"):
             # Errors of other ranks are a consequence: they lost the killed rank in a collective.
             failure = self._killed_rank(status.get("error"))
         if failure is None and state in ("starting", "running"):
             if self.gave_up:
-                runs.write_status(self.run_dir, "preempted", objective=None)
+                with runs.telling():
+                    runs.write_status(self.run_dir, "preempted", objective=None)
+                state = "preempted"
             else:
                 ended = ", ".join(
                     f"rank {number} with status {rank.returncode}"
@@ -288,11 +295,12 @@ class _Launch:
                     LaunchError(error), None
                 )
         if failure is not None:
-            # This overrules a report that a rank began to write on a full disk.
-            runs.record_failure(self.run_dir, failure, overrule=True)
-        status = runs.read_status(self.run_dir)
-        signum = self.signum if status["state"] == "preempted" else None
-        return RunResult(status["state"], status.get("objective"), status.get("error"), signum)
+            state = "failed"
+            with runs.telling():
+                # This overrules a report that a rank began to write on a full disk.
+                runs.record_failure(self.run_dir, failure, overrule=True)
+        signum = self.signum if state == "preempted" else None
+        return RunResult(state, status.get("objective"), failure or status.get("error"), signum)
 
     def _killed_rank(self, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the failure of a rank that a foreign signal killed; None if it was not the first.

@@ -8,24 +8,25 @@ consequence of it (a peer vanished from a collective).
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import json
 import os
 import shutil
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from automoe.checkpoint.steps import FOLDER, committed_steps
 from automoe.config.frozen import CONFIG_FILE, describe, differences, goes_on, read_mapping
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, ConfigError, LaunchError
-from automoe.storage.lock_file import open_lock
-from automoe.storage.sealed import read_json, replace_json
+from automoe.errors import FULL, AutomoeError, ConfigError, LaunchError, in_words
+from automoe.storage.files import named, read_file, wrong_kind
+from automoe.storage.lock_file import take_lock
+from automoe.storage.sealed import read_json, replace_json, sealed
 
 State = Literal["starting", "running", "done", "failed", "preempted"]
 
@@ -54,9 +55,14 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        handle = open_lock(run_dir / LOCK_FILE)
+        handle = take_lock(run_dir / LOCK_FILE)
         # While this descriptor is open, no other folder can get this folder's inode number.
         folder = os.open(run_dir, os.O_DIRECTORY)
+    except BlockingIOError as held:
+        raise LaunchError(
+            f"run_dir={run_dir} is in use by another run, process {held.strerror}. "
+            "Set another run_dir, or wait for that run to end"
+        ) from None
     except OSError as error:
         raise ConfigError(
             "run_dir",
@@ -76,16 +82,6 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
         return f"run_dir={run_dir} was removed or replaced while the run was under way; what it wrote there is lost"
 
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(handle, 100, 0).decode().strip() or "unknown"
-            raise LaunchError(
-                f"run_dir={run_dir} is in use by another run, process {holder}. "
-                "Set another run_dir, or wait for that run to end"
-            ) from None
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield lost
     finally:
         os.close(handle)
@@ -157,7 +153,7 @@ def _newest_config(run_dir: Path) -> dict[str, Any] | None:
     folder = run_dir / FOLDER
     try:
         newest = committed_steps(folder)[-1]
-        return dict(json.loads((folder / newest / "manifest.json").read_bytes())["config"])
+        return dict(json.loads(read_file(folder / newest / "manifest.json"))["config"])
     # The run that continues from this checkpoint reports what is wrong with it.
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -169,7 +165,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError: the file cannot be read.
     """
-    return read_mapping((run_dir / CONFIG_FILE).read_bytes())
+    return read_mapping(read_file(run_dir / CONFIG_FILE))
 
 
 def start_run(run_dir: Path) -> None:
@@ -191,9 +187,9 @@ def start_run(run_dir: Path) -> None:
     # The earlier run may have had more ranks.
     old = [run_dir / ERROR_FILE, run_dir / STUCK_FILE, *logs.glob("rank*")]
     for path in (run_dir / STATUS_FILE, run_dir / CONFIG_FILE, *old):
-        if path.is_dir():
+        if (kind := wrong_kind(path)) is not None:
             raise ConfigError(
-                "run_dir", run_dir, f"{path} is a folder, where a file belongs", "Move it away"
+                "run_dir", run_dir, f"{path} is {kind}, where a file belongs", "Move it away"
             )
     for path in old:
         path.unlink(missing_ok=True)
@@ -203,15 +199,30 @@ def start_run(run_dir: Path) -> None:
 
 
 def start_again(run_dir: Path, attempt: int) -> None:
-    """Move the logs of ``attempt`` to ``logs/attempt-N``, and write the state ``starting``."""
+    """Move the logs of ``attempt`` to ``logs/attempt-N``, and write the state ``starting``.
+
+    Logs that cannot be moved are written over.
+    """
     logs = run_dir / LOG_FOLDER
     aside = logs / f"attempt-{attempt}"
-    aside.mkdir(parents=True)  # logs may have been removed
-    for path in logs.glob("rank*"):
-        path.rename(aside / path.name)
-    (run_dir / ERROR_FILE).rename(aside / ERROR_FILE)
-    (run_dir / STUCK_FILE).unlink(missing_ok=True)
-    write_status(run_dir, "starting", pid=os.getpid())
+    with telling():
+        aside.mkdir(parents=True)  # logs may have been removed
+        for path in (*logs.glob("rank*"), run_dir / ERROR_FILE):
+            if path.exists():
+                path.rename(aside / path.name)
+    for name in (ERROR_FILE, STUCK_FILE):
+        (run_dir / name).unlink(missing_ok=True)
+    with telling():
+        write_status(run_dir, "starting", pid=os.getpid())
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Make a warning of an error in telling what became of the run, which it must not hide."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        print(f"warning: {STATUS_FILE}: {in_words(error)}", file=sys.stderr, flush=True)
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
@@ -229,16 +240,37 @@ def write_status(run_dir: Path, state: State, **facts: Any) -> None:
     yields = state not in ("failed", "starting")
     if yields and (run_dir / ERROR_FILE).exists():
         return
-    replace_json(run_dir / STATUS_FILE, {"state": state, "time": time.time(), **facts})
+    content = {"state": state, "time": time.time(), **facts}
+    path = run_dir / STATUS_FILE
+    try:
+        replace_json(path, content)
+    except OSError as error:
+        if error.errno not in FULL or not _overwrite(path, content):
+            raise
     if yields and (failure := read_failure(run_dir)) is not None:  # a rank failed meanwhile
         write_status(run_dir, "failed", error=failure)
 
 
+def _overwrite(path: Path, content: dict[str, Any]) -> bool:
+    """Write over the file where it lies, which a full disk allows; return False if it is too small.
+
+    A traceback is left out.
+    """
+    if error := content.get("error"):
+        content["error"] = error | {"traceback": []}
+    raw = f"{sealed(content, indent=1)}\n".encode()
+    with suppress(OSError), path.open("r+b", buffering=0) as file:
+        if len(raw) <= os.fstat(file.fileno()).st_blocks * 512:
+            file.truncate(file.write(raw))
+            return True
+    return False
+
+
 def read_failure(run_dir: Path) -> dict[str, Any] | None:
-    """Return the first error's report; None if none exists or it is still being written."""
+    """Return the first error's report; None if none exists or it is not written in full."""
     try:
-        return json.loads((run_dir / ERROR_FILE).read_text())
-    except (FileNotFoundError, ValueError):
+        return json.loads(read_file(run_dir / ERROR_FILE))
+    except (OSError, ValueError):
         return None
 
 
@@ -281,13 +313,18 @@ def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False
     target = run_dir / ERROR_FILE
     if overrule:
         target.unlink(missing_ok=True)
+    raw = json.dumps(report).encode()
     try:
-        # O_EXCL lets exactly one rank create the file.
-        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        with named(target, len(raw)):
+            # O_EXCL lets exactly one rank create the file.
+            handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            with os.fdopen(handle, "wb") as file:
+                file.write(raw)
     except FileExistsError:
         return False
-    with os.fdopen(handle, "w") as file:
-        json.dump(report, file)
+    except OSError:
+        write_status(run_dir, "failed", error=report)
+        raise
     write_status(run_dir, "failed", error=report)
     return True
 

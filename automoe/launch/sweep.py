@@ -8,7 +8,6 @@ the records in ``sweep.json``.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import re
@@ -52,7 +51,7 @@ from automoe.launch import run_dir as runs
 from automoe.launch.hardware import missing_hardware
 from automoe.launch.local import train_here
 from automoe.launch.prepare import check_here, settle
-from automoe.storage.lock_file import open_lock
+from automoe.storage.lock_file import take_lock
 from automoe.storage.sealed import read_json, replace_json
 
 RECORDS = "jobs"
@@ -323,8 +322,8 @@ class Sweep:
             "process": [socket.gethostname(), os.getpid()],
         }
         path.parent.mkdir(exist_ok=True)
-        with os.fdopen(open_lock(path.with_suffix(".lock"))) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        # A job may take days: it is waited for as long as its process lives.
+        with os.fdopen(take_lock(path.with_suffix(".lock"), time.monotonic)):
             print(f"\njob {mine.job.num}: {record['label']}", flush=True)
             earlier = _read(path) or {}
             if earlier.get("start") == self.start and earlier["state"] != "running":

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from automoe.config.frozen import frozen_shape, load_config
 from automoe.config.schema import Config
 from automoe.config.shipped import load_recipe
-from automoe.errors import AutomoeError, LaunchError, show_everything
+from automoe.errors import AutomoeError, LaunchError, in_words, show_everything
 from automoe.hf.identity import complete
 from automoe.launch import ranks, stuck
 from automoe.launch import run_dir as runs
+from automoe.storage.files import replace_file
 from automoe.training.context import RunContext, StopRequest
 
 if TYPE_CHECKING:
@@ -113,18 +114,19 @@ def run_rank(
     """
     local_rank = rank if local_rank is None else local_rank
     ranks.prepare_process()
-    terminal = _redirect(run_dir, rank)
+    terminal = os.fdopen(os.dup(2), "w")
+    _redirect(run_dir, rank, terminal)
     sys.stderr.write(imports.output)
     stop = StopRequest()
     _handle_signals(stop)
-    (run_dir / runs.LOG_FOLDER / f"rank{rank}.pid").write_text(str(os.getpid()))
     # automoe's launcher outlives the ranks and writes the report; under torchrun and srun rank 0
     # writes it.
     report = rank == 0 and launcher is None and config is not None and config.observe.report
     watch = stuck.StuckWatch(run_dir, rank, world_size, terminal)
     watch.tells_errors = launcher is None
-    threading.Thread(target=_watch, args=(run_dir, watch, report), daemon=True).start()
     try:
+        replace_file(run_dir / runs.LOG_FOLDER / f"rank{rank}.pid", str(os.getpid()))
+        threading.Thread(target=_watch, args=(run_dir, watch, report), daemon=True).start()
         if imports.error is not None:
             raise imports.error
         config = config or load_config(run_dir, plugins=True)
@@ -149,7 +151,7 @@ def run_rank(
     except BaseException as error:
         with suppress(OSError):  # the disk may be full
             watch.explain(error)
-        _fail(run_dir, rank, error, terminal if launcher is None else None, report)
+        _fail(run_dir, rank, error, terminal, launcher is None, report)
     return 0
 
 
@@ -159,17 +161,26 @@ def _write_result(config: Config, context: RunContext, objective: float | None) 
     if state == "done" and not math.isfinite(outcome or 0.0):
         raise AutomoeError(f"the recipe {config.recipe} ended with {outcome}, which is no result")
     facts = {"fell_back": context.fell_back} if context.fell_back else {}
-    runs.write_status(context.run_dir, state, objective=outcome, **facts)
+    try:
+        runs.write_status(context.run_dir, state, objective=outcome, **facts)
+    except OSError as error:
+        raise AutomoeError(
+            f"the run is {state}, its objective {outcome}, and {runs.STATUS_FILE} cannot say so: {in_words(error)}"
+        ) from error
 
 
-def _redirect(run_dir: Path, rank: int) -> TextIO:
-    """Send this rank's output to ``logs/rankN.log``, and return the stderr it was started with.
+def _redirect(run_dir: Path, rank: int, terminal: TextIO) -> None:
+    """Send this rank's output to ``logs/rankN.log``; warn if there can be no such file.
 
     Rank 0's stdout also goes to the terminal. File descriptor 2 is redirected, not only
     ``sys.stderr``, so that warnings from C++ do not break the progress line.
     """
-    log = open(run_dir / runs.LOG_FOLDER / f"rank{rank}.log", "w", buffering=1, encoding="utf-8")
-    terminal = os.fdopen(os.dup(2), "w")
+    path = run_dir / runs.LOG_FOLDER / f"rank{rank}.log"
+    try:
+        log = open(path, "w", buffering=1, encoding="utf-8")
+    except OSError as error:
+        print(f"warning: rank {rank} has no log: {in_words(error)}", file=terminal, flush=True)
+        log = open(os.devnull, "w")
     os.dup2(log.fileno(), 2)
     sys.stderr = Outlet(sys.stderr)
     if rank == 0:
@@ -178,7 +189,6 @@ def _redirect(run_dir: Path, rank: int) -> TextIO:
         os.dup2(log.fileno(), 1)
         sys.stdout = Outlet(sys.stdout)
     faulthandler.enable(log)
-    return terminal
 
 
 def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
@@ -224,21 +234,25 @@ def _leave(run_dir: Path, report: bool) -> None:
 
 
 def _fail(
-    run_dir: Path, rank: int, error: BaseException, terminal: TextIO | None, report: bool
+    run_dir: Path, rank: int, error: BaseException, terminal: TextIO, tells: bool, report: bool
 ) -> None:
     """Report the error and end this process with status 1.
 
     The process group stays open: closing a broken one can wait for the lost peer forever.
 
     Args:
-        terminal: stream that shows the error if it is the run's first; None if the launcher shows
-            it.
+        terminal: stream that shows the error if it is the run's first.
+        tells: False if automoe's launcher shows the error that this rank records.
     """
-    failure = runs.error_report(error, rank)
+    failure = runs.error_report(in_words(error), rank)
     first = True
-    with suppress(OSError):  # this rank must leave even if the disk is full
+    try:
         first = runs.record_failure(run_dir, failure)
-    if first and terminal is not None:
+    except OSError as lost:  # this rank must leave even if the disk is full
+        tells |= runs.read_failure(run_dir) is None
+        with suppress(OSError):
+            print(f"warning: {in_words(lost)}", file=terminal, flush=True)
+    if first and tells:
         with suppress(OSError):
             print(f"error: {runs.describe_error(failure)}", file=terminal, flush=True)
     traceback.print_exception(error)  # to this rank's log

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from automoe.errors import ConfigError, retried
+from automoe.errors import FULL, ConfigError, retried
 from automoe.observe.environment import describe_environment
-from automoe.storage.files import free_name, replace_file, set_aside
+from automoe.storage.files import free_name, named, open_regular, replace_file, set_aside
 from automoe.storage.sealed import SEAL, replace_json, sealed, unsealed
 
 METRICS_FILE = "metrics.jsonl"
@@ -53,7 +53,6 @@ OTHER_KEYS = (
 VALIDATION_KEYS = ("val_loss", "val_loss_ema", "val_perplexity", "val_bits_per_byte")
 MAX_LOAD_SNAPSHOTS = 200
 ENVIRONMENT_FILE = "environment.json"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Record = dict[str, Any]  # a line of a JSON-lines file
 Records = list[Record]
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values
@@ -152,9 +151,10 @@ class AppendLog:
         end = os.fstat(self._fd).st_size
         written = 0
         try:
-            while written < len(self._pending):
-                rest = self._pending[written:]
-                written += retried(lambda rest=rest: os.write(self._fd, rest))
+            with named(self.path, len(self._pending)):
+                while written < len(self._pending):
+                    rest = self._pending[written:]
+                    written += retried(lambda rest=rest: os.write(self._fd, rest))
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -168,10 +168,17 @@ class AppendLog:
         self._warned = False
 
     def close(self) -> None:
-        if self._fd >= 0:
+        """Write pending lines a last time. Raises ``OSError`` if they do not fit."""
+        if self._fd < 0:
+            return
+        try:
             self.flush()
+        finally:
             os.close(self._fd)
             self._fd = -1
+        if self._pending:
+            size = len(self._pending)
+            raise OSError(errno.ENOSPC, f"its last {size:,} bytes have no room", str(self.path))
 
     def replace(self, lines: Iterable[bytes]) -> None:
         """Replace the content of the file by ``lines``, atomically."""
@@ -333,7 +340,7 @@ class _Line(NamedTuple):
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
 
 def _bytes(record: Mapping[str, Any]) -> bytes:
@@ -344,7 +351,7 @@ def _lines(path: StrPath) -> Iterator[_Line]:
     """Yield every line of a JSON-lines file; a missing file has none."""
     if not os.path.exists(path):
         return
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(Path(path)), "rb") as file:
         for number, raw in enumerate(file, start=1):
             record = {}
             with contextlib.suppress(ValueError):  # A power loss can leave zeros inside the file.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine, TightLayoutEngine
+
+from automoe.storage.files import replace_file
 
 INK = "#1f2933"  # colour of text
 MUTED = "#66727f"  # colour of axis labels and notes
@@ -72,7 +75,9 @@ def new_figure(
 def save(figure: Figure, path: Path, *, crop: bool = False) -> Path:
     """Write ``figure`` as a PNG and return its path; ``crop`` cuts off empty margins."""
     options: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.14} if crop else {}
-    figure.savefig(path, dpi=DPI, **options)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI, **options)
+    replace_file(path, drawn.getvalue())
     return path
 
 

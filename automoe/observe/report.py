@@ -13,7 +13,7 @@ from pathlib import Path
 from automoe.config.frozen import CONFIG_FILE, frozen_shape, load_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError
+from automoe.errors import AutomoeError, in_words
 from automoe.observe.metrics import (
     ENVIRONMENT_FILE,
     LOAD_FILE,
@@ -49,7 +49,8 @@ def write_report(run_dir: StrPath) -> Path | None:
     try:
         return build_report(run_dir)
     except Exception as error:
-        print(f"automoe: no report for {run_dir}: {type(error).__name__}: {error}", file=sys.stderr)
+        why = f"{type(error).__name__}: {in_words(error)}"
+        print(f"automoe: no report for {run_dir}: {why}", file=sys.stderr)
         return None
 
 
@@ -180,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         path = build_report(parser.parse_args(argv).run_dir)
     except (AutomoeError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(in_words(error), file=sys.stderr)
         return 1
     print(path)
     return 0

@@ -132,6 +132,8 @@ def _attempt(
 def save_error(error: OSError, step: int, newest: str | None) -> SaveError:
     """Return a save's write error as a user message; ``newest`` is the newest existing step."""
     reason = error.strerror or os.strerror(error.errno or errno.EIO)
+    if error.filename is not None:
+        reason += f" ({error.filename})"
     if newest == f"step-{step}":
         outcome = f"the checkpoint of step {step} was written, but LATEST was not or older ones not deleted: {reason}"
     else:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from automoe.errors import DataError, retried
 from automoe.storage.files import checksum
 from automoe.storage.folder import flush_folder
-from automoe.storage.lock_file import open_lock
+from automoe.storage.lock_file import take_lock
 from automoe.storage.sealed import read_json, replace_json
 
 _META = "meta.json"
@@ -35,7 +35,8 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
         write: fills an empty folder and returns facts in plain JSON values.
 
     Raises:
-        DataError: the cache cannot be read or written. Errors of ``write`` pass through.
+        DataError: the cache cannot be read or written, or the process that writes the entry does
+            not go on. Errors of ``write`` pass through.
     """
     try:
         found = retried(lambda: _verified(entry))
@@ -47,8 +48,8 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
         return found
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_lock(entry.with_name(f"{entry.name}.lock")), "r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock = entry.with_name(f"{entry.name}.lock")
+        with os.fdopen(take_lock(lock, lambda: _written(entry)), "r+"):
             found = _verified(entry)  # another process may have been faster
             if isinstance(found, dict):
                 return found
@@ -80,6 +81,13 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
             f"{entry}: what was just written reads back differently ({found}). Check this disk."
         )
     return found
+
+
+def _written(entry: Path) -> int:
+    """Return the bytes that another process has written of a new entry."""
+    with suppress(FileNotFoundError):
+        return sum(path.stat().st_size for path in entry.parent.glob(f"{entry.name}.*/new/*"))
+    return -1
 
 
 def _verified(entry: Path) -> dict[str, Any] | str | None:

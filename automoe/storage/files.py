@@ -5,16 +5,77 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import socket
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from automoe.errors import retried
+from automoe.errors import FULL, retried
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFREG: None,
+}
+
+
+def wrong_kind(path: Path | str | int) -> str | None:
+    """Return what a path or a descriptor is, such as "a FIFO"; None for a file, or for nothing."""
+    try:
+        return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "something else")
+    except FileNotFoundError:
+        return None
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file of the program's own state, and return a descriptor; never waits.
+
+    Opening a FIFO would wait for its other end, and reading from a device might not end.
+
+    Raises:
+        OSError: the file cannot be opened, or something else has its name.
+    """
+    if (kind := wrong_kind(path)) is not None:
+        number = errno.EISDIR if kind == "a folder" else errno.EINVAL
+        raise OSError(number, f"it is {kind}, where a file belongs", str(path))
+    return os.open(path, flags | os.O_NONBLOCK, 0o644)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file of the program's own state. Raises as ``open_regular``."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
+
+
+@contextmanager
+def named(path: Path, size: int) -> Iterator[None]:
+    """Name ``path`` in an ``OSError`` of the body, and say how much room a full disk lacks.
+
+    Args:
+        size: bytes that the body writes.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno in FULL:
+            with suppress(OSError):
+                disk = os.statvfs(path.parent)
+                free = disk.f_bavail * disk.f_frsize
+                why += (
+                    f" ({size:,} bytes to write, {free:,} bytes and {disk.f_favail:,} files free)"
+                )
+        raise OSError(error.errno, why, str(path)) from error
 
 
 def checksum(path: Path, method: Callable[[], Any] = xxhash.xxh3_128) -> str:
@@ -22,7 +83,7 @@ def checksum(path: Path, method: Callable[[], Any] = xxhash.xxh3_128) -> str:
 
     The default, XXH3, detects damage, not intent. It reads 7 GB per second from the page cache.
     """
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         return hashlib.file_digest(file, method).hexdigest()
 
 
@@ -40,18 +101,25 @@ def write_durably(path: Path, text: str) -> None:
 
     The file's name is on the disk only after its directory is flushed too.
     """
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    _write(path, path, text.encode(), flushed=True)
 
 
 def replace_durably(path: Path, text: str) -> None:
     """Replace a file atomically and flush it to the disk before returning; for a single writer."""
-    scratch = path.with_name(f".{path.name}")
-    write_durably(scratch, text)
-    os.replace(scratch, path)
+    _write(path.with_name(f".{path.name}"), path, text.encode(), flushed=True)
     flush(path.parent)
+
+
+def _write(scratch: Path, path: Path, raw: bytes, flushed: bool = False) -> None:
+    """Write ``scratch`` and rename it to ``path``."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with named(path, len(raw)):
+        with os.fdopen(open_regular(scratch, flags), "wb") as file:
+            file.write(raw)
+            if flushed:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(scratch, path)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -62,15 +130,11 @@ def replace_file(path: Path, content: str | bytes) -> None:
     # Machines that share the directory number their processes alike.
     scratch = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     raw = content.encode() if isinstance(content, str) else content
-
-    def write() -> None:
-        scratch.write_bytes(raw)
-        os.replace(scratch, path)
-
     try:
-        retried(write)
+        retried(lambda: _write(scratch, path, raw))
     except OSError:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
         raise
 
 

@@ -3,28 +3,100 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
-import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+from automoe.storage.files import named, open_regular
 
-def open_lock(path: Path) -> int:
-    """Return a descriptor of the lock file ``path`` for ``flock``; make the file if missing.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_LOOK_EVERY_S = 0.5
+_IDLE_S = 1800.0  # a process that does nothing for so long is waited for no longer
+
+
+def take_lock(path: Path, progress: Callable[[], object] | None = None) -> int:
+    """Lock the file ``path``, made if missing, and return the descriptor that holds the lock.
+
+    The file then has the id of this process. If its file system has no locks, the lock is a file in
+    the temporary folder of this machine, and a note says so.
+
+    Args:
+        progress: what the process that holds the lock has done so far. While this changes, the
+            process is waited for, and a line names it. None: do not wait.
 
     Raises:
-        OSError: the file cannot be made. The path may be no regular file, or a link: a link is not
-            followed, because its target would be written to.
+        BlockingIOError: another process holds the lock; its id is the error's ``strerror``.
+        OSError: the file cannot be made or written, is no file, or has another name as well: what
+            a link leads to would be written to, and a hard link would lock two places. Or the
+            process that holds the lock does nothing.
     """
+    done = None
+    since = 0.0
+    while isinstance(taken := _take(path), str):
+        if progress is None:
+            raise BlockingIOError(errno.EAGAIN, taken, str(path))
+        if done is None:
+            print(f"waiting for process {taken}, which holds {path}", file=sys.stderr, flush=True)
+        if (now := progress()) != done:
+            done = now
+            since = time.monotonic()
+        elif time.monotonic() - since > _IDLE_S:
+            idle = f"process {taken} holds {path} and does nothing: end that process"
+            raise OSError(errno.ETIMEDOUT, idle, str(path))
+        time.sleep(_LOOK_EVERY_S)
+    return taken
+
+
+def _take(path: Path) -> int | str:
+    """Return a descriptor that holds the lock, or the id of the process that holds it."""
+    handle = _open_lock(path)
+    opened = os.fstat(handle)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            note = f"note: {path}: its file system has no locks ({error.strerror})"
+            print(f"{note}; only processes of this machine wait for one another", file=sys.stderr)
+            name = f"automoe-{os.getuid()}-{opened.st_dev}-{opened.st_ino}.lock"
+            here = _open_lock(Path(tempfile.gettempdir(), name))
+            os.dup2(here, handle, inheritable=False)
+            os.close(here)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A holder may have removed the file since it was opened: another process would then lock a
+        # new file, so this lock protects nothing.
+        if not path.exists() or not os.path.samestat(opened, os.stat(path)):
+            raise BlockingIOError
+        text = f"{os.getpid()}\n".encode()
+        with named(path, len(text)):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, text, 0)
+        return handle
+    except BaseException as error:
+        holder = os.pread(handle, 100, 0).decode(errors="replace").strip()
+        os.close(handle)
+        if not isinstance(error, BlockingIOError):
+            raise
+        return holder or "unknown"
+
+
+def _open_lock(path: Path) -> int:
     try:
         # Not inherited by children (PEP 446): a stray rank must not keep the lock.
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        handle = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise OSError(
             errno.ELOOP, "a lock file that is a link is not followed: remove it", str(path)
         ) from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    if os.fstat(handle).st_nlink > 1:
         os.close(handle)
-        raise OSError(errno.EINVAL, "a lock file that is no file: remove it", str(path))
+        what = "a lock file with another name too (a hard link) locks two places: remove it"
+        raise OSError(errno.EINVAL, what, str(path))
     return handle

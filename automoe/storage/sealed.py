@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from automoe.storage.files import replace_file
+from automoe.storage.files import read_file, replace_file
 
 SEAL = "crc32"
 _SEAL = re.compile(rb',\s*"crc32": (\d+)\s*\}\s*\Z')
@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
         OSError: the file cannot be read.
         ValueError: as ``unsealed``.
     """
-    return unsealed(path.read_bytes())
+    return unsealed(read_file(path))
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:

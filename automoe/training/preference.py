@@ -27,6 +27,7 @@ from automoe.model.loss import LossInputs
 from automoe.parallel.agreement import Ranks
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import Inputs, StepRunner
+from automoe.storage.files import read_file, wrong_kind
 from automoe.storage.sealed import SEAL, replace_json, unsealed
 from automoe.training.context import RunContext
 from automoe.training.step import prepare_inputs, send
@@ -131,7 +132,7 @@ def open_reference(
         None if the run was requested to stop meanwhile; the run is then ``preempted``.
 
     Raises:
-        ConfigError: a folder has the name of the file.
+        ConfigError: a folder, a FIFO or a device has the name of the file.
         CheckpointError: the checkpoint at ``model.hf_path`` cannot be read.
     """
     path = context.run_dir / REFERENCE_FILE
@@ -144,11 +145,11 @@ def open_reference(
     splits: list[Split] = ["train", "validation"] if config.train.val_every else ["train"]
 
     def look() -> tuple[dict[str, Any], Any]:
-        if path.is_dir():
+        if (kind := wrong_kind(path)) is not None:
             raise ConfigError(
                 "run_dir",
                 context.run_dir,
-                f"{path} is a folder, where a file belongs",
+                f"{path} is {kind}, where a file belongs",
                 "Move it away",
             )
         belongs = _belongs(config, weights, loader, splits)
@@ -192,7 +193,7 @@ def _belongs(config: Config, weights: str, loader: Loader, splits: list[Split]) 
 def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | str | None:
     """Return the log-probabilities, or the reason why the file is unusable; None without a file."""
     try:
-        raw = path.read_bytes()
+        raw = read_file(path)
         content = unsealed(raw)
         values = np.frombuffer(
             base64.b64decode(content["log_probs"], validate=True), "<f8"

@@ -12,6 +12,7 @@ import torch
 from automoe.checkpoint.store import Resumed
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
+from automoe.errors import in_words
 from automoe.model.adapters import describe_training
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog
@@ -81,7 +82,12 @@ class RunRecord:
     def close(self, outcome: Outcome) -> None:
         """Write what has not been written yet and tell the trackers how the run ended."""
         if self._log is not None and self._trackers is not None:
-            self._log.close()
+            try:
+                self._log.close()
+            except OSError as error:
+                if outcome != "failed":
+                    raise
+                self.warn(str(in_words(error)))  # what ended the run is not hidden by this
             self._trackers.finish(outcome)
 
     def finish(self, outcome: Outcome, paths: Mapping[str, str | Path]) -> None:

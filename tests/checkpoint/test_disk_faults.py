@@ -93,7 +93,8 @@ def resume_on_a_shaky_disk(settings: Config, run_dir: Path) -> tuple[int, list[s
 
     def once(original: Callable[..., Any]) -> Callable[..., Any]:
         def look(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if str(path).startswith(str(run_dir)) and str(path) not in failed and "w" not in args:
+            written = "w" in args or (args and isinstance(args[0], int) and args[0] & os.O_WRONLY)
+            if str(path).startswith(str(run_dir)) and str(path) not in failed and not written:
                 failed.append(str(path))
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
             return original(path, *args, **kwargs)
@@ -101,7 +102,7 @@ def resume_on_a_shaky_disk(settings: Config, run_dir: Path) -> tuple[int, list[s
         return look
 
     with mock.patch.object(io, "open", once(io.open)), mock.patch.object(builtins, "open", once(open)):
-        with mock.patch.object(os, "listdir", once(os.listdir)):
+        with mock.patch.object(os, "listdir", once(os.listdir)), mock.patch.object(os, "open", once(os.open)):
             store.load_latest(state)
         # What is verified was read before: now it is the loading itself that fails once.
         verified, failed[:] = list(failed), []

@@ -133,7 +133,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "..."
     (tmp_path / "run" / ".lock").unlink()
     os.mkfifo(tmp_path / "run" / ".lock")
-    with pytest.raises(ConfigError, match="a lock file that is no file"):
+    with pytest.raises(ConfigError, match="it is a FIFO, where a file belongs"):
         with runs.locked(tmp_path / "run"):
             raise AssertionError("a FIFO was locked")
 

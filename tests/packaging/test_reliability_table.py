@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROWS = 54
+ROWS = 58
 
 
 def rows() -> dict[int, str]:
