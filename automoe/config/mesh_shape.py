@@ -208,6 +208,14 @@ def uses_ring(config: Config, mesh: MeshShape) -> bool:
     return config.parallel.context == "ring" and mesh.cp > 1
 
 
+def gathers_once(config: Config, pp: int) -> bool:
+    """Return True if weights are gathered once a step and stay gathered until its end.
+
+    A pipeline of ``pp`` ranks keeps them whatever ``parallel.reshard`` says.
+    """
+    return pp > 1 or config.parallel.reshard == "step"
+
+
 def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
     """Return True if a single rank computes with its parameters as stored, without FSDP.
 

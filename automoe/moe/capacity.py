@@ -159,7 +159,5 @@ def dispatch_padded(
     ids_C = torch.arange(num_experts, device=x_TH.device).repeat_interleave(
         capacity, output_size=len(token_C)
     )
-    y_CH = dispatcher(
-        gather_rows(x_TH, token_C), ids_C.unsqueeze(1), weights_C1, experts, capacity
-    )
+    y_CH = dispatcher(gather_rows(x_TH, token_C), ids_C.unsqueeze(1), weights_C1, experts, capacity)
     return sum_to_tokens(y_CH, token_C, x_TH.shape[0])

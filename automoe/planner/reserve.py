@@ -100,6 +100,6 @@ def not_modelled(config: Config) -> Iterator[str]:
     if config.kernels.attention == "te" or config.kernels.norm == "te":
         yield "transformer-engine's workspaces: its kernels are counted as torch's"
     if config.train.fp8 != "off":
-        yield f"train.fp8={config.train.fp8}: codes and scales of the product at work, a byte a number of both operands"
+        yield f"train.fp8={config.train.fp8}: scales, and codes of the product at work, a byte a number"
     if config.train.compile:
         yield "train.compile: activations are counted as without"
