@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.config.mesh_shape import DEFAULT_AXES, DISPATCH_AXES, MeshShape
 from automoe.interop.torch_private import (
     concatenate_meshes,
     flatten_mesh,
@@ -80,7 +80,7 @@ def build_meshes(
 
     Args:
         timeout: time after which a collective of any of the meshes' groups fails. Groups do not
-            inherit the world's timeout: by default they wait for torch's half an hour.
+            inherit the world's timeout: by default they wait as long as torch lets new groups wait.
 
     Raises:
         ValueError: the process group and the shape differ in their number of ranks.
@@ -92,20 +92,38 @@ def build_meshes(
             f"{dist.get_world_size()} ranks"
         )
 
-    def view(axes: tuple[str, ...]) -> DeviceMesh:
+    def view(name: str) -> DeviceMesh:
+        axes = shape.axes(name)
         kept = [axis for axis in axes if getattr(shape, axis) > 1 or axis in _ALWAYS_PRESENT]
-        return init_device_mesh(
-            device.type, tuple(getattr(shape, axis) for axis in kept), mesh_dim_names=tuple(kept)
-        )
+        layout = torch.arange(shape.world_size).view([getattr(shape, axis) for axis in kept])
+        groups = [_make_group(shape, name, axis, timeout) for axis in kept]
+        return DeviceMesh.from_group(groups, device.type, layout, mesh_dim_names=tuple(kept))
 
-    default = view(DEFAULT_AXES)
-    moe = view(MOE_AXES)
+    default = view("default")
+    moe = view("moe")
     fsdp = flatten_mesh(default["dp_shard", "cp"], "fsdp") if shape.cp > 1 else default["dp_shard"]
     if shape.dp_replicate > 1:
         fsdp = concatenate_meshes([default["dp_replicate"], fsdp])
     expert_fsdp = moe["ep_replicate", "ep_shard"] if shape.ep_replicate > 1 else moe["ep_shard"]
     if timeout is not None:
-        for mesh in (default, moe, fsdp, expert_fsdp):
-            for group in mesh.get_all_groups():
-                set_group_timeout(group, timeout)
+        for group in fsdp.get_all_groups():  # torch made that of a flattened axis
+            set_group_timeout(group, timeout)
     return Meshes(shape, default, moe, fsdp, expert_fsdp, timeout)
+
+
+def _make_group(
+    shape: MeshShape, view: str, axis: str, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    """Return this rank's group along ``axis``. Collective over the world: NCCL splits its groups.
+
+    A DeviceMesh that makes its groups itself splits every backend of a world that is bound to a
+    device, and gives gloo's half torch's default options.
+    """
+    size = getattr(shape, axis)
+    if size == shape.world_size and axis not in DISPATCH_AXES:
+        return dist.group.WORLD
+    stride = shape.stride(view, axis)
+    rank = dist.get_rank()
+    first = rank - rank // stride % size * stride
+    ranks = list(range(first, first + size * stride, stride))
+    return dist.new_group(ranks, timeout, use_local_synchronization=True, group_desc=f"mesh_{axis}")

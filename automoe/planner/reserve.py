@@ -72,8 +72,6 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
         return 0.0
     node = config.cluster.gpus_per_node
     named = process_groups(config, mesh)
-    # If only one axis is larger than 1, its group has the same ranks as the world but is another
-    # communicator.
     total = COMMUNICATOR * len(named) + NETWORK * (mesh.world_size > node)
     sizes = dict(named)
     if config.moe.dispatcher in ("alltoall", "hierarchical"):
