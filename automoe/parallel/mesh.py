@@ -121,6 +121,7 @@ def _make_group(
     """
     size = getattr(shape, axis)
     if size == shape.world_size and axis not in DISPATCH_AXES:
+        assert dist.group.WORLD is not None
         return dist.group.WORLD
     stride = shape.stride(view, axis)
     rank = dist.get_rank()
