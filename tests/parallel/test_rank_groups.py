@@ -90,7 +90,7 @@ def groups_of_a_bound_world(mesh: dict[str, int]) -> list[tuple[str, int, int, f
     here = dict(is_available=lambda: True, current_accelerator=lambda *_: torch.device("cuda"))
     with patch.multiple(torch.accelerator, **here):
         meshes = build_meshes(resolve_mesh(MeshConfig(**mesh), None), torch.device("cpu"), timedelta(seconds=77))
-    assert meshes.default.get_all_groups() and meshes.moe.get_all_groups()
+        assert meshes.stage_group() is meshes.stage_group()
     options = [group._get_backend(torch.device("cpu")).options for group in process_groups()]
     return [
         (group.group_desc, group.size(), one._threads, one._timeout.total_seconds())
@@ -106,7 +106,8 @@ def test_groups_of_a_world_bound_to_a_device_have_one_gloo_thread_and_our_timeou
     for groups in ranks.run(groups_of_a_bound_world, world, mesh):
         assert {threads for _, _, threads, _ in groups} == {1}
         assert {timeout for name, _, _, timeout in groups if name.startswith("mesh_")} == {77.0}
-        assert ("mesh_ep", mesh["ep"]) in [group[:2] for group in groups]
+        made = [group[:2] for group in groups]
+        assert ("mesh_ep", mesh["ep"]) in made and (("mesh_stage", 4) in made) == (mesh.get("pp", 1) > 1)
 
 
 def exchanged(mesh: dict[str, int]) -> dict[str, list[str]]:
