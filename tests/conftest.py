@@ -25,6 +25,13 @@ LONGEST = """
     moe_layer main_job disk_faults async_save device_training report communication dispatch compose compile
 """.split()
 
+# With ``-m gpu`` the order in which failures tell most: numbers of the whole model first, then what they are made of,
+# then what costs time or memory only.
+FIRST_ON_GPU = """
+    device_parity device_training device_experts row_sums kernels device_attention device_rope device_fp8 stochastic_kernel
+    device_optimizer grad_norm device_syncs device_overlap device_compile several_devices
+""".split()
+
 # An example may take as long as a loaded machine makes it take.
 settings.register_profile("automoe", deadline=None)
 settings.load_profile("automoe")
@@ -38,9 +45,10 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = FIRST_ON_GPU if config.option.markexpr in ("gpu", "gpus") else LONGEST
+    place = {f"test_{name}.py": number for number, name in enumerate(order)}
+    items.sort(key=lambda item: place.get(item.path.name, len(order)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -49,6 +57,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     What collecting leaves behind stays: Python's garbage collector need not look at it again and again.
     """
     gc.freeze()
-    if any(item.get_closest_marker("gpu") for item in session.items) and not session.config.option.collectonly:
-        if not torch.cuda.is_available():
-            raise pytest.UsageError("tests marked gpu were selected, and torch sees no CUDA device here")
+    if session.config.option.collectonly:
+        return
+    here = torch.cuda.device_count()
+    for mark, needed in (("gpu", 1), ("gpus", 2)):
+        if here < needed and any(item.get_closest_marker(mark) for item in session.items):
+            raise pytest.UsageError(
+                f"tests marked {mark} were selected, which need {needed} CUDA devices or more; torch {torch.__version__} "
+                f"sees {here} here"
+            )

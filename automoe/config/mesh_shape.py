@@ -16,6 +16,9 @@ from automoe.errors import ConfigError
 
 DEFAULT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MOE_AXES = ("pp", "ep_replicate", "ep_shard", "ep", "etp")
+# Tokens are dispatched over these axes. Each has a communicator of its own even if it is the world:
+# an all-to-all would else wait for the weights that FSDP gathers ahead.
+DISPATCH_AXES = ("ep", "etp")
 VIEWS = ("default", "moe")
 
 
@@ -96,14 +99,14 @@ class MeshShape:
         return counts.pop() if len(counts) == 1 else 0
 
     def process_groups(self) -> list[tuple[str, int]]:
-        """Return (name, size) of each process group of a rank, the world first."""
-        flat = [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
-        return [
-            ("world", self.world_size),
-            *self.active_axes("default"),
-            *self.active_axes("moe"),
-            *flat,
-        ]
+        """Return (name, size) of each process group of a rank, the world first.
+
+        An axis over which no tokens are dispatched uses the world's group if it is as large.
+        """
+        named = self.active_axes("default") + self.active_axes("moe")
+        named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
+        own = [one for one in named if one[1] < self.world_size or one[0] in DISPATCH_AXES]
+        return [("world", self.world_size), *own]
 
     def describe(self, view: str) -> str:
         """Return the axes larger than one, e.g. ``pp2 x dp_shard2``, or ``one rank``."""
@@ -206,6 +209,14 @@ def _folding_error(mesh: MeshConfig, dp_shard: int, attention_ranks: int) -> Con
 def uses_ring(config: Config, mesh: MeshShape) -> bool:
     """Return True if attention runs as a ring over cp (``parallel.context=ring`` and cp > 1)."""
     return config.parallel.context == "ring" and mesh.cp > 1
+
+
+def gathers_once(config: Config, pp: int) -> bool:
+    """Return True if weights are gathered once a step and stay gathered until its end.
+
+    A pipeline of ``pp`` ranks keeps them whatever ``parallel.reshard`` says.
+    """
+    return pp > 1 or config.parallel.reshard == "step"
 
 
 def stays_unsharded(config: Config, mesh: MeshShape) -> bool:

@@ -23,6 +23,7 @@ from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import ExpertFn
 from automoe.moe.grouped_mm import zero_gradients
+from automoe.moe.row_sums import sum_rows
 
 # Of the epilogue that computes gradients: it packs a gate and an up into 32 bits.
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -145,7 +146,7 @@ class _QuackExperts(torch.autograd.Function):
         grad_rows_RH = _product(
             ops, grad_gate_up_RJ, gate_up_proj_EJH, cu_seqlens_m=ends, concat_layout=("B",)
         )
-        grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
+        grad_x_TH = sum_rows(grad_rows_RH, gather_idx_R, x_TH.shape[0])
         return (
             None,
             grad_x_TH,

@@ -30,6 +30,7 @@ from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import ExpertFn
 from automoe.moe.grouped_mm import grouped_mm_experts
+from automoe.moe.row_sums import gather_rows
 from automoe.parallel.collectives import wait_tensor
 
 
@@ -110,7 +111,7 @@ def experts() -> ExpertFn:
         if used == 0:  # nothing to multiply; every weight still gets its gradient of zeros
             out = grouped_mm_experts(x_TH, gather_idx_R[:0], offsets_E, probs_R[:0], weights)
         else:
-            rows = x_TH.index_select(0, gather_idx_R[:used])
+            rows = gather_rows(x_TH, gather_idx_R[:used])
             gate, up = multiply(rows, splits, weights.joined().gate_up_proj).chunk(2, dim=-1)
             act = activation(gate, up) * probs_R[:used, None].to(x_TH.dtype)
             out = multiply(act, splits, weights.down_proj)

@@ -27,6 +27,7 @@ import torch
 from automoe.config.schema import MoEConfig
 from automoe.moe.dispatch.base import Dispatcher, Experts, sort_by_expert, sum_to_tokens
 from automoe.moe.process_groups import ProcessGroupCollection
+from automoe.moe.row_sums import gather_rows
 from automoe.moe.tokens import Tokens
 
 # Weights are compared in multiples of this step, and of equal weights the first in the row is
@@ -158,7 +159,5 @@ def dispatch_padded(
     ids_C = torch.arange(num_experts, device=x_TH.device).repeat_interleave(
         capacity, output_size=len(token_C)
     )
-    y_CH = dispatcher(
-        x_TH.index_select(0, token_C), ids_C.unsqueeze(1), weights_C1, experts, capacity
-    )
+    y_CH = dispatcher(gather_rows(x_TH, token_C), ids_C.unsqueeze(1), weights_C1, experts, capacity)
     return sum_to_tokens(y_CH, token_C, x_TH.shape[0])

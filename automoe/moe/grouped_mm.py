@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from automoe.moe.activation import SWIGLU, Activation, row_blocks
 from automoe.moe.expert_weights import ExpertWeights
+from automoe.moe.row_sums import sum_rows
 
 Scales = torch.Tensor | None
 
@@ -166,7 +167,7 @@ class _GroupedExperts(torch.autograd.Function):
         grad_rows_RH = up.grad_input(
             grad_gate_up_RJ, gate_up_proj_EJH, offsets_E, grad_scales, up_scales
         )
-        grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
+        grad_x_TH = sum_rows(grad_rows_RH, gather_idx_R, x_TH.shape[0])
         grad_weights = grad_w_gate_up_EJH, grad_w_down_EHI, grad_b_gate_up_EJ, grad_b_down_EH
         return None, None, None, grad_x_TH, None, None, grad_probs_R, *grad_weights
 

@@ -22,6 +22,7 @@ from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.grouped_mm import grouped_mm, one_by_one, repeat_by_expert, zero_gradients
 from automoe.moe.local_shard import global_offset, local_shard, take_over
+from automoe.moe.row_sums import sum_rows
 from automoe.quantize.packed import unpack
 
 # a function with the signature of ``grouped_mm``
@@ -221,6 +222,6 @@ class _AdaptedExperts(torch.autograd.Function):
             )
             if a13_ErH is not None:
                 grad_rows_RH += mm(grad_low_Rr, a13_ErH, offsets_E)
-            grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
+            grad_x_TH = sum_rows(grad_rows_RH, gather_idx_R, x_TH.shape[0])
         adapters = grad_a13, grad_b13, grad_a2, grad_b2
         return *[None] * 3, grad_x_TH, None, None, grad_probs_R, *[None] * 4, *adapters

@@ -16,7 +16,7 @@ from torch import nn
 
 from automoe.moe.grouped_mm import GroupedProducts, Scales, grouped_mm, grouped_mm_experts
 from automoe.quantize.formats import SIDE, WHOLE, Quantized, dequantize, tile_amax, transposed
-from automoe.quantize.scaling import GRAD, Blockwise, Scaling, W, X
+from automoe.quantize.scaling import GRAD, Blockwise, Scaling, X
 
 
 class QuantizedExperts(nn.Module):
@@ -48,7 +48,7 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
     def scales(
         self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor
     ) -> tuple[Scales, Scales]:
-        return self._row_scales(x_RK, offsets_E, X), self.scaling.scales(w_ENK, W)
+        return self._row_scales(x_RK, offsets_E, X), self.scaling.weight_scales(w_ENK)
 
     def grad_scales(self, grad_RN: torch.Tensor, offsets_E: torch.Tensor) -> Scales:
         return self._row_scales(grad_RN, offsets_E, GRAD)
@@ -64,14 +64,14 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
     def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> torch.Tensor:
         rows = self.scaling.quantize(_zero_unowned(x_RK, offsets_E), x_scales, X)
         return grouped_product(
-            rows, self.scaling.quantize(w_ENK, w_scales, W), offsets_E, x_RK.dtype
+            rows, self.scaling.quantize_weight(w_ENK, w_scales), offsets_E, x_RK.dtype
         )
 
     def grad_input(
         self, grad_RN, w_ENK, offsets_E, grad_scales: Scales, w_scales: Scales
     ) -> torch.Tensor:
         rows = self.scaling.quantize(_zero_unowned(grad_RN, offsets_E), grad_scales, GRAD)
-        columns = transposed(self.scaling.quantize(w_ENK, w_scales, W))
+        columns = transposed(self.scaling.quantize_weight(w_ENK, w_scales))
         return grouped_product(rows, columns, offsets_E, grad_RN.dtype)
 
     def grad_weight(

@@ -8,11 +8,13 @@ of attention, a shared expert's output gate, and the small projection to a delta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from automoe.config.mesh_shape import gathers_once
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.model.decoder import Decoder
@@ -138,6 +140,25 @@ def _check_gpu(capability: tuple[int, int]) -> None:
             f"train.fp8 needs a Hopper GPU (compute capability 9.0), whose 8-bit products it was written for, and this "
             f"one has {found}. Set train.fp8=off"
         )
+
+
+@contextmanager
+def weights_quantized_once(model_parts: Iterable[Decoder], config: Config) -> Iterator[None]:
+    """Keep the codes of weights within this context, in which no weight may change.
+
+    A code is a byte beside each gathered number, so codes are kept only if weights are.
+    """
+    scalings = []
+    if config.train.fp8 != "off" and gathers_once(config, config.mesh.pp):
+        modules = (module for part in model_parts for module in part.modules())
+        scalings = [module for module in modules if isinstance(module, Scaling)]
+    try:
+        for scaling in scalings:
+            scaling.kept = {}
+        yield
+    finally:
+        for scaling in scalings:
+            scaling.kept = None
 
 
 @torch.no_grad()

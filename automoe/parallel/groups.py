@@ -13,7 +13,10 @@ from automoe.interop.torch_private import process_groups, set_group_timeout
 
 SAVES = "checkpoint"  # description of the group over which saves and loads talk
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-# DeviceMesh's groups over which tokens travel
+# Made by DeviceMesh itself. In a world bound to a GPU its gloo half has torch's default options:
+# two threads, which can corrupt the heap (``automoe.interop.gloo``). Nothing communicates over it.
+_FLATTENED = "mesh_fsdp"
+# groups over which tokens travel
 _DISPATCH = ("mesh_ep", "mesh_ep_nodes", "mesh_ep_node", "mesh_etp")
 
 
@@ -52,6 +55,8 @@ def open_groups() -> Opened:
         # "cpu:gloo,cuda:nccl"; of gloo alone also "cuda:gloo"
         backends = dist.get_backend_config(group)
         for device in [one for one in ("cpu", "cuda") if f"{one}:{_BACKENDS[one]}" in backends]:
+            if cuda and device == "cpu" and group.group_desc == _FLATTENED:
+                continue
             ones = torch.ones(group.size(), device=device)  # on CUDA the current one
             dist.all_reduce(ones, group=group)
             if group.group_desc in _DISPATCH and device == ("cuda" if cuda else "cpu"):

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
-from automoe.interop.torch_private import (
-    concatenate_meshes,
-    flatten_mesh,
-    process_groups,
-    set_group_timeout,
-)
+from automoe.config.mesh_shape import DEFAULT_AXES, DISPATCH_AXES, MeshShape
+from automoe.interop.torch_private import concatenate_meshes, flatten_mesh, set_group_timeout
 
 # FSDP needs a mesh even where it has nothing to cut, for mixed precision and deferred reduction.
 _ALWAYS_PRESENT = ("dp_shard", "ep_shard")
@@ -57,15 +53,20 @@ class Meshes:
         return self.shape.coordinates(dist.get_rank(), view)[axis]
 
     def stage_group(self) -> dist.ProcessGroup | None:
-        """Return the group of this stage's ranks, which share a micro-batch; None if alone."""
+        """Return the group of this stage's ranks, which share a micro-batch; None if alone.
+
+        Collective over the world when first called.
+        """
+        return self._stage_group
+
+    @cached_property
+    def _stage_group(self) -> dist.ProcessGroup | None:
         axes = [axis for axis in DEFAULT_AXES if axis != "pp" and self.group(axis) is not None]
         if len(axes) < 2:
             return self.group(axes[0]) if axes else None
-        made = len(process_groups())
-        group = flatten_mesh(self.default[tuple(axes)], "stage").get_group()  # made once by torch
-        if self.timeout is not None and len(process_groups()) > made:
-            set_group_timeout(group, self.timeout)
-        return group
+        size = self.shape.world_size // self.shape.pp
+        first = size * self.coordinate("pp")
+        return _make_group("stage", list(range(first, first + size)), self.timeout)
 
     @property
     def dp_rank(self) -> int:
@@ -80,7 +81,7 @@ def build_meshes(
 
     Args:
         timeout: time after which a collective of any of the meshes' groups fails. Groups do not
-            inherit the world's timeout: by default they wait for torch's half an hour.
+            inherit the world's timeout: by default they wait as long as torch lets new groups wait.
 
     Raises:
         ValueError: the process group and the shape differ in their number of ranks.
@@ -92,20 +93,41 @@ def build_meshes(
             f"{dist.get_world_size()} ranks"
         )
 
-    def view(axes: tuple[str, ...]) -> DeviceMesh:
+    def view(name: str) -> DeviceMesh:
+        axes = shape.axes(name)
         kept = [axis for axis in axes if getattr(shape, axis) > 1 or axis in _ALWAYS_PRESENT]
-        return init_device_mesh(
-            device.type, tuple(getattr(shape, axis) for axis in kept), mesh_dim_names=tuple(kept)
-        )
+        layout = torch.arange(shape.world_size).view([getattr(shape, axis) for axis in kept])
+        groups = [_make_group(axis, _ranks_along(shape, name, axis), timeout) for axis in kept]
+        return DeviceMesh.from_group(groups, device.type, layout, mesh_dim_names=tuple(kept))
 
-    default = view(DEFAULT_AXES)
-    moe = view(MOE_AXES)
+    default = view("default")
+    moe = view("moe")
     fsdp = flatten_mesh(default["dp_shard", "cp"], "fsdp") if shape.cp > 1 else default["dp_shard"]
     if shape.dp_replicate > 1:
         fsdp = concatenate_meshes([default["dp_replicate"], fsdp])
     expert_fsdp = moe["ep_replicate", "ep_shard"] if shape.ep_replicate > 1 else moe["ep_shard"]
     if timeout is not None:
-        for mesh in (default, moe, fsdp, expert_fsdp):
-            for group in mesh.get_all_groups():
-                set_group_timeout(group, timeout)
+        for group in fsdp.get_all_groups():  # torch made that of a flattened axis
+            set_group_timeout(group, timeout)
     return Meshes(shape, default, moe, fsdp, expert_fsdp, timeout)
+
+
+def _ranks_along(shape: MeshShape, view: str, axis: str) -> list[int]:
+    """Return the ranks that differ from this one only on ``axis``, itself included."""
+    stride = shape.stride(view, axis)
+    size = getattr(shape, axis)
+    rank = dist.get_rank()
+    first = rank - rank // stride % size * stride
+    return list(range(first, first + size * stride, stride))
+
+
+def _make_group(name: str, ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Return a group of ``ranks``, this one among them. Collective over the world, as NCCL splits.
+
+    A DeviceMesh that makes its groups itself splits every backend of a world that is bound to a
+    device, and gives gloo's half torch's default options.
+    """
+    if len(ranks) == dist.get_world_size() and name not in DISPATCH_AXES:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    return dist.new_group(ranks, timeout, use_local_synchronization=True, group_desc=f"mesh_{name}")

@@ -13,7 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from automoe.config.batch import BatchPlan
-from automoe.config.mesh_shape import MeshShape, stage_layers, stage_of_rank, stays_unsharded
+from automoe.config.mesh_shape import (
+    MeshShape,
+    gathers_once,
+    stage_layers,
+    stage_of_rank,
+    stays_unsharded,
+)
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
 from automoe.model.adapters import as_stored, with_adapters
@@ -61,7 +67,8 @@ class RankMemory:
     moments: int  # AdamW's two moments, sharded
     averages: int  # averages of weights (optim.ema_decay), sharded, in float32
     gradients: float  # sharded gradients, after reduction
-    gathered_weights: float  # unsharded weights in compute precision
+    # Unsharded weights in compute precision; with train.fp8 their codes too if they are kept.
+    gathered_weights: float
     unsharded_gradients: float  # unsharded gradients that wait for their reduction
     inputs: int  # all rows of a step: ids, labels, positions, documents
     # Pipeline buffers, besides the stage inputs that micro-batches in flight keep.
@@ -116,6 +123,9 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         moments = [*_pipeline_moments(config, mesh, batch, stages, pp_rank)]
     else:
         moments = [*_loop_moments(config, mesh, batch, stages[0], params)]
+    if config.train.fp8 != "off" and gathers_once(config, mesh.pp):
+        codes = sum(gathered_numel(param, mesh) for param in params if param.spec.fp8)
+        moments = [replace(one, gathered_weights=one.gathered_weights + codes) for one in moments]
     moments.append(_update_moment(config, sizes, params))
     most = max(moments, key=lambda moment: moment.total)
     # The last dim of a packed parameter is the bytes of a block, ``packed`` its elements.

@@ -72,8 +72,6 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
         return 0.0
     node = config.cluster.gpus_per_node
     named = process_groups(config, mesh)
-    # If only one axis is larger than 1, its group has the same ranks as the world but is another
-    # communicator.
     total = COMMUNICATOR * len(named) + NETWORK * (mesh.world_size > node)
     sizes = dict(named)
     if config.moe.dispatcher in ("alltoall", "hierarchical"):
@@ -100,6 +98,6 @@ def not_modelled(config: Config) -> Iterator[str]:
     if config.kernels.attention == "te" or config.kernels.norm == "te":
         yield "transformer-engine's workspaces: its kernels are counted as torch's"
     if config.train.fp8 != "off":
-        yield f"train.fp8={config.train.fp8}: codes and scales of the product at work, a byte a number of both operands"
+        yield f"train.fp8={config.train.fp8}: scales, and codes of the product at work, a byte a number"
     if config.train.compile:
         yield "train.compile: activations are counted as without"

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from automoe.config.batch import BatchPlan, plan_batch
-from automoe.config.mesh_shape import MeshShape, stage_layers
+from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers
 from automoe.config.schema import Config
 from automoe.model.flops import step_flops_per_token
 from automoe.model.params import model_params
@@ -377,7 +377,7 @@ def _fsdp(place: Place, stage: _Stage) -> None:
         gather(machine, place.group("dp_replicate"), wide * stage.dense_trained / mesh.fsdp)
         + gather(machine, place.group("ep_replicate"), wide * stage.experts_trained / mesh.ep_shard)
     ) * 2
-    once_weights = mesh.pp > 1 or parallel.reshard == "step"
+    once_weights = gathers_once(place.config, mesh.pp)
     once_gradients = mesh.pp > 1 or parallel.grad_sync == "step"
     forward, backward = (machine.constants.overlap * half.seconds for half in stage.passes)
 

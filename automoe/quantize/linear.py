@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from automoe.quantize.formats import BLOCK, LINE, SIDE, WHOLE, Quantized, dequantize, transposed
-from automoe.quantize.scaling import GRAD, Scaling, W, X
+from automoe.quantize.scaling import GRAD, Scaling, X
 
 _RECIPES = {WHOLE: "TensorWise", LINE: "BlockWise1x128", BLOCK: "BlockWise128x128"}
 _KERNEL_STEP = 16  # bytes; torch's kernels need K and N to be multiples of this.
@@ -28,7 +28,7 @@ _KERNEL_STEP = 16  # bytes; torch's kernels need K and N to be multiples of this
 class _Product(torch.autograd.Function):
     """Float8 product that saves x and the weight unquantized and quantizes both again in backward.
 
-    Other operations save x anyway (other products with the same input, attention's backward, the
+    ``scaling.kept`` decides whether the weight's codes are those of the forward pass. Other operations save x anyway (other products with the same input, attention's backward, the
     router), so its codes would be a second copy. FSDP owns the weight and may free it between
     forward and backward.
     """
@@ -36,9 +36,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, scaling: Scaling) -> torch.Tensor:
         x_scales = scaling.scales(x.flatten(0, -2), X)
-        weight_scales = scaling.scales(weight, W)
+        weight_scales = scaling.weight_scales(weight)
         rows = scaling.quantize(x.flatten(0, -2), x_scales, X)
-        columns = scaling.quantize(weight, weight_scales, W)
+        columns = scaling.quantize_weight(weight, weight_scales)
         ctx.save_for_backward(x, weight, x_scales, weight_scales)
         ctx.scaling = scaling
         return scaled_product(rows, columns, x.dtype).view(*x.shape[:-1], weight.shape[0])
@@ -53,7 +53,7 @@ class _Product(torch.autograd.Function):
         rows = scaling.quantize(grad, grad_scales, GRAD)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            columns = transposed(scaling.quantize(weight, weight_scales, W))
+            columns = transposed(scaling.quantize_weight(weight, weight_scales))
             grad_x = scaled_product(rows, columns, grad.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
             rows = scaling.gradient_transposed(grad, grad_scales, rows)

@@ -39,7 +39,33 @@ def _one_rank(amax: torch.Tensor) -> torch.Tensor:
     return amax
 
 
-class Tensorwise(nn.Module):
+class _Weights(nn.Module):
+    """Scaling of one product, which can keep the scales and codes of its weight.
+
+    Attributes:
+        kept: results by name, while the weight does not change: micro-batches, passes and
+            recomputation then quantize it once. None: quantize it at every call.
+    """
+
+    kept: dict[str, Any] | None = None
+
+    def weight_scales(self, weight: torch.Tensor) -> Any:
+        """Return the scales of w [..., N, K]. Collective, unless they are kept."""
+        return self._once("scales", lambda: self.scales(weight, W))
+
+    def quantize_weight(self, weight: torch.Tensor, scales: torch.Tensor | None) -> Quantized:
+        """Quantize w [..., N, K], with its ``weight_scales``."""
+        return self._once("codes", lambda: self.quantize(weight, scales, W))
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if self.kept is None:
+            return make()
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
+
+
+class Tensorwise(_Weights):
     """One scale per matrix, from the matrix's own largest number ("current scaling").
 
     Args:
@@ -186,7 +212,7 @@ def clipped_share(history: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     return ((past > 0) & (seen > held)).to(torch.float32).mean()
 
 
-class Blockwise(nn.Module):
+class Blockwise(_Weights):
     """One scale per 1 x 128 tile of activations and gradients and per 128 x 128 tile of weights.
 
     All operands are e4m3. The tiles are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2); all

@@ -28,7 +28,7 @@ from automoe.optim.adamw import learning_rate, set_learning_rate
 from automoe.optim.ema import averaged_weights, update_averages
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.parallel.context import head_tail_index
-from automoe.parallel.fp8 import update_scales
+from automoe.parallel.fp8 import update_scales, weights_quantized_once
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import Inputs, StepRunner, counted_parameters
 from automoe.storage.trace import phase
@@ -119,7 +119,11 @@ def forward_backward(
     model_parts = state.model_parts.values()
     if config.lora.dropout:
         set_dropout_step(model_parts, state.step)
-    with phase("forward_backward", state.step + 1), record_routing(config, model_parts, state.step):
+    with (
+        phase("forward_backward", state.step + 1),
+        record_routing(config, model_parts, state.step),
+        weights_quantized_once(model_parts, config),
+    ):
         loss_share = runner.train(inputs)
     return gather_stats(loss_share, model_parts, config, runner.take_reported())
 

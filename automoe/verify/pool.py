@@ -1,4 +1,4 @@
-"""Pool of gloo ranks on one machine that run one function after another.
+"""Pool of ranks on one machine, over gloo or NCCL, that run one function after another.
 
 The ranks are forks of a ``ForkServer``, so torch is imported once for all of them. Each case (one
 function call) gets a new process group on an empty store. After the case the group is destroyed,
@@ -26,6 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
+from automoe.config.frozen import Device
 from automoe.config.schema import LaunchConfig
 from automoe.launch.fork_server import ForkedRank, ForkServer, Job
 from automoe.launch.ranks import LOOPBACK, Imports, check_system, init_ranks, store_file
@@ -54,17 +55,21 @@ class RankError(RuntimeError):
 
 
 class RankPool:
-    """Pool of ``max_ranks`` processes that run functions as ranks of a gloo world.
+    """Pool of ``max_ranks`` processes that run functions as ranks of one world.
 
     Args:
         max_ranks: largest world size; the processes start with the first case.
+        device: cpu (ranks talk over gloo) or cuda (a GPU a rank, NCCL and gloo).
         timeout_s: seconds after which a case counts as hanging: its ranks are killed and named. The
             value is a safety net, far above the duration of any case.
     """
 
-    def __init__(self, max_ranks: int = 16, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, max_ranks: int = 16, timeout_s: float = 600.0, device: Device = "cpu"
+    ) -> None:
         check_system()
         self.max_ranks = max_ranks
+        self.device = device
         self.timeout_s = timeout_s
         self._server: ForkServer | None = None
         self._ranks: list[ForkedRank] = []
@@ -80,8 +85,8 @@ class RankPool:
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks; return the results in rank order.
 
-        During the call ``torch.distributed`` is initialised for exactly ``world_size`` gloo ranks,
-        the seed is 0, the default dtype float32, and each rank has one CPU thread. Results travel
+        During the call ``torch.distributed`` is initialised for exactly ``world_size`` ranks, the
+        seed is 0, the default dtype float32, and each rank has one CPU thread. Results travel
         as pickles, so ``fn`` must return local tensors, not DTensors.
 
         Args:
@@ -101,7 +106,7 @@ class RankPool:
             pipes = self._pipes[:world_size]
             for pipe in pipes:
                 # Callers may have extended sys.path since the ranks started, which import from it.
-                pipe.send((store, world_size, sys.path, self.timeout_s))
+                pipe.send((store, world_size, sys.path, self.device, self.timeout_s))
                 pipe.send_bytes(payload)
             results = self._gather(pipes)
             # A rank may destroy its groups only now: until here a peer could still read from it.
@@ -210,14 +215,14 @@ def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path)
     gc.freeze()  # imported modules stay, so the collection after each case need not visit them
     pipe = connection.Connection(file)
     while True:
-        store, world_size, path, timeout_s = pipe.recv()
+        store, world_size, path, device, timeout_s = pipe.recv()
         payload = pipe.recv_bytes()
         sys.path[:] = path
         try:
             torch.manual_seed(0)
             torch.set_default_dtype(torch.float32)
             os.environ |= LOOPBACK | {name: str(world_size) for name in _WORLD_SIZES}
-            launch = LaunchConfig("cpu", init_timeout_s=math.ceil(timeout_s), threads_per_rank=1)
+            launch = LaunchConfig(device, init_timeout_s=math.ceil(timeout_s), threads_per_rank=1)
             init_ranks(launch, rank, world_size, rank, store)
             fn, args, kwargs = pickle.loads(payload)
             answer = pickle.dumps(fn(*args, **kwargs))
@@ -238,6 +243,7 @@ def leave_world(imported_caches: list[Any]) -> None:
         imported_caches: result of ``torch_private.cached_functions()`` before a ``gc.freeze()``,
             which hides these caches from a later search.
     """
+    import torch
     import torch.distributed as dist
 
     from automoe.interop.torch_private import forget_meshes
@@ -245,3 +251,5 @@ def leave_world(imported_caches: list[Any]) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_meshes(imported_caches)
+    if torch.cuda.is_initialized():  # ranks of the next case, on the same GPUs, may be others
+        torch.cuda.empty_cache()

@@ -8,15 +8,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from automoe.config.compose import parse_arguments
+from automoe.config.compose import key_of, parse_arguments
 from automoe.config.data_schema import DataConfig
+from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row, check_rows
 from automoe.config.rules_kernels import triton_is_interpreted
 from automoe.config.schema import Config, MeshConfig, ParallelConfig, tokenizer_of
-from automoe.errors import ConfigError
+from automoe.errors import ConfigError, LaunchError
+from automoe.launch.hardware import check_backends, missing_hardware, resolve_device
 from automoe.launch.prepare import check, check_here, compose
 from automoe.model.params import count_params
 from automoe.verify.pool import RankError, RankPool
@@ -65,6 +68,10 @@ Runs on the CPU, up to 8 ranks. A configuration too large for that is verified
 by its proxy: every mesh axis cut to at most 2, widths and depth shrunk,
 structure kept; the output lists what was cut.
 
+launch.device=cuda takes a GPU a rank instead, over NCCL: in float64 and in
+float32 with torch's operations, then with the configured kernels and dispatcher
+in train.dtype.
+
   --config-name NAME   a primary configuration (default: config)
   --config-dir DIR     look for configurations here too
   --proxy              verify the proxy even if the configuration would fit
@@ -91,7 +98,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.multirun:
         raise ConfigError("-m", True, "one configuration is verified at a time", "Leave -m out")
-    runnable, shape, cuts = make_runnable(compose(args), force_proxy)
+    config = compose(args)
+    # Configurations for clusters name cuda; GPUs are taken only if the command line asks for them.
+    asked = "launch.device" in map(key_of, args.overrides)
+    device = resolve_device(config) if asked else "cpu"
+    runnable, shape, cuts = make_runnable(config, force_proxy, device)
 
     from rich.console import Console
 
@@ -100,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
 
     console = Console(highlight=False)
     show_start(console, runnable, shape, cuts)
-    pool = RankPool(max_ranks=shape.world_size)
+    pool = RankPool(max_ranks=shape.world_size, device=device)
     try:
         prepare_data(runnable)
         results = []
@@ -148,12 +159,13 @@ class PassResult:
 
 
 def make_runnable(
-    config: Config, force_proxy: bool = False
+    config: Config, force_proxy: bool = False, device: Device = "cpu"
 ) -> tuple[Config, MeshShape, list[tuple[str, object, object]]]:
-    """Adapt the configuration, or its proxy if it is too large, to CPU ranks and random weights.
+    """Adapt the configuration, or its proxy if it is too large, to random weights and to ``device``.
 
     Args:
         force_proxy: use the proxy even if the configuration would fit.
+        device: cpu, where several ranks share a core, or cuda, with a GPU a rank.
 
     Returns:
         The configuration to run, its mesh, and the changes as (key, configured, here), empty if the
@@ -161,40 +173,39 @@ def make_runnable(
 
     Raises:
         ConfigError: the configuration is invalid, or its results depend on the mesh by design.
+        LaunchError: this machine has fewer GPUs than ranks.
+        BackendError: a package that the configuration needs on GPUs is missing.
     """
     from automoe.data.tokenizer import BYTE_VOCAB_SIZE, load_tokenizer
 
     check_rows(config, _mesh_dependent_rows(config))
     shape, _ = check_here(config)
     sized = replace(config, mesh=MeshConfig(**asdict(shape)))
-    here = _for_a_cpu(sized)
+    here = _without_checkpoint(sized, device)
+    if device == "cpu":
+        here = _in_plain_torch(here, triton_is_interpreted())
     if force_proxy or too_large(config, shape):
         # Synthetic ids fit any vocabulary.
         ids = BYTE_VOCAB_SIZE
         if not here.data.is_synthetic:
             ids = load_tokenizer(tokenizer_of(here)).vocab_size
         here, shape = make_proxy(here, shape, ids)
-    assert check(here, None, "cpu") == shape
+    assert check(here, None, device) == shape
+    if device == "cuda":
+        if (missing := missing_hardware(shape, device)) is not None:
+            raise LaunchError(
+                f"launch.device=cuda verifies with a GPU a rank: {missing}; torch {version('torch')} is installed. "
+                "Choose a smaller mesh, or leave launch.device out to verify on the CPU"
+            )
+        # Nothing here divides by the GPU's peak, whose table is in another package.
+        peak = replace(here.cluster, peak_flops=1.0)
+        check_backends(replace(here, cluster=peak), shape, device)
     cuts = [cut for cut in list_cuts(sized, here) if cut[0] != "launch.device"]
     return here, shape, cuts
 
 
-def _for_a_cpu(config: Config) -> Config:
-    """Return ``config`` with random weights, its own routing and torch in place of CUDA backends.
-
-    Triton kernels stay if Triton is interpreted.
-    """
-    moe = replace(config.moe, record_routing=None, replay_routing=None)
-    kernels = replace(config.kernels, norm="torch")
-    no_triton = not triton_is_interpreted()
-    if moe.dispatcher == "deepep":  # alltoall sums the same rows
-        moe.dispatcher = "alltoall"
-    if moe.experts in ("te", "quack") or (moe.experts == "triton" and no_triton):
-        moe.experts = "grouped_mm"
-    if kernels.attention in ("cudnn", "te"):
-        kernels.attention = "sdpa"
-    if kernels.rope == "triton" and no_triton:
-        kernels.rope = "torch"
+def _without_checkpoint(config: Config, device: Device) -> Config:
+    """Return ``config`` on ``device`` with random weights, its own routing and rows of text."""
     # Verification compares the cross-entropy of rows, so conversations stand for preference pairs.
     if config.data.is_preference:
         config = replace(
@@ -210,12 +221,31 @@ def _for_a_cpu(config: Config) -> Config:
         lora=replace(
             config.lora, export="merged", base="weights"
         ),  # other values need a checkpoint
-        moe=moe,
-        # Gathering keys and values has the same arithmetic as a ring.
-        parallel=replace(config.parallel, context="gather"),
-        kernels=kernels,
-        launch=replace(config.launch, device="cpu"),
+        moe=replace(config.moe, record_routing=None, replay_routing=None),
+        launch=replace(config.launch, device=device),
     )
+
+
+def _in_plain_torch(config: Config, keep_triton: bool) -> Config:
+    """Return ``config`` with operations of torch, for any device and dtype, in place of others.
+
+    Args:
+        keep_triton: keep Triton's kernels, which need CUDA unless Triton is interpreted.
+    """
+    moe = replace(config.moe)
+    kernels = replace(config.kernels, norm="torch")
+    if moe.dispatcher == "deepep":  # alltoall sums the same rows
+        moe.dispatcher = "alltoall"
+    if moe.experts in ("te", "quack") or (moe.experts == "triton" and not keep_triton):
+        moe.experts = "grouped_mm"
+    # On CUDA torch's flash kernel computes in half precision alone.
+    if kernels.attention in ("cudnn", "te") or config.launch.device == "cuda":
+        kernels.attention = "sdpa"
+    if kernels.rope == "triton" and not keep_triton:
+        kernels.rope = "torch"
+    # Gathering keys and values has the same arithmetic as a ring.
+    parallel = replace(config.parallel, context="gather")
+    return replace(config, moe=moe, kernels=kernels, parallel=parallel)
 
 
 # fmt: off
@@ -247,17 +277,23 @@ def passes(config: Config) -> list[Config]:
 
     The first uses float64 with the reference experts and rotary embedding. With ``train.fp8``, the
     second uses float64 around the 8-bit products, where no order of sums tips a code to its
-    neighbour. The last is ``config`` in its own dtype and backend, unless that is float64.
+    neighbour. The last is ``config`` in its own dtype and backend, unless that is float64. On CUDA,
+    whose 8-bit products have no float64 around them, the second uses float32 with the reference
+    experts instead, if ``config`` does not.
     """
+    on_cuda = config.launch.device == "cuda"
+    plain = _in_plain_torch(config, keep_triton=False) if on_cuda else config
     in_float64 = replace(
-        config,
+        plain,
         train=replace(config.train, dtype="float64"),
         optim=replace(config.optim, master_weights="float32"),
-        kernels=replace(config.kernels, rope="torch"),  # the Triton kernel has no float64
+        kernels=replace(plain.kernels, rope="torch"),  # the Triton kernel has no float64
     )
     exact = replace(in_float64.train, fp8="off")
-    runs = [replace(in_float64, train=exact, moe=replace(config.moe, experts="loop"))]
-    if config.train.fp8 != "off":
+    runs = [replace(in_float64, train=exact, moe=replace(plain.moe, experts="loop"))]
+    if on_cuda and config.train.dtype == "bfloat16":
+        runs.append(replace(runs[0], train=replace(exact, dtype="float32")))
+    if config.train.fp8 != "off" and not on_cuda:
         runs.append(in_float64)
     if config.train.dtype != "float64":
         runs.append(config)
@@ -317,11 +353,21 @@ def verify_pass(
     )
     order = micro_batch_order(train.global_batch_size, shape.dp, num_rows // shape.dp)
     [expected] = pool.run(
-        run_trajectory, 1, one_rank, MeshShape.of(mesh), loader_rows, 1, record=forced, order=order
+        run_trajectory,
+        1,
+        one_rank,
+        MeshShape.of(mesh),
+        loader_rows,
+        1,
+        device=pool.device,
+        record=forced,
+        order=order,
     )
-    choices: dict[str, Any] = {"forced": expected.choices} if forced else {}
+    options: dict[str, Any] = {"device": pool.device}
+    if forced:
+        options["forced"] = expected.choices
     ranks = pool.run(
-        run or run_trajectory, shape.world_size, config, shape, loader_rows, 1, **choices
+        run or run_trajectory, shape.world_size, config, shape, loader_rows, 1, **options
     )
     compared = compare_trajectories(merge_trajectories(ranks), expected)
     within, for_gradients = tolerances(config, shape)

@@ -38,7 +38,7 @@ def show_start(
     schedule = f"; schedule {config.parallel.schedule}" if shape.pp > 1 else ""
     micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
     facts = [
-        ("mesh", _both_views(shape)),
+        ("mesh", _both_views(shape, config)),
         ("reference", f"one rank, all rows in one micro-batch{eight}"),
         (
             "step",
@@ -96,7 +96,10 @@ def show_verdict(console: Console, results: list[PassResult], shape: MeshShape) 
         )
     else:
         console.print(f"[green bold]EQUAL[/]  all {compared} those of the reference")
-    _print_facts(console, [("mesh", _both_views(shape)), ("reference", "one rank in both views")])
+    _print_facts(
+        console,
+        [("mesh", _both_views(shape, results[0].config)), ("reference", "one rank in both views")],
+    )
 
 
 def _print_facts(console: Console, facts: Facts) -> None:
@@ -104,8 +107,9 @@ def _print_facts(console: Console, facts: Facts) -> None:
         console.print(f"[bold]{name}[/]{text}", soft_wrap=True)
 
 
-def _both_views(shape: MeshShape) -> str:
-    ranks = f"{shape.world_size} CPU rank{'s' * (shape.world_size > 1)}"
+def _both_views(shape: MeshShape, config: Config) -> str:
+    device = config.launch.device.upper()
+    ranks = f"{shape.world_size} {device} rank{'s' * (shape.world_size > 1)}"
     return f"default {shape.describe('default')}; moe {shape.describe('moe')}; {ranks}"
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,9 +16,13 @@ from automoe.config.schema import MeshConfig
 from automoe.interop.torch_private import process_groups
 from automoe.parallel.expert import node_levels
 from automoe.parallel.fake_world import fake_world
+from automoe.parallel.groups import open_groups
 from automoe.parallel.mesh import build_meshes
 from automoe.verify.pool import RankPool
 
+# Axes as large as the world, of which those of dispatch have a communicator of their own.
+ALONE = [dict(dp_shard=8, ep=8), dict(dp_shard=1, tp=8, etp=8), dict(dp_shard=2, cp=4, ep=8)]
+ALONE += [dict(dp_replicate=8, dp_shard=1), dict(pp=8, dp_shard=1)]
 MESHES = [
     dict(pp=2, dp_shard=2, cp=2, ep=4),
     dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2),
@@ -59,7 +67,7 @@ def test_groups_of_a_thousand_ranks(rank: int) -> None:
 FLAGSHIPS = ("dsv3_671b", "kimi_k2_1t_a32b", "qwen3_235b_a22b", "glm45_355b_a32b", "mixtral_8x22b")
 
 
-@pytest.mark.parametrize("shape", [*FLAGSHIPS, *MESHES], ids=str)
+@pytest.mark.parametrize("shape", [*FLAGSHIPS, *MESHES, *ALONE], ids=str)
 def test_the_plan_counts_the_groups_that_a_rank_is_in(shape: str | dict[str, int]) -> None:
     """Those of one rank apart, which talk to nobody."""
     named = isinstance(shape, str)
@@ -71,3 +79,58 @@ def test_the_plan_counts_the_groups_that_a_rank_is_in(shape: str | dict[str, int
             for group in process_groups()
         ]
     assert sorted(one for one in made if one[1] > 1) == sorted(mesh.process_groups())
+
+
+def groups_of_a_bound_world(mesh: dict[str, int]) -> list[tuple[str, int, int, float]]:
+    """Name, size, threads and timeout of the gloo half of every group, in a world that is bound to its device.
+
+    As NCCL's is: torch's DeviceMesh then splits the world's backends, and takes gloo's default options.
+    """
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    here = dict(is_available=lambda: True, current_accelerator=lambda *_: torch.device("cuda"))
+    with patch.multiple(torch.accelerator, **here):
+        meshes = build_meshes(resolve_mesh(MeshConfig(**mesh), None), torch.device("cpu"), timedelta(seconds=77))
+        assert meshes.stage_group() is meshes.stage_group()
+    options = [group._get_backend(torch.device("cpu")).options for group in process_groups()]
+    return [
+        (group.group_desc, group.size(), one._threads, one._timeout.total_seconds())
+        for group, one in zip(process_groups(), options, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("mesh", [dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), dict(dp_shard=4, ep=4)], ids=str)
+def test_groups_of_a_world_bound_to_a_device_have_one_gloo_thread_and_our_timeout(
+    ranks: RankPool, mesh: dict[str, int]
+) -> None:
+    world = resolve_mesh(MeshConfig(**mesh), None).world_size
+    for groups in ranks.run(groups_of_a_bound_world, world, mesh):
+        assert {threads for _, _, threads, _ in groups} == {1}
+        assert {timeout for name, _, _, timeout in groups if name.startswith("mesh_")} == {77.0}
+        made = [group[:2] for group in groups]
+        assert ("mesh_ep", mesh["ep"]) in made and (("mesh_stage", 4) in made) == (mesh.get("pp", 1) > 1)
+
+
+def exchanged(mesh: dict[str, int]) -> dict[str, list[str]]:
+    """Descriptions of the groups that each collective of ``open_groups`` went over."""
+    build_meshes(resolve_mesh(MeshConfig(**mesh), None), torch.device("cpu"))
+    found: dict[str, list[str]] = {}
+
+    def noting(name: str) -> Any:
+        real = getattr(dist, name)
+
+        def collective(*args: Any, group: dist.ProcessGroup, **options: Any) -> Any:
+            found.setdefault(name, []).append(group.group_desc)
+            return real(*args, group=group, **options)
+
+        return patch.object(dist, name, collective)
+
+    with noting("all_reduce"), noting("all_to_all_single"):
+        open_groups()
+    return found
+
+
+def test_the_all_to_all_is_warmed_up_where_ep_is_the_world(ranks: RankPool) -> None:
+    for mesh, dispatching in ((ALONE[0], ["mesh_ep"]), (ALONE[1], ["mesh_etp"]), (MESHES[1], ["mesh_ep", "mesh_etp"])):
+        for found in ranks.run(exchanged, 8, mesh):
+            assert found["all_to_all_single"] == dispatching
+            assert found["all_reduce"][0] == "default_pg" and set(dispatching) < set(found["all_reduce"])

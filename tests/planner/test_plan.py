@@ -237,7 +237,7 @@ def test_a_plan_that_the_reserve_alone_breaks_is_warned_of() -> None:
         ("moe.experts=te", "gathered rows"),
         ("moe.experts=quack", "counted as grouped_mm"),
         ("kernels.norm=te", "transformer-engine's workspaces"),
-        ("train.fp8=blockwise", "codes and scales"),
+        ("train.fp8=blockwise", "codes of the product at work"),
     ],
 )
 def test_what_is_not_modelled_is_marked(override: str, said: str) -> None:

@@ -127,10 +127,10 @@ def collectives(settings: Config) -> int:
 
 
 def test_what_agreement_costs(ranks: RankPool) -> None:
-    """One an operand and product in each of two micro-batches; with a history one for the whole step."""
+    """One an operand and product in each of two micro-batches, of weights in the first; with a history one a step."""
     sent = {mode: ranks.run(collectives, 2, config(mode, TP_ETP, rows=2)) for mode in ("off", *MODES)}
     dense, moe, cut_by_tp, cut_by_etp = 2 * (5 + 3), 2 * (5 + 3 + 2), 2 * (3 + 3), 2
-    more = 2 * (dense + moe + cut_by_tp + cut_by_etp)
+    more = 2 * (dense + moe) + cut_by_tp + cut_by_etp
     for without, tensorwise, delayed, blockwise in zip(*sent.values(), strict=True):
         assert (tensorwise, delayed, blockwise) == (without + more, without + 1, without)
 

@@ -17,8 +17,6 @@ from transformers import AutoModelForCausalLM
 from automoe.observe.metrics import read_metrics
 from tests.support.command import PATIENCE_S, TINY, TrainCommand, kill
 
-pytestmark = pytest.mark.smoke
-
 STEPS = 20
 JOB = (
     *TINY,
@@ -33,8 +31,8 @@ INTERLEAVED = (*PIPELINE, "parallel.schedule=Interleaved1F1B", "parallel.stages_
 NO_PIPELINE = ("mesh.pp=1", "mesh.dp_shard=4", "mesh.ep=4")
 
 
-def job(run_dir: Path, *mesh: str) -> TrainCommand:
-    return TrainCommand(run_dir, (*JOB, *mesh), {"XDG_CACHE_HOME": str(run_dir.parent / "cache")})
+def job(run_dir: Path, *overrides: str) -> TrainCommand:
+    return TrainCommand(run_dir, (*JOB, *overrides), {"XDG_CACHE_HOME": str(run_dir.parent / "cache")})
 
 
 def finish(command: TrainCommand) -> list[float]:
@@ -57,15 +55,20 @@ def kill_after_a_save(command: TrainCommand) -> None:
     process.communicate()
 
 
-def test_a_killed_pipeline_goes_on_elsewhere_and_is_exported(tmp_path: Path) -> None:
-    expected = finish(job(tmp_path / "straight", *INTERLEAVED))
+@pytest.mark.parametrize(
+    "device, tolerance",
+    [pytest.param("cpu", 1e-6, marks=pytest.mark.smoke), pytest.param("cuda", 1e-4, marks=pytest.mark.gpus)],
+)
+def test_a_killed_pipeline_goes_on_elsewhere_and_is_exported(tmp_path: Path, device: str, tolerance: float) -> None:
+    on = (f"launch.device={device}", "cluster.peak_flops=1e15")
+    expected = finish(job(tmp_path / "straight", *INTERLEAVED, *on))
     assert len(expected) == STEPS and expected[-1] < expected[0] - 0.05
 
     run = tmp_path / "run"
-    kill_after_a_save(job(run, *PIPELINE))
+    kill_after_a_save(job(run, *PIPELINE, *on))
     assert 4 <= len(read_metrics(run)) < STEPS, "the kill came after the last step"
-    losses = finish(job(run, *NO_PIPELINE))
-    assert losses == pytest.approx(expected, rel=1e-6)
+    losses = finish(job(run, *NO_PIPELINE, *on))
+    assert losses == pytest.approx(expected, rel=tolerance)
 
     subprocess.run([sys.executable, "-m", "automoe.export", run, "--out", tmp_path / "hf"], check=True)
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)

@@ -94,9 +94,9 @@ class Trainer:
     state: TrainState
 
 
-def build_trainer(config: Config) -> Trainer:
+def build_trainer(config: Config, on: str = "cpu") -> Trainer:
     """From random weights, on the mesh of the world that this rank is in."""
-    shape, device = resolve_mesh(config.mesh, None), torch.device("cpu")
+    shape, device = resolve_mesh(config.mesh, None), torch.device(on)
     meshes = build_meshes(shape, device)
     parts = build_parts(config, meshes)
     materialize(parts, config, device)
@@ -110,7 +110,7 @@ def build_trainer(config: Config) -> Trainer:
 def take_step(trainer: Trainer, batch: StepBatch, between: Callable[[], None] = lambda: None) -> None:
     """One training step; ``between`` is called after its backward pass."""
     one = trainer
-    inputs, trained = prepare_inputs(batch, one.meshes, one.config, torch.device("cpu"))
+    inputs, trained = prepare_inputs(batch, one.meshes, one.config, torch.device(one.meshes.default.device_type))
     stats = forward_backward(one.state, one.runner, inputs, one.config)
     between()
     optimizer_step(one.state, stats, trained, one.meshes, one.config)

@@ -16,7 +16,7 @@ import automoe.parallel.fp8
 import automoe.parallel.parallelize
 import automoe.verify.run
 from automoe.config.compose import compose_config
-from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -28,6 +28,7 @@ from automoe.config.schema import (
 )
 from automoe.config.validate import validate
 from automoe.errors import EXIT_WRONG
+from automoe.launch import hardware
 from automoe.parallel.fsdp import fsdp_modules
 from automoe.verify import main
 from automoe.verify.pool import RankPool
@@ -221,6 +222,65 @@ def test_what_cannot_run_on_a_cpu_is_said() -> None:
     )
     assert ("kernels.norm", "te", "torch") in cuts
     assert config.kernels.attention == "sdpa" and ("kernels.attention", "cudnn", "sdpa") in cuts
+
+
+def test_gpus_that_are_not_there_are_told(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the command line asks for GPUs: configurations for clusters name them too, and run here on the CPU."""
+    with patch.object(hardware, "_present_gpus", lambda: 0):
+        assert main([*small, "launch.device=cuda"]) == EXIT_WRONG
+    told = capsys.readouterr()
+    assert told.err.startswith("error: launch.device=cuda verifies with a GPU a rank: 2 CUDA ranks need 2 GPUs, and")
+    assert "this machine has 0; torch 2." in told.err and told.err.count("\n") == 1 and not told.out
+    with patch.object(hardware, "_present_gpus", lambda: 1), patch.object(hardware, "torch_has_cuda", lambda: True):
+        assert main([*small, "launch.device=cuda", "mesh.ep=2", "mesh.dp_shard=4", "launch.num_ranks=4"]) == EXIT_WRONG
+    assert "4 CUDA ranks need 4 GPUs, and this machine has 1" in capsys.readouterr().err
+    assert compose_config("qwen3_30b_a3b").launch.device == "cuda"
+    config, _, _ = make_runnable(compose_config("qwen3_30b_a3b", ["data=benchmark"]))
+    assert config.launch.device == "cpu"
+
+
+def for_gpus(overrides: list[str]) -> tuple[Config, MeshShape, list[tuple[str, object, object]]]:
+    """What runs with ``launch.device=cuda`` where there are GPUs enough."""
+    with patch.object(automoe.verify.run, "missing_hardware", lambda *_: None):
+        with patch.object(automoe.verify.run, "check_backends", lambda *_: None):
+            return make_runnable(compose_config(overrides=[*overrides, "launch.device=cuda"]), device="cuda")
+
+
+def test_gpus_run_torch_in_float64_and_float32_and_the_configuration_in_its_own(
+    ranks: RankPool, small: list[str]
+) -> None:
+    own = ["train.dtype=bfloat16", "moe.dispatcher=deepep", "kernels.attention=cudnn", "data.document_mask=false"]
+    config, shape, cuts = for_gpus([*small, *own, "kernels.norm=te", "moe.experts=triton", "kernels.rope=triton"])
+    assert cuts == []
+    exact, single, last = passes(config)
+    assert last is config and (last.moe.dispatcher, last.kernels.attention) == ("deepep", "cudnn")
+    for each, dtype in ((exact, "float64"), (single, "float32")):
+        validate(each, None, "cuda")
+        assert (each.train.dtype, each.moe.dispatcher, each.moe.experts) == (dtype, "alltoall", "loop")
+        assert each.kernels == KernelsConfig()
+        result = verify_pass(each, shape, ranks)  # over gloo, by the code that runs over NCCL
+        assert result.forced == (dtype == "float32") and not result.different, result.different[0]
+        assert result.tolerance == automoe.verify.run.TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize(
+    "changed, expected",
+    [
+        (["train.dtype=float32"], ["float64", "float32"]),
+        (["train.dtype=float64", "moe.experts=loop"], ["float64"]),
+        (["train.dtype=bfloat16", "train.fp8=delayed"], ["float64", "float32", "bfloat16"]),
+        (["train.dtype=bfloat16", "parallel.context=ring", "mesh.cp=2", "data.document_mask=false"], 3 * [""]),
+    ],
+    ids=str,
+)
+def test_the_passes_of_gpus(small: list[str], changed: list[str], expected: list[str]) -> None:
+    config, _, _ = for_gpus([*small, *changed])
+    runs = passes(config)
+    assert len(runs) == len(expected) and all(map(str.startswith, [each.train.dtype for each in runs], expected))
+    assert runs[-1] is config or config.train.dtype == "float64"
+    for each in runs:
+        validate(each, None, "cuda")
+    assert all(each.train.fp8 == "off" and each.parallel.context == "gather" for each in runs[:-1])
 
 
 CHOICES = [

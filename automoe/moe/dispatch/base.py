@@ -26,6 +26,8 @@ from typing import Protocol
 
 import torch
 
+from automoe.moe.row_sums import sum_rows
+
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Dispatcher = Callable[..., torch.Tensor]  # the module docstring lists its arguments
 
@@ -117,14 +119,14 @@ def regroup_by_expert(counts_PE: torch.Tensor, num_rows: int) -> tuple[torch.Ten
 
 
 class _SumToTokens(torch.autograd.Function):
-    """``index_add`` that keeps only the index for its backward; torch's own also keeps the rows."""
+    """``sum_rows`` with a gradient, for which it keeps only the index."""
 
     @staticmethod
     def forward(
         ctx, rows_MH: torch.Tensor, token_idx_M: torch.Tensor, num_tokens: int
     ) -> torch.Tensor:
         ctx.save_for_backward(token_idx_M)
-        return rows_MH.new_zeros(num_tokens, rows_MH.shape[-1]).index_add_(0, token_idx_M, rows_MH)
+        return sum_rows(rows_MH, token_idx_M, num_tokens)
 
     @staticmethod
     def backward(ctx, grad_TH: torch.Tensor):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from automoe.moe.dispatch.base import DispatchGroup, Experts, group_ends, regroup_by_expert
+from automoe.moe.row_sums import sum_rows
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class _Pack(torch.autograd.Function):
         source_B, word_MC = ctx.saved_tensors
         grad_BH = grad_BH.contiguous()
         return (
-            _sum_lines(grad_BH, source_B, ctx.num_tokens),
+            sum_rows(grad_BH, source_B, ctx.num_tokens),
             _words(grad_BH, ctx.dtype)[word_MC],
             None,
             None,
@@ -112,16 +113,10 @@ class _Unpack(torch.autograd.Function):
         return grad_BH, None, None
 
 
-def _sum_lines(lines_BH: torch.Tensor, source_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Sum lines by their tokens ``source``: [num_tokens, H]; ``num_tokens`` marks no token."""
-    out = lines_BH.new_zeros(num_tokens + 1, lines_BH.shape[1])
-    return out.index_add_(0, source_B, lines_BH)[:num_tokens]
-
-
 class SumLines(torch.autograd.Function):
-    """``_sum_lines`` that keeps only the index for its backward.
+    """Sum of lines by their tokens, which keeps only the index for its backward.
 
-    The gradient of lines without a token is arbitrary.
+    ``source_B`` is that of ``RowExchange``. The gradient of lines without a token is arbitrary.
     """
 
     @staticmethod
@@ -129,7 +124,7 @@ class SumLines(torch.autograd.Function):
         ctx, lines_BH: torch.Tensor, source_B: torch.Tensor, num_tokens: int
     ) -> torch.Tensor:
         ctx.save_for_backward(source_B)
-        return _sum_lines(lines_BH, source_B, num_tokens)
+        return sum_rows(lines_BH, source_B, num_tokens)
 
     @staticmethod
     def backward(ctx, grad_TH: torch.Tensor):

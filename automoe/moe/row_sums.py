@@ -1,0 +1,53 @@
+"""Sums of rows that belong together, such as the outputs of a token's experts, in a fixed order."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def sum_rows(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) -> torch.Tensor:
+    """Sum the rows of each index in the order of the rows: [num_sums, H], in the dtype of the rows.
+
+    Rows with the index ``num_sums`` belong to no sum. On the CPU ``index_add_`` has that order. On
+    CUDA it would add with atomics, in any order and rounding each sum to the dtype of the rows.
+    """
+    if rows_MH.device.type == "cpu":
+        return _add_in_turn(rows_MH, index_M, num_sums)
+    return sum_in_order(rows_MH, index_M, num_sums)
+
+
+def _add_in_turn(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) -> torch.Tensor:
+    out = rows_MH.new_zeros(num_sums + 1, rows_MH.shape[1])
+    return out.index_add_(0, index_M, rows_MH)[:num_sums]
+
+
+def sum_in_order(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) -> torch.Tensor:
+    """Compute ``sum_rows`` as bags of rows, each summed by one thread a column, without atomics.
+
+    CUDA's kernel accumulates narrow rows in float32. No host sync.
+    """
+    if not rows_MH.shape[0]:
+        return rows_MH.new_zeros(num_sums, rows_MH.shape[1])
+    sorted_M, order_M = index_M.int().sort(stable=True)
+    bags = torch.arange(num_sums + 1, dtype=torch.int32, device=index_M.device)
+    first = torch.searchsorted(sorted_M, bags)
+    # The last bag has the rows of no sum: CUDA's kernel ends it with the rows, whatever offsets say.
+    return F.embedding_bag(order_M, rows_MH, first, mode="sum")[:num_sums]
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_NH: torch.Tensor, index_M: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index_M)
+        ctx.num_rows = x_NH.shape[0]
+        return x_NH.index_select(0, index_M)
+
+    @staticmethod
+    def backward(ctx, grad_MH: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return sum_rows(grad_MH, *ctx.saved_tensors, ctx.num_rows), None
+
+
+def gather_rows(x_NH: torch.Tensor, index_M: torch.Tensor) -> torch.Tensor:
+    """Return the rows of x at ``index`` [M]: [M, H]. Gradients are summed by ``sum_rows``."""
+    return _GatherRows.apply(x_NH, index_M)
