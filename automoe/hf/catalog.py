@@ -25,8 +25,8 @@ from automoe.hf.headers import (
 )
 from automoe.hf.keys import FP8_BLOCK, FUSED, SCALE_SUFFIX, KeyMap, hf_tensors
 from automoe.hf.quantized import MXFP4_BLOCK
-from automoe.hf.untrusted import brief, is_there
 from automoe.parallel.agreement import Ranks
+from automoe.storage.foreign import brief, is_there
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
 # By encoding: endings of the names of codes and of scales, and the least dims of codes.

@@ -22,8 +22,8 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import KeyMap, fp8_config
-from automoe.hf.untrusted import copy_file, open_inside, parse_json, read_bytes
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
+from automoe.storage.foreign import copy_file, open_inside, parse_json, read_bytes
 from automoe.storage.lock_file import open_lock
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, 
 from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import Family
 from automoe.hf.headers import check_holds, has_own_head
-from automoe.hf.untrusted import parse_json, read_bytes
+from automoe.storage.foreign import parse_json, read_bytes
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
