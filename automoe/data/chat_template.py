@@ -386,7 +386,7 @@ class ChatTemplate:
     def _encode(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
-        doing(f"{self.tokenizer}: tokenizer, of {len(texts)} texts that begin {texts[0][:40]!r}")
+        doing(f"{self.tokenizer}: tokenizer, of {len(texts)} texts that begin {texts[:1]!r:.60}")
         return self._hf(
             texts, add_special_tokens=False, return_attention_mask=False, verbose=False
         )["input_ids"]

@@ -17,6 +17,7 @@ import shlex
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -24,6 +25,8 @@ from automoe.config.data_schema import CHAT_KINDS, DataConfig
 from automoe.config.hub import is_data_set
 from automoe.config.plugins import registered
 from automoe.errors import ConfigError, DataError, listed
+from automoe.storage.foreign import MAX_DEPTH, MAX_RECORD_BYTES, check_depth
+from automoe.storage.guarded import doing
 
 T = TypeVar("T")
 Record = dict[str, Any]  # object of a JSON line, or columns of a table's row
@@ -195,6 +198,7 @@ def read_files(
     """
     for index, path in enumerate(paths):
         found = False
+        doing(f"{path}: reading")
         try:
             for line, record in read(path):
                 if record != "":
@@ -268,14 +272,23 @@ def jsonl_records(path: Path) -> NumberedRecords:
         DataError: a line is not UTF-8 or no JSON object.
         OSError: the file cannot be read.
     """
+    blank = 0  # bytes since the last record
     with open_file(path) as file:
-        for number, raw in enumerate(file, start=1):
+        lines = iter(partial(file.readline, MAX_RECORD_BYTES), b"")
+        for number, raw in enumerate(lines, start=1):
+            blank += len(raw)
+            if blank >= MAX_RECORD_BYTES:
+                raise DataError(
+                    f"{path}:{number}: {blank:,} bytes without the end of a record, of at most {MAX_RECORD_BYTES:,}. "
+                    "Write it again."
+                )
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, number, error) from error
             if not line:
                 continue
+            blank = 0
             if number == 1 and line.startswith("["):
                 raise DataError(
                     f"{path}:1: a JSON array, where each line is one JSON object. Write its items as lines of another "
@@ -283,6 +296,8 @@ def jsonl_records(path: Path) -> NumberedRecords:
                 )
             try:
                 record = json.loads(line)
+                if line.count("{") + line.count("[") > MAX_DEPTH:
+                    check_depth(record)
             except (ValueError, RecursionError) as error:
                 why = str(error)
                 if isinstance(error, json.JSONDecodeError):  # Its "line 1" would mislead.
@@ -347,9 +362,15 @@ def _open_table(path: Path, columns: list[str] | None) -> tuple[list[str], Itera
 
     if path.suffix == ".arrow":
         stream = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
-        return stream.schema.names, stream
+        return stream.schema.names, map(_valid, stream)
     table = pyarrow.parquet.ParquetFile(path)
     return table.schema_arrow.names, table.iter_batches(batch_size=1024, columns=columns)
+
+
+def _valid(batch: Any) -> Any:
+    """Return an Arrow batch whose offsets lie inside its buffers."""
+    batch.validate(full=True)
+    return batch
 
 
 def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str]]:

@@ -213,7 +213,7 @@ class HFTokenizer(Tokenizer):
         self.byte_lengths = _byte_lengths(spec, vocab, self.vocab_size)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        doing(f"{self._named}, of {len(texts)} texts that begin {texts[0][:40]!r}")
+        doing(f"{self._named}, of {len(texts)} texts that begin {texts[:1]!r:.60}")
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int64) for one in encoded]
 

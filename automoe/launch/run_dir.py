@@ -24,6 +24,7 @@ from automoe.checkpoint.steps import FOLDER, committed_steps
 from automoe.config.frozen import CONFIG_FILE, describe, differences, goes_on, read_mapping
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, LaunchError
+from automoe.storage.foreign import parse_json
 from automoe.storage.lock_file import open_lock
 from automoe.storage.sealed import read_json, replace_json
 
@@ -157,7 +158,7 @@ def _newest_config(run_dir: Path) -> dict[str, Any] | None:
     folder = run_dir / FOLDER
     try:
         newest = committed_steps(folder)[-1]
-        return dict(json.loads((folder / newest / "manifest.json").read_bytes())["config"])
+        return dict(parse_json((folder / newest / "manifest.json").read_bytes())["config"])
     # The run that continues from this checkpoint reports what is wrong with it.
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -237,7 +238,7 @@ def write_status(run_dir: Path, state: State, **facts: Any) -> None:
 def read_failure(run_dir: Path) -> dict[str, Any] | None:
     """Return the first error's report; None if none exists or it is still being written."""
     try:
-        return json.loads((run_dir / ERROR_FILE).read_text())
+        return parse_json((run_dir / ERROR_FILE).read_bytes())
     except (FileNotFoundError, ValueError):
         return None
 

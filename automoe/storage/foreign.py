@@ -28,6 +28,7 @@ MAX_YAML_BYTES = 1_000_000  # of a configuration; those of conf/ have a few thou
 MAX_YAML_NODES = 100_000  # values of a configuration, each alias written out
 MAX_DIGITS = 400  # of a number in a configuration: float64 has 309 before the point
 MAX_DEPTH = 100  # levels of objects and lists
+MAX_RECORD_BYTES = 1 << 28  # of a line or a row of training data
 MAX_ID = (1 << 24) - 1  # of a token: tables by id have as many rows
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -112,7 +113,7 @@ def parse_json(raw: bytes) -> Any:
         text = raw.decode("utf-8")
         found = json.loads(text)
         if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:
-            _check_depth(found)
+            check_depth(found)
         # Every pair that is written has a colon of its own, so nothing is lost if as many are in
         # the two upper levels. Looking at the pairs of each object, as is done otherwise, takes
         # longer than all else.
@@ -131,7 +132,8 @@ def _too_deep() -> ValueError:
     return ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
-def _check_depth(value: object) -> None:
+def check_depth(value: object) -> None:
+    """Raise ``ValueError`` if objects and lists are nested deeper than ``MAX_DEPTH``."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

@@ -24,7 +24,8 @@ from automoe.errors import AutomoeError, DataError
 T = TypeVar("T")
 
 MAX_SECONDS = 60  # of processor time for one step of the work; ``doing`` begins a step
-MAX_BYTES = 4 << 30  # of memory that the work may add
+# memory that the work may add, in bytes: half of the machine's
+MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 _PR_SET_PDEATHSIG = 1
 _place: mmap.mmap | None = None  # in a child: text that says what it is doing
 
@@ -79,7 +80,7 @@ def guarded(what: str, work: Callable[[], T]) -> T:
             return result
         if not isinstance(error, MemoryError):
             raise error
-        said = f"takes more than {MAX_BYTES >> 30} GB of memory"
+        said = f"takes more than {MAX_BYTES / 1e9:,.1f} GB of memory"
     elif ended == signal.SIGPROF:
         said = f"takes more than {MAX_SECONDS} seconds of processor time"
     else:
