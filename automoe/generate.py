@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.frozen import CONFIG_FILE, flat, read_mapping
+from automoe.config.paths import user_path
 from automoe.errors import CheckpointError, exit_status, listed, number_option, spelled_out
 from automoe.launch.run_dir import read_status
 from automoe.storage.foreign import read_settings
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         "--seed", type=seed, default=0, help="of drawing tokens, with a temperature (default: 0)"
     )
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
-    with checkpoint_of(Path(args.where).expanduser()) as folder:
+    with checkpoint_of(user_path("WHERE", args.where)) as folder:
         speaker = Speaker(folder, args.max_new_tokens, args.temperature, args.seed)
         system = [{"role": "system", "content": args.system}] if args.system else []
         for prompt in args.prompt:

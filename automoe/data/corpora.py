@@ -6,7 +6,6 @@ Text and JSON lines may be compressed (``.gz``, ``.zst``).
 from __future__ import annotations
 
 import codecs
-import glob
 import hashlib
 import inspect
 import io
@@ -23,6 +22,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from automoe.config.data_schema import CHAT_KINDS, DataConfig
 from automoe.config.hub import is_data_set
+from automoe.config.paths import matches
 from automoe.config.plugins import registered
 from automoe.errors import ConfigError, DataError, listed
 from automoe.storage.foreign import MAX_DEPTH, MAX_RECORD_BYTES, check_depth
@@ -112,8 +112,7 @@ def find_files(data: DataConfig) -> dict[str, Path]:
         paths = _files_below(root, data.kind, suffix)
         problem = f"no {suffix} file in this directory. Correct data.path or data.kind."
     else:
-        found = [str(root)] if root.is_file() else glob.glob(str(root), recursive=True)
-        paths = [Path(name) for name in found if os.path.isfile(name)]
+        paths = [Path(name) for name in matches(str(root)) if os.path.isfile(name)]
         problem = f"no file, directory or glob match of this name (looked from {Path.cwd()}). Correct data.path."
         if paths:
             root = Path(os.path.commonpath([p.parent for p in paths]))
