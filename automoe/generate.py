@@ -30,7 +30,9 @@ FOLLOWED = set(
     "bos_token_id eos_token_id pad_token_id do_sample temperature top_k top_p min_p typical_p "
     "repetition_penalty no_repeat_ngram_size".split()
 )
-_OVERRIDDEN = set("max_length max_new_tokens transformers_version use_cache".split())
+_OVERRIDDEN = set(
+    "max_length max_new_tokens transformers_version use_cache _from_model_config".split()
+)
 
 
 @exit_status
@@ -229,9 +231,9 @@ def _generation_config(folder: Path) -> Any:
         name = "config.json"
     given = read_settings(folder, name)
     settings = GenerationConfig(**{key: given[key] for key in FOLLOWED & given.keys()})
-    known = {key for key in settings.to_dict() if given.get(key)} - FOLLOWED - _OVERRIDDEN
-    if known and name != "config.json":
-        print(f"note: {folder / name}: not followed here: {listed(known, 20)}", file=sys.stderr)
+    others = {key for key in settings.to_dict() if given.get(key)} - FOLLOWED - _OVERRIDDEN
+    if others and name != "config.json":
+        print(f"note: {folder / name}: not followed here: {listed(others, 20)}", file=sys.stderr)
     return settings
 
 

@@ -239,7 +239,7 @@ def _is_token(value: Any) -> bool:
 
 
 def _is_template(value: Any) -> bool:
-    return isinstance(value, dict) and _is_text(value.get("name")) and _is_text(value["template"])
+    return isinstance(value, dict) and all(_is_text(value.get(key)) for key in ("name", "template"))
 
 
 def _several(is_one: Callable[[Any], bool], kinds: Any = list) -> Callable[[Any], bool]:

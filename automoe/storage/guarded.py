@@ -71,7 +71,7 @@ def guarded(what: str, work: Callable[[], T]) -> T:
     finally:
         _, status = os.waitpid(child, 0)
     ended = -os.waitstatus_to_exitcode(status)
-    now = bytes(place).rstrip(b"\0").decode(errors="ignore")
+    now = _text_of(place)
     if ended == signal.SIGINT:
         raise KeyboardInterrupt
     if raw:
@@ -89,6 +89,10 @@ def guarded(what: str, work: Callable[[], T]) -> T:
     raise DataError(f"{now}: this {said}. Correct it, or take another file")
 
 
+def _text_of(place: mmap.mmap | None) -> str:
+    return bytes(place or b"").rstrip(b"\0").decode(errors="ignore")
+
+
 def _work(what: str, work: Callable[[], Any], writing: int, parent: int) -> NoReturn:
     try:
         die_with_parent(parent)
@@ -102,8 +106,10 @@ def _work(what: str, work: Callable[[], Any], writing: int, parent: int) -> NoRe
     except BaseException as error:
         if not isinstance(error, (AutomoeError, MemoryError)):
             error.add_note("".join(traceback.format_exception(error)))
-        # A panic of Rust is no Exception, and its type cannot be sent.
-        answer = None, error if isinstance(error, Exception) else RuntimeError(*error.args)
+        # Native code of tokenizers raises bare ones, and panics, which are none.
+        if type(error) is Exception or not isinstance(error, Exception):
+            error = DataError(f"{_text_of(_place)}: {error}. Correct it, or take another file")
+        answer = None, error
     with suppress(BaseException):
         signal.setitimer(signal.ITIMER_PROF, 0)
         with os.fdopen(writing, "wb") as stream:
