@@ -69,7 +69,9 @@ def guarded(what: str, work: Callable[[], T]) -> T:
         os.kill(child, signal.SIGKILL)
         raise
     finally:
-        _, status = os.waitpid(child, 0)
+        status = int(signal.SIGKILL)
+        with suppress(ChildProcessError):  # whoever started this process ignores SIGCHLD
+            _, status = os.waitpid(child, 0)
     ended = -os.waitstatus_to_exitcode(status)
     now = _text_of(place)
     if ended == signal.SIGINT:

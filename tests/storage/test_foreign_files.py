@@ -25,7 +25,7 @@ from automoe.data import corpora
 from automoe.data.chat_template import ChatTemplate
 from automoe.data.prepare import open_corpus
 from automoe.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer, stored_template
-from automoe.errors import AutomoeError
+from automoe.errors import AutomoeError, ConfigError
 from automoe.storage import foreign, guarded
 from tests.support.chat import messages, save_tokenizer, write_chat
 from tests.support.hf_models import save_small_hf
@@ -491,6 +491,32 @@ def test_commands_take_no_path_of_no_file(command: str, path: str, capsys: pytes
     more = {"generate": ["hi"], "eval": ["--tasks", "x"]}.get(command, ["--out", "y"])
     assert cli.main([command, path, *more]) == 2
     assert "there is no home directory" in (said := capsys.readouterr().err) or "255 bytes" in said
+
+
+# The child
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_child_where_sigchld_is_ignored() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert guarded.guarded("work", lambda: 7) == 7
+        refused(lambda: guarded.guarded("work", lambda: signal.raise_signal(signal.SIGSEGV)), "work: this ends")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_errors_of_a_child_are_those_of_its_work() -> None:
+    def fail() -> None:
+        raise ConfigError("mesh.ep", 3, "no divisor", "Take 4")
+
+    with pytest.raises(ConfigError, match=r"mesh.ep=3: no divisor. Take 4") as caught:
+        guarded.guarded("work", fail)
+    assert (caught.value.key, caught.value.remedy) == ("mesh.ep", "Take 4")
+    with pytest.raises(ZeroDivisionError) as other:
+        guarded.guarded("work", lambda: 1 // 0)
+    assert "in <lambda>" in other.value.__notes__[0]
+    refused(lambda: guarded.guarded("work", lambda: bytearray(1 << 32)), "work: this takes more than 0.5 GB of memory")
 
 
 # What is right
