@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automoe.config.paths import user_path
 from automoe.errors import ConfigError
 from automoe.export import add_options, report
 
@@ -61,7 +61,7 @@ def _convert(source: str, out: str, **options: Any) -> Written:
             raise
         raise ConfigError("SRC", source, error.rule, error.remedy) from None
     asked = {key: options[key] for key in ("fp8", "layout", "overwrite")}
-    check_conversion(config, Path(out).expanduser(), **asked)
+    check_conversion(config, user_path("--out", out), **asked)
     size = bytes_text(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
     parameters = short_number(count_params(config).total)
     print(f"converting {source}: {config.family}, {parameters} parameters, {size}", flush=True)

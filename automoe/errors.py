@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import errno
 import io
 import os
@@ -62,6 +63,9 @@ class AutomoeError(Exception):
 
     def __str__(self) -> str:
         return spelled_out(super().__str__())
+
+    def __reduce__(self) -> tuple:  # the arguments of __init__ are no longer known
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(AutomoeError, ValueError):

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from automoe.config.paths import user_path
 from automoe.errors import (
     AutomoeError,
     ConfigError,
@@ -85,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    where = Path(args.where).expanduser()
+    where = user_path("WHERE", args.where)
     import_backend(
         "lm_eval.models.huggingface", "automoe eval", "Install automoe[eval], which brings lm_eval"
     )
@@ -182,7 +183,7 @@ def load_tasks(specs: list[str]) -> list[Any]:
             raise ConfigError(
                 "--tasks", ",".join(specs), "a task without a name", "Write --tasks A,B"
             )
-        path = Path(spec).expanduser()
+        path = user_path("--tasks", spec)
         folder = path.is_dir()
         named = not path.exists()
         looks_like_a_path = named and (os.sep in spec or path.suffix in (".yaml", ".yml"))
@@ -348,7 +349,7 @@ def _free(where: Path, out: str | None) -> Path:
     Raises:
         ConfigError: ``out`` exists, or its folder cannot be written.
     """
-    path = Path(out).expanduser() if out else where / RESULTS
+    path = user_path("--out", out) if out else where / RESULTS
     number = 0
     while not out and path.exists():
         number += 1

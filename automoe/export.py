@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automoe.config.paths import user_path
 from automoe.config.schema import Config, export_name
 from automoe.errors import CheckpointError, ConfigError, exit_status, number_option
 
@@ -91,8 +92,8 @@ def export_run(
     from automoe.hf.identity import complete
     from automoe.hf.keys import fp8_config
 
-    run_dir = Path(run_dir).expanduser()
-    out = Path(out).expanduser()
+    run_dir = user_path("RUN", run_dir)
+    out = user_path("--out", out)
     config = load_config(run_dir)
     check_target(out, overwrite)  # before the weights are read
     complete(config, weights=bool(config.lora.rank or config.train.freeze))

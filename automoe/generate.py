@@ -19,8 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.frozen import CONFIG_FILE, flat, read_mapping
+from automoe.config.paths import user_path
 from automoe.errors import CheckpointError, exit_status, listed, number_option, spelled_out
 from automoe.launch.run_dir import read_status
+from automoe.storage.foreign import read_settings
+from automoe.storage.guarded import guarded
+
+# Keys of generation_config.json that answers follow, and those that options of this command replace.
+FOLLOWED = set(
+    "bos_token_id eos_token_id pad_token_id do_sample temperature top_k top_p min_p typical_p "
+    "repetition_penalty no_repeat_ngram_size".split()
+)
+_OVERRIDDEN = set(
+    "max_length max_new_tokens transformers_version use_cache _from_model_config".split()
+)
 
 
 @exit_status
@@ -63,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         "--seed", type=seed, default=0, help="of drawing tokens, with a temperature (default: 0)"
     )
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
-    with checkpoint_of(Path(args.where).expanduser()) as folder:
+    with checkpoint_of(user_path("WHERE", args.where)) as folder:
         speaker = Speaker(folder, args.max_new_tokens, args.temperature, args.seed)
         system = [{"role": "system", "content": args.system}] if args.system else []
         for prompt in args.prompt:
@@ -164,11 +176,18 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
+    from automoe.data.tokenizer_files import check_tokenizer
+    from automoe.hf.catalog import quantization_of
+    from automoe.hf.families.registry import check_model
     from automoe.hf.headers import read_headers
     from automoe.hf.read import is_finite
 
     disable_progress_bar()
-    read_headers(folder)  # the folder is untrusted: check it before loading anything
+    # The folder is untrusted: check it before loading anything.
+    read_headers(folder)
+    check_model(folder)
+    quantization_of(folder)
+    check_tokenizer(folder)
     if not any(
         (folder / f"tokenizer{end}").is_file() for end in (".json", "_config.json", ".model")
     ):
@@ -180,9 +199,13 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", use_safetensors=True, **safe
+            folder,
+            dtype="auto",
+            use_safetensors=True,
+            generation_config=_generation_config(folder),
+            **safe,
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of the folder's content, transformers may raise any
         why = " ".join(str(error).split())
         raise CheckpointError(
             f"{folder}: transformers cannot load it without code of its own ({why})"
@@ -198,6 +221,21 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
             f"{folder}: numbers are NaN or infinite in {listed(odd)}. Take another checkpoint"
         )
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def _generation_config(folder: Path) -> Any:
+    """Return the checkpoint's settings of generation that are followed here; name the others."""
+    from transformers import GenerationConfig
+
+    name = "generation_config.json"
+    if not (folder / name).is_file():
+        name = "config.json"
+    given = read_settings(folder, name)
+    settings = GenerationConfig(**{key: given[key] for key in FOLLOWED & given.keys()})
+    others = {key for key in settings.to_dict() if given.get(key)} - FOLLOWED - _OVERRIDDEN
+    if others and name != "config.json":
+        print(f"note: {folder / name}: not followed here: {listed(others, 20)}", file=sys.stderr)
+    return settings
 
 
 class Speaker:
@@ -216,6 +254,7 @@ class Speaker:
         from transformers import set_seed
 
         set_seed(seed)
+        self.folder = folder
         self.model, self.tokenizer = load_checkpoint(folder)
         self.max_new_tokens = max_new_tokens
         # Greedy means the model's likeliest token: switch off the penalties that the checkpoint's
@@ -236,7 +275,7 @@ class Speaker:
             CheckpointError: messages without a chat template in the tokenizer; a prompt that is
                 not UTF-8, or longer than the model's ``max_position_embeddings``.
         """
-        from transformers import BatchEncoding
+        import torch
 
         try:
             (said if isinstance(said, str) else "".join(one["content"] for one in said)).encode()
@@ -244,27 +283,10 @@ class Speaker:
             raise CheckpointError(
                 "the prompt is not UTF-8. Convert it (iconv -f latin1 -t utf-8)"
             ) from error
-        if isinstance(said, str):
-            # As in pretraining: keep the BOS that the tokenizer puts before a text, but no EOS
-            # after it.
-            first = [
-                i for i in self.tokenizer("")["input_ids"][:1] if i == self.tokenizer.bos_token_id
-            ]
-            ids = first + self.tokenizer(said, add_special_tokens=False)["input_ids"]
-            inputs = BatchEncoding(
-                {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}, tensor_type="pt"
-            )
-        elif self.tokenizer.chat_template is None:
-            raise CheckpointError(
-                "its tokenizer has no chat template. Use --text, which goes on with a text as it is"
-            )
-        else:
-            inputs = self.tokenizer.apply_chat_template(
-                said, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        inputs = inputs.to(self.model.device)
+        prompt = guarded(f"{self.folder}: tokenizer or chat template", lambda: self._ids(said))
+        ids = torch.tensor([prompt], dtype=torch.long, device=self.model.device)
         longest = getattr(self.model.config, "max_position_embeddings", None)
-        length = inputs["input_ids"].shape[1]
+        length = len(prompt)
         if longest and length >= longest:
             raise CheckpointError(
                 f"a prompt of {length} tokens, and the model knows {longest} positions "
@@ -278,7 +300,11 @@ class Speaker:
             limit = "max_position_embeddings of its config.json"
         padding = self.tokenizer.pad_token_id
         answer = self.model.generate(
-            **inputs, **self.options, max_new_tokens=most, pad_token_id=padding
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            **self.options,
+            max_new_tokens=most,
+            pad_token_id=padding,
         )
         ids = answer[0, length:]
         stops = self.model.generation_config.eos_token_id
@@ -286,6 +312,30 @@ class Speaker:
         if len(ids) == most and not ended and not isinstance(said, str):
             print(f"note: cut off after {most} tokens ({limit})", file=sys.stderr, flush=True)
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _ids(self, said: str | list[dict[str, Any]]) -> list[int]:
+        if isinstance(said, str):
+            # As in pretraining: keep the BOS that the tokenizer puts before a text, but no EOS
+            # after it.
+            first = [
+                i for i in self.tokenizer("")["input_ids"][:1] if i == self.tokenizer.bos_token_id
+            ]
+            return first + self.tokenizer(said, add_special_tokens=False)["input_ids"]
+        if self.tokenizer.chat_template is None:
+            raise CheckpointError(
+                "its tokenizer has no chat template. Use --text, which goes on with a text as it is"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                said, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        except MemoryError:
+            raise
+        except Exception as error:  # the expressions of a template may raise any
+            raise CheckpointError(
+                f"{self.folder}: its chat template refuses this conversation "
+                f"({type(error).__name__}: {error}). Use --text, or mend chat_template"
+            ) from error
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from automoe.config.paths import user_path
 from automoe.errors import ConfigError, exit_status
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
     own, argv = take_own(argv)
     question = question_of(own)
-    page = Path(own["html"]).expanduser() if "html" in own else None
+    page = user_path("html", own["html"]) if "html" in own else None
     args = parse_arguments(argv, ["--json", "--build"])
     if args.help:
         print(USAGE, end="")

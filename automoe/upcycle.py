@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automoe.config.paths import user_path
 from automoe.export import add_options, report
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         from automoe.hf.folder import check_target
         from automoe.hf.identity import checkpoint_folder
 
-        check_target(Path(out).expanduser(), options["overwrite"])
+        check_target(user_path("--out", out), options["overwrite"])
 
         from automoe.hf.write import upcycle_hf  # torch
 

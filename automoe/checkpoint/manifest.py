@@ -20,6 +20,7 @@ from automoe.config.schema import Config
 from automoe.errors import CheckpointError
 from automoe.parallel.agreement import Ranks
 from automoe.storage.files import read_file, write_durably
+from automoe.storage.foreign import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -58,7 +59,7 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
     if step_dir.is_symlink() and not step_dir.exists():
         raise OSError(errno.EHOSTDOWN, f"is a link to {step_dir.readlink()}, which is not there")
     try:
-        manifest = json.loads(read_file(step_dir / MANIFEST))
+        manifest = parse_json(read_file(step_dir / MANIFEST))
         form = manifest["format"]
         versions = manifest.get("versions")
         if form not in _READ and isinstance(form, int):

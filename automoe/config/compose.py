@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
@@ -27,12 +28,14 @@ from automoe.config.convert import (
     nearest,
 )
 from automoe.config.frozen import is_free
+from automoe.config.paths import checked_path
 from automoe.config.plugins import load_plugins
 from automoe.config.recipe_args import SECTION, check_args
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.schema import Config
 from automoe.config.shipped import named_recipe, shipped_folder
 from automoe.errors import BackendError, ConfigError
+from automoe.storage.foreign import compose_yaml
 
 DEFAULT_PRIMARY = "config"
 MAX_NAME = 80  # letters of a folder's name
@@ -139,8 +142,10 @@ def composed_container(
     Raises:
         ConfigError, BackendError: as ``compose_config``.
     """
-    check_overrides(overrides, config_dir)
     check_primary(config_name, config_dir)
+    check_overrides(overrides, config_dir)
+    if config_dir is not None:
+        _check_files(config_dir)
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -274,9 +279,24 @@ def _glob(pattern: str, config_dir: str | None) -> Iterator[Path]:
         yield from Path(config_dir).glob(pattern)
 
 
+def _check_files(config_dir: str) -> None:
+    """Refuse files of a user's tree that grow without end where Hydra reads them."""
+    from yaml import YAMLError
+
+    for pattern in ("*.yaml", "*/*.yaml"):
+        for path in Path(config_dir).glob(pattern):
+            try:
+                with suppress(YAMLError):  # Hydra reports it, if it reads this file
+                    compose_yaml(path.read_bytes())
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    "--config-dir", config_dir, f"{path}: {error}", "Correct that file"
+                ) from None
+
+
 def check_primary(config_name: str, config_dir: str | None = None) -> None:
     """Raise ``ConfigError`` unless a primary of this name exists."""
-    if config_dir is not None and not Path(config_dir).is_dir():
+    if config_dir is not None and not Path(checked_path("--config-dir", config_dir)).is_dir():
         raise ConfigError(
             "--config-dir", config_dir, "no such directory", "Name a directory with YAML files"
         )

@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import cache
 from itertools import cycle
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from automoe.config.paths import PathText, checked_path
 from automoe.config.plugins import registered_names
 from automoe.config.recipe_args import CLASS, SECTION, args_class, default_args
 from automoe.config.schema import Config
@@ -169,7 +170,7 @@ def nearest(word: str, choices: list[str]) -> list[str]:
 @cache
 def field_types(cls: type) -> dict[str, Any]:
     """Return field name -> type hint of a section of the schema, in order."""
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
@@ -209,6 +210,8 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return _to_dataclass(hint, value, f"{key}.")
     if hint is Any:
         return value
+    if hint == PathText:
+        return checked_path(key, _convert(str, value, key))
     origin = get_origin(hint)
     args = get_args(hint)
     if origin in (Union, types.UnionType):  # `X | None`, or a list or one value in its place
@@ -249,7 +252,8 @@ def _has_type(value: Any, hint: Any) -> bool:
     """
     if hint is list:
         return isinstance(value, (list, tuple))
-    return type(value) is hint or (hint is str and isinstance(value, FromEnvironment))
+    text = hint in (str, Annotated)
+    return type(value) is hint or (text and type(value) in (str, FromEnvironment))
 
 
 def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
@@ -277,9 +281,8 @@ def type_name(hint: Any) -> str:
         return named.get(get_args(hint)[0], "a list of mappings {key: value}")
     if get_origin(hint) is dict:
         return "a mapping {name: value}"
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(
-        hint, str(hint)
-    )
+    kinds = {int: "a whole number", float: "a number", bool: "true or false"}
+    return (kinds | {str: "text", PathText: "text"}).get(hint, str(hint))
 
 
 def _plain(value: Any) -> Any:

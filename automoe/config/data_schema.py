@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from automoe.config.paths import PathText
+
 
 @dataclass(repr=False)
 class SourceConfig:
     """One of several sources of rows; null takes the value of the same key of ``data``."""
 
-    path: str | None = None  # as data.path
+    path: PathText | None = None  # as data.path
     # name of the source in metrics; null: name of the file or directory without its extension
     name: str | None = None
     weight: float = 1.0  # share of the rows, relative to the sum of all weights
@@ -46,7 +48,7 @@ class ChatConfig:
     roles: dict[str, str] | None = None  # meaning of other role names, such as {bot: assistant}
     # file with a Jinja chat template; plain: lines of "user: ..." and "assistant: ..."; null: the
     # tokenizer's own template
-    template: str | None = None
+    template: PathText | None = None
     # arguments of the template besides messages, such as {enable_thinking: false}
     template_args: dict[str, str | bool | int | float] | None = None
     # date that the template writes, if it writes one, such as 2026-11-23; null: first day of the run
@@ -87,13 +89,13 @@ class DataConfig:
     ] = "stdlib"
     # file, directory or glob. For conversations and kind=hub also the id of a Hub data set, or the
     # directory of save_to_disk of datasets
-    path: str | None = None
+    path: PathText | None = None
     # several sources instead of path, mixed by weight
     sources: list[SourceConfig] = field(default_factory=list)
     subset: str | None = None  # configuration of a Hub data set
     split: str = "train"  # split of a Hub data set, or of one that datasets saved
     # byte, or a directory or Hub id with a tokenizer; null: tokenizer of model.hf_path, else byte
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     text_key: str = "text"  # JSON key or parquet column with the text
     document_mask: bool = True  # true: tokens attend only within their own document
     # reaction to a document longer than train.seq_len: split it over rows, stop with an error, drop

@@ -28,6 +28,7 @@ from automoe.config.schema import Config, MeshConfig, tokenizer_of
 from automoe.config.shipped import own_recipe
 from automoe.errors import ConfigError
 from automoe.storage.files import read_file, replace_file
+from automoe.storage.foreign import parse_yaml
 
 Device = Literal["cpu", "cuda"]
 CONFIG_FILE = "config.yaml"
@@ -122,8 +123,8 @@ def parse_config(
 def read_mapping(text: str | bytes) -> dict[str, Any]:
     """Parse YAML ``text`` into a mapping; raise ``ValueError`` if it is not one."""
     try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+        content = parse_yaml(text.encode() if isinstance(text, str) else text)
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(" ".join(str(error).split())) from None
     if not isinstance(content, dict):
         raise ValueError(f"a mapping was written, and this is {type(content).__name__}")

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from automoe.config.paths import user_path
 from automoe.errors import ConfigError
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w./-]+?))??(?:@([0-9a-f]{40}))?")
@@ -27,7 +28,7 @@ def local_folder(spec: str | Path) -> Path:
 
     The folder need not exist.
     """
-    folder = Path(spec).expanduser()
+    folder = user_path("path", spec)
     found = _ID.fullmatch(str(spec))
     if found is None or found[3] is None or folder.exists():
         return folder
@@ -77,7 +78,7 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
             such model or revision.
     """
     found = _ID.fullmatch(spec)
-    if found is None or Path(spec).expanduser().exists():
+    if found is None or user_path(key, spec).exists():
         return spec
     from huggingface_hub import HfApi
 

@@ -90,6 +90,10 @@ _ABOVE_ZERO = {
 }
 
 
+CLUSTER_SPEEDS = (
+    "memory_bytes peak_flops peak_flops_fp8 memory_bandwidth intra_node_bandwidth "
+    "inter_node_bandwidth host_bandwidth storage_bandwidth storage_limit"
+).split()
 # Names in ``cluster.constants``: speeds are divisors, so they must be above 0; delays may be 0.
 SPEEDS = ("gemm", "grouped", "attention", "memory", "on_node", "off_node", "imbalance")
 DELAYS = ("fp8", "overlap", "latency", "host_layer", "step")
@@ -127,14 +131,18 @@ def number_rows(config: Config) -> Iterator[Row]:
         rule = "a login in it would be kept in config.yaml and shown"
         raise ConfigError("observe.mlflow", re.split(r"[:?]", uri)[0] + "...", rule,
             "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or observe.mlflow='${oc.env:NAME}'")
+    for key in (*CLUSTER_SPEEDS, "gemm_curve_from", "gpus_per_node", "cores"):
+        value = getattr(config.cluster, key)
+        yield (f"cluster.{key}", value != 0 and not 1 <= value <= 1e24, "0, or from 1 to 1e24 (times stay finite)",
+               f"Set cluster.{key} in bytes or FLOPs per second")
     curve = config.cluster.gemm_curve
-    yield ("cluster.gemm_curve", curve != [] and (len(curve) < 2 or not all(0 < share <= 1 for share in curve)),
-           "two or more shares of cluster.peak_flops, each above 0 and at most 1", "Set cluster.gemm_curve=[]")
+    yield ("cluster.gemm_curve", curve != [] and (len(curve) < 2 or not all(1e-6 <= share <= 1 for share in curve)),
+           "two or more shares of cluster.peak_flops, each from 1e-6 to 1", "Set cluster.gemm_curve=[]")
     given = config.cluster.constants
     yield ("cluster.constants", not given.keys() <= {*SPEEDS, *DELAYS}, f"there are {', '.join((*SPEEDS, *DELAYS))}",
            "Leave the others out")
-    yield ("cluster.constants", not all(value > 0 if name in SPEEDS else value >= 0 for name, value in given.items()),
-           f"none below 0, and {', '.join(SPEEDS)} above", "Leave it out: automoe/planner/constants.toml has others")
+    yield ("cluster.constants", not all((1e-6 if name in SPEEDS else 0) <= value <= 1e6 for name, value in given.items()),
+           f"from 0 to 1e6, and {', '.join(SPEEDS)} from 1e-6", "Leave it out: automoe/planner/constants.toml has others")
     rope = config.model.rope
     yield ("model.rope.partial_rotary_factor", rope.partial_rotary_factor > 1,
            "the share of a head that turns, at most 1", "Set model.rope.partial_rotary_factor=1")

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from automoe.config.paths import PathText
+
 
 @dataclass
 class ObserveConfig:
@@ -16,7 +18,7 @@ class ObserveConfig:
     log_every: int = 1  # steps between lines on the console; metrics.jsonl has every step
     # prompts that the model answers after each validation: a list, or a text file with one prompt
     # per line (docs/finetune.md)
-    samples: list[str] | str = field(default_factory=list)
+    samples: list[str] | PathText = field(default_factory=list)
     sample_tokens: int = 48  # limit of an answer, in tokens
     report: bool = True  # write report.html and PNG plots when the run ends or fails
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from automoe.config.data_schema import NO_TOKENIZER, DataConfig
+from automoe.config.paths import PathText
 from automoe.config.run_schema import ClusterConfig, LaunchConfig, ObserveConfig
 
 
@@ -151,7 +152,7 @@ class ModelConfig:
     ] = "deepseek_v3"
     # HuggingFace checkpoint to start from: a directory, or a Hub id OWNER/NAME[@REVISION]; null:
     # start from random weights
-    hf_path: str | None = None
+    hf_path: PathText | None = None
     # hf_path is a dense model, and experts start as copies or equal parts of its FFNs
     # (docs/upcycle.md)
     upcycle: bool = False
@@ -234,9 +235,9 @@ class MoEConfig:
     # model.router.expert_bias: after each optimizer step, bias += rate * sign(mean - count), with
     # the counts of tokens per expert
     bias_update_rate: float = 1e-3
-    record_routing: str | None = None  # directory to write every step's chosen experts to
+    record_routing: PathText | None = None  # directory to write every step's chosen experts to
     # directory of another run's record_routing, whose choices are repeated on any mesh
-    replay_routing: str | None = None
+    replay_routing: PathText | None = None
 
 
 @dataclass
@@ -366,7 +367,7 @@ class CheckpointConfig:
     # auto: continue from the newest valid checkpoint in run_dir, if any; never: start over, and
     # rename the old checkpoints; a path: start from that run directory or step directory as long as
     # run_dir has no checkpoint of its own
-    resume: str = "auto"
+    resume: PathText = "auto"
     every: int = 0  # save the training state every this many steps; 0: not by steps
     # save also if this many minutes have passed since the last save, by rank 0's clock; 0: not by
     # time
@@ -388,10 +389,10 @@ class CheckpointConfig:
 class Config:
     """A run."""
 
-    run_dir: str = "runs/default"  # directory of all files of the run
+    run_dir: PathText = "runs/default"  # directory of all files of the run
     # training loop: a shipped recipe's name, a file or a module; every rank calls its
     # main(config, shape, context)
-    recipe: str = "pretrain"
+    recipe: PathText = "pretrain"
     # keys that the recipe declares in its dataclass Args (docs/launch.md)
     recipe_args: Any = field(default_factory=dict)
     plugins: list[str] = field(default_factory=list)  # the user's modules that register more names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from automoe.config.mesh_shape import (
     too_many_stages,
     uses_ring,
 )
+from automoe.config.paths import matches
 from automoe.config.plugins import registered_names
 from automoe.config.recipe_args import check_args
 from automoe.config.recompute import recompute_rows
@@ -221,7 +221,7 @@ def _data_rows(config: Config) -> Iterator[Row]:
         yield (key, not made and one.path is None,
                f"{said}data.kind={one.kind} reads files, and no path is given", "Set data.path=FILE, or data=stdlib")
         hub = one.path is not None and (one.kind == "hub" or one.is_chat and is_data_set(one.path))
-        there = one.path is None or hub or glob.glob(os.path.expanduser(one.path), recursive=True)
+        there = one.path is None or hub or matches(one.path)
         yield (key, not there, f"{said}nothing there: {one.path}" if said else f"nothing there (looked from {here})",
                "Name a file, a directory or a glob that exists")
         part = [name for name, asked in (("split", one.split != "train"), ("subset", one.subset is not None)) if asked]

@@ -16,6 +16,7 @@ from typing import Any
 from automoe.config.data_schema import ChatConfig, DataConfig
 from automoe.data.corpora import NumberedRecords, Record, jsonl_records, parquet_records, read_files
 from automoe.errors import DataError, listed
+from automoe.storage.foreign import check_depth
 
 Message = Record
 
@@ -282,6 +283,9 @@ class _Reader:
                 )
             calls = [{"type": "function", "function": call}]
             return {"role": "assistant", "content": "", "tool_calls": calls}
+        if not _are_functions(message.get("tool_calls", [])):
+            rule = f"message {number} has tool_calls that are no list of objects"
+            raise self._wrong(rule, "Write each as a function with its name and arguments")
         if content is None and role == "assistant" and message.get("tool_calls"):
             return message | {"content": ""}
         content = self._value(raw, "content", f"message {number}: ")
@@ -292,7 +296,7 @@ class _Reader:
         tools = _parsed(record.get(self.keys.get("tools", "tools")))
         if not tools:
             return None
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        if not _are_functions(tools):
             raise self._wrong("tools are no list of objects", "Write them as JSON schemas")
         return self._checked(tools)
 
@@ -341,9 +345,18 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except ValueError:
+        parsed = json.loads(value)
+        check_depth(parsed)
+        return parsed
+    except (ValueError, RecursionError):
         return value
+
+
+def _are_functions(value: Any) -> bool:
+    """Return True for a list of tools or calls, each an object, and so is its function."""
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and isinstance(one.get("function", one), dict) for one in value
+    )
 
 
 def _are_messages(value: Any, role: str) -> bool:

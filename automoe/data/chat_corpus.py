@@ -18,6 +18,7 @@ from automoe.data.chat_template import ChatTemplate
 from automoe.data.tokenise import CorpusWriter
 from automoe.data.turns import Sample
 from automoe.errors import DataError
+from automoe.storage.guarded import doing
 
 _BATCH = 256  # conversations rendered and tokenised together
 
@@ -72,7 +73,9 @@ def _batched(
 ) -> Iterator[tuple[Conversation, list[Sample]]]:
     waiting = iter(conversations)
     while batch := list(islice(waiting, _BATCH)):
-        yield from zip(batch, template.samples(batch), strict=True)
+        samples = template.samples(batch)
+        doing(f"{batch[-1].path}: reading")
+        yield from zip(batch, samples, strict=True)
 
 
 def _paired(

@@ -12,7 +12,8 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from functools import cache, cached_property
@@ -36,9 +37,11 @@ from automoe.data.turns import (
     num_shared,
 )
 from automoe.errors import ConfigError, DataError
+from automoe.storage.guarded import doing
 
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _VERSION = 3  # Raise it if a change gives the same template and record other tokens or marks.
+_MOST_BYTES = 1 << 28  # of a rendered conversation
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 # name, argument and value of a tool call that is rendered to find out how a template writes calls
 _PROBE = "probe_name", "probe_key", "probe value"
@@ -182,7 +185,8 @@ class ChatTemplate:
         Raises:
             DataError: the template cannot write the tool calls.
         """
-        text = self._render(self._normal(messages, "messages"), tools, prompt=True)
+        with _refusing("the prompt"):
+            text = self._render(self._normal(messages, "messages"), tools, prompt=True)
         return self._encode([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -197,7 +201,7 @@ class ChatTemplate:
         """Return the text before answer ``messages[n]``, with generation prompt, and through it."""
         tools = conversation.tools
         answer = messages[n]
-        try:
+        with _refusing(conversation.where):
             before = self._render(messages[:n], tools, prompt=True)
             through = self._render(messages[: n + 1], tools)
             if num_shared(before, through) < len(self._render(messages[:n], tools).rstrip()):
@@ -208,11 +212,6 @@ class ChatTemplate:
                 changed = self._render([*messages[:n], other], tools)
                 head = through[: num_shared(changed, through)]
                 through = before + through[end_of_prompt(head, before) :]
-        except Exception as error:  # The expressions of a template may raise anything.
-            raise DataError(
-                f"{conversation.where}: the chat template refuses this conversation "
-                f"({type(error).__name__}: {error}). Correct the line, or set data.chat.template to another template."
-            ) from error
         written = through[num_shared(before, through) :]
         words = re.findall(r"\w+", (answer["content"] or "").casefold())
         if words and not any(word in written.casefold() for word in words):
@@ -380,11 +379,14 @@ class ChatTemplate:
             add_generation_prompt=prompt,
             **given,
         )
+        if len(text.encode()) > _MOST_BYTES:
+            raise ValueError(f"it writes {len(text):,} characters")
         return text
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
+        doing(f"{self.tokenizer}: tokenizer, of {len(texts)} texts that begin {texts[:1]!r:.60}")
         return self._hf(
             texts, add_special_tokens=False, return_attention_mask=False, verbose=False
         )["input_ids"]
@@ -445,6 +447,21 @@ class ChatTemplate:
             f"{where}: the chat template writes no tool calls. Set data.chat.template to one that does, or leave "
             f"conversations with calls out."
         )
+
+
+@contextmanager
+def _refusing(where: str) -> Iterator[None]:
+    """Report errors of rendering as those of the template and of the place ``where``."""
+    doing(f"{where}: chat template")
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # The expressions of a template may raise anything.
+        raise DataError(
+            f"{where}: the chat template refuses this conversation "
+            f"({type(error).__name__}: {error}). Correct the line, or set data.chat.template to another template."
+        ) from error
 
 
 def _calling(content: str | None, arguments: Any) -> Message:

@@ -6,7 +6,6 @@ Text and JSON lines may be compressed (``.gz``, ``.zst``).
 from __future__ import annotations
 
 import codecs
-import glob
 import hashlib
 import inspect
 import io
@@ -17,13 +16,17 @@ import shlex
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from automoe.config.data_schema import CHAT_KINDS, DataConfig
 from automoe.config.hub import is_data_set
+from automoe.config.paths import matches
 from automoe.config.plugins import registered
 from automoe.errors import ConfigError, DataError, listed
+from automoe.storage.foreign import MAX_DEPTH, MAX_RECORD_BYTES, check_depth
+from automoe.storage.guarded import doing
 
 T = TypeVar("T")
 Record = dict[str, Any]  # object of a JSON line, or columns of a table's row
@@ -109,8 +112,7 @@ def find_files(data: DataConfig) -> dict[str, Path]:
         paths = _files_below(root, data.kind, suffix)
         problem = f"no {suffix} file in this directory. Correct data.path or data.kind."
     else:
-        found = [str(root)] if root.is_file() else glob.glob(str(root), recursive=True)
-        paths = [Path(name) for name in found if os.path.isfile(name)]
+        paths = [Path(name) for name in matches(str(root)) if os.path.isfile(name)]
         problem = f"no file, directory or glob match of this name (looked from {Path.cwd()}). Correct data.path."
         if paths:
             root = Path(os.path.commonpath([p.parent for p in paths]))
@@ -195,6 +197,7 @@ def read_files(
     """
     for index, path in enumerate(paths):
         found = False
+        doing(f"{path}: reading")
         try:
             for line, record in read(path):
                 if record != "":
@@ -268,14 +271,23 @@ def jsonl_records(path: Path) -> NumberedRecords:
         DataError: a line is not UTF-8 or no JSON object.
         OSError: the file cannot be read.
     """
+    blank = 0  # bytes since the last record
     with open_file(path) as file:
-        for number, raw in enumerate(file, start=1):
+        lines = iter(partial(file.readline, MAX_RECORD_BYTES), b"")
+        for number, raw in enumerate(lines, start=1):
+            blank += len(raw)
+            if blank >= MAX_RECORD_BYTES:
+                raise DataError(
+                    f"{path}:{number}: {blank:,} bytes without the end of a record, of at most {MAX_RECORD_BYTES:,}. "
+                    "Write it again."
+                )
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, number, error) from error
             if not line:
                 continue
+            blank = 0
             if number == 1 and line.startswith("["):
                 raise DataError(
                     f"{path}:1: a JSON array, where each line is one JSON object. Write its items as lines of another "
@@ -283,6 +295,8 @@ def jsonl_records(path: Path) -> NumberedRecords:
                 )
             try:
                 record = json.loads(line)
+                if line.count("{") + line.count("[") > MAX_DEPTH:
+                    check_depth(record)
             except (ValueError, RecursionError) as error:
                 why = str(error)
                 if isinstance(error, json.JSONDecodeError):  # Its "line 1" would mislead.
@@ -347,9 +361,15 @@ def _open_table(path: Path, columns: list[str] | None) -> tuple[list[str], Itera
 
     if path.suffix == ".arrow":
         stream = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
-        return stream.schema.names, stream
+        return stream.schema.names, map(_valid, stream)
     table = pyarrow.parquet.ParquetFile(path)
     return table.schema_arrow.names, table.iter_batches(batch_size=1024, columns=columns)
+
+
+def _valid(batch: Any) -> Any:
+    """Return an Arrow batch whose offsets lie inside its buffers."""
+    batch.validate(full=True)
+    return batch
 
 
 def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str]]:

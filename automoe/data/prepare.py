@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from automoe.data.tokenise import place_of, tokenise_documents
 from automoe.data.tokenizer import Tokenizer, fitting_tokenizer
 from automoe.errors import DataError
 from automoe.storage.cache import default_cache_dir, open_entry
+from automoe.storage.guarded import guarded
 
 Split = Literal["train", "validation"]
 Documents = tuple[np.ndarray, np.ndarray]  # starts and lengths, [N] each
@@ -99,7 +101,10 @@ def open_corpus(
             return tokenise_chat(folder, read, template, tokenizer.vocab_size, data.is_preference)
         return tokenise_documents(folder, read_documents(data, paths), tokenizer, paths)
 
-    facts = open_entry(entry, write)
+    # Files of text, a tokenizer and a template are a stranger's: they end a child at most.
+    facts = open_entry(
+        entry, lambda folder: guarded(f"{paths[0]}: reading", partial(write, folder))
+    )
     columns = np.load(entry / "documents.npy", mmap_mode="r")
     lengths = columns[0].astype(np.int64)
     tokens = np.zeros(0, facts["dtype"])

@@ -12,6 +12,7 @@ from automoe.config.schema import Config
 from automoe.data.chat_template import chat_template_of
 from automoe.data.tokenizer import Tokenizer
 from automoe.errors import ConfigError
+from automoe.storage.guarded import guarded
 
 KEY = "observe.samples"
 
@@ -36,12 +37,13 @@ def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], li
     if texts and answer >= row:
         rule = f"a prompt and its answer share a row of train.seq_len={row} tokens, and an answer may fill it"
         raise ConfigError("observe.sample_tokens", answer, rule, f"At most {row - 1}")
-    ids = [
-        chat.prompt([{"role": "user", "content": text}])
-        if chat
-        else tokenizer.encode(text).tolist()
-        for text in texts
-    ]
+
+    def encoded() -> list[list[int]]:
+        if chat is None:
+            return [tokenizer.encode(text).tolist() for text in texts]
+        return [chat.prompt([{"role": "user", "content": text}]) for text in texts]
+
+    ids = guarded(f"{KEY}: tokenizer", encoded) if texts else []
     for text, prompt in zip(texts, ids, strict=True):
         if not 0 < len(prompt) <= row - answer:
             rule = f"{len(prompt)} tokens, of 1 to train.seq_len - observe.sample_tokens = {row - answer}"

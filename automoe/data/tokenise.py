@@ -14,6 +14,7 @@ import numpy as np
 from automoe.data.corpora import Document
 from automoe.data.tokenizer import BATCH, PIECE, Tokenizer
 from automoe.errors import DataError
+from automoe.storage.guarded import doing
 
 
 class CorpusWriter:
@@ -136,3 +137,4 @@ class _DocumentWriter(CorpusWriter):
             self.write(self.file, ids.astype(self.dtype))
             length += len(ids)
         self.end(length, text_hash, document.file, document.line)
+        doing(f"{self.paths[document.file]}: reading")

@@ -22,7 +22,16 @@ from automoe.config.data_schema import NO_TOKENIZER, ChatConfig
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
 from automoe.config.shipped import shipped_folder
+from automoe.data.tokenizer_files import (
+    check_tokenizer,
+    named_parts,
+    settings_of,
+    text_of,
+    unreadable,
+)
 from automoe.errors import ConfigError
+from automoe.storage.foreign import MAX_ID
+from automoe.storage.guarded import doing, guarded
 
 if TYPE_CHECKING:
     import tokenizers
@@ -171,6 +180,7 @@ class HFTokenizer(Tokenizer):
                 "a tokenizer is 'byte', a directory or a Hub id, and this directory does not exist",
                 "Set data.tokenizer=byte, the path of a directory with a tokenizer.json, or OWNER/NAME@main.",
             )
+        check_tokenizer(directory)
         if (directory / "tokenizer.json").is_file():
             self._backend, eos_id = _load_fast(directory)
             files = ["tokenizer.json"]
@@ -190,14 +200,20 @@ class HFTokenizer(Tokenizer):
             )
         self.eos_id = self.pad_id = eos_id
         vocab = self._backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(max(vocab.values()), eos_id) + 1
+        self.vocab_size = max(*vocab.values(), eos_id) + 1
+        if not 0 <= eos_id <= self.vocab_size - 1 <= MAX_ID:
+            rule = f"ids from 0 to {MAX_ID:,}, and there is {max(*vocab.values(), eos_id):,}"
+            raise unreadable(directory / files[0], f"{rule} (eos_token_id={eos_id})")
         hashed = hashlib.blake2b(digest_size=16)
         for name in files:
             hashed.update((directory / name).read_bytes())
         self.digest = f"{hashed.hexdigest()}-eos{eos_id}"
-        self.byte_lengths = _byte_lengths(self._backend, vocab, self.vocab_size)
+        spec = json.loads(self._backend.to_str())
+        self._named = named_parts(directory / "tokenizer.json", spec)
+        self.byte_lengths = _byte_lengths(spec, vocab, self.vocab_size)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        doing(f"{self._named}, of {len(texts)} texts that begin {texts[:1]!r:.60}")
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int64) for one in encoded]
 
@@ -328,51 +344,30 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
     return tokenizer
 
 
-def _unreadable(path: Path, why: str) -> ConfigError:
-    return ConfigError(
-        "data.tokenizer",
-        str(path.parent),
-        f"{path} cannot be read: {why}",
-        "Copy the tokenizer again; a Git LFS pointer in its place needs `git lfs pull`.",
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if the file does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, str(error)) from error
-    if not isinstance(content, dict):
-        raise _unreadable(path, "not a JSON object")
-    return content
-
-
 def _load_fast(directory: Path) -> tuple[tokenizers.Tokenizer, int | None]:
     from tokenizers import Tokenizer as Backend
 
-    path = directory / "tokenizer.json"
+    text = text_of(directory, "tokenizer.json")
     try:
-        backend = Backend.from_str(path.read_text(encoding="utf-8"))
+        backend = Backend.from_str(text)
     except Exception as error:  # tokenizers raises a bare Exception for a malformed file.
-        raise _unreadable(path, str(error)) from error
+        raise unreadable(directory / "tokenizer.json", str(error)) from error
     return backend, _find_eos(directory, backend)
 
 
 def _find_eos(directory: Path, backend: tokenizers.Tokenizer) -> int | None:
     """Return the end-of-text id that the directory names, searched as transformers does; or None."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _read_json(directory / name).get("eos_token")
+        token = settings_of(directory, name).get("eos_token")
         token = token["content"] if isinstance(token, dict) else token
         if token is not None and (eos_id := backend.token_to_id(token)) is not None:
             return eos_id
     for name in ("generation_config.json", "config.json"):
-        eos_id = _read_json(directory / name).get("eos_token_id")
-        eos_id = eos_id[0] if isinstance(eos_id, list) else eos_id
+        eos_id = settings_of(directory, name).get("eos_token_id")
+        if isinstance(eos_id, list):
+            eos_id = next(iter(eos_id), None)
         if eos_id is not None:
-            return int(eos_id)
+            return eos_id
     return None
 
 
@@ -386,7 +381,7 @@ def _transformers(tokenizer: str, rule: str, remedy: str) -> Iterator[Callable[[
 
     try:
         yield partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, AttributeError) as error:
+    except Exception as error:  # of the folder's content, it may raise any
         why = " ".join(str(error).split())
         raise ConfigError("data.tokenizer", tokenizer, f"{rule} ({why})", remedy) from error
 
@@ -398,15 +393,17 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, int 
         "tokenizer writes one), or set data.tokenizer=byte."
     )
     with _transformers(str(directory), rule, remedy) as load:
+        guarded(f"{directory}: its tokenizer", lambda: load(str(directory)) and None)
         loaded = load(str(directory))
         return loaded.backend_tokenizer, loaded.eos_token_id
 
 
-def _byte_lengths(
-    backend: tokenizers.Tokenizer, vocab: dict[str, int], vocab_size: int
-) -> np.ndarray:
-    """Return the UTF-8 bytes of each id, [vocab_size], by the way the decoder spells pieces."""
-    spec = json.loads(backend.to_str())
+def _byte_lengths(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -> np.ndarray:
+    """Return the UTF-8 bytes of each id, [vocab_size], by the way the decoder spells pieces.
+
+    Args:
+        spec: content of a tokenizer.json.
+    """
     decoder = json.dumps(spec["decoder"])
     added = {token["id"]: token for token in spec["added_tokens"]}
     lengths = np.zeros(vocab_size, dtype=np.int64)
@@ -452,9 +449,10 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
             ) from error
     folder = local_folder(tokenizer)
     files = [folder / TEMPLATE, *sorted(folder.glob(f"{OTHER_TEMPLATES}/*.jinja"))]
-    found = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    names = [str(file.relative_to(folder)) for file in files if file.is_file()]
+    found = "".join(text_of(folder, name) for name in names)
     for name in ("chat_template.json", "tokenizer_config.json"):
-        content = "" if found else _read_json(folder / name).get("chat_template")
+        content = "" if found else settings_of(folder, name).get("chat_template")
         if content:
             found = content if isinstance(content, str) else json.dumps(content)
     if not found:

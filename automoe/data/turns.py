@@ -88,6 +88,6 @@ def as_tool_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
     elif not as_text and isinstance(arguments, str):
         try:
             function["arguments"] = json.loads(arguments)
-        except ValueError:  # Arguments that are no JSON stay text.
+        except (ValueError, RecursionError):  # Arguments that are no JSON stay text.
             pass
     return {"type": "function"} | call | {"function": function} if "function" in call else function

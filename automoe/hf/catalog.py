@@ -25,8 +25,8 @@ from automoe.hf.headers import (
 )
 from automoe.hf.keys import FP8_BLOCK, FUSED, SCALE_SUFFIX, KeyMap, hf_tensors
 from automoe.hf.quantized import MXFP4_BLOCK
-from automoe.hf.untrusted import brief, is_there
 from automoe.parallel.agreement import Ranks
+from automoe.storage.foreign import brief, is_there
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
 # By encoding: endings of the names of codes and of scales, and the least dims of codes.
@@ -75,7 +75,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     """Read and check all headers like ``open_catalog``, in this process alone."""
     folder = local_folder(path)
     tensors = read_headers(folder)
-    encoding, block = _quantization(folder)
+    encoding, block = quantization_of(folder)
     sources = _pair_scales(folder, tensors, encoding)
     keys = keys or family_of(config).keys
     if any(key.endswith(f".{FUSED.gate}") for key in sources):
@@ -119,7 +119,7 @@ def _says_tied(folder: Path) -> bool:
     return bool(read_hf_config(folder).get("tie_word_embeddings"))
 
 
-def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:
+def quantization_of(folder: Path) -> tuple[Encoding, tuple[int, int]]:
     """Return encoding and block size from config.json's ``quantization_config``."""
     if not is_there(folder, "config.json"):
         return "plain", FP8_BLOCK

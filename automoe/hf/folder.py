@@ -21,8 +21,8 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import KeyMap, fp8_config
-from automoe.hf.untrusted import copy_file, open_inside, parse_json, read_bytes
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
+from automoe.storage.foreign import copy_file, open_inside, read_settings
 from automoe.storage.lock_file import take_lock
 
 if TYPE_CHECKING:
@@ -212,8 +212,8 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
             os.close(open_inside(place, name))
             # The largest two are read with the tokenizer, and are not parsed here once more.
             settings = name.endswith(".json") and name not in ("tokenizer.json", "vocab.json")
-            if settings and not isinstance(parse_json(read_bytes(place, name)), dict):
-                raise ValueError("it is no JSON object")
+            if settings:
+                read_settings(place, name)
         except OSError as error:
             raise CheckpointError(
                 f"{place / name}: {error.strerror}. Make it readable, or copy it again"
@@ -241,7 +241,7 @@ def _write_chat(folder: Path, chat: ChatTemplate) -> None:
         (folder / name).write_text(template, encoding="utf-8")
     file = folder / "generation_config.json"
     stop_id = chat.stop_id()
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = read_settings(folder, file.name)
     known = settings.get("eos_token_id")
     if not isinstance(known, list):
         known = [] if known is None else [known]

@@ -19,8 +19,8 @@ from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, ConfigError, listed
 from automoe.hf.keys import FUSED, INDEX_FILE, KeyMap
-from automoe.hf.untrusted import brief, is_there, open_inside, parse_json, read_bytes
 from automoe.model.params import count_params
+from automoe.storage.foreign import brief, is_there, open_inside, parse_json, read_bytes
 
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # same limit as in the safetensors library

@@ -30,12 +30,12 @@ from automoe.hf.headers import StoredTensor, without_collection
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
 from automoe.hf.quantized import MXFP4_BLOCK, dequantize_fp8, dequantize_mxfp4
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
-from automoe.hf.untrusted import open_inside
 from automoe.hf.upcycle import fill_upcycled
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
 from automoe.parallel.agreement import Ranks
 from automoe.quantize.packed import pack_fp8, pack_nf4, unpack
+from automoe.storage.foreign import open_inside
 
 # Bytes read at once if numbers are converted: this is the only scratch memory.
 CHUNK_BYTES = 2 << 20

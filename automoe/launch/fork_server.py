@@ -12,7 +12,6 @@ thread, and leaves CUDA untouched: a rank initialises CUDA only in its own proce
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import os
 import pickle
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple, NoReturn
 from automoe.errors import in_words
 from automoe.launch.ranks import Imports, prepare_process
 from automoe.launch.worker import STOP_SIGNALS, end_process
+from automoe.storage.guarded import die_with_parent
 
 # These modules import nearly everything that a shipped recipe needs.
 IMPORTED = (
@@ -39,7 +39,6 @@ IMPORTED = (
     "automoe.training.step",
     "automoe.data.loader",
 )
-_PR_SET_PDEATHSIG = 1
 # bytes; Linux's SCM_MAX_FD
 _MAX_MESSAGE = 1 << 20
 _MAX_FILES = 253
@@ -271,17 +270,6 @@ def _import_all() -> Imports:
     os.close(log)
     gc.freeze()  # imported modules stay, so the garbage collector of a rank need not visit them
     return Imports(error, output)
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when ``parent`` ends; exit now if it has ended (Linux).
-
-    Nothing else would end this process, because it has a session of its own.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _serve(job: Job, files: list[int], requests: socket.socket, imports: Imports) -> None:

@@ -25,6 +25,7 @@ from automoe.config.frozen import CONFIG_FILE, describe, differences, goes_on, r
 from automoe.config.schema import Config
 from automoe.errors import FULL, AutomoeError, ConfigError, LaunchError, in_words
 from automoe.storage.files import named, read_file, wrong_kind
+from automoe.storage.foreign import parse_json
 from automoe.storage.lock_file import take_lock
 from automoe.storage.sealed import read_json, replace_json, sealed
 
@@ -153,7 +154,7 @@ def _newest_config(run_dir: Path) -> dict[str, Any] | None:
     folder = run_dir / FOLDER
     try:
         newest = committed_steps(folder)[-1]
-        return dict(json.loads(read_file(folder / newest / "manifest.json"))["config"])
+        return dict(parse_json(read_file(folder / newest / "manifest.json"))["config"])
     # The run that continues from this checkpoint reports what is wrong with it.
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -269,7 +270,7 @@ def _overwrite(path: Path, content: dict[str, Any]) -> bool:
 def read_failure(run_dir: Path) -> dict[str, Any] | None:
     """Return the first error's report; None if none exists or it is not written in full."""
     try:
-        return json.loads(read_file(run_dir / ERROR_FILE))
+        return parse_json(read_file(run_dir / ERROR_FILE))
     except (OSError, ValueError):
         return None
 

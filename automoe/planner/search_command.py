@@ -15,6 +15,7 @@ from typing import Any
 from automoe.config.batch import plan_batch
 from automoe.config.compose import Arguments, compose_config, key_of
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.paths import user_path
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import check_writable, settings_rows
@@ -80,7 +81,7 @@ def question_of(own: dict[str, str]) -> Question | None:
         raise ConfigError("export", "torchtitan", rule, "Export what was found with mesh=found_...")
     kind = own.get("search", "")
     number = own.get("world", "")
-    folder = Path(own.get("out") or "plans").expanduser()
+    folder = user_path("out", own.get("out") or "plans")
     if how := own.get(CALIBRATE):
         if how != "true" or kind or number:
             rule = "a machine is calibrated by itself: no search, no world"

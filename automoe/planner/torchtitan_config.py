@@ -21,6 +21,7 @@ import yaml
 from automoe import __version__
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, stage_layers
+from automoe.config.paths import user_path
 from automoe.config.recompute import FULL, recomputed_names
 from automoe.config.rules import Row, check_rows
 from automoe.config.schema import Config, ModelConfig
@@ -259,7 +260,7 @@ def write_titan(config: Config, mesh: MeshShape, config_name: str, out: str) -> 
             the file cannot be written.
     """
     name = re.sub(r"\W", "_", config_name)
-    path = Path(out or "plans").expanduser()
+    path = user_path("out", out or "plans")
     if path.suffix != ".py":
         path /= f"torchtitan_{name}_{mesh.world_size}.py"
     if not path.stem.isidentifier():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from automoe.storage.files import read_file, replace_file
+from automoe.storage.foreign import parse_json
 
 SEAL = "crc32"
 _SEAL = re.compile(rb',\s*"crc32": (\d+)\s*\}\s*\Z')
@@ -35,10 +36,7 @@ def unsealed(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the text is no JSON object, or differs from the sealed text.
     """
-    try:
-        content = json.loads(text.decode())
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    content = parse_json(text)
     if not isinstance(content, dict):
         raise ValueError(f"a mapping was written, and this is {type(content).__name__}")
     if SEAL in content:

@@ -445,7 +445,7 @@ def test_writer_that_dies_blocks_nobody_and_leaves_no_entry(config, cache):
         "import os, signal, sys; from automoe.config.data_schema import DataConfig\n"
         "from automoe.data.prepare import open_corpus; from automoe.data.tokenizer import ByteTokenizer\n"
         "class Dying(ByteTokenizer):\n"
-        "    def encode_batch(self, texts): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    def encode_batch(self, texts): os.kill(os.getppid(), signal.SIGKILL); signal.pause()\n"
         f"open_corpus(DataConfig(kind='text', path={config.data.path!r}), Dying())"
     )
     died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -28,9 +28,9 @@ from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.folder import copied_files
 from automoe.hf.headers import MAX_HEADER_BYTES, check_holds, read_headers
 from automoe.hf.keys import INDEX_FILE, KeyMap
-from automoe.hf.untrusted import MAX_JSON_BYTES, parse_json
 from automoe.hf.write import convert_hf
 from automoe.launch.prepare import prepare
+from automoe.storage.foreign import MAX_JSON_BYTES, parse_json
 from tests.support.hf_models import save_small_hf
 
 Header = dict[str, Any]

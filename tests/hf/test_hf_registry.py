@@ -131,7 +131,7 @@ def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) ->
             QWEN3_NEXT_80B | {"layer_types": ["linear_attention", "full_attention"] * 23 + ["full_attention"] * 2},
             ["layer_types[46]=full_attention", "every 2 layers", "linear_attention"],
         ),
-        ([1, 2], ["not a JSON object"]),
+        ([1, 2], ["it is no JSON object"]),
         (DSV3 | {"num_hidden_layers": "61"}, ["DeepseekV3Config of transformers", "'num_hidden_layers'", "'61'"]),
         (DSV3 | {"n_routed_experts": None}, ["of transformers refuses", "'n_routed_experts'"]),
         (DSV3 | {"norm_topk_prob": 1}, ["of transformers refuses", "'norm_topk_prob'"]),

@@ -19,10 +19,10 @@ from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
-from automoe.hf.families.as_transformers import not_computed
+from automoe.hf.families.as_transformers import as_transformers, damaged, not_computed
 from automoe.hf.families.family import Family
-from automoe.hf.headers import check_holds, has_own_head
-from automoe.hf.untrusted import parse_json, read_bytes
+from automoe.hf.headers import check_holds, has_own_head, read_headers
+from automoe.storage.foreign import parse_settings, read_bytes
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -69,11 +69,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
             than 100 MB.
     """
     try:
-        content = parse_json(read_bytes(local_folder(path), "config.json"))
-        if isinstance(content, dict):
-            return content
-        rule = "its config.json is not a JSON object"
-        remedy = "Copy it again"
+        return parse_settings(read_bytes(local_folder(path), "config.json"))
     except (FileNotFoundError, NotADirectoryError):
         rule = "there is no config.json in it"
         remedy = "Name a HuggingFace checkpoint directory"
@@ -81,9 +77,34 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         rule = f"its config.json cannot be read: {error.strerror}"
         remedy = "Make it readable"
     except ValueError as error:
-        rule = f"its config.json is not JSON: {error}"
+        rule = f"its config.json cannot be read: {error}"
         remedy = "Copy it again; a Git LFS pointer in its place needs `git lfs pull`"
     raise ConfigError("model.hf_path", path, rule, remedy)
+
+
+def check_model(folder: Path) -> None:
+    """Refuse a checkpoint that ``transformers`` shall load where a run would refuse it.
+
+    Of a family that is unknown here, the sizes that decide how much is made are checked.
+
+    Raises:
+        ConfigError, CheckpointError: as ``model_config_from_hf``.
+    """
+    hf = read_hf_config(folder)
+    model_type = str(hf.get("model_type"))
+    if model_type in known_families():
+        model_config_from_hf(folder)
+        return
+    tensors = read_headers(folder)
+    theirs = as_transformers(hf, model_type, str(folder))
+    layers = getattr(theirs, "num_hidden_layers", 0)
+    if not 0 <= layers <= len(tensors):
+        rule = f"num_hidden_layers={layers}, and its files hold {len(tensors):,} tensors"
+        raise damaged(str(folder), rule)
+    widest = max(max(tensor.shape, default=1) for tensor in tensors.values())
+    for key in ("hidden_size", "vocab_size", "intermediate_size"):
+        if getattr(theirs, key, 0) > 4 * widest:
+            raise damaged(str(folder), f"{key}={getattr(theirs, key)}, and no tensor is as large")
 
 
 def model_config_from_hf(path: str | Path) -> ModelConfig:

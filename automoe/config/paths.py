@@ -1,0 +1,52 @@
+"""Paths as a user types them: a home in front, a pattern in them, or impossible."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+from typing import Annotated
+
+from automoe.errors import ConfigError
+
+# Type of a configuration value that may be a path; ``checked_path`` checks it.
+PathText = Annotated[str, "path"]
+MAX_NAME_BYTES = 255  # of one name in a path, on Linux's file systems
+MAX_PATH_BYTES = 4095
+
+
+def checked_path(key: str, text: str) -> str:
+    """Return ``text`` unchanged if it can name a file.
+
+    Raises:
+        ConfigError: no home of this user, too long, or no text of a file system.
+    """
+    names = text.encode(errors="surrogateescape").split(b"/")
+    rule = ""
+    if text.startswith("~") and os.path.expanduser(text) == text:
+        rule = f"there is no home directory of {text.partition('/')[0]}"
+    elif max(map(len, names)) > MAX_NAME_BYTES or len(b"/".join(names)) > MAX_PATH_BYTES:
+        rule = f"a name has at most {MAX_NAME_BYTES} bytes, and a path {MAX_PATH_BYTES}"
+    elif "\0" in text:
+        rule = "no path has a zero byte"
+    if rule:
+        shown = text if len(text) <= 80 else f"{text[:80]}..."
+        raise ConfigError(key, shown, rule, "Name another path; ./ stands before odd names")
+    return text
+
+
+def user_path(key: str, text: str | Path) -> Path:
+    """Return the path that a user typed at ``key``. Raises as ``checked_path``."""
+    return Path(checked_path(key, str(text))).expanduser()
+
+
+def matches(text: str) -> list[str]:
+    """Return the path ``text`` if it exists, else what it matches as a glob pattern.
+
+    Folders that exist are no patterns either, whatever brackets are in their names.
+    """
+    path = os.path.expanduser(text)
+    folder = path
+    while folder and not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    return glob.glob(glob.escape(folder) + path[len(folder) :], recursive=True)

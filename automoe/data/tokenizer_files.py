@@ -1,0 +1,92 @@
+"""Checks of a tokenizer's files, which a stranger may have written, before they are used.
+
+Importing this module does not load tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from automoe.errors import ConfigError
+from automoe.storage.foreign import read_bytes, read_settings
+from automoe.storage.guarded import doing, guarded
+
+_SETTINGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.json",
+)
+# Parts of a tokenizer.json that compute; their text has runs that make bad expressions backtrack.
+_PARTS = ("normalizer", "pre_tokenizer", "decoder")
+_PROBE = "".join(f"{char * 48}!" for char in "aA0_ \n.\u00e9\u4e2d")
+
+
+def unreadable(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        "data.tokenizer",
+        str(path.parent),
+        f"{path} cannot be read: {why}",
+        "Copy the tokenizer again; a Git LFS pointer in its place needs `git lfs pull`.",
+    )
+
+
+def settings_of(directory: Path, name: str) -> dict[str, Any]:
+    """Return the settings in a file; {} if the file does not exist."""
+    try:
+        return read_settings(directory, name)
+    except (OSError, ValueError) as error:
+        raise unreadable(directory / name, str(error)) from error
+
+
+def text_of(directory: Path, name: str) -> str:
+    try:
+        return read_bytes(directory, name).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise unreadable(directory / name, str(error)) from error
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Check the settings beside a tokenizer, and try the parts of a tokenizer.json in a child.
+
+    Raises:
+        ConfigError, CheckpointError: a file cannot be read, or a value has a wrong type.
+        DataError: a part takes too long or too much memory, or ends the process.
+    """
+    for name in _SETTINGS:
+        settings_of(directory, name)
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        text = text_of(directory, path.name)
+        if "Regex" in text or "precompiled_charsmap" in text:
+            guarded(str(path), lambda: _try_parts(path, text))
+
+
+def _try_parts(path: Path, text: str) -> None:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        spec = json.loads(text)
+        nothing = dict.fromkeys((*_PARTS, "post_processor"))
+        nothing |= {"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+        for part in _PARTS:
+            doing(named_parts(path, nothing | {part: spec.get(part)}))
+            backend = Backend.from_str(json.dumps(nothing | {part: spec.get(part)}))
+            if backend.normalizer:
+                backend.normalizer.normalize_str(_PROBE)
+            if backend.pre_tokenizer:
+                backend.pre_tokenizer.pre_tokenize_str(_PROBE)
+            if backend.decoder:
+                backend.decoder.decode(_PROBE.split("!"))
+    # tokenizers raises a bare Exception for a malformed file, and panics are no Exception.
+    except BaseException as error:
+        raise unreadable(path, str(error)) from error
+
+
+def named_parts(path: Path, spec: dict[str, Any]) -> str:
+    """Return the path with the parts of a tokenizer.json that compute expressions, or all."""
+    there = [part for part in _PARTS if spec[part]]
+    parts = [part for part in there if "Regex" in json.dumps(spec[part])] or there
+    return f"{path}: {' and '.join(parts) or 'model'}"

@@ -1,0 +1,139 @@
+"""Work on a stranger's files in a forked child, with limits of processor time and memory.
+
+A template may loop without end, a regular expression may backtrack for years or overflow the stack
+of native code. In a child, either becomes an error that names what the child was doing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import pickle
+import resource
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
+
+from automoe.errors import AutomoeError, DataError
+
+T = TypeVar("T")
+
+MAX_SECONDS = 60  # of processor time for one step of the work; ``doing`` begins a step
+# memory that the work may add, in bytes: half of the machine's
+MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+_PR_SET_PDEATHSIG = 1
+_place: mmap.mmap | None = None  # in a child: text that says what it is doing
+
+
+def doing(what: str) -> None:
+    """Begin a step of guarded work: name it, and give it ``MAX_SECONDS``. No-op outside."""
+    if _place is not None:
+        _place[:] = what.encode(errors="replace")[: len(_place)].ljust(len(_place), b"\0")
+        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+
+
+def guarded(what: str, work: Callable[[], T]) -> T:
+    """Return what ``work`` returns, computed in a fork of this process.
+
+    Changes that ``work`` makes to objects are lost, except in its result.
+
+    Args:
+        what: name of the first step, for an error.
+
+    Raises:
+        DataError: a step took too long or too much memory, or ended the child.
+        Exception: that of ``work``.
+    """
+    global _place
+    place = mmap.mmap(-1, 1024)
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    with warnings.catch_warnings():  # Python 3.12 warns if a process with threads forks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        _place = place
+        _work(what, work, writing, parent)
+    os.close(writing)
+    try:
+        with os.fdopen(reading, "rb") as stream:
+            raw = stream.read()
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        status = int(signal.SIGKILL)
+        with suppress(ChildProcessError):  # whoever started this process ignores SIGCHLD
+            _, status = os.waitpid(child, 0)
+    ended = -os.waitstatus_to_exitcode(status)
+    now = _text_of(place)
+    if ended == signal.SIGINT:
+        raise KeyboardInterrupt
+    if raw:
+        result, error = pickle.loads(raw)
+        if error is None:
+            return result
+        if not isinstance(error, MemoryError):
+            raise error
+        said = f"takes more than {MAX_BYTES / 1e9:,.1f} GB of memory"
+    elif ended == signal.SIGPROF:
+        said = f"takes more than {MAX_SECONDS} seconds of processor time"
+    else:
+        name = signal.Signals(ended).name if ended > 0 else f"status {-ended}"
+        said = f"ends the process that reads it ({name})"
+    raise DataError(f"{now}: this {said}. Correct it, or take another file")
+
+
+def _text_of(place: mmap.mmap | None) -> str:
+    return bytes(place or b"").rstrip(b"\0").decode(errors="ignore")
+
+
+def _work(what: str, work: Callable[[], Any], writing: int, parent: int) -> NoReturn:
+    try:
+        die_with_parent(parent)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MAX_BYTES, hard))
+        doing(what)
+        answer: tuple[Any, BaseException | None] = work(), None
+    except BaseException as error:
+        if not isinstance(error, (AutomoeError, MemoryError)):
+            error.add_note("".join(traceback.format_exception(error)))
+        # Native code of tokenizers raises bare ones, and panics, which are none.
+        if type(error) is Exception or not isinstance(error, Exception):
+            error = DataError(f"{_text_of(_place)}: {error}. Correct it, or take another file")
+        answer = None, error
+    with suppress(BaseException):
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        with os.fdopen(writing, "wb") as stream:
+            pickle.dump(answer, stream)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    os._exit(1)
+
+
+def _data_bytes() -> int:
+    """Return the private memory of this process, as ``RLIMIT_DATA`` counts it."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when ``parent`` ends; exit now if it has ended (Linux).
+
+    Nothing else would end a process that has a session of its own.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
