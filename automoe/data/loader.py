@@ -259,19 +259,30 @@ class Loader:
         name = self.names[source]
         assert corpus.chat is not None
         lines = [f"{name}:"] if name else []
-        lines += describe_chat(corpus.chat, len(corpus.tokens), len(corpus.lengths))
+        lines += describe_chat(
+            corpus.chat,
+            len(corpus.tokens),
+            len(corpus.lengths),
+            lambda file, line: f"{corpus.paths[file]}:{line}",
+        )
         if long := int((corpus.lengths > rows.seq_len).sum()):
             done = "cut, or left out where no answer begins before"
             if self.config.data.on_long == "drop":
                 done = "left out"
-            lines.append(f"{long:,} of them are longer than train.seq_len={rows.seq_len}: {done}")
+            lines.append(
+                f"warning: {long:,} of them are longer than train.seq_len={rows.seq_len}: {done}"
+            )
         full = rows.num_tokens / (rows.num_rows * rows.seq_len)
         what = "samples" if corpus.firsts is None else "pairs"
         lines.append(
             f"{len(rows.lengths):,} {what} in {rows.num_rows:,} rows an epoch, {full:.1%} full"
         )
         # With the margin of a note, lines are 80 columns wide.
-        return [part for line in lines for part in textwrap.wrap(line, 66)]
+        return [
+            part
+            for line in lines
+            for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False)
+        ]
 
     def _pack(self, split: Split, source: int) -> PackedRows:
         corpus = self.corpora[source]
