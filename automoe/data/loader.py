@@ -195,6 +195,15 @@ class Loader:
         """Continue from the position in ``state``, under any number of ranks and any batch size.
 
         Raises:
+            DataError: as ``check_state``.
+        """
+        self.check_state(state)
+        self.consumed_rows = int(state["consumed_rows"])
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Compare the data with that of a ``state_dict``.
+
+        Raises:
             DataError: the data changed since ``state`` was saved; the message lists what differs.
         """
         saved = state["fingerprint"]
@@ -208,9 +217,10 @@ class Loader:
             raise DataError(
                 "The data changed since the checkpoint, so training cannot go on where it was: "
                 f"{'; '.join(differing)}. "
-                "Restore the data and settings of the checkpoint, or start a new run_dir."
+                "Restore the data and settings of the checkpoint, or start a new run_dir with "
+                "checkpoint.resume=auto. With other data a run begins from exported weights: "
+                "automoe export RUN --out DIR, then model.hf_path=DIR."
             )
-        self.consumed_rows = int(state["consumed_rows"])
 
     def fingerprint(self) -> dict[str, Any]:
         """Return all facts that decide the order and content of rows, as short JSON values."""
