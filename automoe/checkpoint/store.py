@@ -97,18 +97,12 @@ class CheckpointStore:
         self.attach(self._say, self._warn, lambda step_dir: None)
 
     def check(self, loader: Loader | None = None) -> None:
-        """Find obstacles to a save or a resume before anything large is loaded.
-
-        Args:
-            loader: data of the run, to compare with that of the checkpoint to resume from; None
-                leaves it to ``load_latest``.
+        """Find obstacles to a save, or to a resume with ``loader``, before anything large is loaded.
 
         Raises:
             CheckpointError: the folder is not writable for every rank or differs between ranks;
                 ``checkpoint.resume`` names no checkpoint; or torch lacks the stager that
-                ``checkpoint.async_save`` needs.
-            CheckpointError, DataError: as ``load_latest``, if the checkpoint is of another model or
-                of other data.
+                ``checkpoint.async_save`` needs. As ``load_latest``, also with a DataError.
         """
         if self.config.checkpoint.saves:
             if self.config.checkpoint.async_save:
@@ -122,10 +116,9 @@ class CheckpointStore:
         with self._readable():
             own = self.ranks.lead(lambda: folders.committed_steps(self.folder))
             steps += [self.folder / name for name in own]
-            if not steps:
-                return
-            manifest, damaged = self.ranks.lead(lambda: read_manifest(steps[-1]))
-        if damaged is None:
+            if steps:
+                manifest, damaged = self.ranks.lead(lambda: read_manifest(steps[-1]))
+        if steps and damaged is None:
             check_model(steps[-1], manifest["config"], self.config)
             check_base(steps[-1], manifest, self.config, self.base)
             loader.check_state(manifest["counters"]["loader"])
@@ -332,8 +325,7 @@ class CheckpointStore:
             with phase("save", step):
                 if self.ranks.lead(final.exists):
                     return final
-                # All of it anew, by all ranks: a flush that failed says nothing when it is
-                # repeated.
+                # All of it anew: a flush that failed says nothing when it is repeated.
                 retried(lambda: self._write_files(tensors, content, temporary))
                 with phase("commit", step):
                     self.ranks.lead(lambda: name_folder(temporary, final), again=False)

@@ -163,7 +163,9 @@ def _window_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            "layers without full attention have a window or are delta nets, and there are none at an interval of 1; "
            f"model.attention.sliding_window={attention.sliding_window}, linear_num_key_heads="
            f"{attention.linear_num_key_heads}",
-           f"Set model.attention.{('full_attention_interval=1, or model.attention.sliding_window=128', 'full_attention_interval=2', 'sliding_window=0, or model.attention.linear_num_key_heads=0')[kinds]}")
+           ("Set model.attention.full_attention_interval=1, or model.attention.sliding_window=128",
+            "Set model.attention.full_attention_interval=2",
+            "Set model.attention.sliding_window=0, or model.attention.linear_num_key_heads=0")[kinds])
     for key in ("sinks", "sliding_window", "linear_num_key_heads", "o_bias", "output_gate"):
         value = getattr(attention, key)
         plain = "false" if isinstance(value, bool) else "0"
