@@ -100,9 +100,8 @@ class CheckpointStore:
         """Find obstacles to a save, or to a resume with ``loader``, before anything large is loaded.
 
         Raises:
-            CheckpointError: the folder is not writable for every rank or differs between ranks;
-                ``checkpoint.resume`` names no checkpoint; or torch lacks the stager that
-                ``checkpoint.async_save`` needs. As ``load_latest``, also with a DataError.
+            CheckpointError, DataError: the folder cannot be written by every rank, or differs between
+                ranks; torch lacks the stager of ``async_save``; or as ``load_latest``.
         """
         if self.config.checkpoint.saves:
             if self.config.checkpoint.async_save:
