@@ -45,12 +45,12 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     # ---------------------------------------------------------------- model on both meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))
     store = CheckpointStore(config, shape, context.run_dir)
-    store.check()  # fail now, not at the first save
+    loader = Loader(config, meshes.dp_rank, shape.dp, pairs=True)
+    store.check(loader)  # fail now, not at the first save or after the pass over all pairs
     model_parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
     runner = build_runner(model_parts, meshes, config, device)
 
     # ---------------------------------------------------------------- pairs, reference, state
-    loader = Loader(config, meshes.dp_rank, shape.dp, pairs=True)
     same_on_all_ranks(loader.fingerprint(), "the training data")
     reference = open_reference(config, runner, loader, meshes, context, store.ranks)
     if reference is None:

@@ -33,7 +33,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from automoe.checkpoint import folder as folders
 from automoe.checkpoint.generators import of_this_rank, rng_state, set_rng_state
 from automoe.checkpoint.hashed_files import HashingFileSystem
-from automoe.checkpoint.manifest import changed_settings, check_base, check_model, write_manifest
+from automoe.checkpoint.manifest import (
+    changed_settings,
+    check_base,
+    check_model,
+    read_manifest,
+    write_manifest,
+)
 from automoe.checkpoint.newest import newest_valid, step_at
 from automoe.checkpoint.planner import CachedPlanner
 from automoe.checkpoint.reader import StepReader
@@ -50,6 +56,7 @@ from automoe.storage.trace import phase
 
 if TYPE_CHECKING:
     from automoe.checkpoint.train_state import TrainState
+    from automoe.data.loader import Loader
 
 _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to check
 
@@ -89,20 +96,31 @@ class CheckpointStore:
         self._blocked_s = 0.0
         self.attach(self._say, self._warn, lambda step_dir: None)
 
-    def check(self) -> None:
-        """Find obstacles to a save or a resume before anything large is loaded.
+    def check(self, loader: Loader | None = None) -> None:
+        """Find obstacles to a save, or to a resume with ``loader``, before anything large is loaded.
 
         Raises:
-            CheckpointError: the folder is not writable for every rank or differs between ranks;
-                ``checkpoint.resume`` names no checkpoint; or torch lacks the stager that
-                ``checkpoint.async_save`` needs.
+            CheckpointError, DataError: the folder cannot be written by every rank, or differs between
+                ranks; torch lacks the stager of ``async_save``; or as ``load_latest``.
         """
         if self.config.checkpoint.saves:
             if self.config.checkpoint.async_save:
                 _new_stager(pin_memory=False)
             folders.check_writable(self.ranks, self.folder)
             _ = self.base  # Computed now, while the files are the ones to load.
-        self.ranks.lead(lambda: folders.source_steps(self.config.checkpoint.resume, self.run_dir))
+        resume = self.config.checkpoint.resume
+        steps = self.ranks.lead(lambda: folders.source_steps(resume, self.run_dir))
+        if loader is None or resume == "never":
+            return
+        with self._readable():
+            own = self.ranks.lead(lambda: folders.committed_steps(self.folder))
+            steps += [self.folder / name for name in own]
+            if steps:
+                manifest, damaged = self.ranks.lead(lambda: read_manifest(steps[-1]))
+        if steps and damaged is None:
+            check_model(steps[-1], manifest["config"], self.config)
+            check_base(steps[-1], manifest, self.config, self.base)
+            loader.check_state(manifest["counters"]["loader"])
 
     # ---------------------------------------------------------------- saving
 
@@ -306,8 +324,7 @@ class CheckpointStore:
             with phase("save", step):
                 if self.ranks.lead(final.exists):
                     return final
-                # All of it anew, by all ranks: a flush that failed says nothing when it is
-                # repeated.
+                # All of it anew: a flush that failed says nothing when it is repeated.
                 retried(lambda: self._write_files(tensors, content, temporary))
                 with phase("commit", step):
                     self.ranks.lead(lambda: name_folder(temporary, final), again=False)

@@ -54,6 +54,9 @@ class ChatConfig:
     # date that the template writes, if it writes one, such as 2026-11-23; null: first day of the run
     date: str | None = None
     turns: Literal["all", "last"] = "all"  # train all answers of a conversation, or only the last
+    # special tokens that messages spell out (<|im_end|>): token: they become those tokens, as
+    # apply_chat_template does; text: they stay text
+    special_text: Literal["token", "text"] = "token"
     # true: several samples share a row, and each attends only to itself; false: one sample per row
     pack: bool = True
 

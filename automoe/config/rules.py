@@ -17,6 +17,12 @@ from automoe.errors import ConfigError
 
 Row = tuple[str, bool, str, str]
 
+# A setting of the model in a remedy, with the number beside it and what leads to the next one.
+_OF_MODEL = re.compile(
+    r"(?:Set |Nearest valid choices?: )?model\.(?!hf_path)[\w.]+(?:=| to )[^\s,]+(?: or (?:more|less|[\d.]+))?"
+    r"(?:, or |$)"
+)
+
 
 def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = None) -> None:
     """Raise ``ConfigError`` for the first broken row.
@@ -30,6 +36,9 @@ def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = No
             value = (
                 attrgetter(key.removeprefix("mesh."))(shape) if on_mesh else attrgetter(key)(config)
             )
+            if config.model.hf_path is not None and (rest := _OF_MODEL.sub("", remedy)) != remedy:
+                remedy = "The checkpoint model.hf_path has these sizes"
+                remedy += f": set {rest}" if rest else ", so name another one"
             raise ConfigError(key, list(value) if isinstance(value, tuple) else value, rule, remedy)
 
 

@@ -60,13 +60,21 @@ def _expert_rows(model: ModelConfig, shape: MeshShape) -> Iterator[Row]:
     yield divides("model.moe_intermediate_size", width, ranks,
         "etp and FSDP cut the width of the experts evenly over mesh.etp*mesh.ep_shard = "
         f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {width} % {ranks} = {width % ranks}",
-        f"a mesh.ep that is {ranks // gcd(width, ranks)} times larger")
+        f"mesh.etp={gcd(width, shape.etp)}" if width % shape.etp else _fewer_shards(model, shape, width))
     hidden = model.hidden_size
     yield divides("model.hidden_size", hidden, shape.ep_shard,
         f"FSDP cuts the rows of the experts' down projection evenly over mesh.ep_shard={shape.ep_shard} ranks: "
         f"{hidden} % {shape.ep_shard} = {hidden % shape.ep_shard}",
-        f"a mesh.ep that is {shape.ep_shard // gcd(hidden, shape.ep_shard)} times larger")
+        _fewer_shards(model, shape, hidden))
 
+
+def _fewer_shards(model: ModelConfig, shape: MeshShape, size: int) -> str:
+    """Return settings with which FSDP cuts ``size`` of an expert evenly, on the same ranks."""
+    kept = gcd(size // gcd(size, shape.etp), shape.ep_shard)
+    times = shape.ep_shard // kept
+    if model.num_experts % (shape.ep * times) == 0:
+        return f"mesh.ep={shape.ep * times} mesh.ep_shard={kept}"
+    return f"mesh.ep_replicate={shape.ep_replicate * times} mesh.ep_shard={kept}"
 
 
 def _tensor_rows(model: ModelConfig, tp: int) -> Iterator[Row]:
@@ -77,13 +85,13 @@ def _tensor_rows(model: ModelConfig, tp: int) -> Iterator[Row]:
         ("shared_intermediate_size", model.shared_intermediate_size, "columns of the shared experts"),
     ):
         rule = f"mesh.tp={tp} ranks hold equal numbers of {what}: {size} % {tp} = {size % tp}"
-        yield divides(f"model.{key}", size, tp, rule)
+        yield divides(f"model.{key}", size, tp, rule, f"mesh.tp={gcd(size, tp)}")
     if not model.shared_intermediate_size:
         shared = model.shared_width
         yield divides("model.moe_intermediate_size", model.moe_intermediate_size,
             tp // gcd(tp, model.num_shared_experts),
             f"mesh.tp={tp} ranks hold equal numbers of columns of the shared experts: num_shared_experts * "
-            f"moe_intermediate_size = {shared}, {shared} % {tp} = {shared % tp}")
+            f"moe_intermediate_size = {shared}, {shared} % {tp} = {shared % tp}", f"mesh.tp={gcd(shared, tp)}")
     heads = model.attention.num_kv_heads
     yield ("mesh.tp", model.attention.kind == "gqa" and heads % tp != 0 and tp % heads != 0,
            f"key/value heads divide over tp ranks or tp ranks over them: {heads} heads (model.attention.num_kv_heads)",
@@ -135,15 +143,14 @@ def _mla_rows(model: ModelConfig) -> Iterator[Row]:
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         yield (f"model.attention.{name}", getattr(a, name) < 1,
                "attention kind mla needs this size",
-               f"Set model.attention.{name}=1 or more, or model.attention.kind=gqa")
+               f"Set model.attention.{name}=1 or more")
     yield _gqa_alone("attention.qkv_bias", a.qkv_bias, "false")
     yield _gqa_alone("rope.partial_rotary_factor", model.rope.partial_rotary_factor != 1, "1.0")
     yield divides("model.attention.qk_rope_head_dim", a.qk_rope_head_dim, 2, _PAIRS)
 
 
 def _gqa_alone(key: str, broken: bool, plain: str) -> Row:
-    remedy = f"Set model.{key}={plain}, or model.attention.kind=gqa"
-    return f"model.{key}", broken, "attention kind gqa alone has it", remedy
+    return f"model.{key}", broken, "attention kind gqa alone has it", f"Set model.{key}={plain}"
 
 
 def _window_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -156,8 +163,9 @@ def _window_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            "layers without full attention have a window or are delta nets, and there are none at an interval of 1; "
            f"model.attention.sliding_window={attention.sliding_window}, linear_num_key_heads="
            f"{attention.linear_num_key_heads}",
-           "Set model.attention.full_attention_interval=1 with both of these 0, or 2 and one of them, such as "
-           "sliding_window=128")
+           ("Set model.attention.full_attention_interval=1, or model.attention.sliding_window=128",
+            "Set model.attention.full_attention_interval=2",
+            "Set model.attention.sliding_window=0, or model.attention.linear_num_key_heads=0")[kinds])
     for key in ("sinks", "sliding_window", "linear_num_key_heads", "o_bias", "output_gate"):
         value = getattr(attention, key)
         plain = "false" if isinstance(value, bool) else "0"
@@ -203,10 +211,10 @@ def moe_rows(config: Config) -> Iterator[Row]:
            "Set model.num_shared_experts=1, or model.shared_expert_gate=false")
     yield ("model.router.softmax_after_topk", router.softmax_after_topk and router.score != "softmax",
            f"a softmax over the chosen logits and score={router.score} exclude each other",
-           "Set model.router.score=softmax, or softmax_after_topk=false")
+           "Set model.router.score=softmax, or model.router.softmax_after_topk=false")
     yield ("model.router.softmax_after_topk", router.softmax_after_topk and not router.norm_topk_prob,
            "a softmax over the K chosen logits always sums to one, and norm_topk_prob=false says otherwise",
-           "Set model.router.norm_topk_prob=true, or softmax_after_topk=false")
+           "Set model.router.norm_topk_prob=true, or model.router.softmax_after_topk=false")
     yield ("moe.gate", moe.gate == "empty" and model.num_experts_per_token >= model.num_experts,
            "it leaves one expert out, and a token chooses model.num_experts_per_token="
            f"{model.num_experts_per_token} of {model.num_experts - 1}",

@@ -141,7 +141,8 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B runs several",
            f"Set {key}=1 or parallel.schedule=Interleaved1F1B")
     yield (key, pp == 1 and stages > 1,
-           "with mesh.pp=1 the model is one stage", f"Set {key}=1, or mesh.pp=2 or more")
+           "with mesh.pp=1 the model is one stage",
+           f"Set {key}=1" + ("" if shape.world_size % 2 else ", or mesh.pp=2 or more"))
     num_layers = config.model.num_layers
     num_stages = pp * stages
     yield ("model.num_layers", num_layers < num_stages, *too_many_stages(num_stages))

@@ -116,17 +116,17 @@ def _records(path: Path, data: DataConfig) -> NumberedRecords:
     if data.kind.startswith("stdlib"):
         records = _docstring_records(path)
         yield from _shouted(records) if data.is_preference else records
-    elif path.suffix in (".parquet", ".arrow"):
-        for row, record in parquet_records(path):
-            yield row, _without_nulls(record)
     else:
-        yield from jsonl_records(path)
+        table = path.suffix in (".parquet", ".arrow")
+        for line, record in parquet_records(path) if table else jsonl_records(path):
+            yield line, _without_nulls(record)
 
 
 def _without_nulls(value: Any) -> Any:
     """Remove keys that are null, at any depth.
 
-    A parquet column of structs has every key in every row; null stands for a missing one.
+    A parquet column of structs has every key in every row, and so have the JSON lines that
+    ``datasets`` writes; null stands for a missing one.
     """
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}

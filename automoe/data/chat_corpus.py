@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,10 +17,32 @@ from automoe.data.chat import Conversation, num_bytes
 from automoe.data.chat_template import ChatTemplate
 from automoe.data.tokenise import CorpusWriter
 from automoe.data.turns import Sample
-from automoe.errors import DataError
+from automoe.errors import AutomoeError, DataError
 from automoe.storage.guarded import doing
 
 _BATCH = 256  # conversations rendered and tokenised together
+_REMARKS = {
+    "apart": "answers begin with characters that the tokenizer would join with the prompt, and are "
+    "tokenised apart from it",
+    "prompt_cut": "answers are written without the end of the generation prompt, which a model is "
+    "given at inference",
+    "eos_added": "answers end in the end-of-text token, since the chat template ends them in no "
+    "special token",
+}
+_WARNINGS = {
+    "empty": "{n:,} answers are empty, and teach to say nothing (weight: 0 in a message leaves it "
+    "out){first}",
+    "not_whole": "the chat template leaves out {unwritten:,} of {characters:,} characters of "
+    "answers, in {n:,} answers{first}: reasoning, or what it cuts. data.chat.template=FILE names a "
+    "template that writes them",
+    "no_reasoning": "the generation prompt opens reasoning, and {n:,} of {answers:,} answers have "
+    "none{first}: a model is made to reason when it is asked, and does not learn how here. Give "
+    "answers their reasoning_content, or set {off}",
+    "special": "{n:,} special tokens are spelled out in messages, and become those tokens{first}. "
+    "data.chat.special_text=text keeps them as text",
+    "tools_unseen": "the chat template shows no tools, and {n:,} conversations have some{first}",
+    "unseen": "the chat template leaves out {n:,} questions or system prompts{first}",
+}
 
 
 def tokenise_chat(
@@ -45,7 +67,13 @@ def tokenise_chat(
     """
     writer = CorpusWriter(vocab_size, 5 if pairs else 4)
     counts = Counter[str]()
+    refused = None
+    try:
+        template.stop_id()
+    except AutomoeError as error:  # An error for a run that exports.
+        refused = str(error)
     template.counts.clear()
+    template.first.clear()
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as marks:
         batched = _batched(conversations, template)
         for conversation, samples, first in (
@@ -65,7 +93,9 @@ def tokenise_chat(
                 writer.write(marks, trained)
                 writer.end(len(trained), text_hash, conversation.file, conversation.line, *first)
                 counts["trained_tokens"] += int(trained.sum())
-    return writer.save(folder) | {"chat": dict(counts + template.counts)}
+    off = template.reasoning_off() if template.counts["no_reasoning"] else None
+    found = {"first": template.first, "off": off, "refused": refused}
+    return writer.save(folder) | {"chat": dict(counts + template.counts) | found}
 
 
 def _batched(
@@ -100,14 +130,17 @@ def _paired(
         yield replace(conversation, messages=both), [joined], [first]
 
 
-def describe_chat(counts: dict[str, int], tokens: int, samples: int) -> Iterator[str]:
+def describe_chat(
+    chat: dict[str, Any], tokens: int, samples: int, where: Callable[[int, int], str]
+) -> Iterator[str]:
     """Yield lines for the user about what became of the conversations.
 
     Args:
-        counts: ``chat`` of the facts that ``tokenise_chat`` returns.
+        chat: ``chat`` of the facts that ``tokenise_chat`` returns.
         tokens, samples: size of the whole corpus.
+        where: returns the place of a file's line.
     """
-    count = Counter(counts)
+    count = Counter(chat)
     conversations = count["conversations"]
     answers = count["answers"]
     share = count["trained_tokens"] / max(tokens, 1)
@@ -124,18 +157,13 @@ def describe_chat(counts: dict[str, int], tokens: int, samples: int) -> Iterator
             f"the chat template{who} rewrites earlier turns, so {conversations:,} conversations are "
             f"{samples:,} samples with {factor:.2f} times the tokens (data.chat.turns=last: the last answer alone)"
         )
-    for key, what in {
-        "apart": "answers begin with characters that the tokenizer would join with the prompt, and are tokenised apart "
-        "from it",
-        "prompt_cut": "answers are written without the end of the generation prompt, which a model is given at "
-        "inference",
-        "eos_added": "answers end in the end-of-text token, since the chat template ends them in no special token",
-    }.items():
+    for key, what in _REMARKS.items():
         if number := count[key]:
             yield f"{number:,} {what}"
-    if empty := count["empty"]:
-        yield f"warning: {empty:,} answers are empty, and teach to say nothing (weight: 0 in a message leaves it out)"
-    if unseen := count["tools_unseen"]:
-        yield f"warning: the chat template shows no tools, and {unseen:,} conversations have some"
-    if unseen := count["unseen"]:
-        yield f"warning: the chat template leaves out {unseen:,} questions or system prompts"
+    numbers = {"off": "data.chat.template=FILE, whose prompt opens none"} | {
+        key: value for key, value in count.items() if value is not None
+    }
+    for key, what in _WARNINGS.items():
+        if number := count[key]:
+            first = f", first {where(*chat['first'][key])}"
+            yield "warning: " + what.format(n=number, **numbers | {"first": first})

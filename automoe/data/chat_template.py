@@ -12,53 +12,53 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
 from automoe.config.data_schema import ChatConfig
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
 from automoe.data.chat import Conversation, Message
+from automoe.data.chat_render import PROBE, TEXT, ChatRenderer, calling, refusing
 from automoe.data.corpora import Record
-from automoe.data.tokenizer import OTHER_TEMPLATES, TEMPLATE, load_for_templates, stored_template
+from automoe.data.tokenizer import OTHER_TEMPLATES, TEMPLATE, stored_template
 from automoe.data.turns import (
+    TEXTS,
     Sample,
     Turn,
-    as_tool_call,
-    end_of_prompt,
-    is_empty,
+    begin_of_answer,
     is_wanted,
     joined,
     num_shared,
+    unwritten,
 )
 from automoe.errors import ConfigError, DataError
-from automoe.storage.guarded import doing
 
-_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_VERSION = 3  # Raise it if a change gives the same template and record other tokens or marks.
-_MOST_BYTES = 1 << 28  # of a rendered conversation
+_OPEN = re.compile(r"<((?:\w+:)?think\w*)>\s*$")  # a generation prompt that opens reasoning
+_THINKS = ("enable_thinking", "thinking")  # arguments of published templates that switch it off
+_VERSION = 4  # Raise it if a change gives the same template and record other tokens or marks.
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-# name, argument and value of a tool call that is rendered to find out how a template writes calls
-_PROBE = "probe_name", "probe_key", "probe value"
 _ASKING = ("system", "developer", "user")  # roles whose text a template should write unchanged
 
 
-class ChatTemplate:
+class ChatTemplate(ChatRenderer):
     """Renderer and tokeniser of conversations, equal to ``transformers`` at inference.
 
     Attributes:
         digest: text that differs for settings that give different tokens to a record.
-        own: the template that ``data.chat.template`` names; None: the tokenizer's template.
         counts: counters over all ``samples`` so far. ``answers``: answers; among them ``apart`` (the
             tokenizer would merge the answer's first characters with the prompt), ``prompt_cut``
             (the template writes answers without the end of its generation prompt), ``eos_added``
-            (the template writes no stop token) and ``empty``. ``tools_unseen``: conversations whose
-            tools the template leaves out. ``unseen``: questions and system prompts left out.
+            (the template writes no stop token), ``empty`` (nothing but a stop token is trained),
+            ``not_whole`` (the template leaves a part out) and ``no_reasoning`` (the generation
+            prompt opens reasoning, and there is none). ``characters``: characters of the answers;
+            among them ``unwritten``, which the template leaves out. ``tools_unseen``: conversations
+            whose tools the template leaves out. ``unseen``: questions and system prompts left out.
+            ``special``: special tokens that messages spell out.
+        first: for each of ``counts``, file and line of the first conversation that it counts.
 
     Args:
         tokenizer: ``byte`` or a directory.
@@ -68,10 +68,7 @@ class ChatTemplate:
     """
 
     def __init__(self, chat: ChatConfig, tokenizer: str) -> None:
-        self.chat = chat
-        self.tokenizer = tokenizer
-        stored = stored_template(chat, tokenizer)
-        self.own = stored if chat.template is not None else None
+        super().__init__(chat, tokenizer)
         settings = [
             _VERSION,
             chat.format,
@@ -79,25 +76,17 @@ class ChatTemplate:
             chat.roles,
             chat.template_args,
             chat.turns,
-            stored,
+            chat.special_text,
+            self.stored,
         ]
-        if "strftime_now" in stored:
+        if "strftime_now" in self.stored:
             settings.append(chat.date)
         self.digest = hashlib.blake2b(
             json.dumps(settings, sort_keys=True).encode(), digest_size=8
         ).hexdigest()
-        self._tool_form: tuple[bool, Any] | None = None
         self._ending = cache(self._find_ending)
         self.counts: Counter[str] = Counter()
-
-    @cached_property
-    def _hf(self) -> Any:
-        return load_for_templates(self.tokenizer)
-
-    @cached_property
-    def _special(self) -> set[int]:
-        special = {i for i, token in self._hf.added_tokens_decoder.items() if token.special}
-        return special | {self._hf.eos_token_id}
+        self.first: dict[str, tuple[int, int]] = {}
 
     def tokenizer_settings(self) -> bytes:
         """Return the content of the tokenizer's files besides ``tokenizer.json``.
@@ -122,6 +111,11 @@ class ChatTemplate:
         texts: list[str] = []
         calling: list[list[bool]] = []  # for each answer of each conversation: it calls tools
         for conversation in conversations:
+            if self.chat.special_text == "token":
+                said = [conversation.messages, conversation.tools]
+                spelled = json.dumps(said, ensure_ascii=False, default=str)
+                self._count("special", conversation, len(self._names.findall(spelled)))
+            conversation = replace(conversation, tools=self._as_text(conversation.tools))
             messages = self._normal(conversation.messages, conversation.where)
             first = max(1, conversation.prompt)
             answers = [
@@ -136,16 +130,15 @@ class ChatTemplate:
                 )
             if self.chat.turns == "last":
                 answers = answers[-1:]
-            self.counts["empty"] += sum(is_empty(messages[n]) for n in answers)
             calling.append([bool(messages[n].get("tool_calls")) for n in answers])
             for n in answers:
                 texts += self._renders(conversation, messages, n)
             names = [
                 str(tool.get("function", tool).get("name")) for tool in conversation.tools or ()
             ]
-            self.counts["tools_unseen"] += any(name not in texts[-2] for name in names)
+            self._count("tools_unseen", conversation, any(name not in texts[-2] for name in names))
             asking = [m["content"].strip() for m in messages[: answers[-1]] if m["role"] in _ASKING]
-            self.counts["unseen"] += sum(text not in texts[-2] for text in asking)
+            self._count("unseen", conversation, sum(text not in texts[-2] for text in asking))
         ids = self._encode(texts)
         renders = zip(texts[::2], texts[1::2], ids[::2], ids[1::2], strict=True)
         return [
@@ -185,12 +178,10 @@ class ChatTemplate:
         Raises:
             DataError: the template cannot write the tool calls.
         """
-        with _refusing("the prompt"):
-            text = self._render(self._normal(messages, "messages"), tools, prompt=True)
+        with refusing("the prompt"):
+            messages = self._normal(messages, "messages")
+            text = self._render(messages, self._as_text(tools), prompt=True)
         return self._encode([text])[0]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._hf.decode([int(i) for i in ids], skip_special_tokens=False)
 
     # One answer
     # ------------------------------------------------------------------------------------
@@ -201,18 +192,26 @@ class ChatTemplate:
         """Return the text before answer ``messages[n]``, with generation prompt, and through it."""
         tools = conversation.tools
         answer = messages[n]
-        with _refusing(conversation.where):
-            before = self._render(messages[:n], tools, prompt=True)
+        with refusing(conversation.where):
+            plain = self._render(messages[:n], tools)
+            before = asked = self._render(messages[:n], tools, prompt=True)
             through = self._render(messages[: n + 1], tools)
-            if num_shared(before, through) < len(self._render(messages[:n], tools).rstrip()):
+            if not through.startswith(before):
                 # The template writes the question differently after its answer is known (Mistral
-                # puts the system prompt into the last message). Inference has the question as in
-                # ``before``, so the answer is joined to that text.
-                other = answer | {"content": "." if answer["content"].strip()[:1] != "." else ":"}
-                changed = self._render([*messages[:n], other], tools)
+                # puts the system prompt into the last message), or another text between two
+                # answers, or less than its generation prompt. Inference has the text ``before``,
+                # so the answer is joined to it.
+                other = {
+                    key: "." if answer[key].strip()[:1] != "." else ":"
+                    for key in TEXTS
+                    if isinstance(answer.get(key), str)
+                }
+                changed = self._render([*messages[:n], answer | other], tools)
                 head = through[: num_shared(changed, through)]
-                through = before + through[end_of_prompt(head, before) :]
-        written = through[num_shared(before, through) :]
+                begin, end = begin_of_answer(head, before, plain, num_shared(before, through))
+                before, through = before[:end], before[:end] + through[begin:]
+                self._count("prompt_cut", conversation, before != asked)
+        written = through[len(before) :]
         words = re.findall(r"\w+", (answer["content"] or "").casefold())
         if words and not any(word in written.casefold() for word in words):
             raise DataError(
@@ -226,6 +225,17 @@ class ChatTemplate:
                 "it begins another answer after the last one, whether add_generation_prompt is true or not",
                 "Write its last lines between {% if add_generation_prompt %} and {% endif %}",
             )
+        texts = [answer[key] for key in TEXTS if isinstance(answer.get(key), str)]
+        size = sum(len("".join(text.split())) for text in texts)
+        missing = unwritten(texts, asked[num_shared(plain, asked) :] + written)
+        self._count("characters", conversation, size)
+        self._count("unwritten", conversation, missing)
+        self._count("not_whole", conversation, missing > 0)
+        calls = answer.get("tool_calls") or ()
+        self._count("empty", conversation, missing == size and not calls)
+        if opened := _OPEN.search(asked):
+            silent = before != asked or written.lstrip().startswith(f"</{opened[1]}>")
+            self._count("no_reasoning", conversation, silent)
         written = written.replace(answer["content"] or "", "", 1)
         for call in answer.get("tool_calls") or ():
             name = str(call.get("function", call).get("name"))
@@ -235,6 +245,11 @@ class ChatTemplate:
                     f"Remove the text beside the call, or set data.chat.template to a template that writes both."
                 )
         return before, through
+
+    def _count(self, key: str, conversation: Conversation, number: int) -> None:
+        self.counts[key] += number
+        if number:
+            self.first.setdefault(key, (conversation.file, conversation.line))
 
     def _turn(
         self, before: str, through: str, prompt: list[int], ids: list[int], calls: bool
@@ -248,20 +263,12 @@ class ChatTemplate:
         """
         start = num_shared(prompt, ids)
         self.counts["answers"] += 1
-        if start < len(prompt) and through.startswith(before):
+        if start < len(prompt):
             # The tokenizer would merge the end of the prompt with the beginning of the answer; at
             # inference it encodes the prompt alone.
             ids = prompt + self._encode_inside(through[len(before) :])
             start = len(prompt)
             self.counts["apart"] += 1
-        elif start < len(prompt):
-            self.counts["prompt_cut"] += 1
-            # If the prompt goes on with an added token, the ids are already split at the border.
-            if prompt[start] not in self._hf.added_tokens_decoder:
-                cut = num_shared(before, through)
-                [head] = self._encode([through[:cut]])
-                ids = head + self._encode_inside(through[cut:])
-                start = len(head)
         end = self._stop(ids, start, calls)
         if end is None:
             return Turn([*ids, self._next_token(calls)], start)
@@ -276,7 +283,8 @@ class ChatTemplate:
             head, ids = (
                 self._encode([prefix, prefix + text]) if prefix else ([], *self._encode([text]))
             )
-            if ids[: len(head)] == head and self.decode(ids) == self.decode(head) + text:
+            written = self.decode(head) + text.replace(TEXT, "")
+            if ids[: len(head)] == head and self.decode(ids) == written:
                 return ids[len(head) :]
         return self._encode([text])[0]
 
@@ -320,7 +328,7 @@ class ChatTemplate:
         def texts(said: str) -> tuple[str, str]:
             answer = {"role": "assistant", "content": said}
             if calls:
-                answer = _calling("", {_PROBE[1]: _PROBE[2] + said})
+                answer = calling("", {PROBE[1]: PROBE[2] + said})
             messages = self._normal([{"role": "user", "content": "q"}, answer], "a probe")
             more = [*messages, {"role": "tool" if calls else "user", "content": "x"}]
             return self._render(messages, None), self._render(more, None)
@@ -358,117 +366,17 @@ class ChatTemplate:
             return False
         return through == asked and not more.startswith(through)
 
-    # Rendering
-    # -------------------------------------------------------------------------------------
-
-    def _render(
-        self, messages: list[Message], tools: list[Record] | None, prompt: bool = False
-    ) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        template = self.own if self.own is not None else self._hf.get_chat_template(None, tools)
-        # transformers does not let a caller replace the template function strftime_now.
-        if self.chat.date is not None:
-            day = date.fromisoformat(self.chat.date)
-            template = _DATE.sub(lambda found: json.dumps(day.strftime(found[2])), template)
-        given = self._hf.special_tokens_map | (self.chat.template_args or {})
-        [text], _ = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=prompt,
-            **given,
-        )
-        if len(text.encode()) > _MOST_BYTES:
-            raise ValueError(f"it writes {len(text):,} characters")
-        return text
-
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        doing(f"{self.tokenizer}: tokenizer, of {len(texts)} texts that begin {texts[:1]!r:.60}")
-        return self._hf(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )["input_ids"]
-
-    def _normal(self, messages: list[Message], where: str) -> list[Message]:
-        """Return messages with joined texts, and with tool calls in the form of this template."""
-        found = []
-        for message in messages:
-            if isinstance(parts := message.get("content"), list):
-                message = message | {"content": self._joint.join(part["text"] for part in parts)}
-            if calls := message.get("tool_calls"):
-                self._tool_form = self._tool_form or self._find_tool_form(where)
-                as_text, empty = self._tool_form
-                message = message | {"tool_calls": [as_tool_call(call, as_text) for call in calls]}
-                if not message["content"]:
-                    message["content"] = empty
-            found.append(message)
-        return found
-
-    @cached_property
-    def _joint(self) -> str:
-        """Text between the parts of a text, as the template joins them.
-
-        If the template takes no parts, it is a line end, as in inference servers.
-        """
-        parts = [{"type": "text", "text": text} for text in _PROBE[:2]]
-        try:
-            text = self._render([{"role": "user", "content": parts}], None)
-        except Exception:  # The template takes only text.
-            return "\n"
-        between, found, _ = text.partition(_PROBE[0])[2].partition(_PROBE[1])
-        return between if found and not between.strip() else "\n"
-
-    def _find_tool_form(self, where: str) -> tuple[bool, Any]:
-        """Return True if the template takes arguments as JSON text, and its form of no content.
-
-        Most templates do not fail on a wrong form: they write Python's brackets or JSON inside
-        JSON, or leave the call out. So this function tries each form.
-
-        Raises:
-            DataError: the template writes calls in none of the forms.
-        """
-        name, key, value = _PROBE
-        question = {"role": "user", "content": "q"}
-        for as_text in (False, True):
-            for empty in ("", None):
-                arguments = {key: value}
-                answer = _calling(empty, json.dumps(arguments) if as_text else arguments)
-                try:
-                    before = self._render([question], None, prompt=True)
-                    text = self._render([question, answer], None)[len(before) :]
-                except Exception:  # The template does not take this form.
-                    continue
-                written = name in text and key in text and value in text
-                if written and f"{{'{key}'" not in text and f'\\"{key}' not in text:
-                    return as_text, empty
-        raise DataError(
-            f"{where}: the chat template writes no tool calls. Set data.chat.template to one that does, or leave "
-            f"conversations with calls out."
-        )
-
-
-@contextmanager
-def _refusing(where: str) -> Iterator[None]:
-    """Report errors of rendering as those of the template and of the place ``where``."""
-    doing(f"{where}: chat template")
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:  # The expressions of a template may raise anything.
-        raise DataError(
-            f"{where}: the chat template refuses this conversation "
-            f"({type(error).__name__}: {error}). Correct the line, or set data.chat.template to another template."
-        ) from error
-
-
-def _calling(content: str | None, arguments: Any) -> Message:
-    """Return an answer that calls the tool of ``_PROBE``."""
-    function = {"name": _PROBE[0], "arguments": arguments}
-    call = {"id": "probe0000", "type": "function", "function": function}
-    return {"role": "assistant", "content": content, "tool_calls": [call]}
+    def reasoning_off(self) -> str | None:
+        """Return the argument that keeps the generation prompt from opening reasoning, if any."""
+        question = [{"role": "user", "content": "q"}]
+        for name in _THINKS:
+            try:
+                prompt = self._render(question, None, prompt=True, **{name: False})
+            except Exception:  # A template may require more than a question.
+                continue
+            if not _OPEN.search(prompt):
+                return f"data.chat.template_args={{{name}: false}}"
+        return None
 
 
 def chat_template_of(config: Config) -> ChatTemplate | None:

@@ -195,6 +195,15 @@ class Loader:
         """Continue from the position in ``state``, under any number of ranks and any batch size.
 
         Raises:
+            DataError: as ``check_state``.
+        """
+        self.check_state(state)
+        self.consumed_rows = int(state["consumed_rows"])
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Compare the data with that of a ``state_dict``.
+
+        Raises:
             DataError: the data changed since ``state`` was saved; the message lists what differs.
         """
         saved = state["fingerprint"]
@@ -208,9 +217,10 @@ class Loader:
             raise DataError(
                 "The data changed since the checkpoint, so training cannot go on where it was: "
                 f"{'; '.join(differing)}. "
-                "Restore the data and settings of the checkpoint, or start a new run_dir."
+                "Restore the data and settings of the checkpoint, or start a new run_dir with "
+                "checkpoint.resume=auto. With other data a run begins from exported weights: "
+                "automoe export RUN --out DIR, then model.hf_path=DIR."
             )
-        self.consumed_rows = int(state["consumed_rows"])
 
     def fingerprint(self) -> dict[str, Any]:
         """Return all facts that decide the order and content of rows, as short JSON values."""
@@ -259,19 +269,30 @@ class Loader:
         name = self.names[source]
         assert corpus.chat is not None
         lines = [f"{name}:"] if name else []
-        lines += describe_chat(corpus.chat, len(corpus.tokens), len(corpus.lengths))
+        lines += describe_chat(
+            corpus.chat,
+            len(corpus.tokens),
+            len(corpus.lengths),
+            lambda file, line: f"{corpus.paths[file]}:{line}",
+        )
         if long := int((corpus.lengths > rows.seq_len).sum()):
             done = "cut, or left out where no answer begins before"
             if self.config.data.on_long == "drop":
                 done = "left out"
-            lines.append(f"{long:,} of them are longer than train.seq_len={rows.seq_len}: {done}")
+            lines.append(
+                f"warning: {long:,} of them are longer than train.seq_len={rows.seq_len}: {done}"
+            )
         full = rows.num_tokens / (rows.num_rows * rows.seq_len)
         what = "samples" if corpus.firsts is None else "pairs"
         lines.append(
             f"{len(rows.lengths):,} {what} in {rows.num_rows:,} rows an epoch, {full:.1%} full"
         )
         # With the margin of a note, lines are 80 columns wide.
-        return [part for line in lines for part in textwrap.wrap(line, 66)]
+        return [
+            part
+            for line in lines
+            for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False)
+        ]
 
     def _pack(self, split: Split, source: int) -> PackedRows:
         corpus = self.corpora[source]

@@ -64,7 +64,7 @@ class TokenCorpus:
     text_bytes: int
     firsts: np.ndarray | None = None
     trained: np.ndarray | None = None
-    chat: dict[str, int] | None = None
+    chat: dict[str, Any] | None = None
 
     def where(self, index: int) -> str:
         """Return ``file`` or ``file:line`` of a document."""
@@ -204,6 +204,11 @@ def synthetic_corpus(vocab_size: int, seq_len: int) -> TokenCorpus:
 def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
     """Raise DataError if a document is too long under ``on_long=error``, or a split is empty."""
     data = config.data
+    if config.checkpoint.export_hf and corpus.chat and corpus.chat["refused"]:
+        raise DataError(
+            f"The export asks the chat template for its stop token: {corpus.chat['refused']} Or "
+            "set checkpoint.export_hf=false."
+        )
     too_long = np.flatnonzero(corpus.lengths > config.train.seq_len)
     if len(too_long) and data.on_long == "error":
         what = "document"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from automoe.data.chat import WANTED, Message
+
+TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # what an answer says
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,24 @@ def is_wanted(message: Message) -> bool:
     return all(message.get(key, 1) != 0 for key in WANTED)
 
 
-def is_empty(answer: Message) -> bool:
-    """Return True if an answer has nothing to train but a stop token."""
-    return not any(
-        str(answer.get(key) or "").strip()
-        for key in ("content", "tool_calls", "reasoning_content", "thinking")
+def unwritten(texts: Sequence[str], written: str) -> int:
+    """Return how many characters of ``texts`` are not in ``written``.
+
+    Blanks, upper case and the tags of reasoning do not count. Characters are counted by words,
+    since templates move and trim texts.
+    """
+    left = written
+    for text in sorted(map(str.strip, texts), key=len, reverse=True):
+        if text not in left:
+            break
+        left = left.replace(text, "", 1)
+    else:
+        return 0
+    said, there = (
+        Counter(re.findall(r"\w+|[^\w\s]", re.sub("</?think>", " ", text.casefold())))
+        for text in ("\n".join(texts), written)
     )
+    return sum(len(word) * number for word, number in (said - there).items())
 
 
 def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -52,15 +68,32 @@ def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     return len(os.path.commonprefix([one, other]))
 
 
-def end_of_prompt(head: str, before: str) -> int:
-    """Return where the generation prompt ends in ``head``, the text before an answer.
+def begin_of_answer(head: str, before: str, plain: str, shared: int) -> tuple[int, int]:
+    """Return where an answer begins in ``head``, and how much of ``before`` is its prompt.
+
+    The two differ: a template may write earlier messages, or what is between two of them, in
+    another way once the answer follows, and may leave out the end of its generation prompt.
 
     Args:
-        before: text that ends in the generation prompt; up to 15 more characters may follow the
-            prompt in ``head``.
+        head: text through the answer, up to the answer's own text.
+        before: text that ends in the generation prompt.
+        plain: ``before`` without the generation prompt.
+        shared: length of the prefix that ``before`` has in common with the text through the answer.
     """
+    begun = num_shared(plain, before)
+    prompt = before[begun:]
+    moved = shared < len(plain.rstrip())
+    least = 0 if moved else max(0, shared - len(prompt))
+    for size in range(len(prompt), max(0, len(prompt.strip()) // 2 - 1, shared - begun), -1):
+        at = head.rfind(prompt[:size], least)
+        if at >= 0:
+            return at + size, begun + size
+    if not moved:
+        return min(shared, len(head)), min(shared, len(head))
+    # Up to 15 characters may stand between the prompt and the answer's own text.
     ends = range(len(head), max(0, len(head) - 16), -1)
-    return max(ends, key=lambda end: num_shared(head[:end][::-1], before[::-1]), default=0)
+    end = max(ends, key=lambda end: num_shared(head[:end][::-1], before[::-1]), default=0)
+    return end, len(before)
 
 
 def joined(turns: list[Turn]) -> Iterator[Sample]:

@@ -13,6 +13,7 @@ from automoe.checkpoint.store import Resumed
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import in_words
+from automoe.hf.families.registry import read_hf_config
 from automoe.model.adapters import describe_training
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog
@@ -46,7 +47,7 @@ class RunRecord:
         self.warn = self._console.warn
         self.show_row = self._console.row
         self._console.start(resume_step=step)
-        for line in describe_training(config):
+        for line in (*describe_training(config), *_describe_length(config)):
             for part in textwrap.wrap(line, 66):  # behind a note's margin: 80 columns
                 self.note(part)
         self._log = self._trackers = None
@@ -95,3 +96,19 @@ class RunRecord:
         self.close(outcome)
         places = self._trackers.places if self._trackers is not None else {}
         self._console.finish({**paths, **places})
+
+
+def _describe_length(config: Config) -> list[str]:
+    """Return a line if rows are longer than the model's position embeddings were made for."""
+    rope = config.model.rope
+    longest = round(rope.original_seq_len * (1 if rope.scaling == "none" else rope.factor))
+    if config.model.hf_path is not None:
+        stated = read_hf_config(config.model.hf_path).get("max_position_embeddings")
+        longest = max(longest, stated or 0)
+    length = config.train.seq_len
+    if length <= longest:
+        return []
+    return [
+        f"train.seq_len={length} is above the model's max_position_embeddings={longest}: rows have "
+        "positions that it has not seen, and an export keeps the limit"
+    ]

@@ -55,6 +55,9 @@ def open_run(
         hooks = Hooks()
         store.attach(record.note, record.warn, lambda folder: hooks.call("run.save", run, folder))
         run = Run(config, shape, context, state, store, resumed, record, hooks)
+        # Here, and not in a recipe, which could leave it out.
+        for line in state.loader.describe() if state.loader is not None else ():
+            record.note(line)
         if context.world_size > 1:
             record.note(str(open_groups()))
         opened.push(lambda error, *_: record.close("failed" if error else "done"))
@@ -112,20 +115,17 @@ class Run:
             )
 
     def describe_start(self, loaded: Loaded | None) -> None:
-        """Print the source of the initial weights and, for conversations, counts and a sample row.
+        """Print the source of the initial weights and, for conversations, a sample row.
 
         Args:
             loaded: result of reading ``model.hf_path``; None if the weights are random.
         """
         loader = self.state.loader
         assert loader is not None
-        conversations = loader.describe()
         if loaded is not None:
             self.note(str(loaded))
-        elif conversations:
+        elif self.config.data.is_chat:
             self.note("from random weights, since model.hf_path is not set")
-        for line in conversations:
-            self.note(line)
         if self.context.rank == 0 and loader.corpora[0].trained is not None:
             row = loader.row(0)
             tokens, labels, doc_ids = (

@@ -73,7 +73,7 @@ BAD = [
     ),
     (4, ["model.moe_intermediate_size=98"], "model.moe_intermediate_size", "98 % 4 = 2", "=96 or 100"),
     (4, ["kernels.attention=cudnn"], "kernels.attention", "cuDNN needs CUDA", "kernels.attention=sdpa"),
-    (8, ["model.hidden_size=196"], "model.hidden_size", "196 % 8 = 4", "=192 or 200, or a mesh.ep that is 2 times"),
+    (8, ["model.hidden_size=196"], "model.hidden_size", "196 % 8 = 4", "=192 or 200, or mesh.ep=2 mesh.ep_shard=4"),
     (4, ["train.global_batch_size=10"], "train.global_batch_size", "1*4*2 = 8 divides it: 10 % 8 = 2", "=8 or 16"),
     (2, ["mesh.cp=2", "train.seq_len=250"], "train.seq_len", "2*cp = 4 equal pieces: 250 % 4 = 2", "=248 or 252"),
     (
@@ -146,7 +146,13 @@ BAD = [
         "model.num_experts_per_token=16",
     ),
     (1, ["model.first_k_dense=5"], "model.first_k_dense", "there are 4 layers", "=4 or less"),
-    (1, ["model.attention.kv_lora_rank=0"], "model.attention.kv_lora_rank", "attention kind mla needs", "gqa"),
+    (
+        1,
+        ["model.attention.kv_lora_rank=0"],
+        "model.attention.kv_lora_rank",
+        "attention kind mla needs",
+        "kv_lora_rank=1",
+    ),
     (1, ["model.attention.qk_rope_head_dim=15"], "model.attention.qk_rope_head_dim", "pairs of dimensions", "=14 or"),
     (
         1,

@@ -214,7 +214,7 @@ def test_rows_train_answers_alone_and_all_of_them(make: Make) -> None:
 
 def test_a_tokenizer_that_joins_unrolls_and_says_so() -> None:
     counts = dict.fromkeys(("conversations", "answers", "rendered_tokens", "trained_tokens"), 2)
-    said = [" ".join(describe_chat(counts | {"apart": apart}, 4, 3)) for apart in (0, 1)]
+    said = [" ".join(describe_chat(counts | {"apart": apart}, 4, 3, "{}:{}".format)) for apart in (0, 1)]
     assert "the chat template rewrites earlier" in said[0] and "or the tokenizer, rewrites earlier" in said[1]
 
 

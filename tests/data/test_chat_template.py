@@ -292,7 +292,8 @@ def test_empty_answers_are_counted_and_said(load: Load, tmp_path: Path) -> None:
     turns += [{"role": "assistant", "content": "", "weight": 0}]
     facts = tokenise_chat(tmp_path, [Conversation(turns, None, tmp_path, 0, 1)], template, 304)
     assert facts["chat"]["empty"] == 2
-    assert any("warning: 2 answers are empty" in line for line in describe_chat(facts["chat"], 20, 1))
+    said = describe_chat(facts["chat"], 20, 1, "file {} line {}".format)
+    assert any("warning: 2 answers are empty" in line and "first file 0 line 1" in line for line in said)
 
 
 def test_an_export_has_the_arguments_of_the_template_as_its_defaults(load: Load, tmp_path: Path) -> None:

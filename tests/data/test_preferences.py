@@ -185,7 +185,7 @@ def test_answers_of_several_messages_and_equal_ones(tmp_path: Path, monkeypatch:
     with pytest.raises(DataError, match=r"a\.jsonl:1: an answer of several messages.* 2 sequences"):
         Loader(config, 0, 1, pairs=True)
     counts = {"pairs": 3, "equal": 1, "answers": 6, "conversations": 3, "trained_tokens": 10, "rendered_tokens": 20}
-    assert any("both answers are the same in 1 of " in line for line in describe_chat(counts, 20, 3))
+    assert any("both answers are the same in 1 of " in line for line in describe_chat(counts, 20, 3, "{}:{}".format))
 
 
 def test_pairs_that_are_all_left_out_say_how_long_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

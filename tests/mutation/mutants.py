@@ -34,6 +34,7 @@ DTYPES = ["tests/parallel/test_gradient_dtypes.py"]
 PACKING, LOADER = ["tests/data/test_packing.py"], ["tests/data/test_data_loader.py"]
 SAMPLES = ["tests/data/test_sample_rows.py"]
 CHAT, CHAT_DATA = ["tests/data/test_chat_template.py"], ["tests/data/test_chat.py"]
+CHAT_SAID = ["tests/data/test_chat_warnings.py"]
 CORPORA, TOKENIZER = ["tests/data/test_corpora.py"], ["tests/data/test_data_tokenizer.py"]
 COMMIT = ["tests/checkpoint/test_commit_order.py"]
 RESUME = ["tests/checkpoint/test_resume.py::test_same_mesh_to_the_bit[muon]"]
@@ -166,8 +167,9 @@ _DATA = [
     ("packing.py", "rows.doc_ids[row, here] = number", "rows.doc_ids[row, here] = 0", SAMPLES),
     ("turns.py", "turn.ids[: len(ids)] != ids", "False", CHAT),
     ("chat_template.py", "if behind[end] == closing:", "if False:", CHAT),
-    ("chat_template.py", "start < len(prompt) and through.startswith(before)", "False", CHAT),
-    ("chat_template.py", 'if not message["content"]:', "if False:", CHAT),
+    ("chat_template.py", "if start < len(prompt):", "False", CHAT),
+    ("chat_render.py", 'if not message["content"]:', "if False:", CHAT),
+    ("chat_template.py", "first = max(1, conversation.prompt)", "first = 1", CHAT_SAID),
     ("chat_corpus.py", "trained[start:end] = True", "trained[start : end - 1] = True", CHAT_DATA),
     ("packing.py", "-(-self.num_tokens // self.seq_len)", "self.num_tokens // self.seq_len", LLAMA),
     ("packing.py", "np.where(real, doc_ids, -1)", "np.where(real, doc_ids, 0)", QWEN),

@@ -9,12 +9,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from automoe.config.data_schema import DataConfig
+from automoe.config.frozen import dump_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     CheckpointConfig,
@@ -27,7 +29,8 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.loader import Loader
-from automoe.errors import ConfigError
+from automoe.errors import ConfigError, DataError
+from automoe.export import export_run
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.parallel.agreement import Ranks
@@ -36,12 +39,13 @@ from automoe.parallel.pipeline import build_runner
 from automoe.storage.trace import listening
 from automoe.training.context import RunContext
 from automoe.training.preference import REFERENCE_FILE, PreferenceLoss, Reference, open_reference
+from automoe.training.run import Run
 from automoe.training.step import prepare_inputs
 from automoe.training.weights import first_weights
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
-from recipes import dpo
-from tests.support.chat import save_tokenizer
+from recipes import dpo, pretrain
+from tests.support.chat import messages, save_tokenizer, write_chat
 from tests.support.gpu import one_rank
 from tests.support.hf_models import save_small_hf
 from tests.support.preference import write_pairs
@@ -241,6 +245,48 @@ def test_a_step_without_steps_starts_at_log_two_and_counts_padding_rows_for_noth
         reported = made.runner.take_reported()
     assert float(loss) == pytest.approx(0.6931471805599453, abs=1e-12)
     assert float(reported["rewards/margins"]) == 0 and float(reported["rewards/accuracies"]) == 0
+
+
+def test_a_start_from_a_run_over_other_data_is_refused_before_the_pass(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it is the run's own directory; and what the error says to do is a start."""
+    pairs = config_of(folder)
+    chats = write_chat(tmp_path / "chats.jsonl", [messages(f"{n}?", "yes") for n in range(8)])
+    kept = CheckpointConfig(every=1, export_hf=False)
+    once = replace(pairs.train, steps=1)
+    tuned = replace(
+        pairs,
+        recipe="pretrain",
+        run_dir=str(tmp_path / "tuned"),
+        data=replace(pairs.data, kind="chat", path=str(chats)),
+        train=once,
+        checkpoint=kept,
+        observe=ObserveConfig(report=False),
+    )
+    asked = replace(tuned, recipe="dpo", data=pairs.data, recipe_args=dpo.Args())
+
+    def main(recipe: Any, config: Config, run_dir: Path) -> str:
+        run_dir.mkdir(exist_ok=True)
+        recipe.main(
+            replace(config, run_dir=str(run_dir)), resolve_mesh(config.mesh, None), RunContext(0, 1, 0, CPU, run_dir)
+        )
+        return capsys.readouterr().out
+
+    with one_rank("cpu"):
+        with mock.patch.object(Run, "describe_start"):  # a recipe of one's own may leave it out
+            said = main(pretrain, tuned, tmp_path / "tuned")
+        (tmp_path / "tuned" / "config.yaml").write_text(dump_config(tuned))
+        assert "8 conversations, 8 answers" in said
+        for name, resume in (("new", str(tmp_path / "tuned")), ("tuned", "auto")):
+            other = replace(asked, checkpoint=replace(kept, resume=resume))
+            with pytest.raises(DataError, match=r"data.kind was chat, is preference.*automoe export RUN --out DIR"):
+                main(dpo, other, tmp_path / name)
+            assert "one pass over" not in capsys.readouterr().out
+            assert not (tmp_path / name / REFERENCE_FILE).exists()
+        hf = export_run(tmp_path / "tuned", tmp_path / "hf").path
+        begun = main(dpo, replace(asked, model=replace(asked.model, hf_path=str(hf))), tmp_path / "begun")
+    assert "one pass over 12 pairs" in begun and "12 pairs of answers" in begun
 
 
 def run_rank(config: Config, stop_after: int, cache: str) -> None:
