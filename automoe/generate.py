@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import io
+import logging
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ from typing import Any
 from automoe.config.frozen import CONFIG_FILE, flat, read_mapping
 from automoe.errors import CheckpointError, exit_status, listed, number_option, spelled_out
 from automoe.launch.run_dir import read_status
+
+# Loggers whose warnings ask the user of a command for nothing: a kernel that is not installed and
+# not needed, a setting of the tokenizer that does not apply.
+_NOISY = ("bitsandbytes.backends.cpu.ops", "transformers.tokenization_utils_tokenizers")
 
 
 @exit_status
@@ -164,10 +169,14 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from automoe.hf.headers import read_headers
+    from automoe.hf.headers import NO_ADAPTER, read_headers, unread_adapter
     from automoe.hf.read import is_finite
 
     disable_progress_bar()
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for note in unread_adapter(folder):
+        print(f"note: {note}", file=sys.stderr, flush=True)
     read_headers(folder)  # the folder is untrusted: check it before loading anything
     if not any(
         (folder / f"tokenizer{end}").is_file() for end in (".json", "_config.json", ".model")
@@ -179,7 +188,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", use_safetensors=True, **safe
+            folder, dtype="auto", use_safetensors=True, **NO_ADAPTER, **safe
         )
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
