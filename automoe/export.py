@@ -191,8 +191,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     adapt(model, config, dtype, dtype)
     allocate({0: model}, torch.device("cpu"))
     if newest is None:
-        assert config.model.hf_path is not None
-        load_hf(model, config.model.hf_path)
+        load_hf(model, str(config.model.hf_path))
         from_peft(model, adapter, config.lora)
         return model
     held = model.state_dict()

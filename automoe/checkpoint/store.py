@@ -34,7 +34,7 @@ from automoe.checkpoint import folder as folders
 from automoe.checkpoint.generators import of_this_rank, rng_state, set_rng_state
 from automoe.checkpoint.hashed_files import HashingFileSystem
 from automoe.checkpoint.manifest import changed_settings, check_base, check_model, write_manifest
-from automoe.checkpoint.newest import newest_valid, step_at
+from automoe.checkpoint.newest import step_to_resume
 from automoe.checkpoint.planner import CachedPlanner
 from automoe.checkpoint.reader import StepReader
 from automoe.config.convert import config_to_dict
@@ -402,26 +402,14 @@ class CheckpointStore:
             CheckpointError: as ``load_latest``.
         """
         resume = self.config.checkpoint.resume
-        if self._found is not None or resume == "never":
-            return self._found
-        with self._readable():
-            self.ranks.lead(lambda: folders.clean(self.folder))
-            found = newest_valid(self.folder, self.ranks, self._warn, own=True)
-            own = found is not None
-            if resume != "auto":
-                source = Path(resume).expanduser()
-                if found is None:
-                    found = step_at(source, self.run_dir, self.ranks, self._warn)
-                elif self.run_dir.resolve() != source.resolve():
-                    self._warn(
-                        f"{self.run_dir} has checkpoints of its own and goes on from {found[0].name}; "
-                        f"checkpoint.resume={resume} is where a run without any starts"
-                    )
-        if found is not None:
-            step_dir, manifest = found
-            check_model(step_dir, manifest["config"], self.config)
-            check_base(step_dir, manifest, self.config, self.base)
-            self._found = step_dir, manifest, own
+        if self._found is None and resume != "never":
+            with self._readable():
+                self.ranks.lead(lambda: folders.clean(self.folder))
+                self._found = step_to_resume(resume, self.run_dir, self.ranks, self._warn)
+            if self._found is not None:
+                step_dir, manifest, _ = self._found
+                check_model(step_dir, manifest["config"], self.config)
+                check_base(step_dir, manifest, self.config, self.base)
         return self._found
 
     @contextmanager

@@ -128,8 +128,9 @@ def _cache_key(
     template: ChatTemplate | None = None,
 ) -> str:
     settings = [FORMAT, tokenizer.digest, data.kind, data.text_key, data.max_bytes]
-    settings.append(version("tokenizers"))
-    content = json.dumps(settings).encode() + reader_digest(data.kind).encode()
+    content = (
+        json.dumps([*settings, version("tokenizers")]).encode() + reader_digest(data.kind).encode()
+    )
     if template is not None:
         # transformers renders conversations.
         content = template.digest.encode() + content + version("transformers").encode()

@@ -163,12 +163,9 @@ def open_reference(
                 "Move it away",
             )
         kept = _read(path, belongs, loader.num_pairs)
-        if isinstance(kept, np.ndarray) and saved.get("crc32") not in (None, crc(kept)):
+        if isinstance(kept, np.ndarray) and saved.get("crc32") not in (None, zlib.crc32(kept.data)):
             return f"it is not the one that {step_dir} was trained against"
         return kept
-
-    def crc(log_probs: np.ndarray) -> int:
-        return zlib.crc32(log_probs.tobytes())
 
     values = store.ranks.lead(look)
     if not isinstance(values, np.ndarray):
@@ -187,7 +184,7 @@ def open_reference(
             return None
         values = table.numpy()
         store.ranks.lead(lambda: _write(path, belongs, values))
-    store.facts["reference"] = {"base": weights, "crc32": crc(values)}
+    store.facts["reference"] = {"base": weights, "crc32": zlib.crc32(values)}
     return Reference(torch.from_numpy(values), context.device)
 
 
@@ -195,16 +192,11 @@ def _belongs(
     config: Config, weights: str, loader: Loader, splits: list[Split], meshes: Meshes
 ) -> dict[str, Any]:
     """Return what the reference depends on, as plain JSON values."""
-    sections = flat(config_to_dict(config))
-    facts = {key: sections[key] for key in _SETTINGS}
+    settings = flat(config_to_dict(config)).items()
+    facts = {k: v for k, v in settings if k in _SETTINGS or k.startswith("model.")}
+    del facts["model.hf_path"]  # The path does not change the numbers.
     if config.moe.capacity_factor and config.moe.drop_scope == "rank":
         facts["mesh"] = [meshes.shape.sizes("default"), config.train.micro_batch_size]
-    # The path does not change the numbers.
-    facts |= {
-        key: value
-        for key, value in sections.items()
-        if key.startswith("model.") and key != "model.hf_path"
-    }
     facts |= {"weights": weights, "splits": splits, "data": loader.fingerprint()}
     return json.loads(json.dumps(facts))
 
