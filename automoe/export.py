@@ -65,7 +65,7 @@ def export_run(
     """Write the newest weights of a run directory as a HuggingFace checkpoint.
 
     The export runs in one process on the CPU. Weights come from the newest committed training
-    checkpoint, or without one from ``hf/``, which the run wrote at its end.
+    checkpoint, or without one from ``hf/`` or ``adapter/``, which the run wrote at its end.
 
     Args:
         run_dir: run directory of ``automoe.train``.
@@ -148,14 +148,17 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     from automoe.checkpoint.manifest import check_base, check_model, damage, read_manifest
     from automoe.checkpoint.steps import FOLDER, committed_steps
     from automoe.hf.families.registry import family_of
-    from automoe.hf.headers import check_holds
+    from automoe.hf.headers import ADAPTER, check_holds
     from automoe.hf.identity import checkpoint_identity
+    from automoe.hf.peft import from_peft
     from automoe.hf.read import load_hf
     from automoe.model.lora import adapt
     from automoe.parallel.fsdp import PARAM_DTYPES
     from automoe.parallel.parallelize import allocate, build_decoder
 
     exported = run_dir / "hf"
+    adapter = run_dir / "adapter"
+    name = export_name(config)
     try:
         steps = committed_steps(run_dir / FOLDER)
     except OSError as error:
@@ -171,23 +174,27 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
         # config.yaml has no checksum, so compare it with the checkpoint's manifest.
         manifest, _ = read_manifest(newest)
         check_model(newest, manifest["config"], config)
-    elif (exported / "config.json").is_file() and not ema and export_name(config) == "hf":
+    elif (exported / "config.json").is_file() and not ema and name == "hf":
         # Token ids and tokenizer files come from the exported folder too.
         config = replace(config, model=replace(config.model, hf_path=str(exported)))
         check_holds(exported, config.model, family_of(config.model).keys)
-    else:
-        raise _no_weights(run_dir, config, ema)
+    elif not (adapter / ADAPTER).is_file() or ema or name != "adapter":
+        raise _no_weights(run_dir, ema)
     # Nothing is computed, so this machine need not have the backends of the training run.
     config = replace(config, moe=replace(config.moe, experts="loop"))
     dtype = PARAM_DTYPES[config.train.dtype]
     model = build_decoder(config.model, config.moe, dtype)
-    if newest is None:
+    if newest is None and name == "hf":
         model.to_empty(device="cpu")
         load_hf(model, exported)
         return model
     # Adapters keep the weights' full dtype: merged weights are rounded once, when written.
     adapt(model, config, dtype, dtype)
     allocate({0: model}, torch.device("cpu"))
+    if newest is None:
+        load_hf(model, str(config.model.hf_path))
+        from_peft(model, adapter, config.lora)
+        return model
     held = model.state_dict()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if "base" in manifest:
@@ -201,19 +208,14 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     return model
 
 
-def _no_weights(run_dir: Path, config: Config, ema: bool) -> CheckpointError:
+def _no_weights(run_dir: Path, ema: bool) -> CheckpointError:
     """Return the error that says why the run has nothing to export, and what it has instead."""
     if ema:
         return CheckpointError(
             f"{run_dir} has no training checkpoint, which has the averages. Omit --ema"
         )
-    if (run_dir / "adapter" / "adapter_config.json").is_file():
-        return CheckpointError(
-            f"{run_dir} has no weights of a whole model, only the adapter in {run_dir / 'adapter'}, which peft loads "
-            f"beside {config.model.hf_path}. Train with checkpoint.every=N to have them merged"
-        )
     return CheckpointError(
-        f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/. "
+        f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/ or adapter/. "
         "Train it with checkpoint.every=N or checkpoint.export_hf=true"
     )
 

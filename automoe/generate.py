@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import io
+import logging
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -33,6 +34,10 @@ FOLLOWED = set(
 _OVERRIDDEN = set(
     "max_length max_new_tokens transformers_version use_cache _from_model_config".split()
 )
+
+# Loggers whose warnings ask the user of a command for nothing: a kernel that is not installed and
+# not needed, a setting of the tokenizer that does not apply.
+_NOISY = ("bitsandbytes.backends.cpu.ops", "transformers.tokenization_utils_tokenizers")
 
 
 @exit_status
@@ -179,10 +184,14 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from automoe.data.tokenizer_files import check_tokenizer
     from automoe.hf.catalog import quantization_of
     from automoe.hf.families.registry import check_model
-    from automoe.hf.headers import read_headers
+    from automoe.hf.headers import NO_ADAPTER, read_headers, unread_adapter
     from automoe.hf.read import is_finite
 
     disable_progress_bar()
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for note in unread_adapter(folder):
+        print(f"note: {note}", file=sys.stderr, flush=True)
     # The folder is untrusted: check it before loading anything.
     read_headers(folder)
     check_model(folder)
@@ -203,6 +212,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
             dtype="auto",
             use_safetensors=True,
             generation_config=_generation_config(folder),
+            **NO_ADAPTER,
             **safe,
         )
     except Exception as error:  # of the folder's content, transformers may raise any

@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.print_config:
         print(dump_config(config), end="")
         return 0
-    if missing := missing_hardware(shape, device):
+    if missing := missing_hardware(shape, device, config.launch.num_ranks):
         return _print_plan(config, shape, missing)
     return train_here(config, shape, device).exit_code
 

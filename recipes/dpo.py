@@ -52,7 +52,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
     # ---------------------------------------------------------------- pairs, reference, state
     same_on_all_ranks(loader.fingerprint(), "the training data")
-    reference = open_reference(config, runner, loader, meshes, context, store.ranks)
+    reference = open_reference(config, runner, loader, meshes, context, store)
     if reference is None:
         return None  # asked to stop
     runner.set_loss(PreferenceLoss(args.beta, args.loss))

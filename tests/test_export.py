@@ -176,10 +176,11 @@ def test_run_without_weights(run_dir: Path, tmp_path: Path, capsys: pytest.Captu
     run_config(run_dir)
     assert main([str(run_dir), "--out", str(tmp_path / "out")]) == 2
     assert "has no weights" in capsys.readouterr().err
+    # An adapter of an earlier start, where this run was to leave none.
     (run_dir / "adapter").mkdir()
     (run_dir / "adapter" / "adapter_config.json").write_text("{}")
     assert main([str(run_dir), "--out", str(tmp_path / "out")]) == 2
-    assert f"only the adapter in {run_dir / 'adapter'}, which peft loads" in capsys.readouterr().err
+    assert "has no weights" in capsys.readouterr().err
 
 
 def test_what_is_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,12 @@ from tokenizers.processors import TemplateProcessing
 
 from automoe import cli
 from automoe.config.frozen import save_config
-from automoe.config.schema import CheckpointConfig, Config, LoraConfig
+from automoe.config.schema import CheckpointConfig, Config, LoraConfig, MoEConfig
 from automoe.errors import CheckpointError
-from automoe.generate import Speaker, checkpoint_of
+from automoe.generate import Speaker, checkpoint_of, load_checkpoint
+from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.read import load_hf
+from automoe.parallel.parallelize import build_decoder
 from tests.support.chat import save_tokenizer
 from tests.support.hf_models import save_small_hf
 
@@ -72,6 +78,66 @@ def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys, m
     assert cli.main(["generate", str(checkpoint), "Who?"]) == 2
     assert "its tokenizer has no chat template. Use --text" in capsys.readouterr().err
     (tmp_path / "aside").rename(checkpoint / "chat_template.jinja")
+
+
+NOTE = "not read: adapter_config.json beside the weights. The weights alone count, in train, convert, generate and eval"
+
+
+def test_an_adapter_beside_the_weights_is_left_out_everywhere_and_said(
+    checkpoint: Path, tmp_path: Path, capsys
+) -> None:
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    # Both ways of peft to say what is adapted, and a base that is not there.
+    adapters = {
+        "modules": PeftConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False),
+        "parameters": PeftConfig(target_parameters=["mlp.experts.down_proj"], init_lora_weights=False),
+    }
+    words = ["--max-new-tokens", "6", "--text", "the answer"]
+    assert cli.main(["generate", str(checkpoint), *words]) == 0
+    answer = capsys.readouterr().out
+    for name, adapter in adapters.items():
+        folder = tmp_path / name
+        shutil.copytree(checkpoint, folder)
+        adapter.base_model_name_or_path = "nobody/nothing"
+        get_peft_model(copy.deepcopy(plain), adapter).save_pretrained(folder)
+        assert (folder / "adapter_config.json").is_file()
+        adapted = AutoModelForCausalLM.from_pretrained(folder)
+        tokens = torch.arange(24)[None]
+        assert not torch.equal(adapted(tokens).logits, plain(tokens).logits), "transformers applies it"
+
+        assert cli.main(["generate", str(folder), *words]) == 0
+        said = capsys.readouterr()
+        assert said.out == answer and said.err.count(f"note: {NOTE}\n") == 1
+        model, _ = load_checkpoint(folder)  # of generate and of eval
+        assert torch.equal(model(tokens).logits, plain(tokens).logits)
+
+        assert cli.main(["convert", str(folder), "--out", str(tmp_path / f"{name}-copy")]) == 0
+        assert capsys.readouterr().out.count(NOTE) == 1
+        assert not (tmp_path / f"{name}-copy" / "adapter_config.json").exists()
+        copied, given = (load_file(one / "model.safetensors") for one in (tmp_path / f"{name}-copy", folder))
+        assert all(torch.equal(copied[key], given[key]) for key in given)
+
+        config = Config(model=model_config_from_hf(folder), moe=MoEConfig(experts="loop"))
+        part = build_decoder(config.model, config.moe, torch.float32).to_empty(device="cpu")
+        assert NOTE in str(load_hf(part, folder))  # which train prints
+
+
+def test_other_libraries_ask_for_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    """A setting of the tokenizer that does not apply, and a kernel that is not installed on some processors."""
+    shutil.copytree(checkpoint, tmp_path / "hf")
+    file = tmp_path / "hf" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"clean_up_tokenization_spaces": True}))
+    words = [str(tmp_path / "hf"), "Who is, there ?", "--max-new-tokens", "3"]
+    # As where the kernel is missing: bitsandbytes warns while it is imported.
+    script = "import logging, sys; from automoe.generate import main; status = main(sys.argv[1:]); "
+    script += "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed to load CPU'); sys.exit(status)"
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("> Who is, there ?\n")
+    assert done.stderr == "note: cut off after 3 tokens (--max-new-tokens)\n"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ _TENSORS = ("lora.rank", "lora.targets", "train.freeze", "train.trainable")
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 # Sections whose values change the numbers of a run without making it another model.
-_NUMBERS = ("train", "optim", "moe", "lora")
+_NUMBERS = ("train", "optim", "moe", "lora", "recipe_args")
 
 
 def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[str, Any]) -> None:
@@ -182,7 +182,10 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
 def check_base(
     step_dir: Path, manifest: Mapping[str, Any], config: Config, base: str | None
 ) -> None:
-    """Raise ``CheckpointError`` unless ``base`` is the source of the weights that a step omits."""
+    """Raise ``CheckpointError`` unless ``base`` identifies the weights that a step depends on.
+
+    They are frozen weights, which the step omits, or those of a reference.
+    """
     saved = manifest.get("base", base)
     if saved is not None and base is not None and ":" not in saved:
         raise CheckpointError(
@@ -192,7 +195,7 @@ def check_base(
         )
     if saved != base:
         raise CheckpointError(
-            f"{step_dir} holds what was trained beside the frozen weights of {manifest['config']['model']['hf_path']}, "
+            f"{step_dir} holds what was trained on the fixed weights of {manifest['config']['model']['hf_path']}, "
             f"and model.hf_path={config.model.hf_path} is another checkpoint. Name the one that it was trained with"
         )
 

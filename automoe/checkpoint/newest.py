@@ -62,23 +62,36 @@ def newest_valid(
     return folder / name, manifest
 
 
-def step_at(
-    source: Path, run_dir: Path, ranks: Ranks, warn: Callable[[str], object]
-) -> tuple[Path, dict[str, Any]]:
-    """Return the verified step of ``checkpoint.resume=PATH`` and its manifest, and change no file.
+def step_to_resume(
+    resume: str, run_dir: Path, ranks: Ranks, warn: Callable[[str], object]
+) -> tuple[Path, dict[str, Any], bool] | None:
+    """Return the step that ``checkpoint.resume`` takes, its manifest, and True if it is the run's.
+
+    The folder of another run is not changed.
 
     Raises:
-        CheckpointError: the step is damaged, or the path has none.
+        CheckpointError: no step verifies, or the path of ``resume`` has none.
     """
+    found = newest_valid(run_dir / folders.FOLDER, ranks, warn, own=True)
+    source = Path(resume).expanduser()
+    if found is not None:
+        if resume != "auto" and run_dir.resolve() != source.resolve():
+            warn(
+                f"{run_dir} has checkpoints of its own and goes on from {found[0].name}; "
+                f"checkpoint.resume={resume} is where a run without any starts"
+            )
+        return *found, True
+    if resume == "auto":
+        return None
     steps = ranks.lead(lambda: folders.source_steps(str(source), run_dir))
     if steps != [source]:
         found = newest_valid(steps[0].parent, ranks, warn, own=False)
         assert found is not None, "source_steps saw a committed step"
-        return found
+        return *found, False
     manifest, problem = verify_step(source, ranks)
     if problem is not None:
         raise CheckpointError(
             f"checkpoint.resume={source} is damaged ({problem}). Name another step, or the run directory "
             "to take its newest valid one"
         )
-    return source, manifest
+    return source, manifest, False

@@ -33,14 +33,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from automoe.checkpoint import folder as folders
 from automoe.checkpoint.generators import of_this_rank, rng_state, set_rng_state
 from automoe.checkpoint.hashed_files import HashingFileSystem
-from automoe.checkpoint.manifest import (
-    changed_settings,
-    check_base,
-    check_model,
-    read_manifest,
-    write_manifest,
-)
-from automoe.checkpoint.newest import newest_valid, step_at
+from automoe.checkpoint.manifest import changed_settings, check_base, check_model, write_manifest
+from automoe.checkpoint.newest import step_to_resume
 from automoe.checkpoint.planner import CachedPlanner
 from automoe.checkpoint.reader import StepReader
 from automoe.config.convert import config_to_dict
@@ -89,6 +83,8 @@ class CheckpointStore:
         self.run_dir = run_dir
         self.folder = run_dir / folders.FOLDER
         self.ranks = Ranks(max(config.launch.timeout_s, _LEAST_TIMEOUT_S))
+        self.facts: dict[str, Any] = {}  # more counters of every step, for a recipe to compare
+        self._found: tuple[Path, dict[str, Any], bool] | None = None
         self._plans = uuid.uuid4().hex
         self._stager: Any = None
         self._in_flight: Future[Path] | None = None
@@ -108,19 +104,9 @@ class CheckpointStore:
                 _new_stager(pin_memory=False)
             folders.check_writable(self.ranks, self.folder)
             _ = self.base  # Computed now, while the files are the ones to load.
-        resume = self.config.checkpoint.resume
-        steps = self.ranks.lead(lambda: folders.source_steps(resume, self.run_dir))
-        if loader is None or resume == "never":
-            return
-        with self._readable():
-            own = self.ranks.lead(lambda: folders.committed_steps(self.folder))
-            steps += [self.folder / name for name in own]
-            if steps:
-                manifest, damaged = self.ranks.lead(lambda: read_manifest(steps[-1]))
-        if steps and damaged is None:
-            check_model(steps[-1], manifest["config"], self.config)
-            check_base(steps[-1], manifest, self.config, self.base)
-            loader.check_state(manifest["counters"]["loader"])
+        self.ranks.lead(lambda: folders.source_steps(self.config.checkpoint.resume, self.run_dir))
+        if loader is not None and (found := self.newest()) is not None:
+            loader.check_state(found[1]["counters"]["loader"])
 
     # ---------------------------------------------------------------- saving
 
@@ -295,13 +281,21 @@ class CheckpointStore:
         model = config.model
         if model.hf_path is None or model.upcycle or not (config.lora.rank or config.train.freeze):
             return None
-        return checkpoint_identity(model.hf_path, self.ranks)
+        return self.first_weights
+
+    @cached_property
+    def first_weights(self) -> str:
+        """Identity of the weights that the run starts from. Collective."""
+        hf_path = self.config.model.hf_path
+        if hf_path is None:
+            return f"random:{self.config.train.seed}"
+        return checkpoint_identity(hf_path, self.ranks)
 
     def _content(self, state: TrainState, val_loss: float | None) -> dict[str, Any]:
         """Return the content of the manifest as of now, without the list of files."""
         return {
             "step": state.step,
-            "counters": state.counters(),
+            "counters": state.counters() | self.facts,
             "config": config_to_dict(self.config),
             # The generators' states mean nothing on another mesh.
             "generators": {"mesh": self._mesh_sizes(), "names": sorted(rng_state())},
@@ -388,29 +382,36 @@ class CheckpointStore:
                 differ), no checkpoint verifies, or they cannot be read.
             DataError: the data changed since the checkpoint.
         """
-        resume = self.config.checkpoint.resume
         with self._readable():
-            if resume == "never":
+            if self.config.checkpoint.resume == "never":
                 self.ranks.lead(self._start_over, again=False)
                 return None
-            self.ranks.lead(lambda: folders.clean(self.folder))
-            found = newest_valid(self.folder, self.ranks, self._warn, own=True)
-            own = found is not None
-            if resume != "auto":
-                source = Path(resume).expanduser()
-                if found is None:
-                    found = step_at(source, self.run_dir, self.ranks, self._warn)
-                elif self.run_dir.resolve() != source.resolve():
-                    self._warn(
-                        f"{self.run_dir} has checkpoints of its own and goes on from {found[0].name}; "
-                        f"checkpoint.resume={resume} is where a run without any starts"
-                    )
-            if found is None:
+            if (found := self.newest()) is None:
                 return None
-            step_dir, manifest = found
+            self._found = None  # The next call looks again.
+            step_dir, manifest, own = found
             with phase("load", manifest["step"]):
                 self._load(state, step_dir, manifest)
             return Resumed(state.step, own)
+
+    def newest(self) -> tuple[Path, dict[str, Any], bool] | None:
+        """Return the step that ``load_latest`` takes, its manifest, and True if it is the run's.
+
+        The step is looked for and verified once before it is loaded. Collective.
+
+        Raises:
+            CheckpointError: as ``load_latest``.
+        """
+        resume = self.config.checkpoint.resume
+        if self._found is None and resume != "never":
+            with self._readable():
+                self.ranks.lead(lambda: folders.clean(self.folder))
+                self._found = step_to_resume(resume, self.run_dir, self.ranks, self._warn)
+            if self._found is not None:
+                step_dir, manifest, _ = self._found
+                check_model(step_dir, manifest["config"], self.config)
+                check_base(step_dir, manifest, self.config, self.base)
+        return self._found
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -449,8 +450,6 @@ class CheckpointStore:
         return self.load_latest(state)
 
     def _load(self, state: TrainState, step_dir: Path, manifest: dict[str, Any]) -> None:
-        check_model(step_dir, manifest["config"], self.config)
-        check_base(step_dir, manifest, self.config, self.base)
         then, now = changed_settings(manifest["config"], self.config)
         if then:
             self._warn(

@@ -169,7 +169,9 @@ class ChatTemplate(ChatRenderer):
     def stop_id(self) -> int:
         """Return the token that ends an answer."""
         messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
-        conversation = Conversation(messages, None, Path("a first question"), 0, 1)
+        conversation = Conversation(
+            messages, None, Path(self.chat.template or self.tokenizer), 0, 1
+        )
         return self.samples([conversation])[0][-1].ids[-1]
 
     def prompt(self, messages: list[Message], tools: list[Record] | None = None) -> list[int]:

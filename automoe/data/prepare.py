@@ -79,8 +79,8 @@ def open_corpus(
 ) -> TokenCorpus:
     """Return the tokenised corpus from the cache; tokenise it first if the cache lacks it.
 
-    The name of a cache entry depends on the list of files, their sizes, times of change and both
-    ends, on the tokenizer and on the reading options. So a changed file is read again.
+    The name of a cache entry depends on the list of files, their sizes, both times of change and
+    both ends, on the tokenizer and on the reading options. So a changed file is read again.
 
     Args:
         cache_dir: directory of the cache; None: ``default_cache_dir()``.
@@ -133,7 +133,9 @@ def _cache_key(
     template: ChatTemplate | None = None,
 ) -> str:
     settings = [FORMAT, tokenizer.digest, data.kind, data.text_key, data.max_bytes]
-    content = json.dumps(settings).encode() + reader_digest(data.kind).encode()
+    content = (
+        json.dumps([*settings, version("tokenizers")]).encode() + reader_digest(data.kind).encode()
+    )
     if template is not None:
         # transformers renders conversations.
         content = template.digest.encode() + content + version("transformers").encode()
@@ -150,7 +152,9 @@ def _cache_key(
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}). Check the file."
             ) from error
-        key.update(json.dumps([name, stat.st_size, stat.st_mtime_ns]).encode() + sample)
+        # A program may set the time of modification; the inode's time of change is the kernel's.
+        facts = [name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        key.update(json.dumps(facts).encode() + sample)
     return key.hexdigest()
 
 

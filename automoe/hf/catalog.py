@@ -21,6 +21,7 @@ from automoe.hf.headers import (
     Encoding,
     StoredTensor,
     read_headers,
+    unread_adapter,
     without_collection,
 )
 from automoe.hf.keys import FP8_BLOCK, FUSED, SCALE_SUFFIX, KeyMap, hf_tensors
@@ -81,7 +82,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     if any(key.endswith(f".{FUSED.gate}") for key in sources):
         keys = keys.in_memory
     wanted = hf_tensors(config, keys)
-    notes = _remove_unread(sources, config)
+    notes = [*unread_adapter(folder), *_remove_unread(sources, config)]
     missing = [key for key in wanted if key not in sources]
     unexpected = [key for key in sources if key not in wanted]
     wrong = [

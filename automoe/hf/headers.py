@@ -26,6 +26,9 @@ SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # same limit as in the safetensors library
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+ADAPTER = "adapter_config.json"
+# Options of ``from_pretrained`` that look for an adapter where none can be.
+NO_ADAPTER = {"adapter_kwargs": {"subfolder": os.devnull}}
 _PART = 16 << 20  # bytes compared at once
 MANY = 10_000  # layers or experts that may be counted one by one, whatever the files hold
 # Bits of a number, by the format's names.
@@ -168,6 +171,15 @@ def _read_all(folder: Path) -> dict[str, StoredTensor]:
             f"{tensors[first].file} and not in {index[first]}. {remedy}"
         )
     return tensors
+
+
+def unread_adapter(folder: Path) -> list[str]:
+    """Return a note if an adapter of peft lies beside the weights: no command applies it."""
+    if not is_there(folder, ADAPTER):
+        return []
+    return [
+        f"not read: {ADAPTER} beside the weights. The weights alone count, in train, convert, generate and eval"
+    ]
 
 
 def has_own_head(folder: Path, tensors: dict[str, StoredTensor]) -> bool:

@@ -24,6 +24,7 @@ from automoe.config.schema import LoraConfig, ModelConfig
 from automoe.errors import CheckpointError, ConfigError, import_backend, listed
 from automoe.hf.families.registry import family_of
 from automoe.hf.folder import new_folder
+from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
 from automoe.model.decoder import Decoder
@@ -126,9 +127,51 @@ def to_peft(
             raise CheckpointError(
                 "there is no adapter in these weights: a merged export has none. Name a run's checkpoint"
             )
+        belongs = _belongs(config, lora, ranks)
         ranks.all(lambda: _write_stage(parts, tensors, folder, ranks.rank))
-        written = ranks.lead(lambda: _finish(folder, config, lora, keys))
+        written = ranks.lead(lambda: _finish(folder, config, lora, keys, belongs))
     return WrittenAdapter(path, *written, base=lora.base)
+
+
+def from_peft(model: Decoder, folder: Path, lora: LoraConfig) -> None:
+    """Fill the adapters of a whole model from a directory that ``to_peft`` wrote.
+
+    Raises:
+        CheckpointError: the adapters belong to other weights or settings, or cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / WEIGHTS_FILE
+    try:
+        with safe_open(path, "pt") as file:
+            written = (file.metadata() or {}).get("belongs")
+            stored = {key: file.get_tensor(key) for key in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). Train again") from None
+    config = model.config
+    ours = gathered_adapters({0: model})
+    # Stored numbers lie where the same rearrangement puts the places of ours.
+    filled = torch.cat([tensor.flatten() for tensor in ours.values()])
+    parts = torch.arange(len(filled)).split([tensor.numel() for tensor in ours.values()])
+    places = {name: part.view_as(ours[name]) for name, part in zip(ours, parts, strict=True)}
+    keys = family_of(config).keys
+    found = dict(_stored(places, keys))
+    if found.keys() != stored.keys():
+        found = dict(_stored(places, keys.in_memory))
+    belongs = _belongs(config, lora, Ranks(alone=True))
+    if written != belongs or found.keys() != stored.keys():
+        raise CheckpointError(
+            f"{path} belongs to {written}, and the run has {belongs}. Name what it was trained with"
+        )
+    for key, place in found.items():
+        filled[place] = stored[key]
+    for name, tensor in ours.items():
+        tensor.copy_(filled[places[name]])
+
+
+def _belongs(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
+    """Return what a stored adapter depends on besides its numbers. Collective."""
+    return f"{checkpoint_identity(str(config.hf_path), ranks)} {lora}"
 
 
 def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
@@ -206,7 +249,7 @@ def _fused(pieces: list[Piece], tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(
-    folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap
+    folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, belongs: str
 ) -> tuple[int, dict[str, int]]:
     """Join the files of the stages, write the configuration, and load both with peft."""
     from safetensors.torch import load_file, save_file
@@ -216,7 +259,7 @@ def _finish(
         ours |= load_file(file)
         file.unlink()
     stored = {key: tensor.contiguous().clone() for key, tensor in _stored(ours, keys)}
-    save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt", "belongs": belongs})
     _peft_config(config, lora, keys, ours).save_pretrained(folder)
     return sum(tensor.numel() for tensor in ours.values()), verify_peft(folder, config, lora, ours)
 

@@ -74,7 +74,10 @@ def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, KeyM
     sizes = model.num_experts, model.num_experts_per_token, full // width
     mixture, keys = upcycled(model.hf_path, *sizes, seed=seed)
     std = model.initializer_range
-    return replace(mixture, upcycle=True, initializer_range=std), replace(keys, router_std=std)
+    # Of the parts of two copies that tie, a token gets those of one.
+    router = replace(mixture.router, exact_ties=full > width)
+    mixture = replace(mixture, upcycle=True, initializer_range=std, router=router)
+    return mixture, replace(keys, router_std=std)
 
 
 def upcycled(

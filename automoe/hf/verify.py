@@ -23,7 +23,7 @@ from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.family import differing_values, value_of
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.folder import write_settings
-from automoe.hf.headers import switched_off
+from automoe.hf.headers import NO_ADAPTER, switched_off
 from automoe.hf.keys import hf_tensors
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import not_exported, plan_rewrite, rewrite_tensors
@@ -276,7 +276,11 @@ def _run_transformers(
         bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
     ):
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            **NO_ADAPTER,
         )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:

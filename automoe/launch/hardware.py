@@ -115,8 +115,12 @@ def default_num_ranks(config: Config, device: str) -> int | None:
     return max(here // unit, 1) * unit
 
 
-def missing_hardware(shape: MeshShape, device: str) -> str | None:
-    """Return why this machine cannot hold the ranks of ``shape``; None if it can."""
+def missing_hardware(shape: MeshShape, device: str, asked: int | None = None) -> str | None:
+    """Return why this machine cannot hold the ranks of ``shape``; None if it can.
+
+    Args:
+        asked: ``launch.num_ranks``: so many CPU ranks are started on any number of cores.
+    """
     ranks = shape.world_size
     if device == "cuda":
         here = visible_gpus()
@@ -128,9 +132,12 @@ def missing_hardware(shape: MeshShape, device: str) -> str | None:
             return None
         return f"{ranks} CUDA ranks need {ranks} GPUs, and this machine has {here}"
     limit = MAX_CPU_RANKS_PER_CORE * num_cores()
-    if ranks <= limit:
+    if ranks <= limit or ranks == asked:
         return None
-    return f"{ranks} CPU ranks on {num_cores()} cores: at most {limit} are started, {MAX_CPU_RANKS_PER_CORE} a core"
+    return (
+        f"{ranks} CPU ranks on {num_cores()} cores: at most {limit} are started, {MAX_CPU_RANKS_PER_CORE} a core. "
+        f"launch.num_ranks={ranks} starts them all the same"
+    )
 
 
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:

@@ -87,8 +87,9 @@ def settle(config: Config, overrides: list[str]) -> Config:
     else:
         initializer_range = config.model.initializer_range
         model = replace(model_config_from_hf(path), initializer_range=initializer_range)
-    model = replace(model, hf_path=path)
     named = {key_of(override): override.partition("=")[2] for override in overrides}
+    ties = (config.model if "model.router.exact_ties" in named else model).router.exact_ties
+    model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))
     for key, value in named.items():
         compared = []
         if key in leaf_keys() and key.startswith("model."):

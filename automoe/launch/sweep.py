@@ -362,7 +362,7 @@ class Sweep:
                 shape, device = check_here(config)
                 check_alone(device, num_jobs)
                 meshes = {"default": shape.describe("default"), "moe": shape.describe("moe")}
-                missing = missing_hardware(shape, device)
+                missing = missing_hardware(shape, device, config.launch.num_ranks)
                 if missing is not None:
                     raise ConfigError(
                         "mesh", meshes["default"], missing, "Run this job where there are as many"

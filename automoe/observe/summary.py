@@ -98,28 +98,29 @@ def final_numbers(records: Records) -> Facts:
         facts["peak memory per rank"] = bytes_text(memory.max())
     if load != 0:
         facts["busiest / mean expert"] = number(load, 2)
-    if slowest := _slowest_rank(records):
-        facts["slowest rank"] = slowest
+    facts |= _slowest_rank(records)
     if len(seconds):
         facts["time in steps"] = duration(float(seconds.sum()))
     return list(facts.items())
 
 
-def _slowest_rank(records: Records) -> str | None:
-    """Return the rank that was slowest most often, and by how much; None without probe timings.
+def _slowest_rank(records: Records) -> dict[str, str]:
+    """Return the rank that was slowest most often, and by how much; {} without probe timings.
 
     The timings are those of ``launch.probe_every``.
     """
     timed = [record for record in records if record.get("slowest_rank") is not None]
     if not timed:
-        return None
+        return {}
     who = Counter((record["slowest_rank"], record["slowest_host"]) for record in timed)
     ((rank, host), times) = who.most_common(1)[0]
     mine = [one for one in timed if (one["slowest_rank"], one["slowest_host"]) == (rank, host)]
     behind = np.median([one["probe_seconds_max"] / one["probe_seconds_median"] for one in mine])
-    return (
-        f"{rank} on {host}, in {times} of {len(timed)} timings, {behind:.2f} times the median rank"
-    )
+    return {
+        f"slowest rank, on {host}": str(rank),
+        f"slowest in timings, of {len(timed)}": str(times),
+        "its time / median rank": f"{behind:.2f}",
+    }
 
 
 def from_here(text: str) -> str:

@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from automoe.checkpoint.manifest import check_base
+from automoe.checkpoint.store import CheckpointStore
 from automoe.config.convert import config_to_dict
+from automoe.config.frozen import flat
 from automoe.config.schema import Config
 from automoe.data.loader import Loader, StepBatch
 from automoe.data.prepare import Split
 from automoe.errors import ConfigError, DataError
-from automoe.hf.identity import checkpoint_identity
 from automoe.model.loss import LossInputs
-from automoe.parallel.agreement import Ranks
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import Inputs, StepRunner
 from automoe.storage.files import read_file, wrong_kind
@@ -33,6 +34,11 @@ from automoe.training.context import RunContext
 from automoe.training.step import prepare_inputs, send
 
 REFERENCE_FILE = "reference.json"
+# Settings beside those of the model that change what the weights say of a pair.
+_SETTINGS = (
+    "train.dtype train.fp8 optim.master_weights lora.base moe.gate moe.router_dtype moe.capacity_factor "
+    "moe.drop_policy moe.drop_scope"
+).split()
 
 
 def pair_log_probs(
@@ -121,30 +127,35 @@ def open_reference(
     loader: Loader,
     meshes: Meshes,
     context: RunContext,
-    ranks: Ranks,
+    store: CheckpointStore,
 ) -> Reference | None:
     """Return the run's reference, read from its directory or computed anew. Collective.
 
     Call this function before a checkpoint is loaded, while the model has its initial weights. A
-    damaged file, or one of other weights or data, is reported and replaced.
+    file that is damaged, belongs to something else, or is not the one of the step that the run goes
+    on from is reported and replaced.
 
     Returns:
         None if the run was requested to stop meanwhile; the run is then ``preempted``.
 
     Raises:
         ConfigError: a folder, a FIFO or a device has the name of the file.
-        CheckpointError: the checkpoint at ``model.hf_path`` cannot be read.
+        CheckpointError: the checkpoint at ``model.hf_path`` cannot be read, or the step was trained
+            against other weights.
+        DataError: the data changed since the step.
     """
     path = context.run_dir / REFERENCE_FILE
-    hf_path = config.model.hf_path
-    weights = (
-        checkpoint_identity(hf_path, ranks)
-        if hf_path
-        else f"random, train.seed={config.train.seed}"
-    )
+    weights = store.first_weights
     splits: list[Split] = ["train", "validation"] if config.train.val_every else ["train"]
+    belongs = _belongs(config, weights, loader, splits, meshes)
+    saved: dict[str, Any] = {"base": weights}
+    if (found := store.newest()) is not None:
+        step_dir, manifest, _ = found
+        loader.check_state(manifest["counters"]["loader"])
+        saved |= manifest["counters"].get("reference", {})
+        check_base(step_dir, manifest | saved, config, weights)
 
-    def look() -> tuple[dict[str, Any], Any]:
+    def look() -> Any:
         if (kind := wrong_kind(path)) is not None:
             raise ConfigError(
                 "run_dir",
@@ -152,42 +163,43 @@ def open_reference(
                 f"{path} is {kind}, where a file belongs",
                 "Move it away",
             )
-        belongs = _belongs(config, weights, loader, splits)
-        return belongs, _read(path, belongs, loader.num_pairs)
+        kept = _read(path, belongs, loader.num_pairs)
+        if isinstance(kept, np.ndarray) and saved.get("crc32") not in (None, zlib.crc32(kept.data)):
+            return f"it is not the one that {step_dir} was trained against"
+        return kept
 
-    belongs, kept = ranks.lead(look)
-    if isinstance(kept, np.ndarray):
-        return Reference(torch.from_numpy(kept), context.device)
-    if context.rank == 0:
-        if kept is not None:
+    values = store.ranks.lead(look)
+    if not isinstance(values, np.ndarray):
+        if context.rank == 0:
+            if values is not None:
+                print(
+                    f"warning: {path}: {values}; what the starting weights say of the pairs is computed anew",
+                    flush=True,
+                )
             print(
-                f"warning: {path}: {kept}; what the starting weights say of the pairs is computed anew",
+                f"one pass over {loader.num_pairs:,} pairs: what the starting weights say of them",
                 flush=True,
             )
-        print(
-            f"one pass over {loader.num_pairs:,} pairs: what the starting weights say of them",
-            flush=True,
-        )
-    table = _compute(config, runner, loader, meshes, context, splits)
-    if table is not None:
-        ranks.lead(lambda: _write(path, belongs, table.numpy()))
-    return None if table is None else Reference(table, context.device)
+        table = _compute(config, runner, loader, meshes, context, splits)
+        if table is None:
+            return None
+        values = table.numpy()
+        store.ranks.lead(lambda: _write(path, belongs, values))
+    store.facts["reference"] = {"base": weights, "crc32": zlib.crc32(values)}
+    return Reference(torch.from_numpy(values), context.device)
 
 
-def _belongs(config: Config, weights: str, loader: Loader, splits: list[Split]) -> dict[str, Any]:
-    """Return the settings that the reference depends on, as plain JSON values."""
-    model = config_to_dict(config)["model"]
-    del model["hf_path"]  # The path does not change the numbers.
-    facts: dict[str, Any] = {
-        "weights": weights,
-        "splits": splits,
-        "dtype": config.train.dtype,
-        "fp8": config.train.fp8,
-    }
-    facts |= {
-        "capacity": [config.moe.capacity_factor, config.moe.drop_policy, config.moe.drop_scope]
-    }
-    return json.loads(json.dumps(facts | {"model": model, "data": loader.fingerprint()}))
+def _belongs(
+    config: Config, weights: str, loader: Loader, splits: list[Split], meshes: Meshes
+) -> dict[str, Any]:
+    """Return what the reference depends on, as plain JSON values."""
+    settings = flat(config_to_dict(config)).items()
+    facts = {k: v for k, v in settings if k in _SETTINGS or k.startswith("model.")}
+    del facts["model.hf_path"]  # The path does not change the numbers.
+    if config.moe.capacity_factor and config.moe.drop_scope == "rank":
+        facts["mesh"] = [meshes.shape.sizes("default"), config.train.micro_batch_size]
+    facts |= {"weights": weights, "splits": splits, "data": loader.fingerprint()}
+    return json.loads(json.dumps(facts))
 
 
 def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | str | None:

@@ -14,11 +14,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from automoe import cli
+from automoe.config.frozen import save_config
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig
+from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig, TrainConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.peft import WEIGHTS_FILE, gathered_adapters, to_peft, verify_peft
+from automoe.hf.peft import WEIGHTS_FILE, from_peft, gathered_adapters, to_peft, verify_peft
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
 from automoe.model.decoder import Decoder
@@ -27,6 +29,7 @@ from automoe.moe.local_shard import global_offset, local_shard
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts
 from automoe.verify.pool import RankPool
+from tests.support.chat import save_tokenizer
 from tests.support.hf_models import save_small_hf
 
 LORA = LoraConfig(rank=4, alpha=6.0)
@@ -35,16 +38,16 @@ FAMILIES = ["dsv3", "qwen3_moe", "mixtral", "gpt_oss", "llama", "qwen2_moe", "gl
 ALWAYS = FAMILIES[:5]
 
 
-def trained(source: Path, lora: LoraConfig = LORA) -> Decoder:
+def trained(source: Path, lora: LoraConfig = LORA, seed: int = 5) -> Decoder:
     """A checkpoint with adapters as after training: every number of B another one."""
     config = Config(model=model_config_from_hf(source), moe=MoEConfig(experts="loop"), lora=lora)
     model = build_decoder(config.model, config.moe, torch.float32)
     adapt(model, config, torch.float32, torch.float32)
     allocate({0: model}, torch.device("cpu"))
     load_hf(model, source)
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if ".lora.B" in name:
+        if ".lora." in name:
             parameter.data.normal_(0, 0.3, generator=generator)
     return model.eval()
 
@@ -79,6 +82,10 @@ def test_adapters_leave_exactly(name: str, tmp_path: Path) -> None:
         base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         loaded = PeftModel.from_pretrained(base, str(tmp_path / layout)).eval()
         assert off(logits(loaded), expected) < 1e-5, layout
+        # Read back into a model whose adapters are others: every number is where it was.
+        again = trained(source, seed=6)
+        from_peft(again, tmp_path / layout, LORA)
+        assert all(torch.equal(p, before[n]) for n, p in again.named_parameters())
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters()), "an adapter's export changes nothing"
     merged = to_hf(model, tmp_path / "merged")
     assert merged.checked and merged.logits_error < 1e-5
@@ -119,6 +126,48 @@ def test_an_adapter_that_peft_loads_otherwise_is_no_adapter(tmp_path: Path) -> N
         verify_peft(tmp_path / "out", config, LORA, fewer)
     with pytest.raises(ConfigError, match="auto, published, fused"):
         to_peft(model, tmp_path / "other", LORA, layout="other")
+
+
+def test_a_run_that_left_an_adapter_alone_is_merged_with_its_own_base(tmp_path: Path, capsys) -> None:
+    """With another base, other settings or a damaged file nothing is written."""
+    source, run_dir = tmp_path / "source", tmp_path / "run"
+    save_small_hf("mixtral", source, other_sizes={"vocab_size": 304})
+    save_tokenizer(source, "chatml")
+    save_small_hf("mixtral", tmp_path / "other", seed=1, other_sizes={"vocab_size": 304})
+    lora = replace(LORA, export="adapter")
+    model = trained(source, lora)
+    to_peft(model, run_dir / "adapter", lora)
+    model_config = replace(model.config, hf_path=str(source))
+    config = Config(run_dir=str(run_dir), model=model_config, lora=lora, train=TrainConfig(dtype="float32"))
+    save_config(config, run_dir)
+
+    def export(*more: str) -> int:
+        return cli.main(["export", str(run_dir), "--out", str(tmp_path / "merged"), *more])
+
+    for changed in (
+        {"model": replace(model_config, hf_path=str(tmp_path / "other"))},
+        {"lora": replace(lora, alpha=7.0)},
+        {"lora": replace(lora, targets=["attention"])},
+    ):
+        save_config(replace(config, **changed), run_dir)
+        assert export() == 2
+        said = capsys.readouterr().err
+        assert "adapter_model.safetensors belongs to crc32:" in said and "Name what it was trained with" in said
+    save_config(config, run_dir)
+    whole = (run_dir / "adapter" / WEIGHTS_FILE).read_bytes()
+    (run_dir / "adapter" / WEIGHTS_FILE).write_bytes(whole[:-8])
+    assert export() == 2 and "cannot be read" in capsys.readouterr().err
+    (run_dir / "adapter" / WEIGHTS_FILE).write_bytes(whole)
+    assert export("--ema") == 2 and not (tmp_path / "merged").exists()
+    assert export() == 0
+    to_hf(model, tmp_path / "expected")
+    written, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected"))
+    assert written.keys() == expected.keys() and all(torch.equal(written[key], expected[key]) for key in expected)
+    # And asked, or written as an adapter once more.
+    assert cli.main(["generate", str(run_dir), "--max-new-tokens", "2", "--text", "the"]) == 0
+    assert cli.main(["export", str(run_dir), "--out", str(tmp_path / "again"), "--adapter"]) == 0
+    first, second = (load_file(folder / WEIGHTS_FILE) for folder in (run_dir / "adapter", tmp_path / "again"))
+    assert all(torch.equal(second[key], first[key]) for key in first)
 
 
 def test_gate_and_up_without_down_leave_in_the_layout_that_peft_loads(tmp_path: Path) -> None:

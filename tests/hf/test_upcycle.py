@@ -83,8 +83,8 @@ def test_logits_are_the_dense_models(
 @torch.no_grad()
 def test_where_scores_of_copies_tie_exact_ties_take_whole_ones(tmp_path: Path) -> None:
     save_small_hf("qwen3", tmp_path / "dense", other_sizes={"intermediate_size": 48})
-    mixture, dense_keys = upcycled(tmp_path / "dense", 16, 8, 4)
-    mixture = replace(mixture, router=replace(mixture.router, exact_ties=True))
+    sizes = {"num_experts": 16, "num_experts_per_token": 8, "moe_intermediate_size": 12}
+    mixture, dense_keys = upcycled_model(ModelConfig(hf_path=str(tmp_path / "dense"), upcycle=True, **sizes))
     model = build_decoder(mixture, MoEConfig(experts="loop"), torch.float32)
     model.to_empty(device="cpu")
     load_hf(model, tmp_path / "dense", keys=dense_keys)
@@ -177,6 +177,16 @@ def test_a_command_line_names_experts_and_the_checkpoint_the_rest(tmp_path: Path
     settled = settle(Config(model=model), [*said, "model.num_experts=8", "model.moe_intermediate_size=24"]).model
     assert (settled.family, settled.num_experts, settled.moe_intermediate_size) == ("mixtral", 8, 24)
     assert settled.hidden_size == 32 and settled.upcycle and settled.hf_path == str(tmp_path)
+    # Ties go to whole copies where a copy has several experts, unless the command line says otherwise.
+    assert settled.router.exact_ties
+    for width, asked in ((24, False), (48, True), (48, False)):
+        whole = replace(model, moe_intermediate_size=width, router=replace(model.router, exact_ties=asked))
+        typed = [*said, f"model.router.exact_ties={asked}"]
+        assert settle(Config(model=whole), typed).model.router.exact_ties == asked
+    assert not settle(Config(model=replace(model, moe_intermediate_size=48)), said).model.router.exact_ties
+    # So may they beside any checkpoint.
+    plain = ModelConfig(hf_path=str(tmp_path), router=replace(model.router, exact_ties=True))
+    assert settle(Config(model=plain), [*said, "model.router.exact_ties=true"]).model.router.exact_ties
     with pytest.raises(ConfigError, match=r"48 % 20 = 8\. Set model.moe_intermediate_size=48"):
         settle(Config(model=replace(model, moe_intermediate_size=20)), said)
     with pytest.raises(ConfigError, match="has model.hidden_size=32 and not 64"):

@@ -99,7 +99,7 @@ def test_where_it_cannot_start_ranks_it_says_so(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(LaunchError, match="torchrun has already started this process"):
         automoe.train()
     monkeypatch.undo()
-    monkeypatch.setattr(from_python, "missing_hardware", lambda shape, device: "32 GPUs")
+    monkeypatch.setattr(from_python, "missing_hardware", lambda shape, device, asked: "32 GPUs")
     with pytest.raises(LaunchError, match="the configuration is valid; it cannot train here: 32 GPUs"):
         automoe.train()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -111,7 +112,12 @@ def test_a_machine_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert hardware.resolve_device(compose_config()) == "cpu"
     limit = hardware.MAX_CPU_RANKS_PER_CORE * hardware.num_cores()
     assert hardware.missing_hardware(resolve_mesh(MeshConfig(), limit), "cpu") is None
-    assert f"at most {limit}" in str(hardware.missing_hardware(resolve_mesh(MeshConfig(), limit + 1), "cpu"))
+    many = resolve_mesh(MeshConfig(), limit + 1)
+    assert f"at most {limit}" in (said := str(hardware.missing_hardware(many, "cpu")))
+    # The remedy is carried out: who names the number gets it.
+    [number] = re.findall(r"launch\.num_ranks=(\d+)", said)
+    assert hardware.missing_hardware(many, "cpu", int(number)) is None
+    assert hardware.missing_hardware(many, "cpu", limit) is not None
 
 
 LAUNCHING_TRITON = pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from mesh_cases import Case
 
+from automoe.checkpoint.store import CheckpointStore
 from automoe.checkpoint.train_state import TrainState
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
@@ -18,7 +19,6 @@ from automoe.config.schema import Config, OptimConfig, TrainConfig
 from automoe.data.loader import Loader
 from automoe.data.prepare import prepare_data
 from automoe.optim.adamw import build_optimizer
-from automoe.parallel.agreement import Ranks
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
@@ -43,7 +43,8 @@ def train(config: Config, kind: str) -> Numbers:
     rank = torch.distributed.get_rank()
     loader = Loader(config, meshes.dp_rank, shape.dp, pairs=True)
     context = RunContext(rank, shape.world_size, rank, CPU, Path(config.run_dir))
-    reference = open_reference(config, runner, loader, meshes, context, Ranks())
+    store = CheckpointStore(config, shape, context.run_dir)
+    reference = open_reference(config, runner, loader, meshes, context, store)
     assert reference is not None
     runner.set_loss(PreferenceLoss(0.5, kind))
     state = TrainState(parts, build_optimizer(list(parts.values()), config.optim, 0), loader)

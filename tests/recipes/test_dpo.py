@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from automoe.checkpoint.store import CheckpointStore
+from automoe.config.convert import config_from_dict, config_to_dict
 from automoe.config.data_schema import DataConfig
 from automoe.config.frozen import dump_config
 from automoe.config.mesh_shape import resolve_mesh
@@ -29,16 +34,15 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.loader import Loader
-from automoe.errors import ConfigError, DataError
+from automoe.errors import CheckpointError, ConfigError, DataError
 from automoe.export import export_run
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
-from automoe.parallel.agreement import Ranks
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import build_runner
 from automoe.storage.trace import listening
 from automoe.training.context import RunContext
-from automoe.training.preference import REFERENCE_FILE, PreferenceLoss, Reference, open_reference
+from automoe.training.preference import REFERENCE_FILE, PreferenceLoss, Reference, _belongs, _write, open_reference
 from automoe.training.run import Run
 from automoe.training.step import prepare_inputs
 from automoe.training.weights import first_weights
@@ -85,6 +89,7 @@ class OneRank:
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.config, shape = config, resolve_mesh(config.mesh, None)
+        self.store = CheckpointStore(config, shape, run_dir)
         self.meshes = build_meshes(shape, CPU)
         self.parts, _ = first_weights(config, self.meshes, CPU)
         self.runner = build_runner(self.parts, self.meshes, config, CPU)
@@ -92,7 +97,7 @@ class OneRank:
         self.context = RunContext(0, 1, 0, CPU, run_dir)
 
     def reference(self) -> Reference:
-        found = open_reference(self.config, self.runner, self.loader, self.meshes, self.context, Ranks())
+        found = open_reference(self.config, self.runner, self.loader, self.meshes, self.context, self.store)
         assert found is not None
         return found
 
@@ -228,6 +233,141 @@ def test_the_reference_is_kept_and_known_again(
         file.mkdir()
         with pytest.raises(ConfigError, match=f"{file} is a folder, where a file belongs"):  # before the pass
             made.reference()
+
+
+# Each setting that changes what the weights say of a pair, and settings that do not.
+BELONGS = {
+    "train.dtype": "float32",
+    "train.fp8": "tensorwise",
+    "optim.master_weights": "stochastic",
+    "lora.base": "nf4",
+    "moe.gate": "balanced",
+    "moe.router_dtype": "bfloat16",
+    "moe.capacity_factor": 1.0,
+    "moe.drop_policy": "position",
+    "moe.drop_scope": "sequence",
+    "model.norm_eps": 1e-3,
+    "model.rope.theta": 5000.0,
+    "train.val_every": 1,
+    "train.seq_len": 320,
+    "data.val_fraction": 0.3,
+}
+FREE = {
+    "moe.router_jitter": 0.1,
+    "moe.z_loss_coef": 0.1,
+    "moe.dispatcher": "allgather",
+    "optim.lr": 0.1,
+    "train.micro_batch_size": 1,
+    "lora.rank": 2,
+    "recipe_args.beta": 0.7,
+    "parallel.recompute": ["moe"],
+}
+
+
+def test_the_reference_belongs_to_each_setting_that_changes_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def belongs(changed: dict[str, object]) -> dict[str, object]:
+        content = config_to_dict(replace(config_of(folder), recipe_args=dpo.Args()))
+        content["data"]["val_fraction"] = 0.2
+        for key, value in changed.items():
+            *sections, last = key.split(".")
+            place = content
+            for section in sections:
+                place = place[section]
+            assert place[last] != value
+            place[last] = value
+        config = config_from_dict(content)
+        loader, meshes = Loader(config, 0, 1, pairs=True), build_meshes(resolve_mesh(config.mesh, None), CPU)
+        splits = ["train", "validation"] if config.train.val_every else ["train"]
+        return _belongs(config, "crc32:0", loader, splits, meshes)
+
+    names = {"train.val_every": "splits", "train.seq_len": "data", "data.val_fraction": "data"}
+    with one_rank("cpu"):
+        plain = belongs({})
+        for key, value in BELONGS.items():
+            other = belongs({key: value})
+            assert [name for name in plain if plain[name] != other[name]] == [names.get(key, key)]
+        assert [key for key, value in FREE.items() if belongs({key: value}) != plain] == []
+        # A capacity counts the tokens of a rank.
+        dropping = {"moe.capacity_factor": 1.0}
+        assert belongs(dropping | {"train.micro_batch_size": 1}) != belongs(dropping)
+
+        # The reference of another gate is not taken: the first loss is log 2 all the same.
+        balanced, packed = MoEConfig(experts="loop", gate="balanced"), LoraConfig(rank=2, base="nf4")
+        for moe, lora in ((balanced, LoraConfig()), (MoEConfig(experts="loop"), packed)):
+            plain_run = OneRank(config_of(folder), tmp_path)
+            plain_run.reference()
+            capsys.readouterr()
+            config = replace(config_of(folder), moe=moe, lora=lora)
+            made = OneRank(replace(config, train=replace(config.train, dtype="float32")), tmp_path)
+            reference = made.reference()
+            assert "it belongs to other" in capsys.readouterr().out
+            made.runner.set_loss(PreferenceLoss(BETA, "sigmoid"))
+            [batch] = made.loader.every_pair("train")
+            inputs, _ = prepare_inputs(batch, made.meshes, config, CPU)
+            assert float(made.runner.evaluate(inputs | reference.inputs(batch))) == pytest.approx(math.log(2))
+
+
+def test_a_resume_knows_the_reference_of_its_step(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other starting weights are refused before anything is written; an exchanged file is said."""
+    base = tmp_path / "base"
+    shutil.copytree(folder / "reference", base)
+    config = replace(
+        config_of(folder),
+        recipe_args=dpo.Args(beta=0.5),
+        checkpoint=CheckpointConfig(every=1, export_hf=False, keep=9),
+        observe=ObserveConfig(report=False),
+    )
+    config = replace(config, model=replace(config.model, hf_path=str(base)))
+
+    def train(run_dir: Path, steps: int, config: Config = config) -> list[float]:
+        run_dir.mkdir(exist_ok=True)
+        config = replace(config, run_dir=str(run_dir), train=replace(config.train, steps=steps))
+        with one_rank("cpu"):
+            dpo.main(config, resolve_mesh(config.mesh, None), RunContext(0, 1, 0, CPU, run_dir))
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    # One schedule for all: a constant rate.
+    config.optim.schedule = "constant"
+    whole = train(tmp_path / "whole", 3)
+    run_dir = tmp_path / "run"
+    assert train(run_dir, 2) == whole[:2]
+    file = run_dir / REFERENCE_FILE
+    kept = file.read_bytes()
+
+    weights, others = base / "model.safetensors", (folder / "policy" / "model.safetensors").read_bytes()
+    right = weights.read_bytes()
+    weights.write_bytes(others)
+    capsys.readouterr()
+    with pytest.raises(CheckpointError, match=f"fixed weights of {base}, .*another checkpoint"):
+        train(run_dir, 3)
+    # Nor where the run goes on elsewhere, without a reference there.
+    elsewhere = replace(config, checkpoint=replace(config.checkpoint, resume=str(run_dir)))
+    with pytest.raises(CheckpointError, match="another checkpoint"):
+        train(tmp_path / "elsewhere", 3, elsewhere)
+    other_data = replace(config, data=replace(config.data, val_fraction=0.3))
+    weights.write_bytes(right)
+    with pytest.raises(DataError, match="data.val_fraction was 0.0, is 0.3"):
+        train(run_dir, 3, other_data)
+    assert file.read_bytes() == kept and "one pass" not in capsys.readouterr().out
+
+    # The right seal, the right name of what it belongs to, other numbers.
+    content = json.loads(kept)
+    values = np.frombuffer(base64.b64decode(content["log_probs"])).reshape(PAIRS, 2) - 1.0
+    file.unlink()
+    _write(file, content["belongs"], values * [1, 0.5])
+    assert train(run_dir, 3) == whole
+    assert "it is not the one that" in (said := capsys.readouterr().out) and "step-2" in said
+    assert file.read_bytes() == kept
+
+    branched = replace(elsewhere, recipe_args=dpo.Args(beta=0.1))
+    train(tmp_path / "branched", 4, branched)
+    said = capsys.readouterr().out
+    assert "was trained with recipe_args.beta=0.5, train.steps=3; it goes on with recipe_args.beta=0.1" in said
 
 
 def test_a_step_without_steps_starts_at_log_two_and_counts_padding_rows_for_nothing(

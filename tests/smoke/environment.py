@@ -24,6 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTED_WITH = ("pytest", "hypothesis", "psutil", "packaging")  # what the tests themselves import
+# Of these ``latest`` has the newest releases, also where another package declares that it takes older ones alone
+# (torchtitan 0.3: datasets before 4.8).
+NEWEST = ("torch", "transformers", "datasets")
 KEPT_DAYS = 14
 
 
@@ -36,20 +39,26 @@ def requirements() -> list[str]:
 
 def folder_name(name: str, needed: list[str], constraints: str) -> str:
     """Return a name that differs whenever something else is to be installed; ``latest`` also has the week in it."""
-    decides = [sys.version, *needed, constraints]
+    decides = [sys.version, *needed, *NEWEST, constraints]
     if name == "latest":
         decides.append(datetime.date.today().strftime("%G-%V"))
     return f"{name}-{hashlib.sha256(chr(0).join(decides).encode()).hexdigest()[:12]}"
 
 
-def make(folder: Path, needed: list[str], constraints: list[str]) -> None:
-    """Install into a folder of another name and rename it."""
+def make(folder: Path, needed: list[str], constraints: list[str], newest: tuple[str, ...] = ()) -> None:
+    """Install into a folder of another name and rename it.
+
+    Args:
+        newest: packages to upgrade afterwards; pip only warns of those that declare to take older ones alone.
+    """
     print(f"Installing into {folder}, 6 GB: about two minutes", file=sys.stderr)
     temporary = folder.with_suffix(".part")
     shutil.rmtree(temporary, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", temporary], check=True)
     pip = [temporary / "bin" / "python", "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     subprocess.run([*pip, *constraints, *needed], check=True, stdout=sys.stderr)
+    if newest:
+        subprocess.run([*pip, "--upgrade", *newest], check=True, stdout=sys.stderr)
     temporary.rename(folder)
 
 
@@ -70,7 +79,10 @@ def main() -> None:
     with (folders / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two runs at once one installs and the other waits
         if not folder.exists():
-            make(folder, needed, ["--constraint", str(pinned)] if pinned else [])
+            if pinned:
+                make(folder, needed, ["--constraint", str(pinned)])
+            else:
+                make(folder, needed, [], NEWEST)
         os.utime(folder)
         remove_unused(folders)
     print(folder / "bin" / "python")

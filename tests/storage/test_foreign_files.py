@@ -240,7 +240,9 @@ def test_templates_that_do_harm(template: str, needle: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     folder = save_tokenizer(tmp_path / "t", None)
     (folder / "chat_template.jinja").write_text(template)
-    said = refused(lambda: chat_corpus(tmp_path), f"{tmp_path / 'c.jsonl'}:1", needle)
+    said = refused(lambda: chat_corpus(tmp_path), needle)
+    # A template that hangs is met by the probe of a first answer, which names the tokenizer's folder.
+    assert f"{tmp_path / 'c.jsonl'}:1" in said or f"{folder}:1: chat template" in said
     assert "template" in said and not Path("ran").exists()
 
 
