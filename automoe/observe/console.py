@@ -100,13 +100,7 @@ class Console:
         finite = math.isfinite(float(record["loss"])) and math.isfinite(float(record["grad_norm"]))
         validates = record.get("val_loss") is not None
         first = self._lines == 0
-        if not (
-            first
-            or step == steps
-            or validates
-            or not finite
-            or self._due(step, now, left)
-        ):
+        if not (first or step == steps or validates or not finite or self._due(step, now, left)):
             return
         self._printed = now
         mfu = record["mfu"]
