@@ -1,0 +1,19 @@
+"""Hooks of MkDocs: formulas become MathML while the site is built, so that a page needs no script and no network."""
+
+from __future__ import annotations
+
+import html
+import re
+
+from latex2mathml.converter import convert
+
+# What pymdownx.arithmatex leaves of $...$ and $$...$$ with ``generic: true``.
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
+
+
+def on_page_content(content: str, **_: object) -> str:
+    def rendered(match: re.Match[str]) -> str:
+        display = "inline" if match[2] == "(" else "block"
+        return convert(html.unescape(match[3]), display=display)
+
+    return FORMULA.sub(rendered, content)
