@@ -20,6 +20,7 @@ def main() -> None:
         text = console.export_svg(title="automoe demo").replace(folder + "/", "")
     # rich names a font on a server; the reader's own monospace does as well.
     text = re.sub(r"@font-face \{.*?\}", "", text, flags=re.S).replace("Fira Code, ", "")
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
     Path(__file__).with_name("images").joinpath("demo.svg").write_text(text)
 
 

@@ -59,7 +59,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sdist")
-    call([sys.executable, "-c", "import sys; from hatchling.build import build_sdist; build_sdist(sys.argv[1])", str(out)], source)
+    call(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from hatchling.build import build_sdist; build_sdist(sys.argv[1])",
+            str(out),
+        ],
+        source,
+    )
     (built,) = out.glob("automoe-*.tar.gz")
     return built
 
