@@ -136,7 +136,7 @@ site: $(SETUP) ## Build the documentation in site/, broken links are errors (ARG
 	@$(SITE_PY) -c 'import mkdocs, material, mkdocstrings_handlers.python, latex2mathml, mike' 2>/dev/null || \
 	$(SITE_PY) -m pip install -qq --disable-pip-version-check $$($(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["site"])')
 	@$(PY) docs/build_site.py
-	@$(SITE_PY) -m mkdocs $(or $(ARGS),build --strict --quiet)
+	@NO_MKDOCS_2_WARNING=1 $(SITE_PY) -m mkdocs $(or $(ARGS),build --strict --quiet)
 
 notebook: $(SETUP) ## Execute notebooks/first_proof.ipynb and fail where a cell fails
 	@$(PY) -m pytest tests/packaging/test_notebook.py -q -m 'not gpu'

@@ -80,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     report = folder / "killed" / "report.html"
     console.print(f"[bold]done[/] in {seconds:.0f} s. The report of the killed run: {report}")
     console.print("Next: automoe train, or automoe plan --config-name dsv3_671b html=plan.html")
-    if not args.no_open and sys.stdout.isatty() and _has_screen():
+    screen = {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    if screen and not args.no_open and sys.stdout.isatty():
         import webbrowser
 
         webbrowser.open(report.absolute().as_uri())
@@ -97,10 +98,6 @@ def _new_folder(wanted: Path | None) -> Path:
     while (folder := Path("runs", "demo" if number == 1 else f"demo-{number}")).exists():
         number += 1
     return folder
-
-
-def _has_screen() -> bool:
-    return sys.platform == "darwin" or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
 
 
 # ---------------------------------------------------------------- one step
@@ -135,8 +132,7 @@ def show_step(console: Console) -> bool:
         show_result(console, wrong)
     finally:
         pool.close()
-    losses = [c for c in wrong.different if c.kind == "loss"]
-    if wrong.different and not losses:
+    if wrong.different and wrong.different[0].kind == "gradient":  # in the order of a step
         console.print("The losses of both are equal: a loss curve would not have shown it.\n")
     return not right.different and bool(wrong.different)
 

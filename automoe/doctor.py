@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,7 +33,6 @@ OPTIONAL = {
     "quack": "moe.experts=quack",
     "deep_ep": "moe.dispatcher=deepep",
     "bitsandbytes": "lora.base=nf4",
-    "wandb": "observe.wandb",
     "tensorboard": "observe.tensorboard",
     "mlflow": "observe.mlflow",
 }
@@ -81,11 +80,12 @@ def examine() -> Iterator[Fact]:
     linux = sys.platform == "linux"
     wrong = "" if linux else "ranks run on Linux alone: use a container or a virtual machine"
     yield Fact("system", platform.platform(), wrong)
-    torch = _version("torch")
+    installed = {one.name.lower(): one.version for one in distributions()}
+    torch = installed.get("torch", "")
     build = "CUDA" if torch_has_cuda() else "CPU"
     wrong = torch_note(torch) or "" if torch else "pip install torch"
     yield Fact("torch", f"{torch}, {build} build", wrong)
-    found = [f"{name} {_version(name)}" for name in PACKAGES.split() if _version(name)]
+    found = [f"{name} {installed[name]}" for name in PACKAGES.split() if name in installed]
     yield Fact("packages", ", ".join(found))
     there = [name for package, name in OPTIONAL.items() if find_spec(package)]
     missing = [name for name in OPTIONAL.values() if name not in there]
@@ -112,9 +112,8 @@ def examine() -> Iterator[Fact]:
         yield Fact(name, f"{free / 1e9:.0f} GB free in {folder}", wrong)
 
     yield Fact("interfaces", ", ".join(name for _, name in socket.if_nameindex()))
-    adapters = Path("/sys/class/infiniband")
-    names = sorted(path.name for path in adapters.iterdir()) if adapters.is_dir() else []
-    yield Fact("InfiniBand, RoCE", ", ".join(names) or "none")
+    adapters = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    yield Fact("InfiniBand, RoCE", ", ".join(adapters) or "none")
     settings = [f"{key}={value}" for key, value in os.environ.items() if key.startswith(NETWORK)]
     yield Fact("network settings", " ".join(sorted(settings)) or "none in the environment")
     if stale := left_over(os.environ):
@@ -144,19 +143,12 @@ def check_gpus(folder: Path, facts: list[Fact]) -> int:
         print(f"{verdict}  {check.name:<12}{outcome['seconds']:6.0f} s  {check.proves}", flush=True)
         if outcome["wrong"]:
             print(outcome["wrong"].strip().rpartition("\n")[2])
-    left = [check.name for check in CHECKS if check.gpus > gpus]
-    print(f"{len(checks) - failed} of {len(checks)} passed on {gpus} GPUs")
-    if left:
-        print(f"not run, they need 8 GPUs: {', '.join(left)}")
+    left = ", ".join(check.name for check in CHECKS if check.gpus > gpus)
+    print(
+        f"{len(checks) - failed} of {len(checks)} passed on {gpus} GPUs; not run: {left or 'none'}"
+    )
     print(f"Send back {folder / RESULTS}; of what failed also {folder}/NAME/logs")
     return EXIT_PROBLEM if failed else 0
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _gpu_names() -> str:
