@@ -28,27 +28,14 @@ SAVED_EVERY = 15
 KILLED_AFTER = 22  # step of the first record that gets the run killed; step 15 is saved
 FAULTY_RANK = 3
 SMALL = (
-    "model.hidden_size=64",
-    "model.num_layers=2",
-    "train.seq_len=64",
-    "train.global_batch_size=8",
-    "train.micro_batch_size=2",
-    "data.max_bytes=1000000",
-    "launch.device=cpu",
+    "model.hidden_size=64 model.num_layers=2 train.seq_len=64 train.global_batch_size=8 "
+    "train.micro_batch_size=2 data.max_bytes=1000000 launch.device=cpu mesh.pp=1"
 )
-STEP = (*SMALL, "mesh.pp=1", "mesh.dp_shard=4", "mesh.ep=4")
+STEP = f"{SMALL} mesh.dp_shard=4 mesh.ep=4"
 RUN = (
-    *SMALL,
-    "launch.num_ranks=2",
-    "mesh.pp=1",
-    "mesh.ep=2",
-    f"train.steps={STEPS}",
-    "train.val_every=20",
-    "train.val_batches=2",
-    "optim.warmup_steps=5",
-    "optim.lr=3e-3",
-    f"checkpoint.every={SAVED_EVERY}",
-    "checkpoint.export_hf=false",
+    f"{SMALL} mesh.ep=2 launch.num_ranks=2 train.steps={STEPS} train.val_every=20 "
+    "train.val_batches=2 optim.warmup_steps=5 optim.lr=3e-3 "
+    f"checkpoint.every={SAVED_EVERY} checkpoint.export_hf=false"
 )
 
 
@@ -116,7 +103,7 @@ def show_step(console: Console) -> bool:
     from automoe.verify.run import make_runnable, passes, verify_pass
     from automoe.verify.view import show_result
 
-    config, shape, cuts = make_runnable(compose(parse_arguments(list(STEP))))
+    config, shape, cuts = make_runnable(compose(parse_arguments(STEP.split())))
     assert not cuts
     prepare_data(config)
     in_float64 = passes(config)[0]
@@ -180,15 +167,15 @@ def show_run(console: Console, folder: Path) -> bool:
     whole = folder / "whole"
     killed = folder / "killed"
     _title(console, 3, f"a run of {STEPS} steps on two ranks, left alone")
-    console.print(f"[dim]automoe train run_dir={whole} {' '.join(RUN)}[/]", soft_wrap=True)
+    console.print(f"[dim]automoe train run_dir={whole} {RUN}[/]", soft_wrap=True)
     with console.status("training"):  # on a terminal only
-        expected = train(whole, (*RUN, "observe.report=false"))
+        expected = train(whole, f"{RUN} observe.report=false".split())
     _title(console, 4, f"the same, killed with SIGKILL after step {KILLED_AFTER}, started again")
     with console.status("training, to be killed"):
-        at = train_and_kill(killed, RUN, KILLED_AFTER)
+        at = train_and_kill(killed, RUN.split(), KILLED_AFTER)
     console.print(f"killed after step {at}; the newest checkpoint is of step {SAVED_EVERY}")
     with console.status("going on from the checkpoint"):
-        got = train(killed, RUN)
+        got = train(killed, RUN.split())
     different = differing(expected, got)
     for name, records in (("left alone", expected), ("killed", got)):
         first, last = records[0]["loss"], records[-1]["loss"]

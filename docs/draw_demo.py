@@ -14,7 +14,7 @@ COLUMNS = 100
 
 
 def main() -> None:
-    console = Console(record=True, width=COLUMNS, highlight=False, force_terminal=True)
+    console = Console(record=True, width=COLUMNS, highlight=False, color_system="truecolor", force_terminal=False)
     with tempfile.TemporaryDirectory() as folder:
         assert show_step(console) and show_run(console, Path(folder) / "runs")
         text = console.export_svg(title="automoe demo").replace(folder + "/", "")

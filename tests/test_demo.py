@@ -19,7 +19,7 @@ from automoe.verify.run import make_runnable, passes, verify_pass
 
 
 def test_the_broken_collective_is_found_in_gradients_behind_equal_losses(ranks: RankPool) -> None:
-    config, shape, cuts = make_runnable(compose(parse_arguments(list(demo.STEP))))
+    config, shape, cuts = make_runnable(compose(parse_arguments(demo.STEP.split())))
     assert not cuts and shape.world_size == 4 and shape.ep == 4
     small = replace(passes(config)[0], train=replace(passes(config)[0].train, seq_len=16))
     assert not verify_pass(small, shape, ranks).different
