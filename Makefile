@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean demo dist site notebook gpu-first
+.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean demo dist site lint-docker notebook gpu-first
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -129,14 +129,19 @@ dist: $(SETUP) ## Build the wheel and the sdist in dist/
 	@rm -rf dist
 	@$(PY) -m build --no-isolation --outdir dist . | tail -1
 
-# The site has its own environment: its packages are not those of training.
-SITE_PY := $(if $(SETUP),.venv-site/bin/python,$(PY))
-site: $(SETUP) ## Build the documentation in site/, broken links are errors (ARGS='serve' shows it)
-	@test -x $(SITE_PY) || $(PYTHON) -m venv .venv-site
-	@$(SITE_PY) -c 'import mkdocs, material, mkdocstrings_handlers.python, latex2mathml, mike' 2>/dev/null || \
-	$(SITE_PY) -m pip install -qq --disable-pip-version-check $$($(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["site"])')
+# The site has an environment of its own: its packages are not those of training.
+SITE := .venv-site
+$(SITE)/done: pyproject.toml | $(SETUP)
+	@test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/python -m pip install -qq --disable-pip-version-check $$($(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["site"])')
+	@touch $@
+
+site: $(SETUP) $(SITE)/done ## Build the documentation in site/; broken links are errors (ARGS=serve shows it)
 	@$(PY) docs/build_site.py
-	@NO_MKDOCS_2_WARNING=1 $(SITE_PY) -m mkdocs $(or $(ARGS),build --strict --quiet)
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs $(or $(ARGS),build --strict --quiet)
+
+lint-docker: $(SITE)/done ## Lint the Dockerfiles
+	@$(SITE)/bin/hadolint docker/*.Dockerfile
 
 notebook: $(SETUP) ## Execute notebooks/first_proof.ipynb and fail where a cell fails
 	@$(PY) -m pytest tests/packaging/test_notebook.py -q -m 'not gpu'

@@ -4,7 +4,7 @@ FROM python:3.12-slim
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++=4:* \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home trainer
+    && useradd --create-home --uid 1000 trainer
 
 COPY constraints-cpu.txt /build/
 RUN pip install --no-cache-dir --constraint /build/constraints-cpu.txt \
@@ -13,7 +13,7 @@ COPY . /build/automoe
 RUN pip install --no-cache-dir --constraint /build/constraints-cpu.txt /build/automoe \
     && rm -rf /build
 
-USER trainer
+USER 1000
 WORKDIR /home/trainer
 ENTRYPOINT ["automoe"]
 CMD ["--help"]

@@ -7,13 +7,13 @@ FROM python:3.12-slim
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc=4:* g++=4:* libc6-dev=2.* \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home trainer
+    && useradd --create-home --uid 1000 trainer
 
 COPY . /build/automoe
 RUN pip install --no-cache-dir "/build/automoe[gpu,nf4,eval,tensorboard]" \
     && rm -rf /build
 
-USER trainer
+USER 1000
 WORKDIR /home/trainer
 ENTRYPOINT ["automoe"]
 CMD ["doctor"]

@@ -63,6 +63,7 @@ RUN = (
     "checkpoint.every=0",
     "checkpoint.export_hf=false",
 )
+UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)")
 
 
@@ -91,13 +92,13 @@ def with_links_of_the_site(text: str, page: Path) -> str:
             shutil.copy(wanted, target)
         elif wanted.is_file() and SOURCES in target.parts and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(with_links_of_the_site(wanted.read_text(), wanted))
+            target.write_text(UNSEARCHED + with_links_of_the_site(wanted.read_text(), wanted))
         elif wanted.is_dir():
             target.mkdir(parents=True, exist_ok=True)
             target /= "index.md"
             files = sorted(path for path in wanted.iterdir() if path.is_file())
             lines = [f"- [{path.name}]({path.name})" for path in files]
-            target.write_text("\n".join([f"# {wanted.name}", "", *lines, ""]))
+            target.write_text(UNSEARCHED + "\n".join([f"# {wanted.name}", "", *lines, ""]))
             for path in files:
                 shutil.copy(path, target.parent)
         here = target_of(page).parent
@@ -112,6 +113,8 @@ def write_pages() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(with_links_of_the_site(page.read_text(), page))
     shutil.copytree(ROOT / "docs" / "images", PAGES / "images", dirs_exist_ok=True)
+    (PAGES / "javascripts").mkdir()
+    shutil.copy(ROOT / "docs" / "iframe-worker.js", PAGES / "javascripts")
 
 
 def write_api() -> None:

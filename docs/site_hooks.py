@@ -13,7 +13,9 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>
 
 def on_page_content(content: str, **_: object) -> str:
     def rendered(match: re.Match[str]) -> str:
-        display = "inline" if match[2] == "(" else "block"
-        return convert(html.unescape(match[3]), display=display)
+        if match[2] == "(":
+            return convert(html.unescape(match[3]))
+        formula = convert(html.unescape(match[3]), display="block")
+        return f'<div style="overflow-x: auto">{formula}</div>'  # wider than a phone
 
     return FORMULA.sub(rendered, content)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 from torchtitan.config import ParallelismConfig, TrainingConfig
 
 from automoe.config.convert import leaf_keys
@@ -141,3 +144,32 @@ def test_the_version_is_one() -> None:
         for file, pattern in (("automoe/__init__.py", r'^__version__ = "(.*)"'), ("CITATION.cff", r"^version: (.*)$"))
     ]
     assert len(set(versions)) == 1, versions
+
+
+def test_workflows_call_what_people_call() -> None:
+    workflows = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+    commands = {
+        name: [step["run"] for job in one["jobs"].values() for step in job["steps"] if "run" in step]
+        for name, one in workflows.items()
+    }
+    assert commands["ci"] == [".ci/run"]
+    assert {"make dist", "make site"} <= set(commands["release"])
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    called = re.findall(r"^make ([a-z-]+)", "\n".join([*commands["release"], (ROOT / ".ci/run").read_text()]), re.M)
+    assert {"site", "notebook", "lint-docker"} <= set(called) <= targets
+    assert all(one["permissions"] == {"contents": "read"} for one in workflows.values())
+
+
+def test_templates_and_containers_are_well_formed() -> None:
+    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        read = yaml.safe_load(form.read_text())
+        assert form.stem == "config" or {"name", "description", "body"} <= read.keys(), form.name
+    image = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    assert image["postCreateCommand"] == "make setup"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for file in (ROOT / "docker").glob("*.Dockerfile"):
+        lines = file.read_text()
+        assert "\nUSER 1000\n" in lines and ":latest" not in lines
+        for name in re.findall(r"^COPY (\S+) ", lines, re.M):
+            assert (ROOT / name).exists(), name
+        assert set(",".join(re.findall(r"automoe\[([^]]+)\]", lines)).split(",")) - {""} <= extras.keys()
