@@ -98,8 +98,10 @@ def run_checks(
         started = time.monotonic()
         outcome: dict[str, Any] = {"proves": check.proves, "command": check.overrides(device)}
         try:
-            run = _run_killed if check.killed else train
-            records[check.name] = run(folder / check.name, check.overrides(device))
+            run_dir = folder / check.name
+            if check.killed:
+                train_and_kill(run_dir, outcome["command"], STEPS // 2 + 1)
+            records[check.name] = train(run_dir, outcome["command"])
             outcome |= judge(check, records)
         except TrialError as error:
             outcome["wrong"] = str(error)[-4000:]
@@ -107,11 +109,6 @@ def run_checks(
         outcomes[check.name] = outcome
         (folder / RESULTS).write_text(json.dumps({"machine": facts, "checks": outcomes}, indent=1))
         yield check, outcome
-
-
-def _run_killed(run_dir: Path, overrides: list[str]) -> Records:
-    train_and_kill(run_dir, overrides, STEPS // 2 + 1)
-    return train(run_dir, overrides)
 
 
 def judge(check: Check, records: dict[str, Records]) -> dict[str, Any]:
