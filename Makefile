@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean
+.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean demo dist site lint-docker notebook gpu-first
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -33,6 +33,9 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) torch hatchling
 	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
+
+demo: $(SETUP) ## One minute: a step proven, a collective broken and found, a run killed and resumed to the bit
+	@$(PY) -m automoe.cli demo $(ARGS)
 
 train: $(SETUP) ## Train the default model on this machine (ARGS='train.steps=50 mesh.ep=1')
 	@$(PY) -m automoe.train $(ARGS)
@@ -57,6 +60,10 @@ test-gpu: $(SETUP) ## Run the tests that need one GPU, what proves most first (P
 
 test-gpus: $(SETUP) ## Run the tests that need several GPUs, 8 for all of them (ARGS='-x -k "dp2 or ep2"' for two)
 	@$(PY) -m pytest -m gpus $(ARGS)
+
+gpu-first: $(SETUP) ## The first half hour on GPUs: ordered checks, then the GPU tests; says what to send back (PY=python3)
+	@$(PY) -m automoe.cli doctor --gpu $(ARGS)
+	@$(PY) -m pytest -m gpu
 
 test-meshes: $(SETUP) ## A quarter of all mappings and families, another each day (SAMPLE= runs all of them)
 	@$(PYTEST) -m exhaustive $(SAMPLE) $(ARGS)
@@ -121,9 +128,31 @@ fit-time: $(SETUP) ## Fit the constants of predicted step times to published run
 bench-plan: $(SETUP) ## CPU-seconds of steps on 18 meshes, predicted by a calibrated machine beside measured, ten minutes
 	@$(PY) benchmarks/run.py plan_correlation $(ARGS)
 
+dist: $(SETUP) ## Build the wheel and the sdist in dist/
+	@rm -rf dist
+	@$(PY) -m build --no-isolation --outdir dist . | tail -1
+
+# The site has an environment of its own: its packages are not those of training.
+SITE := .venv-site
+$(SITE)/done: pyproject.toml | $(SETUP)
+	@test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/python -m pip install -qq --disable-pip-version-check $$($(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["site"])')
+	@touch $@
+
+site: $(SETUP) $(SITE)/done ## Build the documentation in site/; broken links are errors (ARGS=serve shows it)
+	@$(PY) docs/build_site.py
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs $(or $(ARGS),build --strict --quiet)
+
+lint-docker: $(SITE)/done ## Lint the Dockerfiles
+	@$(SITE)/bin/hadolint docker/*.Dockerfile
+
+notebook: $(SETUP) ## Execute notebooks/first_proof.ipynb and fail where a cell fails
+	@$(PY) -m pytest tests/packaging/test_notebook.py -q -m 'not gpu'
+
 docs-images: $(SETUP) ## Draw the pictures of docs/
 	@$(PY) docs/draw_folding.py
 	@$(PY) -m docs.draw_scaling
+	@$(PY) -m docs.draw_demo
 
 docs-config: $(SETUP) ## Write docs/config.md from the schema, and the table in docs/plan.md from plans
 	@$(PY) docs/write_config.py

@@ -15,6 +15,8 @@ from automoe import __version__
 from automoe.errors import exit_status
 
 COMMANDS = {
+    "demo": "a minute here: a step proven, a collective broken, a run killed",
+    "doctor": "what this machine has, and what to try first; --gpu proves GPUs",
     "train": "train a model, here or on a cluster; -m sweeps",
     "plan": "memory and batch arithmetic of a configuration, without hardware",
     "verify": "one step on the reference mesh and on the configured one, compared",

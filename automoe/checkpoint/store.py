@@ -119,7 +119,8 @@ class CheckpointStore:
         """Report to a run from now on, and start the clock of ``checkpoint.every_minutes``.
 
         Args:
-            note, warn: take a line for the user.
+            note: takes a line for the user.
+            warn: takes a line that warns the user.
             saved: takes the folder of every checkpoint that has been committed.
         """
         self._note = note

@@ -69,7 +69,7 @@ _AT_LEAST = {
         "cluster.intra_node_bandwidth cluster.inter_node_bandwidth cluster.host_bandwidth "
         "cluster.storage_bandwidth cluster.storage_limit moe.capacity_factor moe.router_jitter "
         "moe.seq_balance_coef moe.global_balance_coef moe.micro_batch_balance_coef moe.z_loss_coef "
-        "moe.bias_update_rate lora.rank cluster.cores"
+        "moe.bias_update_rate lora.rank cluster.cores observe.log_every"
     ),
     1: (
         "train.steps train.global_batch_size train.micro_batch_size train.max_skipped train.val_batches "
@@ -77,7 +77,7 @@ _AT_LEAST = {
         "model.num_experts_per_token model.moe_intermediate_size model.rope.original_seq_len "
         "model.attention.num_heads model.attention.num_kv_heads model.attention.q_lora_rank model.router.num_groups "
         "model.router.topk_groups model.router.group_score_topk data.max_bytes checkpoint.keep "
-        "parallel.stages_per_rank observe.log_every observe.sample_tokens launch.timeout_s launch.grace_s "
+        "parallel.stages_per_rank observe.sample_tokens launch.timeout_s launch.grace_s "
         "cluster.gpus_per_node"
     ),
     2: ("train.seq_len model.vocab_size model.attention.head_dim"),

@@ -15,7 +15,9 @@ from automoe.config.paths import PathText
 class ObserveConfig:
     """Console, report, trackers (W&B, TensorBoard, MLflow) and profiles."""
 
-    log_every: int = 1  # steps between lines on the console; metrics.jsonl has every step
+    # steps between lines on the console; 0: by time, about 30 lines a run and one in 30 s at least;
+    # metrics.jsonl has every step
+    log_every: int = 0
     # prompts that the model answers after each validation: a list, or a text file with one prompt
     # per line (docs/finetune.md)
     samples: list[str] | PathText = field(default_factory=list)

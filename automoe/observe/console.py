@@ -29,6 +29,10 @@ from automoe.observe.summary import (
 )
 
 HEADER_EVERY = 20  # lines between two headers, so that one is always in sight
+# With observe.log_every=0 a step prints if the last line is a 30th of the run's expected duration
+# old, or 30 s. A run of at most that many steps prints each.
+LINES = 30
+MAX_SILENCE_S = 30.0
 # Widths of the columns loss, grad norm, lr, tokens/s, memory, load (of the busiest expert over the
 # mean), time and left. The first column, the step, grows with the number of steps.
 WIDTHS = (9, 10, 9, 9, 9, 7, 8, 9)
@@ -58,6 +62,8 @@ class Console:
         self._lines = 0
         self._last: tuple[int, float] | None = None  # step and clock of the previous record
         self._pace: float | None = None  # smoothed seconds per step
+        self._first = (0, 0.0)  # step and clock of the first record
+        self._printed = -math.inf  # clock of the last step line
         self._step_width = max(10, 2 * len(str(config.train.steps)) + 2)
         if enabled:
             from rich.console import Console as RichConsole
@@ -82,25 +88,21 @@ class Console:
     def step(self, record: Mapping[str, Any]) -> None:
         """Print a line for a step's record (keys of ``metrics.jsonl``); another if it validated.
 
-        Steps that are not multiples of ``observe.log_every`` print nothing, except the first, the
-        last, a validating, and a non-finite step.
+        Steps between those that are due by time, or by ``observe.log_every`` if it is set, print
+        nothing, except the first, the last, a validating, and a non-finite step.
         """
         if not self.enabled:
             return
         step = record["step"]
         steps = self.config.train.steps
-        left = self._time_left(record)
+        now = time.monotonic()
+        left = self._time_left(record, now)
         finite = math.isfinite(float(record["loss"])) and math.isfinite(float(record["grad_norm"]))
         validates = record.get("val_loss") is not None
         first = self._lines == 0
-        if not (
-            first
-            or step == steps
-            or validates
-            or not finite
-            or step % max(1, self.config.observe.log_every) == 0
-        ):
+        if not (first or step == steps or validates or not finite or self._due(step, now, left)):
             return
+        self._printed = now
         mfu = record["mfu"]
         load = record["expert_max_load"]  # 0 for a dense model
         cells = [
@@ -186,10 +188,9 @@ class Console:
         body = "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
         self._print(f"{first:>{self._step_width}}{body}", style)
 
-    def _time_left(self, record: Mapping[str, Any]) -> float:
+    def _time_left(self, record: Mapping[str, Any], now: float) -> float:
         """Return the seconds to the last step at the recent pace, including validation."""
         step = record["step"]
-        now = time.monotonic()
         pace = float(record.get("step_seconds") or math.nan)
         # The first step is slow because of warm-up: its pace is used once and then forgotten.
         if self._last is not None:
@@ -197,8 +198,24 @@ class Console:
             if self._pace is not None:
                 pace = 0.95 * self._pace + 0.05 * pace
             self._pace = pace
+        else:
+            self._first = (step, now)
         self._last = (step, now)
         return pace * (self.config.train.steps - step)
+
+    def _due(self, step: int, now: float, left: float) -> bool:
+        """Return True if ``observe.log_every`` asks for a line for this step.
+
+        Args:
+            now: clock of this step.
+            left: expected seconds to the last step.
+        """
+        if (every := self.config.observe.log_every) > 0:
+            return step % every == 0
+        first, since = self._first
+        if self.config.train.steps - first < LINES:
+            return True
+        return now - self._printed >= min(MAX_SILENCE_S, (now - since + left) / LINES)
 
     def _print_facts(self, facts: Facts) -> None:
         from rich.text import Text

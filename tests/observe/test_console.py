@@ -27,6 +27,7 @@ def run_steps(console: Console, config, steps: int, **changes) -> None:
 @pytest.mark.parametrize("mfu", [None, 0.9999])
 def test_every_cell_ends_under_its_heading(tmp_path, mfu):
     config = small_config(tmp_path, steps=120)
+    config.observe.log_every = 1
     console, out = console_of(config)
     extremes = {"tokens_per_second": 1.234e9, "peak_memory_bytes": 191 * 2**30, "step_seconds": 7200.0}
     extremes |= {"loss": 12345.6789, "grad_norm": 9.87e12, "lr": 1e-12, "expert_max_load": 123.4}
@@ -47,6 +48,7 @@ def test_every_cell_ends_under_its_heading(tmp_path, mfu):
 
 def test_the_header_comes_back_and_validations_stand_out(tmp_path):
     config = small_config(tmp_path, steps=50)
+    config.observe.log_every = 1
     console, out = console_of(config)
     run_steps(console, config, 50)
     lines = out.getvalue().splitlines()
@@ -96,10 +98,41 @@ def test_log_every_skips_lines_but_never_what_matters(tmp_path):
     assert shown == [1, 7, 25, 40, 50, 75, 80, 99]
 
 
+@pytest.mark.parametrize(
+    "steps, seconds, resumed, at_least, at_most",
+    [
+        (150, 0.1, 0, 15, 40),  # as on a laptop
+        (150, 1.7, 0, 15, 40),
+        (150, 6.0, 0, 15, 40),
+        (3000, 0.02, 0, 25, 160),  # 120 of the lines are validations
+        (30, 0.01, 0, 30, 30),  # few steps print each
+        (150, 0.5, 130, 20, 20),  # so does what is left of a resumed run
+        (120, 45.0, 0, 120, 120),  # never silent for long
+    ],
+)
+def test_lines_come_by_time_and_never_skip_what_matters(
+    tmp_path, monkeypatch, steps, seconds, resumed, at_least, at_most
+):
+    clock = iter(range(10**6))
+    monkeypatch.setattr("automoe.observe.console.time.monotonic", lambda: seconds * next(clock))
+    config = small_config(tmp_path, steps=steps)
+    console, out = console_of(config)
+    rng = np.random.default_rng(0)
+    records = [record_of(step, config, rng) | {"expert_max_load": 1.3} for step in range(1, steps + 1)]
+    records[steps - 5]["loss"] = math.nan
+    for record in records[resumed:]:
+        console.step(record)
+    shown = {int(number) for number in re.findall(rf"^ *(\d+)/{steps}", out.getvalue(), re.M)}
+    assert at_least <= len(shown) <= at_most
+    validated = {record["step"] for record in records[resumed:] if "val_loss" in record}
+    assert validated | {resumed + 1, steps - 4, steps} <= shown
+
+
 def test_time_left_falls_to_nothing(tmp_path, monkeypatch):
     clock = iter(range(0, 100, 2))  # two seconds a step
     monkeypatch.setattr("automoe.observe.console.time.monotonic", lambda: float(next(clock)))
     config = small_config(tmp_path, steps=40)
+    config.observe.log_every = 1
     console, out = console_of(config)
     run_steps(console, config, 40)
     rows = {line.split()[0]: line.split()[-1] for line in out.getvalue().splitlines() if "/40" in line}

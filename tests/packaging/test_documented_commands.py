@@ -24,7 +24,8 @@ README = (ROOT / "README.md").read_text()
 def commands() -> list[str]:
     """Lines of fenced blocks that train, plan or verify one configuration which needs no file of the reader's."""
     found: list[str] = []
-    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    pages = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "tutorials.md"]  # test_pages runs it
+    for document in [ROOT / "README.md", *pages]:
         fenced = False
         for line in document.read_text().splitlines():
             if line.startswith("```"):

@@ -24,7 +24,16 @@ PRIVATE_TO_TORCH = ("automoe.interop.torch_private", "automoe.interop.torch_pipe
 # A module imports from its own layer and from those after it. The package itself is a version and two names found when
 # asked for.
 LAYERS = (
-    ("automoe.__main__", "automoe.cli", "automoe.train", "automoe.plan", "automoe.export", "automoe.convert")
+    (
+        "automoe.__main__",
+        "automoe.cli",
+        "automoe.demo",
+        "automoe.doctor",
+        "automoe.train",
+        "automoe.plan",
+        "automoe.export",
+        "automoe.convert",
+    )
     + ("automoe.generate", "automoe.upcycle", "automoe.eval"),
     ("automoe.planner",),
     ("automoe.launch", "automoe.verify"),

@@ -1,4 +1,7 @@
-"""The three ways to have automoe all train: the wheel outside a checkout, an installed checkout, a bare checkout."""
+"""The ways to have automoe all train: the wheel outside a checkout, an installed checkout, a bare checkout.
+
+The wheel is built from the sdist, as an installer does that finds no wheel, so that what is missing in one misses in both.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -52,9 +57,25 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    call(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from hatchling.build import build_sdist; build_sdist(sys.argv[1])",
+            str(out),
+        ],
+        source,
+    )
+    (built,) = out.glob("automoe-*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    call([*PIP, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(out), str(source)], out)
+    call([*PIP, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(out), str(sdist)], out)
     (built,) = out.glob("automoe-*.whl")
     return built
 
@@ -78,6 +99,19 @@ def editable(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = f"import site, sys\nold = list(sys.path)\nsite.addsitedir({str(target)!r})\n"
     (target / "sitecustomize.py").write_text(first + "sys.path[:0] = [one for one in sys.path if one not in old]\n")
     return target
+
+
+def test_the_sdist_has_what_its_tests_and_pages_need(sdist: Path) -> None:
+    """All that a clone has but the files of its own upkeep."""
+    named = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
+    tracked = {path.name for path in CHECKOUT.iterdir() if not path.name.startswith(".")}
+    included = {name for name in named["include"] if not name.startswith(".")}
+    built = {"build", "dist", "runs", "site", "outputs", "multirun"}
+    assert tracked - {"LICENSE", "pyproject.toml"} - built == included  # those two are always packed
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "conf/model/small_dsv3.yaml", "recipes/pretrain.py"} <= packed
+    assert not [name for name in packed if "__pycache__" in name or name.startswith((".venv", "runs"))]
 
 
 def test_the_wheel_has_every_module_config_and_recipe(wheel: Path, source: Path) -> None:

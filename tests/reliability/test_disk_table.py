@@ -102,7 +102,7 @@ def wrong(world: World, one: Written, number: int, call: str, once: bool, folder
 
 
 def first_of_run(world: World) -> Written:
-    return next(one for one in world.written if one.part == "/straight/run")
+    return next(one for one in world.written if one.part == "/run")
 
 
 def record(run_dir: Path) -> list[dict[str, Any]]:

@@ -59,7 +59,9 @@ class Disk:
 def _written(line: str) -> Written:
     path = Path(line)
     part, name = f"/{path.parent.name}/{path.name}", path.name
-    if scratch := re.fullmatch(rf"\.(.+)\.{re.escape(socket.gethostname())}\.\d+", name):
+    if path.parent.name == "straight":  # the run's own folder, and the cache beside it
+        part = f"/{name}"
+    elif scratch := re.fullmatch(rf"\.(.+)\.{re.escape(socket.gethostname())}\.\d+", name):
         part, name = f"/.{scratch[1]}.", scratch[1]
     elif name.startswith(".tmp-probe-"):
         part, name = "/.tmp-probe-", "checkpoints"

@@ -1,0 +1,132 @@
+"""The checks for the first half hour on GPUs: short runs, ordered by how much each proves.
+
+Each check trains by the documented command. Most have the rows and weights of another check, and
+must have its losses; what differs between the two is then what is proven.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automoe.launch.trial_runs import Records, TrialError, differing, train, train_and_kill
+
+RESULTS = "results.json"
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Check:
+    """A short run and what it proves.
+
+    Attributes:
+        gpus: number of GPUs that it needs; 0 runs on the CPU.
+        words: words after ``automoe train``.
+        proves: what is known once it passes.
+        like: name of the check whose losses it must have; empty for none.
+        tolerance: largest relative difference of a step's loss; 0: all numbers to the bit.
+        killed: kill the run once in the middle and start it again.
+    """
+
+    name: str
+    gpus: int
+    words: str
+    proves: str
+    like: str = ""
+    tolerance: float = 1e-3
+    killed: bool = False
+
+    def overrides(self, device: str) -> list[str]:
+        """Return the words of the command line, for ``cuda`` or, in tests, ``cpu``."""
+        where = [f"launch.device={device if self.gpus else 'cpu'}"]
+        return [*self.words.split(), *where, f"launch.num_ranks={max(1, self.gpus)}"]
+
+
+_SMALL = (
+    f"train.steps={STEPS} train.seq_len=128 train.global_batch_size=8 train.micro_batch_size=1 "
+    "train.val_every=0 optim.warmup_steps=2 data.max_bytes=1000000 checkpoint.export_hf=false "
+    "checkpoint.every=4 observe.report=false "
+)
+_F32 = f"{_SMALL} moe.experts=loop mesh.pp=1"
+_ALONE = f"{_F32} mesh.ep=1"
+_BF16 = f"{_SMALL} mesh.pp=1 mesh.ep=1 train.dtype=bfloat16"
+_MOONLIGHT = (
+    "--config-name moonlight_16b_a3b data=benchmark train.steps=20 train.val_every=0 "
+    "checkpoint.every=0 checkpoint.every_minutes=0 checkpoint.export_hf=false"
+)
+# fmt: off
+CHECKS = (
+    Check("cpu", 0, _ALONE, "the reference: this machine's CPU trains"),
+    Check("gpu", 1, _ALONE, "CUDA, the driver and torch compute what the CPU computes", "cpu"),
+    Check("gpu-killed", 1, _ALONE, "a GPU run killed with SIGKILL goes on to the bit", "gpu", 0.0, True),
+    Check("bf16", 1, f"{_BF16} moe.experts=loop", "bfloat16 trains", "gpu", 0.05),
+    Check("grouped-mm", 1, _BF16, "torch's grouped products", "bf16", 0.02),
+    Check("triton", 1, f"{_BF16} moe.experts=triton kernels.rope=triton", "our Triton kernels", "bf16", 0.02),
+    Check("fp8", 1, f"{_BF16} train.fp8=tensorwise", "8-bit kernels (compute capability 8.9 and later)", "bf16", 0.1),
+    Check("compile", 1, f"{_BF16} train.compile=true", "torch.compile", "bf16", 0.02),
+    Check("speed", 1, f"{_MOONLIGHT} model.num_layers=6 train.global_batch_size=8 mesh.dp_shard=1 mesh.ep=1 train.steps=10",
+          "tokens/s, MFU and memory of full-width layers, to hold beside the plan"),
+    Check("ep8", 8, f"{_F32} mesh.ep=8", "NCCL, FSDP and the all-to-all over eight GPUs", "gpu"),
+    Check("ep8-killed", 8, f"{_F32} mesh.ep=8", "eight ranks killed go on to the bit", "ep8", 0.0, True),
+    Check("hsdp", 8, f"{_F32} mesh.dp_replicate=2 mesh.dp_shard=4 mesh.ep=4", "replicas beside shards", "gpu"),
+    Check("tp", 8, f"{_F32} mesh.tp=2 mesh.ep=4", "tensor parallelism, folded with experts", "gpu"),
+    Check("cp", 8, f"{_F32} mesh.cp=2 mesh.ep=4", "rows cut over ranks", "gpu"),
+    Check("pp", 8, f"{_F32} mesh.pp=2 mesh.dp_shard=4 mesh.ep=4", "a pipeline over NCCL", "gpu"),
+    Check("deepep", 8, f"{_BF16} mesh.ep=8 moe.dispatcher=deepep", "DeepEP's kernels", "bf16", 0.05),
+    Check("moonlight", 8, _MOONLIGHT, "16B parameters on a node: tokens/s, MFU, memory beside the plan"),
+)
+# fmt: on
+
+
+def run_checks(
+    folder: Path, checks: list[Check], facts: dict[str, Any], device: str = "cuda"
+) -> Iterator[tuple[Check, dict[str, Any]]]:
+    """Run ``checks`` in order, and yield each with its outcome once it is in the results file.
+
+    Args:
+        folder: new folder of the runs and of ``results.json``.
+        facts: what to keep about the machine in the results.
+    """
+    records: dict[str, Records] = {}
+    outcomes: dict[str, dict[str, Any]] = {}
+    for check in checks:
+        started = time.monotonic()
+        outcome: dict[str, Any] = {"proves": check.proves, "command": check.overrides(device)}
+        try:
+            run_dir = folder / check.name
+            if check.killed:
+                train_and_kill(run_dir, outcome["command"], STEPS // 2 + 1)
+            records[check.name] = train(run_dir, outcome["command"])
+            outcome |= judge(check, records)
+        except TrialError as error:
+            outcome["wrong"] = str(error)[-4000:]
+        outcome["seconds"] = round(time.monotonic() - started, 1)
+        outcomes[check.name] = outcome
+        (folder / RESULTS).write_text(json.dumps({"machine": facts, "checks": outcomes}, indent=1))
+        yield check, outcome
+
+
+def judge(check: Check, records: dict[str, Records]) -> dict[str, Any]:
+    """Return the records of a check's run, and under ``wrong`` why it fails; empty if it passes."""
+    run = records[check.name]
+    losses = [record["loss"] for record in run]
+    outcome: dict[str, Any] = {"records": run}
+    wrong = "" if all(map(math.isfinite, losses)) else "a loss is not finite"
+    if check.like and check.like not in records:
+        wrong = f"nothing to compare with: {check.like} failed"
+    elif check.like:
+        expected = records[check.like]
+        if check.tolerance == 0:
+            wrong = wrong or "; ".join(differing(expected, run))
+        else:
+            pairs = zip(losses, expected, strict=True)
+            worst = max(abs(loss / theirs["loss"] - 1) for loss, theirs in pairs)
+            outcome["worst"] = worst
+            if not worst <= check.tolerance:
+                wrong = wrong or f"losses differ from {check.like}'s by up to {worst:.1e}"
+    return outcome | {"wrong": wrong}

@@ -1,0 +1,81 @@
+"""Short runs by the command that a user would type, and the comparison of what they recorded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from automoe.launch.local import last_step
+from automoe.observe.metrics import read_metrics
+
+# Parts of names of a record's values that are clocks or memory, and checksums over those.
+_MEASURED = ("second", "memory", "checkpoint_", "mfu", "slowest", "crc32")
+
+Records = list[dict[str, Any]]
+
+
+class TrialError(RuntimeError):
+    """A run that failed; the message is what it printed."""
+
+
+def train(run_dir: Path, overrides: Sequence[str]) -> Records:
+    """Train in a process of its own to the end, and return the steps' records.
+
+    Raises:
+        TrialError: the run failed.
+    """
+    process = _start(run_dir, overrides)
+    said, _ = process.communicate()  # a run that hangs ends itself: launch.timeout_s
+    if process.returncode:
+        raise TrialError(said)
+    return read_metrics(run_dir)
+
+
+def train_and_kill(run_dir: Path, overrides: Sequence[str], after: int) -> int:
+    """Kill a run with SIGKILL once it has recorded step ``after``; return its last recorded step.
+
+    Raises:
+        TrialError: the run ended before that step.
+    """
+    process = _start(run_dir, overrides)
+    while (last_step(run_dir) or 0) < after:
+        if process.poll() is not None:
+            raise TrialError(process.communicate()[0])
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()  # ends when no rank is left that could print more
+    return last_step(run_dir) or 0
+
+
+def differing(expected: Records, got: Records) -> list[str]:
+    """Return what differs between two runs' records, ``step N: name, ...``; clocks do not count."""
+    lines = []
+    if len(expected) != len(got):
+        lines.append(f"{len(got)} steps instead of {len(expected)}")
+    for mine, theirs in zip(got, expected, strict=False):
+        names = sorted(numbers_of(mine) | numbers_of(theirs))
+        # As text, NaN equals NaN, and 1 is not 1.0.
+        wrong = [n for n in names if json.dumps(mine.get(n)) != json.dumps(theirs.get(n))]
+        lines += [f"step {theirs['step']}: {', '.join(wrong)}"] if wrong else []
+    return lines
+
+
+def numbers_of(record: dict[str, Any]) -> set[str]:
+    """Return the names of a record's values that two runs of the same numbers share."""
+    return {name for name in record if not any(part in name for part in _MEASURED)}
+
+
+def _start(run_dir: Path, overrides: Sequence[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "automoe.train", f"run_dir={run_dir}", *overrides]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )

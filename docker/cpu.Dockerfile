@@ -1,0 +1,19 @@
+# automoe without a GPU: docker build -f docker/cpu.Dockerfile -t automoe:cpu .
+FROM python:3.12-slim
+
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++=4:* \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 1000 trainer
+
+COPY constraints-cpu.txt /build/
+RUN pip install --no-cache-dir --constraint /build/constraints-cpu.txt \
+        --index-url https://download.pytorch.org/whl/cpu torch
+COPY . /build/automoe
+RUN pip install --no-cache-dir --constraint /build/constraints-cpu.txt /build/automoe \
+    && rm -rf /build
+
+USER 1000
+WORKDIR /home/trainer
+ENTRYPOINT ["automoe"]
+CMD ["--help"]
