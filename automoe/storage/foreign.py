@@ -236,11 +236,13 @@ def _is_template(value: Any) -> bool:
 
 def _several(is_one: Callable[[Any], bool], kinds: Any = list) -> Callable[[Any], bool]:
     """Return a test of one value, or of a collection of them."""
-    return lambda value: (
-        all(map(is_one, value.values() if isinstance(value, dict) else value))
-        if isinstance(value, kinds)
-        else is_one(value)
-    )
+
+    def all_are(value: Any) -> bool:
+        if not isinstance(value, kinds):
+            return is_one(value)
+        return all(map(is_one, value.values() if isinstance(value, dict) else value))
+
+    return all_are
 
 
 # keys of JSON settings, which mean the same in every file: (what a value is, its test). Null is

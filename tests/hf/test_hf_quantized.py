@@ -365,7 +365,6 @@ def test_experts_that_are_there_as_codes_and_as_numbers_too(mxfp4: Path) -> None
     ("quantization", "says"),
     [
         ({"quant_method": "awq"}, "quant_method=awq"),
-        ("awq", "quant_method=awq"),
         ({"quant_method": "fp8"}, "weight_block_size=None"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size=128"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size=[0, 128]"),

@@ -376,7 +376,7 @@ _CHECKPOINT = [
     ("automoe/storage/files.py", "os.fsync(descriptor)", "pass", COMMIT),
     ("store.py", "            flush(target)\n", "            pass\n", COMMIT),
     ("automoe/storage/folder.py", "    flush(path.parent)\n", "    pass\n", COMMIT),
-    ("automoe/storage/files.py", "path)\n    flush(path.parent)", "path)\n    pass", COMMIT),
+    ("automoe/storage/files.py", "flushed=True)\n    flush(path.parent)", "flushed=True)\n    pass", COMMIT),
     ("automoe/checkpoint/folder.py", "max(checkpoint.keep, 1)", "max(checkpoint.keep + 1, 1)", RETENTION),
     ("automoe/checkpoint/folder.py", "-step_number(name))", "step_number(name))", RETENTION),
     ("automoe/checkpoint/folder.py", "% checkpoint.keep_every == 0", "% checkpoint.keep_every == 1", RETENTION),
