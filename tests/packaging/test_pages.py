@@ -21,7 +21,8 @@ from automoe.launch.gpu_first import CHECKS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-MAX_PAGE_WORDS, MAX_WORDS, MAX_PICTURE = 2_500, 35_000, 200_000
+MAX_PAGE_WORDS, MAX_DECISIONS, MAX_PICTURE = 2_500, 5_000, 200_000
+MAX_WORDS = 37_000  # 35,000, and the pages for newcomers
 GENERATED = "config.md"  # the key reference
 TUTORIAL = DOCS / "tutorials.md"
 
@@ -38,7 +39,8 @@ def rows(page: str) -> list[list[str]]:
 
 def test_pages_have_a_size() -> None:
     words = {path.name: len(path.read_text().split()) for path in DOCS.glob("*.md") if path.name != GENERATED}
-    assert {name: count for name, count in words.items() if count > MAX_PAGE_WORDS} == {}
+    most = {name: MAX_DECISIONS if name == "decisions.md" else MAX_PAGE_WORDS for name in words}
+    assert {name: count for name, count in words.items() if count > most[name]} == {}
     assert sum(words.values()) <= MAX_WORDS
     pictures = {path.name: path.stat().st_size for path in (DOCS / "images").iterdir()}
     assert {name: size for name, size in pictures.items() if size > MAX_PICTURE} == {}
