@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
-from automoe.errors import AutomoeError, DataError
+from automoe.errors import AutomoeError, DataError, in_words
 
 T = TypeVar("T")
 
@@ -47,6 +47,7 @@ def guarded(what: str, work: Callable[[], T]) -> T:
 
     Raises:
         DataError: a step took too long or too much memory, or ended the child.
+        LaunchError: no further process can be started.
         Exception: that of ``work``.
     """
     global _place
@@ -57,7 +58,11 @@ def guarded(what: str, work: Callable[[], T]) -> T:
     parent = os.getpid()
     with warnings.catch_warnings():  # Python 3.12 warns if a process with threads forks
         warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError as error:
+            # Callers take an ``OSError`` for one of the files that they read or write.
+            raise in_words(error) from None
     if not child:
         _place = place
         _work(what, work, writing, parent)
