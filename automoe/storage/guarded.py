@@ -60,9 +60,9 @@ def guarded(what: str, work: Callable[[], T]) -> T:
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             child = os.fork()
-        except OSError as error:
+        except OSError as failed:
             # Callers take an ``OSError`` for one of the files that they read or write.
-            raise in_words(error) from None
+            raise in_words(failed) from None
     if not child:
         _place = place
         _work(what, work, writing, parent)
