@@ -85,8 +85,9 @@ def settle(config: Config, overrides: list[str]) -> Config:
 
         model, _ = upcycled_model(config.model)
     else:
-        initializer_range = config.model.initializer_range
-        model = replace(model_config_from_hf(path), initializer_range=initializer_range)
+        mine = config.model
+        kept = {key: getattr(mine, key) for key in ("initializer_range", "random_weights")}
+        model = replace(model_config_from_hf(path), **kept)
     model = replace(model, hf_path=path)
     named = {key_of(override): override.partition("=")[2] for override in overrides}
     for key, value in named.items():

@@ -65,7 +65,7 @@ class LoRALinear(Linear):
 
 
 def adapt(
-    part: Decoder, config: Config, trained_dtype: torch.dtype, frozen_dtype: torch.dtype
+    part: CausalLM, config: Config, trained_dtype: torch.dtype, frozen_dtype: torch.dtype
 ) -> None:
     """Freeze what ``lora`` or ``train.freeze`` leave untrained, and add the adapters, on meta.
 
@@ -90,6 +90,7 @@ def adapt(
         path, _, last = name.rpartition(".")
         frozen = nn.Parameter(stored, requires_grad=False)
         part.get_submodule(path).register_parameter(last, frozen)
+    assert isinstance(part, Decoder) or not config.lora.rank
     for layer in part.layers if config.lora.rank else ():
         _add_adapters(part, layer_params(config.model, int(layer)), config, trained_dtype)
 

@@ -27,6 +27,7 @@ from math import prod
 from operator import attrgetter
 from typing import Any
 
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig, is_linear
 
 PARTS = (
@@ -446,10 +447,20 @@ class ParamCount:
     by_part: dict[str, int]
 
 
+def _class_params(model: ModelConfig, buffers: bool) -> list[Param]:
+    """Return the parameters of a class of transformers, which the table does not list."""
+    from automoe.model.transformers_model import class_params  # torch
+
+    params = class_params(str(model.hf_path))
+    return [param for param in params if buffers or param.spec.kind != "buffer"]
+
+
 def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
     """Return the parameters of decoder layer ``layer``, with the router's bias if ``buffers``."""
     sizes = sizes_of(model)
     params = []
+    if model.family == TRANSFORMERS:
+        return [param for param in _class_params(model, buffers) if param.layer == layer]
     for is_there, specs in _ROWS:
         for spec in specs if is_there(model, layer) else ():
             if not spec.is_in(model) or (spec.kind == "buffer" and not buffers):
@@ -468,6 +479,8 @@ def stage_params(
 
     A tied head is the embedding and adds nothing, or is a copy of it in a stage of its own.
     """
+    if model.family == TRANSFORMERS:
+        return _class_params(model, buffers)
     first, last = stage == 0, stage == len(layers) - 1
     table = (model.vocab_size, model.hidden_size)
     embedding = Param("embed_tokens.weight", table, _EMBEDDING)

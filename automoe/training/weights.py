@@ -15,7 +15,7 @@ from automoe.hf.peft import WrittenAdapter, to_peft
 from automoe.hf.read import Loaded, load_hf
 from automoe.hf.upcycle import upcycled_model
 from automoe.hf.write import to_hf
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.optim.ema import take_averages
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.parallelize import allocate, build_parts, materialize
@@ -23,13 +23,13 @@ from automoe.parallel.parallelize import allocate, build_parts, materialize
 
 def first_weights(
     config: Config, meshes: Meshes, device: torch.device
-) -> tuple[dict[int, Decoder], Loaded | None]:
+) -> tuple[dict[int, CausalLM], Loaded | None]:
     """Return this rank's pipeline stages with initial weights, and the load report. Collective.
 
     The weights come from ``model.hf_path``; without a path they are random and the report is None.
     """
     model_parts = build_parts(config, meshes)
-    if not config.model.hf_path:
+    if not config.model.hf_path or config.model.random_weights:
         materialize(model_parts, config, device)
         return model_parts, None
     allocate(model_parts, device)
@@ -41,7 +41,7 @@ def first_weights(
 
 def export_weights(
     config: Config,
-    model_parts: dict[int, Decoder],
+    model_parts: dict[int, CausalLM],
     run_dir: Path,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Written | WrittenAdapter:
