@@ -45,6 +45,8 @@ _PART_WORDS = (
     ("", "dense_ffn"),
 )
 _PLACES = {"attention": 1, "router": 7, "dense_ffn": 7, "shared_experts": 7, "routed_experts": 7}
+_PROBE = 16  # tokens of each of two documents
+_LEAK = 0.05  # of an unmasked change; those found are 0, or 0.1 and more
 _RANDOM = ("dropout", "jitter")  # words in keys of config.json that make training draw numbers
 
 
@@ -87,9 +89,24 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
                 raise ValueError(f"{key}={value} draws random numbers; set it to 0 in config.json")
         config._experts_implementation = experts
         with torch.device("meta"):
-            return classes[type(config)](config)
+            model = classes[type(config)](config)
     except Exception as error:  # a configuration class or a model's may raise any exception
         raise refused(path, " ".join(f"{type(error).__name__}: {error}".split())[:400]) from error
+    for module in model.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if parameter.requires_grad:  # of one dtype, for FSDP
+                parameter.data = parameter.data.to(torch.get_default_dtype())
+            else:  # such as a bias of the selection: neither sharded nor rounded
+                del module._parameters[key]
+                module.register_buffer(key, parameter.data)
+    return model
+
+
+def is_tied(model: Any) -> bool:
+    """Return whether the head is the embedding."""
+    return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -134,7 +151,7 @@ def _class_params(path: str, stated: bytes) -> tuple[Param, ...]:
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     part_of = {module.weight: part for part, module in reversed(ends.items()) if module is not None}
     params = []
-    if model.config.tie_word_embeddings:
+    if is_tied(model):
         model.set_output_embeddings(None)
     for name, parameter in model.state_dict(keep_vars=True).items():
         part = "routed_experts" if parameter in experts else part_of.get(parameter)
@@ -281,6 +298,7 @@ class TransformersModel(CausalLM):
         for name, module in model.named_children():
             self.add_module(name, module)
         self._class = [model]  # in a list, so that its modules have no second name here
+        self._layers = decoder_layers(model)  # FSDP renames their class
         self._tokens: Tokens | None = None
         self._moe: dict[nn.Module, _MoELayer] = {}
         self.routers = nn.ModuleDict()
@@ -305,7 +323,7 @@ class TransformersModel(CausalLM):
                 yield unit.number, self._moe[unit.experts]
 
     def units(self) -> Iterator[Unit]:
-        for number, layer in enumerate(decoder_layers(self._class[0])):
+        for number, layer in enumerate(self._layers):
             experts = [module for module in layer.modules() if module in self._moe]
             yield Unit(number, layer, None, *experts)
 
@@ -315,6 +333,36 @@ class TransformersModel(CausalLM):
         positions = tokens.index if tokens.doc_ids is None else tokens.positions
         layers = self._class[0].base_model
         return layers(input_ids=x, position_ids=positions, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def check_isolation(self) -> None:
+        """Change a document, and look at the one behind it in the row. Collective.
+
+        Attention masks hide it to the last bit, or a part of the class does not know of documents.
+
+        Raises:
+            ConfigError: the change is seen.
+        """
+        device = self.head_weight.device
+        half = torch.arange(_PROBE, device=device)
+        doc_ids = half.new_zeros(2 * _PROBE).index_fill_(0, half + _PROBE, 1).unsqueeze(0)
+        positions = half.repeat(2).unsqueeze(0)
+        rows = [torch.cat((half + shift, half)).remainder(self.config.vocab_size) for shift in (0, 1)]
+        trains = self.training
+        self.eval()
+        marked, unmarked = (
+            torch.sub(*(self(row.unsqueeze(0), **given)[:, _PROBE:] for row in rows)).abs().max()
+            for given in ({"positions": positions, "doc_ids": doc_ids}, {})
+        )
+        self.train(trains)
+        if marked > _LEAK * unmarked:
+            raise ConfigError(
+                "data.document_mask",
+                True,
+                f"{self.config.architecture} does not keep the documents of a row apart: what another document "
+                f"changes reaches the next one to {float(marked / unmarked):.0%} of what it does without a mask",
+                "Set data.document_mask=false; for conversations data.chat.pack=false, too",
+            )
 
     def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
         return x_BsH if self.scale == 1 else x_BsH * self.scale

@@ -252,7 +252,7 @@ class SingleStageRunner(StepRunner):
             for micro_batch in self._split(inputs)
         ]
         self.part.train()
-        _reshard([self.part])
+        reshard([self.part])
         return torch.cat(found)
 
     def _split(self, inputs: Inputs) -> list[Inputs]:
@@ -390,7 +390,7 @@ class PipelineRunner(StepRunner):
         found = self._run(self.schedule.eval, inputs, [])
         for part in self.model_parts.values():
             part.train()
-        _reshard(self.model_parts.values())
+        reshard(self.model_parts.values())
         return found
 
     def _run(self, run, inputs: Inputs, losses: list[torch.Tensor]) -> torch.Tensor | None:
@@ -404,7 +404,8 @@ class PipelineRunner(StepRunner):
         return found
 
 
-def _reshard(model_parts) -> None:
+def reshard(model_parts: Iterable[nn.Module]) -> None:
+    """Free the gathered weights of every FSDP unit."""
     # A forward without a backward leaves gathered weights behind, and a checkpoint would save
     # those.
     for part in model_parts:

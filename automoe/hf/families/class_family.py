@@ -26,6 +26,7 @@ from automoe.model.transformers_model import (
     decoder_layers,
     experts_modules,
     head_scale,
+    is_tied,
     refused,
 )
 
@@ -58,7 +59,7 @@ class ClassFamily(Family):
             what = f"{len(layers)} layers with {per_layer} experts modules of {sorted(numbers)} experts"
             raise refused(path, f"{what}; layers hold one each, with equal numbers")
         names = model.state_dict(keep_vars=True).items()
-        if len({id(tensor) for _, tensor in names}) < len(names) - bool(text.tie_word_embeddings):
+        if len({id(tensor) for _, tensor in names}) < len(names) - is_tied(model):
             raise refused(path, "modules share parameters")
         head = model.get_output_embeddings()
         config = ModelConfig(
@@ -69,7 +70,7 @@ class ClassFamily(Family):
             hidden_size=head.in_features,
             num_layers=len(layers),
             first_k_dense=len(layers) - len(experts),
-            tie_embeddings=bool(text.tie_word_embeddings),
+            tie_embeddings=is_tied(model),
             intermediate_size=getattr(text, "intermediate_size", None) or 1,
             attention=AttentionConfig(num_heads=1, num_kv_heads=1),
         )
