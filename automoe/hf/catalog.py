@@ -24,7 +24,7 @@ from automoe.hf.headers import (
     read_headers,
     without_collection,
 )
-from automoe.hf.keys import FP8_BLOCK, FUSED, SCALE_SUFFIX, KeyMap, hf_tensors
+from automoe.hf.keys import FP8_BLOCK, SCALE_SUFFIX, KeyMap, hf_tensors
 from automoe.hf.quantized import MXFP4_BLOCK
 from automoe.hf.untrusted import brief, is_there
 from automoe.parallel.agreement import Ranks
@@ -265,7 +265,11 @@ def _remove_unread(
         reasons[pattern] = "beside what the class of transformers computes"
     notes = []
     for pattern, reason in reasons.items():
-        found_by = re.compile(pattern).search if pattern in keys.unread else partial(fnmatchcase, pat=pattern)
+        found_by = (
+            re.compile(pattern).search
+            if pattern in keys.unread
+            else partial(fnmatchcase, pat=pattern)
+        )
         unread = [key for key in sources if found_by(key)]
         for key in unread:
             del sources[key]

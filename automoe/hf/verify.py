@@ -320,5 +320,5 @@ def _run_transformers(
                 lambda _module, inputs: chosen.append(inputs[1].view(*tokens.shape, -1))
             )
     with torch.no_grad():
-        logits = model.eval()(tokens).logits
+        logits = model.eval()(tokens, use_cache=False).logits
     return logits, torch.stack(chosen, dim=2) if chosen else torch.empty(0)

@@ -20,6 +20,7 @@ from automoe.config.hub import pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
 from automoe.config.rules import check_rows
 from automoe.config.rules_kernels import BASE_BLOCKS
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, export_name, sources_of, tokenizer_of
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
@@ -264,6 +265,10 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
     shape = validate(config, num_ranks, device)
     check_rows(config, adapter_rows(config, shape), shape)
     _check_fp8_base(config)
+    if config.model.family == TRANSFORMERS:
+        from automoe.model.transformers_model import TransformersModel
+
+        TransformersModel(config.model, config.moe)
     from automoe.data.tokenizer import fitting_tokenizer
 
     tokenizer = fitting_tokenizer(config)

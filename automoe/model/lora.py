@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from automoe.config.schema import Config, LoraConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
+from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
 from automoe.model.init import indexed_blocks
 from automoe.model.linear import Linear
@@ -185,7 +186,7 @@ def _merge(
     local_shard(b).zero_()
 
 
-def set_dropout_step(parts: Iterable[Decoder], step: int) -> None:
+def set_dropout_step(parts: Iterable[CausalLM], step: int) -> None:
     """Set the step that decides which input features ``lora.dropout`` leaves out of adapters."""
     for part in parts:
         for module in part.modules():

@@ -193,17 +193,26 @@ def head_scale(model: Any, path: str) -> float:
     return 1.0 if abs(scale - 1) < 1e-6 else scale
 
 
+class _Outputs:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return self.last_hidden_state
+
+    def __getattr__(self, _: str) -> None:
+        return None
+
+
 class _Returns(nn.Module):
-    """Stand-in for the layers of a class: returns given hidden states."""
+    """Stand-in for the layers of a class: returns given hidden states, and None as all the rest."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
         self.hidden = hidden
 
     def forward(self, **_: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+        return _Outputs(self.hidden)
 
 
 @torch.no_grad()
@@ -254,21 +263,26 @@ def _reset(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 
 class ClassRouter(BalancedRouter):
-    """Balance losses and counters of a layer whose class routes by its own code."""
+    """Balance losses and counters of a layer whose class routes by its own code.
 
-    def forward(
-        self, logits_BSE: torch.Tensor | None, tokens: Tokens, routing: Routing
-    ) -> Routing:
-        """Count the choices of a micro-batch; return ``routing`` with the balance losses in it.
+    Attributes:
+        logits: [T, E] that the class computed last; None if no balance loss is asked for.
+    """
 
-        Args:
-            logits_BSE: the class's own router logits; None if no balance loss is asked for.
-        """
+    logits: torch.Tensor | None = None
+
+    def forward(self, routing: Routing, tokens: Tokens) -> Routing:
+        """Count the choices of a micro-batch; return ``routing`` with the balance losses in it."""
         if not (self.training and torch.is_grad_enabled()):
             return routing
-        if logits_BSE is None:
-            logits_BSE = routing.topk_scores.new_zeros(*tokens.index.shape, self.num_experts)
-        return self._balance(score_experts(logits_BSE, RouterConfig()), routing, tokens)
+        shape = (*tokens.index.shape, self.num_experts)
+        logits = routing.topk_scores.new_zeros(shape) if self.logits is None else self.logits
+        self.logits = None
+        return self._balance(score_experts(logits.view(shape), RouterConfig()), routing, tokens)
+
+    def keep(self, recorder: Any, module: nn.Module, args: Any, output: Any) -> None:
+        """Keep the logits in the output of a module of the class."""
+        self.logits = output[recorder.index]
 
 
 class _MoELayer(NamedTuple):
@@ -307,6 +321,28 @@ class TransformersModel(CausalLM):
             self.routers[str(index)] = router
             self._moe[experts] = _MoELayer(router, experts)
             experts.register_forward_pre_hook(partial(self._route, router))
+        for key, coefficient in vars(moe).items():
+            if key.endswith("_coef") and coefficient:
+                self._record_logits(key, coefficient)
+                break
+
+    def _record_logits(self, key: str, coefficient: float) -> None:
+        """Hand the class's router logits to the routers. Raises ``ConfigError`` without any."""
+        recorded = getattr(self._class[0].base_model, "_can_record_outputs", None) or {}
+        recorder = recorded.get("router_logits")
+        kind = getattr(recorder, "target_class", recorder)
+        for unit in self.units():
+            if unit.experts is None:
+                continue
+            found = [
+                m for m in unit.layer.modules() if isinstance(kind, type) and isinstance(m, kind)
+            ]
+            if len(found) != 1 or not hasattr(recorder, "index"):
+                rule = (
+                    f"{self.config.architecture} does not give one module's router logits a layer"
+                )
+                raise ConfigError(f"moe.{key}", coefficient, rule, f"Set moe.{key}=0")
+            found[0].register_forward_hook(partial(self._moe[unit.experts].router.keep, recorder))
 
     @property
     def embedding(self) -> nn.Module:
@@ -347,7 +383,9 @@ class TransformersModel(CausalLM):
         half = torch.arange(_PROBE, device=device)
         doc_ids = half.new_zeros(2 * _PROBE).index_fill_(0, half + _PROBE, 1).unsqueeze(0)
         positions = half.repeat(2).unsqueeze(0)
-        rows = [torch.cat((half + shift, half)).remainder(self.config.vocab_size) for shift in (0, 1)]
+        rows = [
+            torch.cat((half + shift, half)).remainder(self.config.vocab_size) for shift in (0, 1)
+        ]
         trains = self.training
         self.eval()
         marked, unmarked = (
@@ -372,6 +410,8 @@ class TransformersModel(CausalLM):
         tokens = self._tokens
         assert tokens is not None
         x_TH, ids_TK, weights_TK = args
-        ids_BSK, weights_BSK = (one.unflatten(0, tokens.index.shape) for one in (ids_TK, weights_TK))
-        routing = router(None, tokens, Routing(ids_BSK, weights_BSK, ids_BSK))
+        ids_BSK, weights_BSK = (
+            one.unflatten(0, tokens.index.shape) for one in (ids_TK, weights_TK)
+        )
+        routing = router(Routing(ids_BSK, weights_BSK, ids_BSK), tokens)
         return x_TH, ids_TK, routing.topk_scores.flatten(0, 1)

@@ -30,17 +30,12 @@ def _row_shards(experts: nn.Module, num_ranks: int) -> Callable[[nn.Parameter], 
     shard of one expert's matrix is contiguous in a HuggingFace checkpoint, and dim 0 already
     belongs to the ep axis. Experts of transformers are cut along their first dim that divides.
     """
-    rows = getattr(experts, "ROW_DIMS", None)
-    shards = {
-        parameter: Shard(first_even_dim(parameter.shape, num_ranks) if rows is None else rows[name])
-        for name, parameter in experts.named_parameters()
-    }
+    rows = getattr(experts, "ROW_DIMS", {})
+    shards = {}
+    for name, parameter in experts.named_parameters():
+        even = (dim for dim in range(1, parameter.dim()) if parameter.shape[dim] % num_ranks == 0)
+        shards[parameter] = Shard(rows[name] if rows else next(even))
     return lambda parameter: shards[parameter]
-
-
-def first_even_dim(shape: torch.Size, num_ranks: int) -> int:
-    """Return the first dim behind the experts' own that ``num_ranks`` divides."""
-    return next(dim for dim, size in enumerate(shape) if dim and size % num_ranks == 0)
 
 
 def apply_data_parallel(

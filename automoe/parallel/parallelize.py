@@ -48,14 +48,12 @@ def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertPar
     is recomputed by the compiler. FSDP comes last: its hooks stay outside both, on modules, whose
     weights are then gathered.
     """
-    decoder = part if isinstance(part, Decoder) else None  # a class has neither of these
-    if decoder is not None:
-        apply_tensor_parallel(decoder, meshes)
+    apply_tensor_parallel(part, meshes)
     apply_expert_parallel(part, meshes, style)
-    if decoder is not None:
-        apply_fp8(decoder, meshes, config)
-        if config.train.compile:
-            apply_compile(decoder)
+    apply_fp8(part, meshes, config)
+    if config.train.compile:
+        assert isinstance(part, Decoder)
+        apply_compile(part)
     apply_recompute(part, config.parallel)
     if not stays_unsharded(config, meshes.shape):
         apply_data_parallel(part, meshes, config.parallel, config.train.dtype)

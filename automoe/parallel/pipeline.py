@@ -88,9 +88,7 @@ class SharedGradients:
             self._by_group.append((etp, whole))
         if meshes.shape.pp > 1 and any(part.config.tie_embeddings for part in model_parts.values()):
             tied = [
-                part.embedding.weight
-                for part in model_parts.values()
-                if part.embedding is not None
+                part.embedding.weight for part in model_parts.values() if part.embedding is not None
             ]
             for stages in meshes.shape.groups("default", "pp"):
                 ends = [stages[0], stages[-1]]

@@ -42,9 +42,7 @@ def first_weights(
     return model_parts, loaded
 
 
-def _fill(
-    model_parts: dict[int, CausalLM], config: Config, device: torch.device
-) -> Loaded | None:
+def _fill(model_parts: dict[int, CausalLM], config: Config, device: torch.device) -> Loaded | None:
     if not config.model.hf_path or config.model.random_weights:
         materialize(model_parts, config, device)
         return None

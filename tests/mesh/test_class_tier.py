@@ -194,4 +194,18 @@ def test_a_class_that_does_not_serve_is_refused_by_its_part(
 ) -> None:
     hf_class_config(model_type, **more).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=re.escape(why)):
-        model_config_from_hf(tmp_path)
+        TransformersModel(model_config_from_hf(tmp_path), MoEConfig(experts="loop"))
+
+
+def test_balance_losses_take_the_router_logits_of_the_class(saved: dict[str, Path], ranks: RankPool) -> None:
+    """The lagged loss is a multiple of transformers' own at the first step; on a mesh it is the same."""
+    config = config_for(saved["olmoe"], MESHES["ep2_ep_shard2"])
+    config = replace(config, moe=MoEConfig(experts="loop", seq_balance_coef=0.1, z_loss_coef=0.01))
+    one = MeshConfig(dp_shard=1, ep_shard=1)
+    alone = replace(config, mesh=one, train=replace(config.train, micro_batch_size=8))
+    [expected] = ranks.run(run_trajectory, 1, alone, MeshShape.of(one), loader_rows, 1)
+    found = merge_trajectories(ranks.run(run_trajectory, 4, config, resolve_mesh(config.mesh, 4), loader_rows, 1))
+    worst = max(compare_trajectories(found, expected), key=lambda one: one.error)
+    assert worst.error <= 1e-10, worst
+    assert 0.1 < expected.seq_balance_loss[0] / config.model.num_moe_layers < 0.3  # 0.1 if all experts are alike
+    assert expected.z_loss[0] > 0

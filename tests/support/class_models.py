@@ -20,6 +20,14 @@ INDEXER: dict[str, Any] = dict(index_topk=8, index_n_heads=2, index_head_dim=8)
 # What a class wants beyond the sizes above.
 MORE: dict[str, dict[str, Any]] = {
     "axk1": MLA,
+    "qwen3_5_moe_text": dict(
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        shared_expert_intermediate_size=16,
+    ),
     "deepseek_v2": MLA,
     "deepseek_v32": MLA | INDEXER,
     "glm4_moe_lite": MLA,

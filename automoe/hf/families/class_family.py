@@ -6,7 +6,6 @@ is read as data: undone over views on the meta device, which tell the slice of e
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -25,7 +24,6 @@ from automoe.model.transformers_model import (
     build_causal_lm,
     decoder_layers,
     experts_modules,
-    head_scale,
     is_tied,
     refused,
 )
@@ -49,7 +47,6 @@ class ClassFamily(Family):
             ConfigError: the class does not serve; the message names the part.
         """
         model = build_causal_lm(path)
-        head_scale(model, path)
         text = model.config
         layers = decoder_layers(model)
         experts = list(experts_modules(model).values())
@@ -81,7 +78,9 @@ class ClassFamily(Family):
         if experts:
             top_k = [one for key in _TOP_K if isinstance(one := getattr(text, key, None), int)]
             if not top_k:
-                raise refused(path, f"none of {', '.join(_TOP_K)} says how many experts a token has")
+                raise refused(
+                    path, f"none of {', '.join(_TOP_K)} says how many experts a token has"
+                )
             widths = [size for p in experts[0].parameters() for size in p.shape[1:]]
             config.num_experts = numbers.pop()
             config.num_experts_per_token = top_k[0]
@@ -105,7 +104,7 @@ def class_family(path: str, config: ModelConfig | None = None) -> ClassFamily:
     if config is not None:
         keys = _layouts(path, (local_folder(path) / "config.json").read_bytes())
     architecture = config.architecture if config is not None else ""
-    return ClassFamily(TRANSFORMERS, architecture, {}, {}, keys=keys, dense=config is not None and not config.num_moe_layers)
+    return ClassFamily(TRANSFORMERS, architecture, {}, {}, keys=keys)
 
 
 class _View(torch.Tensor):
@@ -133,7 +132,9 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
             model._weight_conversions = transforms
         tables.append(_published(model, tensors))
     own = {
-        name: (Piece(name, tuple(one.shape), (None,) * one.dim(), (0,) * one.dim(), tuple(one.shape)),)
+        name: (
+            Piece(name, tuple(one.shape), (None,) * one.dim(), (0,) * one.dim(), tuple(one.shape)),
+        )
         for name, one in tensors.items()
     }
     unread = tuple(model._keys_to_ignore_on_load_unexpected or ()) + (_BESIDE_TEXT,)
@@ -176,7 +177,9 @@ def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
     free = list(range(view.dim()))
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         first, at = divmod(at, stride) if stride else (0, at)
-        dim = next((one for one in free if view.stride(one) == stride and view.shape[one] <= size), None)
+        dim = next(
+            (one for one in free if view.stride(one) == stride and view.shape[one] <= size), None
+        )
         if dim is None:
             select.append(first)
             continue
