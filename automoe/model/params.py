@@ -1,8 +1,7 @@
 """The table of a model's parameters, from which every other module reads. No torch.
 
-``automoe.model`` builds these parameters, with these names and shapes (a test compares the two).
-Plans, sharding, adapters, weight decay, 8 bits and the keys of HuggingFace files are columns of the
-table.
+``automoe.model`` builds these parameters (a test compares the two). Plans, sharding, adapters,
+weight decay, 8 bits and the keys of HuggingFace files are columns of the table.
 
 Sizes (``sizes_of``) that the table writes shapes in:
 
@@ -27,8 +26,8 @@ from math import prod
 from operator import attrgetter
 from typing import Any
 
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig, is_linear
+from automoe.model.class_params import or_of_class
 
 PARTS = (
     "embedding",
@@ -388,8 +387,7 @@ class Param:
     Attributes:
         layer: number of its decoder layer; None: embedding, final norm or head.
         kv_heads: number of key and value heads, for a projection to keys or values.
-        packed: numbers in a block, if ``lora.base`` packs the tensor; the last two dims of
-            ``shape`` are then blocks, and bytes of a block.
+        packed: numbers in a block, if ``lora.base`` packs it; ``shape`` ends in blocks and bytes.
     """
 
     name: str
@@ -447,20 +445,11 @@ class ParamCount:
     by_part: dict[str, int]
 
 
-def _class_params(model: ModelConfig, buffers: bool) -> list[Param]:
-    """Return the parameters of a class of transformers, which the table does not list."""
-    from automoe.model.transformers_model import class_params  # torch
-
-    params = class_params(str(model.hf_path))
-    return [param for param in params if buffers or param.spec.kind != "buffer"]
-
-
+@or_of_class
 def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
     """Return the parameters of decoder layer ``layer``, with the router's bias if ``buffers``."""
     sizes = sizes_of(model)
     params = []
-    if model.family == TRANSFORMERS:
-        return [param for param in _class_params(model, buffers) if param.layer == layer]
     for is_there, specs in _ROWS:
         for spec in specs if is_there(model, layer) else ():
             if not spec.is_in(model) or (spec.kind == "buffer" and not buffers):
@@ -472,6 +461,7 @@ def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[
     return params
 
 
+@or_of_class
 def stage_params(
     model: ModelConfig, layers: list[range], stage: int, buffers: bool = False
 ) -> list[Param]:
@@ -479,8 +469,6 @@ def stage_params(
 
     A tied head is the embedding and adds nothing, or is a copy of it in a stage of its own.
     """
-    if model.family == TRANSFORMERS:
-        return _class_params(model, buffers)
     first, last = stage == 0, stage == len(layers) - 1
     table = (model.vocab_size, model.hidden_size)
     embedding = Param("embed_tokens.weight", table, _EMBEDDING)

@@ -153,10 +153,10 @@ def _published(
         stored = revert_weight_conversion(model, views)
     except NotImplementedError:  # an operation without a way back
         return None
-    of_storage = {one.untyped_storage()._cdata: name for name, one in tensors.items()}
+    of_storage = {id(one.untyped_storage()): name for name, one in tensors.items()}
     table: dict[str, list[Piece]] = {name: [] for name in tensors}
     for key, view in stored.items():
-        name = of_storage.get(view.untyped_storage()._cdata)
+        name = of_storage.get(id(view.untyped_storage()))
         piece = None if name is None else _piece(key, view, tensors[name])
         if piece is None:
             return None
