@@ -26,8 +26,8 @@ from math import prod
 from operator import attrgetter
 from typing import Any
 
+from automoe.config.class_params import or_of_class
 from automoe.config.schema import ModelConfig, is_linear
-from automoe.model.class_params import or_of_class
 
 PARTS = (
     "embedding",
@@ -427,8 +427,7 @@ class Param:
         return self.spec.kind == "matrix"
 
     def tp_dim(self, tp: int) -> int | None:
-        """Return the dim that ``tp`` ranks shard, or None if each of them keeps the whole
-        tensor."""
+        """Return the dim that ``tp`` ranks shard; None if each keeps the whole tensor."""
         whole = tp == 1 or (self.kv_heads is not None and self.kv_heads < tp)
         return None if whole else self.spec.tp
 

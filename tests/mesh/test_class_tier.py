@@ -95,8 +95,14 @@ def test_loss_and_gradients_are_those_of_the_class(saved: dict[str, Path], model
     assert counts.sum() == 24 * 2 * len(counts)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model_type", CLASSES[:4])
+@pytest.mark.parametrize(
+    ("model_type", "mesh"),
+    [
+        pytest.param(model_type, mesh, marks=() if i % len(MESHES) == j else pytest.mark.exhaustive)
+        for i, model_type in enumerate(CLASSES[:4])
+        for j, mesh in enumerate(MESHES)
+    ],
+)
 def test_meshes_compute_the_step_of_one_process(
     ranks: RankPool, saved: dict[str, Path], model_type: str, mesh: str
 ) -> None:
@@ -123,7 +129,9 @@ def load_and_write(path: Path, mesh: MeshConfig, out: Path) -> tuple[Loaded, int
     return loaded, held, str(written)
 
 
-@pytest.mark.parametrize("model_type", CLASSES)
+@pytest.mark.parametrize(
+    "model_type", [*CLASSES[:4], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in CLASSES[4:])]
+)
 def test_published_files_stream_into_the_shards_and_back(
     ranks: RankPool, saved: dict[str, Path], model_type: str, tmp_path: Path
 ) -> None:
