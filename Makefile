@@ -66,7 +66,7 @@ gpu-first: $(SETUP) ## The first half hour on GPUs: ordered checks, then the GPU
 	@$(PY) -m pytest -m gpu
 
 test-meshes: $(SETUP) ## A quarter of all mappings and families, another each day (SAMPLE= runs all of them)
-	@$(PYTEST) -m exhaustive --ignore=tests/gpu/test_several_devices.py $(SAMPLE) $(ARGS)
+	@$(PYTEST) -m exhaustive $(SAMPLE) $(ARGS)
 
 test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on: a quarter, another each day (SAMPLE= runs all)
 	@$(PYTEST) -m faults $(SAMPLE) $(ARGS)

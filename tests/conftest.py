@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -46,6 +47,12 @@ def ranks() -> Iterator[RankPool]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # ``-m exhaustive`` and ``-m faults`` mean what runs on any machine; devices are asked for by name.
+    asked = set(re.findall(r"\w+", config.option.markexpr))
+    unasked = [i for i in items if any(i.get_closest_marker(mark) for mark in {"gpu", "gpus"} - asked)]
+    config.hook.pytest_deselected(items=unasked)
+    gone = set(unasked)
+    items[:] = [item for item in items if item not in gone]
     order = FIRST_ON_GPU if config.option.markexpr in ("gpu", "gpus") else LONGEST
     place = {f"test_{name}.py": number for number, name in enumerate(order)}
     items.sort(key=lambda item: place.get(item.path.name, len(order)))
