@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from automoe.hf.write import convert_hf
 from automoe.launch.prepare import prepare
 from automoe.storage.foreign import MAX_JSON_BYTES, parse_json
 from tests.support.hf_models import save_small_hf
+from tests.support.hostile import ends_within
 
 Header = dict[str, Any]
 NAMES = ("a", "b", "c")
@@ -39,16 +39,8 @@ NAMES = ("a", "b", "c")
 
 @pytest.fixture(autouse=True)
 def no_waiting() -> Iterator[None]:
-    """What waits for a FIFO's other end, or counts to 10**9, ends here."""
-
-    def end(signum: int, frame: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with ends_within(60):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import json
 import shutil
 import signal
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,16 @@ import pytest
 import transformers.utils.chat_template_utils  # noqa: F401  (no child spends its time on that)
 
 from automoe import cli
-from automoe.config.compose import compose_config
 from automoe.config.data_schema import ChatConfig, DataConfig
-from automoe.config.rules import check_rows, number_rows
-from automoe.config.schema import Config
-from automoe.config.validate import validate
 from automoe.data import corpora
 from automoe.data.chat_template import ChatTemplate
 from automoe.data.prepare import open_corpus
-from automoe.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer, stored_template
-from automoe.errors import AutomoeError, ConfigError
+from automoe.data.tokenizer import HFTokenizer, load_tokenizer, stored_template
+from automoe.errors import ConfigError
 from automoe.storage import foreign, guarded
 from tests.support.chat import messages, save_tokenizer, write_chat
 from tests.support.hf_models import save_small_hf
-
-DEEP = "[" * 300 + "]" * 300
-DEEPER = "[" * 100_000 + "]" * 100_000
-DIGITS = "9" * 5000
+from tests.support.hostile import DEEP, DEEPER, DIGITS, ends_within, refused
 
 
 @pytest.fixture(autouse=True)
@@ -43,22 +36,8 @@ def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(corpora, "MAX_RECORD_BYTES", 1 << 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def end(signum: int, frame: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def refused(work: Callable[[], Any], *needles: str) -> str:
-    with pytest.raises(AutomoeError) as caught:
-        work()
-    for needle in needles:
-        assert needle in str(caught.value)
-    return str(caught.value)
+    with ends_within(60):
+        yield
 
 
 # Settings of a tokenizer
@@ -400,99 +379,6 @@ def test_settings_of_generation_that_are_not_followed_are_named(
     (folder / "chat_template.jinja").write_text(NEST)
     assert cli.main(["generate", str(folder), "Who?"]) == 2
     assert "takes more than 2 seconds of processor time" in capsys.readouterr().err
-
-
-# Configurations
-# ---------------------------------------------------------------------------------------------------------------------
-
-BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "needles"),
-    [
-        (BOMB, ["x.yaml", "values where its aliases are written out"]),
-        ("a: &a [*a]\n", ["x.yaml", "nested deeper than 100"]),
-        ("a: &a {b: *a}\n", ["x.yaml", "nested deeper than 100"]),
-        (f"a: {DEEP}\n", ["x.yaml", "nested deeper than 100"]),
-        (f"a: {DEEPER}\n", ["x.yaml", "nested deeper than 100"]),
-        (f"peak_flops: {DIGITS}\n", ["x.yaml", "peak_flops is a number of 5,000 digits"]),
-        (f"gemm_curve: [1, {DIGITS}]\n", ["x.yaml", "gemm_curve is a number of 5,000 digits"]),
-        ("a: 1\n" * 300_000, ["x.yaml", "1,500,000 bytes"]),
-        ("peak_flops: .nan\n", ["cluster.peak_flops=nan"]),
-        ("memory_bandwidth: .inf\n", ["cluster.memory_bandwidth=inf"]),
-        ("peak_flops: 1.0e-300\npeak_flops_fp8: 1.0e+300\n", ["cluster.peak_flops=1e-300"]),
-        ("intra_node_bandwidth: 1.0e+308\n", ["cluster.intra_node_bandwidth=1e+308"]),
-        ("gpus_per_node: 1000000000000000000000000000000\n", ["cluster.gpus_per_node"]),
-        ("gemm_curve: [1.0e-300, 1.0]\n", ["cluster.gemm_curve"]),
-        ("constants: {gemm: 1.0e-320}\n", ["cluster.constants"]),
-        ("peak_flops: fast\n", ["cluster.peak_flops=fast"]),
-        ("name: [1]\n", ["cluster.name"]),
-        ("- 1\n", ["--config-name"]),
-        ("peak_flops: !!python/object/apply:os.system [touch ran]\n", ["--config-name"]),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_a_cluster_file_that_does_harm(text: str, needles: list[str], tmp_path: Path) -> None:
-    (tmp_path / "cluster").mkdir()
-    (tmp_path / "cluster" / "x.yaml").write_text(text)
-
-    def read() -> None:
-        config = compose_config("config", ["cluster=x"], str(tmp_path))
-        check_rows(config, number_rows(config))
-
-    refused(read, *needles)
-    assert not Path("ran").exists()
-
-
-@pytest.mark.parametrize("text", [BOMB, f"a: {DEEP}", f"a: {DIGITS}", "a: &a [*a]", "a: 2020-99-99", "a: *b"])
-def test_a_run_directory_whose_configuration_does_harm(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(text)
-    assert cli.main(["export", str(tmp_path), "--out", str(tmp_path / "hf")]) == 2
-
-
-# Paths
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "key",
-    "data.path data.tokenizer data.chat.template model.hf_path run_dir checkpoint.resume recipe observe.samples "
-    "moe.record_routing moe.replay_routing".split(),
-)
-@pytest.mark.parametrize("path", ["~nobody9/x", "a" * 300 + "/x", "a/" * 3000, "x\\0y"])
-def test_paths_of_no_file(key: str, path: str) -> None:
-    value = path.replace("\\0", "\0")
-    refused(lambda: compose_config(overrides=[f"{key}='{value}'"]), f"{key}=")
-
-
-def test_a_path_with_brackets_is_looked_for_before_it_is_a_pattern(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("v[2]", "v2", "*"):
-        Path(name).mkdir()
-        Path(name, "c.jsonl").write_text(json.dumps({"text": name * 3}) + "\n")
-    for path, read in (
-        ("v[2]/c.jsonl", ["v[2]"]),
-        ("v[2]/*.jsonl", ["v[2]"]),
-        ("v[2]", ["v[2]"]),
-        ("*/c.jsonl", ["*"]),
-        ("v?/c.jsonl", ["v2"]),
-        ("[v]*/c.jsonl", ["v2", "v[2]"]),
-    ):
-        data = DataConfig(kind="jsonl", path=path)
-        validate(Config(data=data), 1, "cpu")
-        assert sorted(file.parent.name for file in corpora.find_files(data).values()) == read
-        assert len(open_corpus(data, ByteTokenizer()).lengths) == len(read)
-
-
-@pytest.mark.parametrize("command", ["generate", "eval", "convert", "export"])
-@pytest.mark.parametrize("path", ["~nobody9/x", "a" * 300])
-def test_commands_take_no_path_of_no_file(command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    more = {"generate": ["hi"], "eval": ["--tasks", "x"]}.get(command, ["--out", "y"])
-    assert cli.main([command, path, *more]) == 2
-    assert "there is no home directory" in (said := capsys.readouterr().err) or "255 bytes" in said
 
 
 # The child
