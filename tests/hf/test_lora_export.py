@@ -39,7 +39,7 @@ ALWAYS = FAMILIES[:5]
 
 
 def trained(source: Path, lora: LoraConfig = LORA, seed: int = 5) -> Decoder:
-    """A checkpoint with adapters as after training: every number of B another one."""
+    """A checkpoint with adapters as after training: every number of A and B another one."""
     config = Config(model=model_config_from_hf(source), moe=MoEConfig(experts="loop"), lora=lora)
     model = build_decoder(config.model, config.moe, torch.float32)
     adapt(model, config, torch.float32, torch.float32)
@@ -179,11 +179,11 @@ def test_gate_and_up_without_down_leave_in_the_layout_that_peft_loads(tmp_path: 
     assert to_peft(model, tmp_path / "out", lora).groups == {"experts": 1}
 
 
-def fill_b(parts: dict[int, Decoder]) -> None:
-    """Every B of whole values that the parameter's name alone decides, this rank's part of them."""
+def fill_adapters(parts: dict[int, Decoder]) -> None:
+    """Every A and B of whole values that the parameter's name alone decides, this rank's part of them."""
     for part in parts.values():
         for name, parameter in part.named_parameters():
-            if ".lora.B" in name:
+            if ".lora." in name:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 whole, local = torch.randn(parameter.shape, generator=generator) * 0.3, local_shard(parameter.data)
                 first = global_offset(parameter)
@@ -196,7 +196,7 @@ def export_both(source: Path, mesh: MeshConfig, out: Path) -> bool:
     parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
     allocate(parts, torch.device("cpu"))
     load_hf(parts, source)
-    fill_b(parts)
+    fill_adapters(parts)
     before = [local_shard(p).clone() for part in parts.values() for p in part.parameters()]
     to_peft(parts, out / "adapter", LORA)
     same = all(map(torch.equal, before, [local_shard(p) for part in parts.values() for p in part.parameters()]))
@@ -212,7 +212,7 @@ def test_adapters_leave_a_mesh_as_they_leave_one_process(mesh: str, tmp_path: Pa
     source = tmp_path / "source"
     save_small_hf("dsv3", source)
     whole = trained(source)
-    fill_b({0: whole})
+    fill_adapters({0: whole})
     expected = logits(whole)
     assert all(ranks.run(export_both, world_size(MESHES[mesh]), source, MESHES[mesh], tmp_path))
     base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
