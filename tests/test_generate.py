@@ -126,6 +126,7 @@ def test_an_adapter_beside_the_weights_is_left_out_everywhere_and_said(
         assert NOTE in str(load_hf(part, folder))  # which train prints
 
 
+@pytest.mark.exhaustive
 def test_other_libraries_ask_for_nothing(checkpoint: Path, tmp_path: Path) -> None:
     """A setting of the tokenizer that does not apply, and a kernel that is not installed on some processors."""
     shutil.copytree(checkpoint, tmp_path / "hf")

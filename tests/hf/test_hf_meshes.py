@@ -82,7 +82,7 @@ def exhaustive(*case: str) -> Any:
     [
         exhaustive("dsv3", "ep2"),
         ("dsv3_odd", "ep_shard2"),
-        ("dsv3_groups_yarn", "pp2_ep2_ep_shard2"),
+        exhaustive("dsv3_groups_yarn", "pp2_ep2_ep_shard2"),
         ("qwen3_moe", "cp2_ep2"),
         exhaustive("qwen3_moe_yarn", "ep_shard2"),
         exhaustive("qwen3_moe", "pp2"),

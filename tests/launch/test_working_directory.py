@@ -14,6 +14,7 @@ import automoe
 from automoe.config.shipped import find_recipe, load_recipe, named_recipe
 from automoe.errors import ConfigError
 from tests.support.hf_models import save_small_hf
+from tests.support.sampling import one_in
 
 ROOT = Path(automoe.__file__).parents[1]
 # Modules that the commands import early, late, only if they are installed, or never.
@@ -43,18 +44,23 @@ def ended(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 SCRIPT = ("-P", "-c", "import sys; from automoe.cli import main; sys.exit(main())")  # the console script
 
 
-@pytest.mark.parametrize("start", ["script", "module"])
+COMMANDS = [
+    (("train", "model.hf_path=.", *RUN), 0),
+    (("plan", "model.hf_path=.", "data=benchmark"), 0),
+    (("convert", ".", "--out", "out"), 0),
+    (("generate", ".", "--text", "a"), 2),  # it has no tokenizer
+]
+
+
 @pytest.mark.parametrize(
-    ("command", "status"),
-    [
-        (("train", "model.hf_path=.", *RUN), 0),
-        (("plan", "model.hf_path=.", "data=benchmark"), 0),
-        (("convert", ".", "--out", "out"), 0),
-        (("generate", ".", "--text", "a"), 2),  # it has no tokenizer
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+    ("command", "status", "start"),
+    one_in(
+        3,
+        [(*command, start) for start in ("script", "module") for command in COMMANDS],
+        lambda case: f"{case[0][0]}--{case[2]}",
+    ),
 )
-def test_nothing_of_the_folder_is_imported(start: str, command: tuple[str, ...], status: int, folder: Path) -> None:
+def test_nothing_of_the_folder_is_imported(command: tuple[str, ...], status: int, start: str, folder: Path) -> None:
     words = (*SCRIPT, *command) if start == "script" else ("-m", f"automoe.{command[0]}", *command[1:])
     done = ended(folder, *words)
     assert done.returncode == status, done.stdout + done.stderr
@@ -77,6 +83,7 @@ def test_modules_that_are_named_are_found_behind_what_is_installed(tmp_path: Pat
         assert (tmp_path / "MARK").read_text() == mark
 
 
+@pytest.mark.exhaustive
 def test_a_recipe_of_the_folder_runs_where_the_user_names_it_and_is_told(folder: Path) -> None:
     own = "def main(config, shape, context):\n    print('mine')\n"
     (folder / "recipes" / "pretrain.py").write_text(own)

@@ -81,7 +81,7 @@ def assert_equal(got: Trajectory, expected: Trajectory) -> None:
     assert not different, f"{len(different)} differ, first: {different[0]}"
 
 
-@pytest.mark.parametrize(("rules", "mesh"), one_in(2, PAIRS, "-".join))
+@pytest.mark.parametrize(("rules", "mesh"), one_in(4, PAIRS, "-".join))
 def test_a_rule_means_the_same_on_every_mesh(ranks: RankPool, one_rank, rules: str, mesh: str) -> None:
     assert_equal(run_routing(ranks, routing_config(**MESHES[mesh], **RULES[rules])), one_rank(rules))
 

@@ -99,7 +99,7 @@ CODES = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(2, list(CODES)))
+@pytest.mark.parametrize("name", one_in(4, list(CODES)))
 def test_codes_are_those_of_one_rank(ranks: RankPool, name: str) -> None:
     """In float64 around the codes, where no order of sums tips one to its neighbour: every number is equal then."""
     mode, mesh, rows, options = CODES[name]

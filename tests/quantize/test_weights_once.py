@@ -69,7 +69,7 @@ def steps(settings: Config, once: bool) -> tuple[Trajectory, list[int]]:
     return trajectory, list(calls.values())
 
 
-@pytest.mark.parametrize("name", one_in(3, list(CASES)))
+@pytest.mark.parametrize("name", one_in(5, list(CASES)))
 def test_once_a_step_and_to_the_bit(ranks: RankPool, name: str) -> None:
     made = settings(name)
     world = resolve_mesh(made.mesh, None).world_size
