@@ -87,6 +87,7 @@ def export_run(
     from automoe.config.frozen import load_config
     from automoe.config.schema import tokenizer_of
     from automoe.data.chat_template import chat_template_of
+    from automoe.data.tokenizer import check_tokenizer
     from automoe.hf.families.registry import family_of
     from automoe.hf.folder import check_target
     from automoe.hf.identity import complete
@@ -122,7 +123,10 @@ def export_run(
     # If the weights come from the run's own export, the tokenizer's files are next to them: None.
     known = config.data.is_synthetic or model.config.hf_path == config.model.hf_path
     tokenizer = tokenizer_of(config) if known else None
-    chat = chat_template_of(config) if tokenizer is not None else None
+    chat = None
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
+        chat = chat_template_of(config)
     whole = to_hf(
         model,
         out,

@@ -142,7 +142,6 @@ def open_reference(
         ConfigError: a folder, a FIFO or a device has the name of the file.
         CheckpointError: the checkpoint at ``model.hf_path`` cannot be read, or the step was trained
             against other weights.
-        DataError: the data changed since the step.
     """
     path = context.run_dir / REFERENCE_FILE
     weights = store.first_weights
@@ -151,7 +150,6 @@ def open_reference(
     saved: dict[str, Any] = {"base": weights}
     if (found := store.newest()) is not None:
         step_dir, manifest, _ = found
-        loader.check_state(manifest["counters"]["loader"])
         saved |= manifest["counters"].get("reference", {})
         check_base(step_dir, manifest | saved, config, weights)
 
