@@ -303,11 +303,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec != "byte":
         path = local_folder(spec) / "tokenizer.json"
         content = ByteTokenizer.files()["tokenizer.json"].encode()
-        if (
-            not path.is_file()
-            or path.stat().st_size != len(content)
-            or path.read_bytes() != content
-        ):
+        if not path.is_file() or path.read_bytes() != content:
             return HFTokenizer(spec)
     return ByteTokenizer()
 

@@ -231,7 +231,7 @@ def test_the_reference_is_kept_and_known_again(
         assert "it belongs to other data" in capsys.readouterr().out
         file.unlink()
         file.mkdir()
-        with pytest.raises(ConfigError, match=f"{file} is a folder, where a file belongs"):  # before the pass
+        with pytest.raises(IsADirectoryError, match="it is a folder, where a file belongs"):  # before the pass
             made.reference()
 
 
