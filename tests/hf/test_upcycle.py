@@ -202,10 +202,10 @@ def test_the_recipes_target_is_looked_at_first(tmp_path: Path) -> None:
         run_dir=str(tmp_path / "run"),
         mesh=MeshConfig(dp_shard=1),
         model=ModelConfig(hf_path=str(tmp_path / "dense"), upcycle=True, **sizes),
-        data=DataConfig(tokenizer="byte"),
+        data=DataConfig(kind="benchmark"),
         checkpoint=CheckpointConfig(export_hf=False),
     )
-    config = settle(asked, ["data.kind=stdlib"])
+    config = settle(asked, ["data.kind=benchmark"])
     check(config, 1, "cpu")
     (tmp_path / "run" / "hf").mkdir(parents=True)
     (tmp_path / "run" / "hf" / "thesis.txt").write_text("mine")

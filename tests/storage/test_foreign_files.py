@@ -166,7 +166,7 @@ def test_a_tokenizer_is_tried_where_a_run_is_prepared_and_not_by_its_ranks(
     (folder / "tokenizer.json").write_text(json.dumps(spec | {"pre_tokenizer": split("(a+)+$")}))
     data = DataConfig(kind="stdlib", tokenizer=str(folder))
     config = Config(run_dir=str(tmp_path / "run"), data=data)
-    refused(lambda: prepare.check(config, 1, "cpu"), f"{folder / 'tokenizer.json'}: pre_tokenizer", "takes more than")
+    refused(lambda: prepare.check(config, 1, "cpu"), str(folder / "tokenizer.json"))
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("a rank forks a child"))
     assert fitting_tokenizer(config).vocab_size > 0
 
