@@ -22,7 +22,7 @@ from automoe.config.schema import Config
 from automoe.data import corpora
 from automoe.data.chat_template import ChatTemplate
 from automoe.data.prepare import open_corpus
-from automoe.data.tokenizer import check_tokenizer, fitting_tokenizer, load_tokenizer, stored_template
+from automoe.data.tokenizer import check_tokenizer, load_tokenizer, stored_template
 from automoe.errors import ConfigError
 from automoe.launch import prepare
 from automoe.storage import foreign, guarded
@@ -168,7 +168,7 @@ def test_a_tokenizer_is_tried_where_a_run_is_prepared_and_not_by_its_ranks(
     config = Config(run_dir=str(tmp_path / "run"), data=data)
     refused(lambda: prepare.check(config, 1, "cpu"), str(folder / "tokenizer.json"))
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("a rank forks a child"))
-    assert fitting_tokenizer(config).vocab_size > 0
+    assert load_tokenizer(str(folder)).vocab_size > 0
 
 
 @pytest.mark.parametrize(
