@@ -33,7 +33,8 @@ from automoe.errors import (
 )
 from automoe.generate import checkpoint_of, load_checkpoint
 from automoe.observe.metrics import jsonable
-from automoe.storage.files import named
+from automoe.observe.summary import new_table
+from automoe.storage.files import free_name, named
 
 RESULTS = "eval.json"
 _NO_CHOICE = "Label index was not in"  # quoted from a warning of the harness
@@ -186,9 +187,9 @@ def load_tasks(specs: list[str]) -> list[Any]:
         path = user_path("--tasks", spec)
         folder = path.is_dir()
         named = not path.exists()
-        looks_like_a_path = named and (os.sep in spec or path.suffix in (".yaml", ".yml"))
-        # The harness's own tasks are thousands of files and take half a minute to read.
-        include = named and not looks_like_a_path
+        # The harness's own tasks are thousands of files and take half a minute to read: text that
+        # looks like a path names none of them.
+        include = named and os.sep not in spec and path.suffix not in (".yaml", ".yml")
         manager = TaskManager(include_path=str(path) if folder else None, include_defaults=include)
         if not folder and not named and (group := _group_in(path)) is not None:
             built.append(group)
@@ -328,13 +329,8 @@ def _is_finite(value: Any) -> bool:
 
 def _print_table(rows: list[tuple[Any, ...]]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for heading in ("task", "metric"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("shots", "value", "std. error"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = new_table(("task", "metric"), ("shots", "value", "std. error"))
     for task, metric, shots, *numbers in rows:
         cells = [f"{n:.4f}" if isinstance(n, int | float) else str(n or "-") for n in numbers]
         table.add_row(task, metric, "-" if shots is None else str(shots), *cells)
@@ -350,10 +346,8 @@ def _free(where: Path, out: str | None) -> Path:
         ConfigError: ``out`` exists, or its folder cannot be written.
     """
     path = user_path("--out", out) if out else where / RESULTS
-    number = 0
-    while not out and path.exists():
-        number += 1
-        path = where / RESULTS.replace(".", f".{number}.")
+    if not out and path.exists():
+        path = free_name(path, path.stem)
     if path.exists():
         raise ConfigError(
             "--out", path, "it is there, and results are not overwritten", "Name another file"

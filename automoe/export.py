@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import torch
 
     from automoe.hf.files import Written
-    from automoe.hf.peft import WrittenAdapter
     from automoe.model.decoder import Decoder
 
 
@@ -61,7 +60,7 @@ def export_run(
     fp8: bool = False,
     adapter: str | None = None,
     ema: bool = False,
-) -> Written | WrittenAdapter:
+) -> Written | str:
     """Write the newest weights of a run directory as a HuggingFace checkpoint.
 
     The export runs in one process on the CPU. Weights come from the newest committed training
@@ -78,6 +77,9 @@ def export_run(
             adapters are merged into the weights.
         ema: write the averages of ``optim.ema_decay`` from the training checkpoint.
 
+    Returns:
+        The summary; of an adapter, a sentence.
+
     Raises:
         ConfigError: ``run_dir`` is no run directory; ``fp8`` for a family without FP8
             checkpoints; ``adapter`` for a run that trained no adapter, or other weights too;
@@ -87,6 +89,7 @@ def export_run(
     from automoe.config.frozen import load_config
     from automoe.config.schema import tokenizer_of
     from automoe.data.chat_template import chat_template_of
+    from automoe.data.tokenizer import check_tokenizer
     from automoe.hf.families.registry import family_of
     from automoe.hf.folder import check_target
     from automoe.hf.identity import complete
@@ -117,12 +120,14 @@ def export_run(
 
     model = _load_run(run_dir, config, ema)
     if adapter is not None:
-        written = to_peft(model, out, config.lora, layout=adapter, overwrite=overwrite)
-        return replace(written, averaged=ema)
+        return to_peft(model, out, config.lora, layout=adapter, overwrite=overwrite, averaged=ema)
     # If the weights come from the run's own export, the tokenizer's files are next to them: None.
     known = config.data.is_synthetic or model.config.hf_path == config.model.hf_path
     tokenizer = tokenizer_of(config) if known else None
-    chat = chat_template_of(config) if tokenizer is not None else None
+    chat = None
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
+        chat = chat_template_of(config)
     whole = to_hf(
         model,
         out,

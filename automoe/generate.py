@@ -181,7 +181,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from automoe.data.tokenizer_files import check_tokenizer
+    from automoe.data.tokenizer_files import check_files
     from automoe.hf.catalog import quantization_of
     from automoe.hf.families.registry import check_model
     from automoe.hf.headers import NO_ADAPTER, read_headers, unread_adapter
@@ -196,7 +196,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     read_headers(folder)
     check_model(folder)
     quantization_of(folder)
-    check_tokenizer(folder)
+    check_files(folder)
     if not any(
         (folder / f"tokenizer{end}").is_file() for end in (".json", "_config.json", ".model")
     ):

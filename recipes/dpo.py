@@ -42,16 +42,16 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     train = config.train
     args = config.recipe_args
 
-    # ---------------------------------------------------------------- model on both meshes
+    # ---------------------------------------------------------------- data, model on both meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))
     store = CheckpointStore(config, shape, context.run_dir)
     loader = Loader(config, meshes.dp_rank, shape.dp, pairs=True)
-    store.check(loader)  # fail now, not at the first save or after the pass over all pairs
+    same_on_all_ranks(loader.fingerprint(), "the training data")
+    store.check(loader)  # fail now, not after the weights are read or at the first save
     model_parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
     runner = build_runner(model_parts, meshes, config, device)
 
-    # ---------------------------------------------------------------- pairs, reference, state
-    same_on_all_ranks(loader.fingerprint(), "the training data")
+    # ---------------------------------------------------------------- reference, optimizer, state
     reference = open_reference(config, runner, loader, meshes, context, store)
     if reference is None:
         return None  # asked to stop

@@ -2,7 +2,7 @@
 
 Copy and edit it: ``automoe recipe copy pretrain``.
 
-    config + mesh -> meshes -> model parts -> optimizer -> loader -> steps -> checkpoint
+    config + mesh -> meshes -> loader -> model parts -> optimizer -> steps -> checkpoint
 
 Fine-tuning is the same loop with other settings: ``model.hf_path`` names the initial weights, and
 ``data=chat`` packs whole conversations into rows, in which only the answers have labels.
@@ -37,19 +37,19 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     device = context.device
     train = config.train
 
-    # ---------------------------------------------------------------- model on both meshes
+    # ---------------------------------------------------------------- data, model on both meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))
     store = CheckpointStore(config, shape, context.run_dir)
-    store.check()  # fail now, not at the first save
+    loader = Loader(config, meshes.dp_rank, shape.dp)
+    same_on_all_ranks(loader.fingerprint(), "the training data")
+    store.check(loader)  # fail now, not after the weights are read or at the first save
     model_parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
     runner = build_runner(model_parts, meshes, config, device)
 
-    # ---------------------------------------------------------------- optimizer, data, state
+    # ---------------------------------------------------------------- optimizer, state
     optimizer = build_optimizer(
         list(model_parts.values()), config.optim, train.seed, meshes.stage_group()
     )
-    loader = Loader(config, meshes.dp_rank, shape.dp)
-    same_on_all_ranks(loader.fingerprint(), "the training data")
     state = TrainState(model_parts, optimizer, loader)
     resumed = store.load_latest(state)
     sampler = Sampler(config, runner, loader.tokenizer, meshes, device)

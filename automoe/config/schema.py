@@ -424,9 +424,9 @@ def tokenizer_of(config: Config) -> str:
 def export_name(config: Config) -> str | None:
     """Return the folder of the run directory that takes the export: ``hf`` or ``adapter``.
 
-    None if the run exports nothing.
+    None if the run exports nothing; what ``recipe=upcycle`` makes is its export.
     """
-    if not config.checkpoint.export_hf:
+    if not config.checkpoint.export_hf and config.recipe != "upcycle":
         return None
     return "adapter" if config.lora.rank > 0 and config.lora.export == "adapter" else "hf"
 

@@ -73,10 +73,14 @@ class ChatRenderer:
         return special | {self._hf.eos_token_id}
 
     @cached_property
+    def _special_names(self) -> list[str]:
+        return self._hf.convert_ids_to_tokens(sorted(i for i in self._special if i is not None))
+
+    @cached_property
     def _names(self) -> re.Pattern[str]:
         """Pattern of the special tokens, those of reasoning left out: answers may spell them."""
-        names = self._hf.convert_ids_to_tokens(sorted(i for i in self._special if i is not None))
-        names = sorted((n for n in names if not re.fullmatch("</?think>", n)), key=len)
+        names = (n for n in self._special_names if not re.fullmatch("</?think>", n))
+        names = sorted(names, key=len)
         return re.compile("|".join(map(re.escape, reversed(names))) or "(?!)")
 
     def decode(self, ids: Sequence[int]) -> str:

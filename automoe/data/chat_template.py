@@ -194,6 +194,8 @@ class ChatTemplate(ChatRenderer):
         """Return the text before answer ``messages[n]``, with generation prompt, and through it."""
         tools = conversation.tools
         answer = messages[n]
+        content = answer["content"] or ""
+        said = {key: answer[key] for key in TEXTS if isinstance(answer.get(key), str)}
         with refusing(conversation.where):
             plain = self._render(messages[:n], tools)
             before = asked = self._render(messages[:n], tools, prompt=True)
@@ -203,18 +205,14 @@ class ChatTemplate(ChatRenderer):
                 # puts the system prompt into the last message), or another text between two
                 # answers, or less than its generation prompt. Inference has the text ``before``,
                 # so the answer is joined to it.
-                other = {
-                    key: "." if answer[key].strip()[:1] != "." else ":"
-                    for key in TEXTS
-                    if isinstance(answer.get(key), str)
-                }
+                other = {key: "." if text.strip()[:1] != "." else ":" for key, text in said.items()}
                 changed = self._render([*messages[:n], answer | other], tools)
                 head = through[: num_shared(changed, through)]
                 begin, end = begin_of_answer(head, before, plain, num_shared(before, through))
                 before, through = before[:end], before[:end] + through[begin:]
                 self._count("prompt_cut", conversation, before != asked)
         written = through[len(before) :]
-        words = re.findall(r"\w+", (answer["content"] or "").casefold())
+        words = re.findall(r"\w+", content.casefold())
         if words and not any(word in written.casefold() for word in words):
             raise DataError(
                 f"{conversation.where}: the chat template leaves out the text of message {n + 1}, the answer. Remove "
@@ -227,9 +225,8 @@ class ChatTemplate(ChatRenderer):
                 "it begins another answer after the last one, whether add_generation_prompt is true or not",
                 "Write its last lines between {% if add_generation_prompt %} and {% endif %}",
             )
-        texts = [answer[key] for key in TEXTS if isinstance(answer.get(key), str)]
-        size = sum(len("".join(text.split())) for text in texts)
-        missing = unwritten(texts, asked[num_shared(plain, asked) :] + written)
+        size = sum(len("".join(text.split())) for text in said.values())
+        missing = unwritten([*said.values()], asked[num_shared(plain, asked) :] + written)
         self._count("characters", conversation, size)
         self._count("unwritten", conversation, missing)
         self._count("not_whole", conversation, missing > 0)
@@ -238,8 +235,8 @@ class ChatTemplate(ChatRenderer):
         if opened := _OPEN.search(asked):
             silent = before != asked or written.lstrip().startswith(f"</{opened[1]}>")
             self._count("no_reasoning", conversation, silent)
-        written = written.replace(answer["content"] or "", "", 1)
-        for call in answer.get("tool_calls") or ():
+        written = written.replace(content, "", 1)
+        for call in calls:
             name = str(call.get("function", call).get("name"))
             if name not in written:
                 raise DataError(
@@ -350,8 +347,8 @@ class ChatTemplate(ChatRenderer):
 
     def _end_of_last_special(self, text: str) -> int:
         """Return the end of the last special token in ``text``; 0 if it has none."""
-        names = self._hf.convert_ids_to_tokens(sorted(i for i in self._special if i is not None))
-        return max((text.rfind(name) + len(name) for name in names if name in text), default=0)
+        ends = (text.rfind(name) + len(name) for name in self._special_names if name in text)
+        return max(ends, default=0)
 
     @cached_property
     def _always_opens(self) -> bool:

@@ -22,13 +22,7 @@ from automoe.config.data_schema import NO_TOKENIZER, ChatConfig
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
 from automoe.config.shipped import shipped_folder
-from automoe.data.tokenizer_files import (
-    check_tokenizer,
-    named_parts,
-    settings_of,
-    text_of,
-    unreadable,
-)
+from automoe.data.tokenizer_files import check_files, named_parts, settings_of, text_of, unreadable
 from automoe.errors import ConfigError
 from automoe.storage.foreign import MAX_ID
 from automoe.storage.guarded import doing, guarded
@@ -161,6 +155,7 @@ class ByteTokenizer(Tokenizer):
 class HFTokenizer(Tokenizer):
     """HuggingFace tokenizer of a directory, by ``tokenizers``.
 
+    Its files are used as they are: ``check_tokenizer`` comes before, once, and not on every rank.
     ``transformers`` converts older files. A special token that a document spells out is encoded as
     plain text, so that a corpus cannot end a document or open a chat turn by quoting one.
 
@@ -180,7 +175,6 @@ class HFTokenizer(Tokenizer):
                 "a tokenizer is 'byte', a directory or a Hub id, and this directory does not exist",
                 "Set data.tokenizer=byte, the path of a directory with a tokenizer.json, or OWNER/NAME@main.",
             )
-        check_tokenizer(directory)
         if (directory / "tokenizer.json").is_file():
             self._backend, eos_id = _load_fast(directory)
             files = ["tokenizer.json"]
@@ -309,13 +303,23 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec != "byte":
         path = local_folder(spec) / "tokenizer.json"
         content = ByteTokenizer.files()["tokenizer.json"].encode()
-        if (
-            not path.is_file()
-            or path.stat().st_size != len(content)
-            or path.read_bytes() != content
-        ):
+        if not path.is_file() or path.read_bytes() != content:
             return HFTokenizer(spec)
     return ByteTokenizer()
+
+
+def check_tokenizer(spec: str) -> None:
+    """Check and try a tokenizer's files, where they are first met and not on every rank.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: as ``check_files``.
+    """
+    directory = local_folder(spec)
+    if spec in ("byte", NO_TOKENIZER) or not directory.is_dir():
+        return
+    check_files(directory)
+    if not (directory / "tokenizer.json").is_file():
+        guarded(f"{directory}: its tokenizer", lambda: _load_with_transformers(directory) and None)
 
 
 def fitting_tokenizer(config: Config) -> Tokenizer:
@@ -393,7 +397,6 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, int 
         "tokenizer writes one), or set data.tokenizer=byte."
     )
     with _transformers(str(directory), rule, remedy) as load:
-        guarded(f"{directory}: its tokenizer", lambda: load(str(directory)) and None)
         loaded = load(str(directory))
         return loaded.backend_tokenizer, loaded.eos_token_id
 

@@ -48,7 +48,7 @@ def text_of(directory: Path, name: str) -> str:
         raise unreadable(directory / name, str(error)) from error
 
 
-def check_tokenizer(directory: Path) -> None:
+def check_files(directory: Path) -> None:
     """Check the settings beside a tokenizer, and try the parts of a tokenizer.json in a child.
 
     Raises:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,34 +40,6 @@ _WEIGHTS = {"13": "gate_up_proj", "2": "down_proj", "": "weight"}  # by suffix o
 _GROUPS = {"attn.": "attention", ".experts": "experts", "shared": "shared_experts", "": "mlp"}
 
 
-@dataclass(frozen=True)
-class WrittenAdapter:
-    """Summary of a written adapter directory, every tensor of which peft was verified to load.
-
-    Attributes:
-        path: the directory.
-        numbers: count of the adapters' numbers.
-        groups: count of matrices by group.
-        averaged: True for the averaged weights of ``optim.ema_decay``.
-        base: ``lora.base`` of the training.
-    """
-
-    path: Path
-    numbers: int
-    groups: dict[str, int]
-    averaged: bool = False
-    base: str = "weights"
-
-    def __str__(self) -> str:
-        groups = ", ".join(f"{count} of {group}" for group, count in self.groups.items())
-        kind = "averaged adapter" if self.averaged else "adapter"
-        text = f"{self.path}: an {kind} of {self.numbers:,} numbers, as peft loads it ({groups})"
-        if self.base == "nf4":
-            text += "; it was trained beside the base in NF4 (lora.base), and peft puts it beside the checkpoint's own "
-            text += "numbers, which are others: for the logits that were trained, export merged"
-        return text
-
-
 def to_peft(
     model: Parts | Decoder,
     path: str | Path,
@@ -76,7 +47,8 @@ def to_peft(
     *,
     layout: str = "auto",
     overwrite: bool = False,
-) -> WrittenAdapter:
+    averaged: bool = False,
+) -> str:
     """Write the adapters of ``model`` as a peft directory, and verify it by loading. Collective.
 
     The base is the checkpoint at ``model.hf_path``.
@@ -85,6 +57,10 @@ def to_peft(
         model: the model, or this rank's pipeline stages of it; not changed.
         layout: of routed experts; ``auto``: as the family's checkpoints store them, if peft loads
             that.
+        averaged: the weights are averages (``optim.ema_decay``), for the summary.
+
+    Returns:
+        A sentence for the user: the directory, and what is in it.
 
     Raises:
         BackendError: peft is not installed.
@@ -129,8 +105,12 @@ def to_peft(
             )
         belongs = _belongs(config, lora, ranks)
         ranks.all(lambda: _write_stage(parts, tensors, folder, ranks.rank))
-        written = ranks.lead(lambda: _finish(folder, config, lora, keys, belongs))
-    return WrittenAdapter(path, *written, base=lora.base)
+        said = ranks.lead(lambda: _finish(folder, config, lora, keys, belongs))
+    text = f"{path}: an {'averaged ' * averaged}adapter of {said}"
+    if lora.base == "nf4":
+        text += "; it was trained beside the base in NF4 (lora.base), and peft puts it beside the checkpoint's own "
+        text += "numbers, which are others: for the logits that were trained, export merged"
+    return text
 
 
 def from_peft(model: Decoder, folder: Path, lora: LoraConfig) -> None:
@@ -248,10 +228,11 @@ def _fused(pieces: list[Piece], tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _finish(
-    folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, belongs: str
-) -> tuple[int, dict[str, int]]:
-    """Join the files of the stages, write the configuration, and load both with peft."""
+def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, belongs: str) -> str:
+    """Join the files of the stages, write the configuration, and load both with peft.
+
+    Returns how many numbers were written, and the matrices by group.
+    """
     from safetensors.torch import load_file, save_file
 
     ours: dict[str, torch.Tensor] = {}
@@ -261,7 +242,10 @@ def _finish(
     stored = {key: tensor.contiguous().clone() for key, tensor in _stored(ours, keys)}
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt", "belongs": belongs})
     _peft_config(config, lora, keys, ours).save_pretrained(folder)
-    return sum(tensor.numel() for tensor in ours.values()), verify_peft(folder, config, lora, ours)
+    groups = verify_peft(folder, config, lora, ours)
+    counts = ", ".join(f"{count} of {group}" for group, count in groups.items())
+    numbers = sum(tensor.numel() for tensor in ours.values())
+    return f"{numbers:,} numbers, as peft loads it ({counts})"
 
 
 def _peft_config(

@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 from automoe.errors import in_words
 from automoe.launch.ranks import Imports, prepare_process
 from automoe.launch.worker import STOP_SIGNALS, end_process
-from automoe.storage.guarded import die_with_parent
+from automoe.storage.guarded import die_with_parent, fork
 
 # These modules import nearly everything that a shipped recipe needs.
 IMPORTED = (
@@ -280,10 +279,7 @@ def _serve(job: Job, files: list[int], requests: socket.socket, imports: Imports
     server = os.getpid()
     numbers = {}
     for rank in range(job.num_ranks):
-        # Python 3.12 warns if a process with threads forks; OpenBLAS has threads, and survives it.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+        pid = fork()  # OpenBLAS has threads, and survives it
         if not pid:
             become(job, rank, server, files, requests, imports)
         numbers[pid] = rank

@@ -264,8 +264,9 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
     shape = validate(config, num_ranks, device)
     check_rows(config, adapter_rows(config, shape), shape)
     _check_fp8_base(config)
-    from automoe.data.tokenizer import fitting_tokenizer
+    from automoe.data.tokenizer import check_tokenizer, fitting_tokenizer
 
+    check_tokenizer(tokenizer_of(config))
     tokenizer = fitting_tokenizer(config)
     if config.data.is_chat:
         from automoe.data.chat_template import chat_template_of
@@ -275,11 +276,12 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
         from automoe.data.prompts import encoded_prompts
 
         encoded_prompts(config, tokenizer)
-    if config.checkpoint.export_hf:  # an export that cannot work is refused before the run
+    name = export_name(config)
+    if name is not None:  # an export that cannot work is refused before the run
         from automoe.hf.families.registry import family_of
         from automoe.hf.folder import check_target, copied_files
 
         family_of(config.model).write_config(config.model)
         copied_files(config.model, tokenizer_of(config))
-        check_target(Path(config.run_dir).expanduser() / str(export_name(config)), overwrite=True)
+        check_target(Path(config.run_dir).expanduser() / name, overwrite=True)
     return shape

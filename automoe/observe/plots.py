@@ -108,7 +108,6 @@ def _loss(records: Records) -> Figure:
     if len(bits[0]):
         _points(axes[1], bits, ORANGE, "validation")
         axes[1].set(title="Validation bits per byte", xlabel="step")
-        _label_last(axes[1], bits)
     return figure
 
 
@@ -330,25 +329,6 @@ def _focus(axis: Axes, values: list[np.ndarray]) -> None:
     high = max(np.percentile(finite, 99.5), finite[0])
     if finite.max() > high + 2 * (high - low):
         axis.set_ylim(low - 0.05 * (high - low), high + 0.3 * (high - low))
-
-
-def _label_last(axis: Axes, curve: Curve) -> None:
-    """Write the last value at its point, on the side away from the curve."""
-    steps, values = curve
-    known = np.isfinite(values)
-    if not known.any():
-        return
-    last = values[known][-1]
-    falling = last < values[known][-2:][0]
-    axis.annotate(
-        f"{last:.3f}",
-        (steps[known][-1], last),
-        (0, -7 if falling else 7),
-        textcoords="offset points",
-        ha="right",
-        va="top" if falling else "bottom",
-    )
-    axis.margins(y=0.14)
 
 
 def _legend(axis: Axes, *, outside: bool = False) -> None:

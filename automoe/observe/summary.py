@@ -309,7 +309,7 @@ def _print_predicted(jobs: Records, console: Any) -> None:
         for key in COMPARED
         if any(job[side].get(key) for job in both for side in sides)
     }
-    table = _new_table("measured, predicted", [heading for heading, _ in shown.values()])
+    table = new_table(["measured, predicted"], [heading for heading, _ in shown.values()])
     for job in both:
         cells = [
             ", ".join(write(job[side].get(key)) for side in sides)
@@ -321,12 +321,13 @@ def _print_predicted(jobs: Records, console: Any) -> None:
         console.print(table)
 
 
-def _new_table(first: str, numbers: Sequence[str]) -> Any:
-    """Return an empty table with the column ``first``, which wraps, and columns of numbers."""
+def new_table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
+    """Return an empty table with columns of text, which wraps, and columns of numbers."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    table.add_column(first, overflow="fold")
+    for heading in texts:
+        table.add_column(heading, overflow="fold")
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
@@ -337,8 +338,7 @@ def print_sweep(jobs: Records) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
-    table = _new_table("job", ("state", "objective", "tokens/s", "seconds"))
-    table.columns[1].justify = "left"
+    table = new_table(("job", "state"), ("objective", "tokens/s", "seconds"))
     meshes = ("default", "moe") if console.width >= 110 else ()
     for heading in meshes:
         table.add_column(heading)

@@ -296,6 +296,7 @@ class _RoutedCall(nn.Module):
 
     def __init__(self, module: nn.Module, dispatcher: Dispatcher) -> None:
         super().__init__()
+        self.num_experts = module.num_experts
         self.module = module  # registered, so that functional_call finds its parameters
         self.own_forward = module.forward
         self.dispatcher = dispatcher
@@ -305,7 +306,8 @@ class _RoutedCall(nn.Module):
         """Return [T, H], the weighted sum of each token's experts on all ranks.
 
         Raises:
-            ConfigError: the arguments are not rows, chosen experts and their weights.
+            ConfigError: the arguments are not rows, chosen experts and their weights; on the CPU,
+                a choice is no expert.
         """
         given = self.signature.bind(*args, **kwargs).args
         shapes = [tuple(getattr(value, "shape", ())) for value in given]
@@ -322,6 +324,16 @@ class _RoutedCall(nn.Module):
                 "Compute these three before the call. A mask over all experts names no choices",
             )
         x_TH, topk_ids_TK, weights_TK = given
+        # On CUDA the host would wait for the largest choice.
+        if topk_ids_TK.is_cpu and topk_ids_TK.numel():
+            least, most = (int(bound) for bound in topk_ids_TK.aminmax())
+            if least < 0 or most >= self.num_experts:
+                raise ConfigError(
+                    "module",
+                    type(self.module).__name__,
+                    f"experts {least} to {most} were chosen, and it has those from 0 to {self.num_experts - 1}",
+                    "Give each of the K choices an expert; one that should not count has weight 0",
+                )
         # Dispatchers send ids and weights as words of one type; a narrow one would round ids.
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
 

@@ -46,6 +46,7 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
         ) from error
     if isinstance(found, dict):
         return found
+    failed = None
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         lock = entry.with_name(f"{entry.name}.lock")
@@ -68,19 +69,18 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
                 # ranks may have mapped the files already, so this rename has to fail.
                 os.rename(new, entry)
     except OSError as error:
-        # Another machine on a shared file system may have been faster.
-        if not isinstance(found := _verified(entry), dict):
-            raise DataError(
-                f"{entry.parent}: the tokenised corpus cannot be written here ({error.strerror}). Make room or make it "
-                f"writable, or set XDG_CACHE_HOME to a directory that is."
-            ) from error
+        failed = error
+    found = _verified(entry)  # another machine on a shared file system may have been faster
+    if isinstance(found, dict):
         return found
-    found = _verified(entry)
-    if not isinstance(found, dict):
+    if failed is not None:
         raise DataError(
-            f"{entry}: what was just written reads back differently ({found}). Check this disk."
-        )
-    return found
+            f"{entry.parent}: the tokenised corpus cannot be written here ({failed.strerror}). Make room or make it "
+            f"writable, or set XDG_CACHE_HOME to a directory that is."
+        ) from failed
+    raise DataError(
+        f"{entry}: what was just written reads back differently ({found}). Check this disk."
+    )
 
 
 def _written(entry: Path) -> int:

@@ -37,6 +37,13 @@ def doing(what: str) -> None:
         signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
 
 
+def fork() -> int:
+    """Fork this process as ``os.fork`` does, which warns in Python 3.12 if there are threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
 def guarded(what: str, work: Callable[[], T]) -> T:
     """Return what ``work`` returns, computed in a fork of this process.
 
@@ -56,13 +63,11 @@ def guarded(what: str, work: Callable[[], T]) -> T:
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    with warnings.catch_warnings():  # Python 3.12 warns if a process with threads forks
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            child = os.fork()
-        except OSError as failed:
-            # Callers take an ``OSError`` for one of the files that they read or write.
-            raise in_words(failed) from None
+    try:
+        child = fork()
+    except OSError as failed:
+        # Callers take an ``OSError`` for one of the files that they read or write.
+        raise in_words(failed) from None
     if not child:
         _place = place
         _work(what, work, writing, parent)

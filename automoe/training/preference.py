@@ -24,11 +24,11 @@ from automoe.config.frozen import flat
 from automoe.config.schema import Config
 from automoe.data.loader import Loader, StepBatch
 from automoe.data.prepare import Split
-from automoe.errors import ConfigError, DataError
+from automoe.errors import DataError
 from automoe.model.loss import LossInputs
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import Inputs, StepRunner
-from automoe.storage.files import read_file, wrong_kind
+from automoe.storage.files import read_file
 from automoe.storage.sealed import SEAL, replace_json, unsealed
 from automoe.training.context import RunContext
 from automoe.training.step import prepare_inputs, send
@@ -139,10 +139,9 @@ def open_reference(
         None if the run was requested to stop meanwhile; the run is then ``preempted``.
 
     Raises:
-        ConfigError: a folder, a FIFO or a device has the name of the file.
+        OSError: the file cannot be read, or a folder, a FIFO or a device has its name.
         CheckpointError: the checkpoint at ``model.hf_path`` cannot be read, or the step was trained
             against other weights.
-        DataError: the data changed since the step.
     """
     path = context.run_dir / REFERENCE_FILE
     weights = store.first_weights
@@ -151,18 +150,10 @@ def open_reference(
     saved: dict[str, Any] = {"base": weights}
     if (found := store.newest()) is not None:
         step_dir, manifest, _ = found
-        loader.check_state(manifest["counters"]["loader"])
         saved |= manifest["counters"].get("reference", {})
         check_base(step_dir, manifest | saved, config, weights)
 
     def look() -> Any:
-        if (kind := wrong_kind(path)) is not None:
-            raise ConfigError(
-                "run_dir",
-                context.run_dir,
-                f"{path} is {kind}, where a file belongs",
-                "Move it away",
-            )
         kept = _read(path, belongs, loader.num_pairs)
         if isinstance(kept, np.ndarray) and saved.get("crc32") not in (None, zlib.crc32(kept.data)):
             return f"it is not the one that {step_dir} was trained against"

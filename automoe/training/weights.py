@@ -11,7 +11,7 @@ from automoe.config.schema import Config, tokenizer_of
 from automoe.data.chat_template import chat_template_of
 from automoe.errors import ConfigError
 from automoe.hf.files import Written
-from automoe.hf.peft import WrittenAdapter, to_peft
+from automoe.hf.peft import to_peft
 from automoe.hf.read import Loaded, load_hf
 from automoe.hf.upcycle import upcycled_model
 from automoe.hf.write import to_hf
@@ -44,7 +44,7 @@ def export_weights(
     model_parts: dict[int, Decoder],
     run_dir: Path,
     optimizer: torch.optim.Optimizer | None = None,
-) -> Written | WrittenAdapter:
+) -> Written | str:
     """Write the run's HuggingFace checkpoint, ready for ``transformers``. Collective.
 
     The folder is ``run_dir/hf``. With ``lora.export=adapter`` the function writes the adapter
@@ -53,6 +53,9 @@ def export_weights(
     Args:
         optimizer: holds the averages that ``checkpoint.export_ema`` exports; the function copies
             them into ``model_parts``.
+
+    Returns:
+        The summary; of an adapter, a sentence.
     """
     averaged = config.checkpoint.export_ema
     if averaged:
@@ -63,10 +66,8 @@ def export_weights(
             )
         take_averages(optimizer)
     if config.lora.rank and config.lora.export == "adapter":
-        return replace(
-            to_peft(model_parts, run_dir / "adapter", config.lora, overwrite=True),
-            averaged=averaged,
-        )
+        folder = run_dir / "adapter"
+        return to_peft(model_parts, folder, config.lora, overwrite=True, averaged=averaged)
     chat = chat_template_of(config)
     written = to_hf(
         model_parts, run_dir / "hf", tokenizer=tokenizer_of(config), chat=chat, overwrite=True

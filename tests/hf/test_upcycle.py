@@ -33,7 +33,7 @@ from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.hf.upcycle import fill_upcycled, upcycled, upcycled_model
 from automoe.hf.write import to_hf, upcycle_hf
-from automoe.launch.prepare import settle
+from automoe.launch.prepare import check, settle
 from automoe.parallel.parallelize import build_decoder
 from automoe.training.context import RunContext
 from automoe.verify.pool import RankPool
@@ -191,6 +191,26 @@ def test_a_command_line_names_experts_and_the_checkpoint_the_rest(tmp_path: Path
         settle(Config(model=replace(model, moe_intermediate_size=20)), said)
     with pytest.raises(ConfigError, match="has model.hidden_size=32 and not 64"):
         settle(Config(model=replace(model, hidden_size=64)), [*said, "model.hidden_size=64"])
+
+
+def test_the_recipes_target_is_looked_at_first(tmp_path: Path) -> None:
+    """Also with ``checkpoint.export_hf=false``: the mixture is what the recipe is for."""
+    save_small_hf("llama", tmp_path / "dense")
+    sizes = {"num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 48}
+    asked = Config(
+        recipe="upcycle",
+        run_dir=str(tmp_path / "run"),
+        mesh=MeshConfig(dp_shard=1),
+        model=ModelConfig(hf_path=str(tmp_path / "dense"), upcycle=True, **sizes),
+        data=DataConfig(kind="benchmark"),
+        checkpoint=CheckpointConfig(export_hf=False),
+    )
+    config = settle(asked, ["data.kind=benchmark"])
+    check(config, 1, "cpu")
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    (tmp_path / "run" / "hf" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="run/hf is no checkpoint directory"):
+        check(config, 1, "cpu")
 
 
 @pytest.mark.exhaustive

@@ -231,7 +231,7 @@ def test_the_reference_is_kept_and_known_again(
         assert "it belongs to other data" in capsys.readouterr().out
         file.unlink()
         file.mkdir()
-        with pytest.raises(ConfigError, match=f"{file} is a folder, where a file belongs"):  # before the pass
+        with pytest.raises(IsADirectoryError, match="it is a folder, where a file belongs"):  # before the pass
             made.reference()
 
 
@@ -418,6 +418,10 @@ def test_a_start_from_a_run_over_other_data_is_refused_before_the_pass(
             said = main(pretrain, tuned, tmp_path / "tuned")
         (tmp_path / "tuned" / "config.yaml").write_text(dump_config(tuned))
         assert "8 conversations, 8 answers" in said
+        fewer = replace(tuned, data=replace(tuned.data, val_fraction=0.25))
+        with mock.patch.object(pretrain, "first_weights", side_effect=AssertionError("weights were read")):
+            with pytest.raises(DataError, match=r"data.val_fraction was 0.0, is 0.25.*automoe export RUN --out DIR"):
+                main(pretrain, fewer, tmp_path / "tuned")
         for name, resume in (("new", str(tmp_path / "tuned")), ("tuned", "auto")):
             other = replace(asked, checkpoint=replace(kept, resume=resume))
             with pytest.raises(DataError, match=r"data.kind was chat, is preference.*automoe export RUN --out DIR"):

@@ -39,7 +39,8 @@ def test_a_run_that_starts_from_another_has_a_record_of_its_own(ranks: RankPool,
 def test_a_folder_that_cannot_be_written_is_found_before_weights_are_read(ranks: RankPool, tmp_path: Path) -> None:
     """The weights are not there at all, which nobody notices."""
     settings = saving(config(tmp_path, steps=2, dp_shard=2), tmp_path / "run")
-    settings = replace(settings, model=replace(settings.model, hf_path=str(tmp_path / "nowhere")))
+    nowhere = replace(settings.model, hf_path=str(tmp_path / "nowhere"))
+    settings = replace(settings, model=nowhere, data=replace(settings.data, tokenizer="byte"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file")
     (tmp_path / "run" / "metrics.jsonl").write_text("")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import signal
 import struct
@@ -17,11 +18,13 @@ import transformers.utils.chat_template_utils  # noqa: F401  (no child spends it
 
 from automoe import cli
 from automoe.config.data_schema import ChatConfig, DataConfig
+from automoe.config.schema import Config
 from automoe.data import corpora
 from automoe.data.chat_template import ChatTemplate
 from automoe.data.prepare import open_corpus
-from automoe.data.tokenizer import HFTokenizer, load_tokenizer, stored_template
+from automoe.data.tokenizer import check_tokenizer, load_tokenizer, stored_template
 from automoe.errors import ConfigError
+from automoe.launch import prepare
 from automoe.storage import foreign, guarded
 from tests.support.chat import messages, save_tokenizer, write_chat
 from tests.support.hf_models import save_small_hf
@@ -84,7 +87,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def test_settings_of_wrong_types(name: str, key: str, value: str, tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "t", None)
     (folder / name).write_text(f'{{"{key}": {value}}}')
-    refused(lambda: HFTokenizer(str(folder)), f"{folder / name}", f"{key}=", "which has to be")
+    refused(lambda: check_tokenizer(str(folder)), f"{folder / name}", f"{key}=", "which has to be")
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"])
@@ -106,7 +109,7 @@ def test_settings_of_wrong_types(name: str, key: str, value: str, tmp_path: Path
 def test_settings_that_are_none(name: str, content: str | bytes, needle: str, tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "t", None)
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    refused(lambda: HFTokenizer(str(folder)), f"{folder / name}", needle)
+    refused(lambda: check_tokenizer(str(folder)), f"{folder / name}", needle)
 
 
 # Parts of a tokenizer that compute
@@ -141,7 +144,7 @@ def test_parts_of_a_tokenizer_that_never_end(part: str, value: Any, tmp_path: Pa
     folder = save_tokenizer(tmp_path / "t", None)
     spec = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(spec | {part: value}))
-    said = refused(lambda: load_tokenizer(str(folder)), str(folder / "tokenizer.json"))
+    said = refused(lambda: check_tokenizer(str(folder)), str(folder / "tokenizer.json"))
     assert "takes more than" not in said or f"tokenizer.json: {part}" in said
 
 
@@ -153,6 +156,19 @@ def test_an_expression_that_a_text_alone_sets_off(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("q" * 60 + "!")
     data = DataConfig(kind="text", path=str(tmp_path / "a.txt"))
     refused(lambda: open_corpus(data, tokenizer), "tokenizer.json: pre_tokenizer, of 1 texts that begin ['qqq")
+
+
+def test_a_tokenizer_is_tried_where_a_run_is_prepared_and_not_by_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tokenizer(tmp_path / "t", None)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(spec | {"pre_tokenizer": split("(a+)+$")}))
+    data = DataConfig(kind="stdlib", tokenizer=str(folder))
+    config = Config(run_dir=str(tmp_path / "run"), data=data)
+    refused(lambda: prepare.check(config, 1, "cpu"), str(folder / "tokenizer.json"))
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a rank forks a child"))
+    assert load_tokenizer(str(folder)).vocab_size > 0
 
 
 @pytest.mark.parametrize(
