@@ -33,10 +33,12 @@ OPTIONAL = {
     "quack": "moe.experts=quack",
     "deep_ep": "moe.dispatcher=deepep",
     "bitsandbytes": "lora.base=nf4",
+    "datasets": "data=hub",
+    "wandb": "observe.wandb",
     "tensorboard": "observe.tensorboard",
     "mlflow": "observe.mlflow",
 }
-PACKAGES = "triton torchtitan transformers numpy liger-kernel nvidia-nccl-cu12 nvidia-nccl-cu13"
+PACKAGES = "triton transformers numpy liger-kernel nvidia-nccl-cu12 nvidia-nccl-cu13"
 NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
 
 
