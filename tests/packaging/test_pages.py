@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from markdown.extensions.toc import slugify
 
 from automoe.config.convert import leaf_keys
 from automoe.launch.gpu_first import CHECKS
@@ -155,13 +154,18 @@ def test_ten_questions_have_answers_that_are_there() -> None:
         assert section and [word for word in query.lower().split() if word not in section] == [], question
 
 
+def anchor_of(title: str) -> str:
+    """The heading's anchor on the site."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+
+
 def section_of(page: str, anchor: str) -> str:
     """The text under the heading with this anchor, or all of the page; empty if there is no such heading."""
     if not anchor:
         return text(page)
     parts = re.split(r"^#{1,3} (.*)$", text(page), flags=re.M)[1:]
     found = zip(parts[::2], parts[1::2], strict=True)
-    return next((f"{title} {body}" for title, body in found if slugify(title, "-") == anchor), "")
+    return next((f"{title} {body}" for title, body in found if anchor_of(title) == anchor), "")
 
 
 def test_the_page_on_the_first_half_hour_has_every_check() -> None:
