@@ -346,7 +346,7 @@ def _peak_flops(config: Config, device: torch.device) -> float | None:
         return config.cluster.peak_flops
     if device.type != "cuda":
         return None
-    from automoe.interop.peak_flops import peak_flops
+    from automoe.model.peak_flops import peak_flops
 
     return peak_flops(torch.cuda.get_device_name(device))
 
