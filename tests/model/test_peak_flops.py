@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from torchtitan.tools.utils import get_peak_flops
 
 from automoe.config.compose import compose_config, list_options
 from automoe.model.peak_flops import peak_flops
@@ -17,6 +16,8 @@ AMD Instinct MI325X,AMD Instinct MI355X""".split(",")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torchtitan_has_the_same_peaks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan.tools.utils import get_peak_flops  # not on every machine with a GPU
+
     def no_lspci(*_: object, **__: object) -> None:  # it would answer for the card of this machine
         raise FileNotFoundError
 
