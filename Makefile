@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean demo dist site lint-docker notebook gpu-first
+.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean demo dist site site-search lint-docker notebook gpu-first
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -142,6 +142,9 @@ $(SITE)/done: pyproject.toml | $(SETUP)
 site: $(SETUP) $(SITE)/done ## Build the documentation in site/; broken links are errors (ARGS=serve shows it)
 	@$(PY) docs/build_site.py
 	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs $(or $(ARGS),build --strict --quiet)
+
+site-search: ## Ask the search of the built site the questions of docs/questions.md (needs node, and `make site`)
+	@node docs/search_places.js
 
 lint-docker: $(SITE)/done ## Lint the Dockerfiles
 	@$(SITE)/bin/hadolint docker/*.Dockerfile

@@ -23,17 +23,18 @@ if TYPE_CHECKING:
     from automoe.verify.trajectory import Trajectory
 
 EXIT_DIFFERENT = 1
-STEPS = 40
-SAVED_EVERY = 15
-KILLED_AFTER = 22  # step of the first record that gets the run killed; step 15 is saved
+STEPS = 30
+SAVED_EVERY = 10
+KILLED_AFTER = 15  # step of the first record that gets the run killed; step 10 is saved
 FAULTY_RANK = 3
 SMALL = (
     "model.hidden_size=64 model.num_layers=2 train.seq_len=64 train.global_batch_size=8 "
-    "train.micro_batch_size=2 data.max_bytes=1000000 launch.device=cpu mesh.pp=1"
+    "data.max_bytes=1000000 launch.device=cpu mesh.pp=1"
 )
-STEP = f"{SMALL} mesh.dp_shard=4 mesh.ep=4"
+STEP = f"{SMALL} train.micro_batch_size=2 mesh.dp_shard=4 mesh.ep=4"
 RUN = (
-    f"{SMALL} mesh.ep=2 launch.num_ranks=2 train.steps={STEPS} train.val_every=20 "
+    f"{SMALL} train.micro_batch_size=4 mesh.ep=2 launch.num_ranks=2 train.steps={STEPS} "
+    f"train.val_every={STEPS // 2} "
     "train.val_batches=2 optim.warmup_steps=5 optim.lr=3e-3 "
     f"checkpoint.every={SAVED_EVERY} checkpoint.export_hf=false"
 )

@@ -13,11 +13,13 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from automoe import __version__
 from automoe.errors import ConfigError, exit_status
@@ -29,14 +31,22 @@ MIN_DISK = 5e9  # bytes of a few runs of the default model with its token cache
 # Optional packages, and the settings that need each.
 OPTIONAL = {
     "triton": "moe.experts=triton",
-    "transformer_engine_torch": "te",
+    "transformer_engine_torch": "moe.experts=te",
     "quack": "moe.experts=quack",
     "deep_ep": "moe.dispatcher=deepep",
     "bitsandbytes": "lora.base=nf4",
+    "datasets": "data=hub",
+    "wandb": "observe.wandb",
     "tensorboard": "observe.tensorboard",
     "mlflow": "observe.mlflow",
 }
-PACKAGES = "triton torchtitan transformers numpy liger-kernel nvidia-nccl-cu12 nvidia-nccl-cu13"
+PACKAGES = "triton transformers numpy liger-kernel nvidia-nccl-cu12 nvidia-nccl-cu13"
+WIDTH = 80  # of the output, in characters
+WRAPPED: dict[str, Any] = {
+    "subsequent_indent": " " * 28,
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
 NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
 
 
@@ -56,17 +66,25 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0: nothing is wrong; 1: a problem was found or a check failed; 3: ``--gpu`` without a GPU.
     """
-    parser = argparse.ArgumentParser("automoe doctor", description=__doc__)
-    parser.add_argument("--gpu", action="store_true", help="run the checks for one GPU and eight")
+    parser = argparse.ArgumentParser(
+        "automoe doctor",
+        description="Say what this machine has, what is missing, and which command to try first.",
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="run the ordered checks for one GPU and eight, and say what to send back",
+    )
     parser.add_argument("--dir", type=Path, default=Path("gpu-first"), help="new folder for --gpu")
     args = parser.parse_args(argv)
     facts = list(examine())
     if args.gpu:
         return check_gpus(args.dir, facts)
     for fact in facts:
-        print(f"{'PROBLEM' if fact.problem else 'ok':<8}{fact.name:<20}{fact.value}")
+        start = f"{'PROBLEM' if fact.problem else 'ok':<8}{fact.name:<20}"
+        print(textwrap.fill(fact.value, WIDTH, initial_indent=start, **WRAPPED))
         if fact.problem:
-            print(f"{'':<28}{fact.problem}")
+            print(textwrap.fill(fact.problem, WIDTH, initial_indent=" " * 28, **WRAPPED))
     return EXIT_PROBLEM if any(fact.problem for fact in facts) else 0
 
 
@@ -89,8 +107,8 @@ def examine() -> Iterator[Fact]:
     yield Fact("packages", ", ".join(found))
     there = [name for package, name in OPTIONAL.items() if find_spec(package)]
     missing = [name for name in OPTIONAL.values() if name not in there]
-    yield Fact("also here", ", ".join(there))
-    yield Fact("not installed", ", ".join(missing))
+    yield Fact("optional, here", ", ".join(there))
+    yield Fact("optional, missing", ", ".join(missing))
 
     gpus = visible_gpus()
     wrong = ""

@@ -64,6 +64,9 @@ RUN = (
     "checkpoint.export_hf=false",
 )
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
+# Found after the pages that answer: a word in a function's name is no answer to a newcomer.
+FOUND_LATE = "---\nsearch: {boost: 0.2}\n---\n"
+LATE = ("AGENTS.md", "CHANGELOG.md", "questions.md")
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)")
 
 
@@ -111,7 +114,8 @@ def write_pages() -> None:
     for page in [*(ROOT / name for name in TOP), *(ROOT / "docs").rglob("*.md")]:
         target = target_of(page)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(with_links_of_the_site(page.read_text(), page))
+        late = FOUND_LATE if page.name in LATE else ""
+        target.write_text(late + with_links_of_the_site(page.read_text(), page))
     shutil.copytree(ROOT / "docs" / "images", PAGES / "images", dirs_exist_ok=True)
     (PAGES / "javascripts").mkdir()
     shutil.copy(ROOT / "docs" / "iframe-worker.js", PAGES / "javascripts")
@@ -124,8 +128,10 @@ def write_api() -> None:
     for title, modules in API.items():
         name = title.replace(" ", "-") + ".md"
         index.append(f"- [{title.capitalize()}]({name}): " + ", ".join(f"`{module}`" for module in modules))
-        (folder / name).write_text(f"# {title.capitalize()}\n\n" + "\n".join(f"::: {m}\n" for m in modules))
-    (folder / "index.md").write_text("\n".join(index) + "\n")
+        (folder / name).write_text(
+            FOUND_LATE + f"# {title.capitalize()}\n\n" + "\n".join(f"::: {m}\n" for m in modules)
+        )
+    (folder / "index.md").write_text(FOUND_LATE + "\n".join(index) + "\n")
 
 
 def automoe(*words: str) -> str:
@@ -157,7 +163,7 @@ def write_gallery() -> None:
             f"| [{title}](plans/{name}.html) | {plan['mesh']['world_size']:,} | {mesh} | {plan['needed'] / 2**30:.0f} GiB | "
             f"{time['seconds']:.1f} s | {time['tokens_per_second']:,.0f} | {time['mfu']:.1%} |"
         )
-    (PAGES / "gallery.md").write_text("\n".join(lines) + "\n")
+    (PAGES / "gallery.md").write_text(FOUND_LATE + "\n".join(lines) + "\n")
 
 
 def write_report() -> None:

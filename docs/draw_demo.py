@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -13,8 +14,15 @@ from automoe.demo import show_run, show_step
 COLUMNS = 100
 
 
+class Wrapping(Console):
+    """A console that wraps every line: what a terminal would wrap, the picture would cut off."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*objects, **options | {"soft_wrap": False})
+
+
 def main() -> None:
-    console = Console(record=True, width=COLUMNS, highlight=False, color_system="truecolor", force_terminal=False)
+    console = Wrapping(record=True, width=COLUMNS, highlight=False, color_system="truecolor", force_terminal=False)
     with tempfile.TemporaryDirectory() as folder:
         assert show_step(console) and show_run(console, Path(folder) / "runs")
         text = console.export_svg(title="automoe demo").replace(folder + "/", "")

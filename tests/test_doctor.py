@@ -25,7 +25,7 @@ def test_it_names_what_is_here_without_importing_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     for said in (
-        "also here",
+        "optional, here",
         "moe.experts=triton",
         "moe.dispatcher=deepep",
         "NCCL_SOCKET_IFNAME=eth7",

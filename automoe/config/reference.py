@@ -86,7 +86,8 @@ def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
         if not shown:
             continue
         if name != shown[0].name:
-            lines += textwrap.wrap(f"{section}: {document}" if document else section, WIDTH) + [""]
+            title = f"{section}: {document}" if document else section
+            lines += textwrap.wrap(title.replace("``", ""), WIDTH) + [""]
         for key in shown:
             lines.append(f"  {key.name}={key.default}   ({key.kind})")
             lines += textwrap.wrap(

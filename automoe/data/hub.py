@@ -10,7 +10,7 @@ from typing import Any
 
 from automoe.config.data_schema import DataConfig
 from automoe.config.hub import is_data_set
-from automoe.errors import DataError
+from automoe.errors import DataError, import_backend
 
 
 def hub_files(data: DataConfig) -> dict[str, Path]:
@@ -23,8 +23,8 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
         DataError: the data set is neither on disk nor on the Hub, or it has no such configuration
             or split.
     """
-    import datasets
-
+    remedy = "pip install datasets, or set data=parquet with data.path=FILES"
+    datasets: Any = import_backend("datasets", f"data.path={data.path}", remedy)
     # datasets keeps whole files on disk and a slice in memory, so a slice has no files of its own.
     if "[" in data.split:
         raise DataError(
@@ -32,7 +32,6 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
         )
     folder = Path(data.path or "").expanduser()
     try:
-        found: Any
         if folder.is_dir() and is_data_set(str(folder)):
             found = datasets.load_from_disk(str(folder))
             if isinstance(found, datasets.DatasetDict):
@@ -45,21 +44,19 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
         ) from error
     # datasets raises errors of many types: its own, those of requests, those of builders.
     except Exception as error:
-        raise DataError(_reason(data, error)) from error
+        raise DataError(_reason(data, error, datasets.config.HF_HUB_OFFLINE)) from error
     files = [Path(file["filename"]) for file in found.cache_files]
     return {f"{place:05d}-{path.name}": path for place, path in enumerate(files)}
 
 
-def _reason(data: DataConfig, error: Exception) -> str:
-    import datasets
-
+def _reason(data: DataConfig, error: Exception, offline: bool) -> str:
     absent = (
         ""
         if Path(data.path or "").expanduser().exists()
         else f"nothing there (looked from {Path.cwd()}), and "
     )
     what = f"{data.path}: {absent}datasets cannot load it ({' '.join(str(error).split())[:300]})."
-    if datasets.config.HF_HUB_OFFLINE or isinstance(error, ConnectionError):
+    if offline or isinstance(error, ConnectionError):
         return (
             f"{what} The Hub is out of reach from here, or HF_HUB_OFFLINE is set: where there is a network, save it "
             f"with datasets.load_dataset({data.path!r}, split={data.split!r}).save_to_disk(DIR), and set data.path=DIR."

@@ -9,6 +9,7 @@ hidden size, r rank.
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from automoe.config.schema import LoraConfig, ModelConfig
 from automoe.errors import CheckpointError, ConfigError, import_backend, listed
 from automoe.hf.families.registry import family_of
 from automoe.hf.folder import new_folder
+from automoe.hf.headers import ADAPTER
 from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
@@ -242,6 +244,8 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     stored = {key: tensor.contiguous().clone() for key, tensor in _stored(ours, keys)}
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt", "belongs": belongs})
     _peft_config(config, lora, keys, ours).save_pretrained(folder)
+    # safetensors gives its files to their owner alone; this one obeys the umask, as the others do.
+    shutil.copymode(folder / ADAPTER, folder / WEIGHTS_FILE)
     groups = verify_peft(folder, config, lora, ours)
     counts = ", ".join(f"{count} of {group}" for group, count in groups.items())
     numbers = sum(tensor.numel() for tensor in ours.values())

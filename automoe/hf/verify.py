@@ -218,10 +218,13 @@ def _relative_error(
     return error
 
 
-def compare_with_dense(dense: Path, mixture: Path) -> float | None:
+def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | None:
     """Compare the logits of an upcycled checkpoint with its dense source's.
 
     transformers runs both in float32.
+
+    Args:
+        rounded: the mixture was asked for in a narrower dtype than the source's.
 
     Returns:
         Relative difference; None for models that are too large to run.
@@ -236,13 +239,16 @@ def compare_with_dense(dense: Path, mixture: Path) -> float | None:
     (before, _), (after, _) = (
         _run_transformers(folder, tokens, configs[folder]) for folder in configs
     )
-    return _relative_error(
-        after,
-        before,
-        f"{mixture}: its logits are not those of {dense}",
+    why = (
         ". Where weights are in bfloat16 and the granularity is no power of two, down "
-        "projections are rounded: write them with --dtype float32",
+        "projections are rounded: write them with --dtype float32"
     )
+    if rounded:
+        why = (
+            ", as it was rounded from float32 to bfloat16: upcycle without --dtype, and round what "
+            "was compared with automoe convert --dtype bfloat16"
+        )
+    return _relative_error(after, before, f"{mixture}: its logits are not those of {dense}", why)
 
 
 @contextmanager

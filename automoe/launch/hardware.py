@@ -176,8 +176,6 @@ def _packages(config: Config, device: str, deepep: bool) -> Iterator[tuple[bool,
     yield database, "observe.mlflow with a database", "sqlalchemy", "pip install mlflow, or name a server or a folder"
     for key, instead in _launching_triton(config, device):
         yield True, key, "triton", f"Install triton, or set {instead}"
-    yield (device == "cuda" and not config.cluster.peak_flops, "cluster.peak_flops=0", "torchtitan",
-           "Install torchtitan, which has the table, or set cluster.peak_flops to dense bfloat16 FLOP/s of one GPU")
     yield (deepep, "moe.dispatcher=deepep", "deep_ep", "Build DeepEP from its sources (the release on the package "
            "index does not compile), or set moe.dispatcher=alltoall")
     yield (config.lora.base == "nf4", "lora.base=nf4", "bitsandbytes",

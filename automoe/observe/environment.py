@@ -10,16 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from automoe import __version__
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "safetensors",
-    "torchtitan",
-    "triton",
-    "numpy",
-    "hydra-core",
-    "wandb",
-)
+PACKAGES = ("torch", "transformers", "safetensors", "triton", "numpy", "hydra-core", "wandb")
 
 
 def describe_environment() -> dict[str, str]:

@@ -157,8 +157,8 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
 
     Args:
         model: model whose layer kinds are timed, at small sizes.
-        peak: FLOP/s of the device if the configuration has them. With 0 the peak comes from
-            torchtitan's table, or is the speed of the fastest measured matmul.
+        peak: FLOP/s of the device if the configuration has them. With 0 the peak is that of
+            the GPU's name, or the speed of the fastest measured matmul.
     """
     import torch
 
@@ -178,7 +178,7 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
             2 * bench.rows * side**2 / bench.seconds(lambda rows=rows, weight=weight: rows @ weight)
         )
     if device.type == "cuda" and not peak:
-        from automoe.interop.torchtitan import peak_flops
+        from automoe.model.peak_flops import peak_flops
 
         peak = peak_flops(found["gpu"]) or 0.0
     found["peak"] = peak if device.type == "cuda" and peak else max(speeds)

@@ -341,12 +341,12 @@ def _skip_text(record: Mapping[str, Any]) -> str:
 
 
 def _peak_flops(config: Config, device: torch.device) -> float | None:
-    """Return the device's dense bf16 FLOP/s, configured or from torchtitan; None if unknown."""
+    """Return the device's dense bf16 FLOP/s, configured or by its name; None if unknown."""
     if config.cluster.peak_flops:
         return config.cluster.peak_flops
     if device.type != "cuda":
         return None
-    from automoe.interop.torchtitan import peak_flops
+    from automoe.model.peak_flops import peak_flops
 
     return peak_flops(torch.cuda.get_device_name(device))
 

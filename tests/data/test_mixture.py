@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from automoe.config.schema import Config, sources_of
 from automoe.config.validate import validate as check
 from automoe.data.loader import Loader
 from automoe.data.mixture import Mixture
-from automoe.errors import ConfigError, DataError
+from automoe.errors import BackendError, ConfigError, DataError
 from automoe.training import step
 
 FIELDS = ("tokens", "labels", "positions", "doc_ids")
@@ -217,6 +218,14 @@ def test_a_saved_data_set_is_read_by_split(saved):
         find_files(DataConfig(kind="hub", path=str(saved), split="train[:5%]"))
     with pytest.raises(DataError, match=r"no split 'dev'; there are train, test\. Set data\.split"):
         find_files(DataConfig(kind="hub", path=str(saved), split="dev"))
+
+
+def test_a_hub_data_set_without_datasets_says_what_to_install(saved, monkeypatch):
+    from automoe.data.corpora import find_files
+
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(BackendError, match=r"data\.path=.*saved: datasets does not import .*pip install datasets, or"):
+        find_files(DataConfig(kind="hub", path=str(saved)))
 
 
 def test_without_a_network_the_way_around_is_said(monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-ABSENT = ("hydra", "omegaconf", "psutil", "torchtitan", "wandb")
+ABSENT = ("hydra", "omegaconf", "psutil", "torchtitan", "wandb", "datasets")
 
 
 def hide() -> None:

@@ -109,7 +109,6 @@ def training(tmp_path: Path, device: torch.device) -> Config:
         data=DataConfig(kind="text", path=str(text)),
         checkpoint=CheckpointConfig(every=2, export_hf=False),
         launch=replace(config.launch, device=device.type),
-        # A known peak: the table of peaks is torchtitan's, which a machine may lack.
         cluster=ClusterConfig(peak_flops=989.5e12),
     )
 

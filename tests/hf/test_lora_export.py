@@ -69,6 +69,8 @@ def off(got: torch.Tensor, expected: torch.Tensor) -> float:
 def test_adapters_leave_exactly(name: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     save_small_hf(name, source)
+    (tmp_path / "plain").touch()
+    allowed = (tmp_path / "plain").stat().st_mode & 0o777  # what the umask leaves
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     model = trained(source)
     expected = logits(model)
@@ -80,6 +82,7 @@ def test_adapters_leave_exactly(name: str, tmp_path: Path) -> None:
     for layout in ("auto" if name == "qwen2_moe" else "published", "fused"):
         written = to_peft(model, tmp_path / layout, LORA, layout=layout)
         assert re.search(r"an adapter of [\d,]+ numbers, as peft loads it \(\d+ of attention", written)
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / layout).iterdir()} == {allowed}
         base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         loaded = PeftModel.from_pretrained(base, str(tmp_path / layout)).eval()
         assert off(logits(loaded), expected) < 1e-5, layout

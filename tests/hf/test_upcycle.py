@@ -126,6 +126,15 @@ def test_sizes_that_would_compute_something_else_are_refused(
         upcycled(tmp_path, *sizes)
 
 
+def test_rounding_that_was_asked_for_is_named_as_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_small_hf("qwen3", tmp_path / "in", dtype=torch.float32)
+    sizes = ["--experts", "4", "--top-k", "2", "--dtype", "bfloat16"]
+    assert upcycle.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), *sizes]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "rounded from float32 to bfloat16: upcycle without --dtype" in said and "granularity" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def test_a_mixture_is_not_upcycled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_small_hf("qwen3_moe", tmp_path / "in")
     assert upcycle.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--experts", "8", "--top-k", "2"]) == 2

@@ -10,12 +10,12 @@ import pytest
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
-    ClusterConfig,
     Config,
     KernelsConfig,
     LaunchConfig,
     MeshConfig,
     MoEConfig,
+    ObserveConfig,
     OptimConfig,
     TrainConfig,
 )
@@ -177,13 +177,12 @@ def test_what_triton_compiles_with_is_asked_for_before_ranks_start(
     hardware.check_backends(chosen, one_rank, "cuda")
 
 
-def test_a_missing_table_of_peaks_is_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tracker_is_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     one_rank = resolve_mesh(MeshConfig(), 1)
-    monkeypatch.setitem(sys.modules, "torchtitan", None)
-    with pytest.raises(BackendError, match="the package torchtitan is not .*set cluster.peak_flops"):
-        hardware.check_backends(Config(), one_rank, "cuda")
-    hardware.check_backends(Config(cluster=ClusterConfig(peak_flops=989.5e12)), one_rank, "cuda")
-    hardware.check_backends(Config(), one_rank, "cpu")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(BackendError, match="observe.wandb=offline: the package wandb is not .*pip install wandb"):
+        hardware.check_backends(Config(observe=ObserveConfig(wandb="offline")), one_rank, "cpu")
+    hardware.check_backends(Config(), one_rank, "cuda")
 
 
 COMPILED = Config(train=TrainConfig(compile=True))

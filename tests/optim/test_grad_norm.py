@@ -210,3 +210,10 @@ def test_gradients_of_every_dtype_are_clipped_together(device: str, dtype: torch
         assert parameter.grad.dtype == parameter.dtype
         tolerance = rtol if parameter.dtype == dtype else 1e-6
         torch.testing.assert_close(parameter.grad.double().cpu(), gradient, rtol=tolerance, atol=0)
+
+
+def test_torchtitans_norm_changes_no_gradient() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
+    parameters[0].grad, parameters[1].grad = torch.full((3,), 2.0), torch.full((2, 2), 1.0)
+    assert titan_grad_norm(parameters).item() == 4.0
+    assert torch.equal(parameters[0].grad, torch.full((3,), 2.0))

@@ -67,7 +67,7 @@ def folder(arguments: Arguments) -> str:
 
 def test_commands_of_the_readme_write_into_folders_of_their_own() -> None:
     arguments = [
-        line.partition(" train ")[2].split("  ")[0] for line in README.splitlines() if "/automoe train " in line
+        line.partition(" train ")[2].split("  ")[0] for line in README.splitlines() if line.startswith("automoe train ")
     ]
     assert len(arguments) >= 3
     folders = [folder(parse_arguments(words.split())) for words in ["", *arguments]]

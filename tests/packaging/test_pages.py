@@ -9,12 +9,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
-from torchtitan.config import ParallelismConfig, TrainingConfig
 
 from automoe.config.convert import leaf_keys
 from automoe.launch.gpu_first import CHECKS
@@ -101,27 +100,72 @@ def test_every_complaint_has_a_thread_and_a_test_that_exists() -> None:
     assert "## Not answered here" in text("complaints.md")
 
 
+def titan_rows() -> list[list[str]]:
+    found = rows("migrate.md")
+    first, after = (next(n for n, row in enumerate(found) if row[0] == name) for name in ("torchtitan", "Megatron-LM"))
+    return found[first + 1 : after]
+
+
+def titan_class(file: str, *names: str) -> ast.ClassDef:
+    """A class of torchtitan's sources, which are read: their imports take seconds."""
+    found: ast.AST = ast.parse((Path(find_spec("torchtitan").submodule_search_locations[0]) / file).read_text())
+    for name in names:
+        found = next(node for node in found.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return found
+
+
+def titan_fields(file: str, *names: str) -> set[str]:
+    return {node.target.id for node in titan_class(file, *names).body if isinstance(node, ast.AnnAssign)}
+
+
 def test_keys_of_ours_and_of_torchtitan_exist() -> None:
     ours = set(leaf_keys()) | {"data", "recipe"}
-    theirs = {f"parallelism.{f.name}" for f in fields(ParallelismConfig)} | {
-        f"training.{f.name}" for f in fields(TrainingConfig)
+    sections = {
+        "parallelism": titan_fields("config/configs.py", "ParallelismConfig"),
+        "training": titan_fields("config/configs.py", "TrainingConfig"),
+        "compile": titan_fields("config/configs.py", "CompileConfig"),
+        "lr_scheduler": titan_fields("components/optimizer/lr_scheduler.py", "LRSchedulersContainer", "Config"),
+        "optimizer": titan_fields("components/optimizer/optimizer.py", "OptimizersContainer", "Config"),
+        "checkpoint": titan_fields("components/checkpointer/base.py", "BaseCheckpointManager", "Config"),
     }
+    theirs = {f"{section}.{field}" for section, keys in sections.items() for field in keys}
     table = [row for row in rows("migrate.md") if row[1] != "here"]
     assert len(table) > 40
-    for their, our, _ in table:
+    named = re.findall(
+        rf"`((?:{'|'.join(sections)})\.\w+)`", " ".join(cell for row in titan_rows() for cell in row[::2])
+    )
+    assert len(named) > 15 and [key for key in named if key not in theirs] == []
+    classes = re.findall(r"`(\w+AC)`", text("migrate.md"))
+    assert len(classes) == 3 and all(titan_class("distributed/activation_checkpoint.py", name) for name in classes)
+    for _, our, _ in table:
         for key in re.findall(r"`([^`]+)`", our):
             names = [word.partition("=")[0] for word in key.split()]
             assert [name for name in names if name not in ours] == [], key
-        for key in re.findall(r"`((?:parallelism|training)\.\w+)`", their):
-            assert key in theirs
 
 
 def test_ten_questions_have_answers_that_are_there() -> None:
-    """Links and their headings are checked by the build of the site."""
+    """What is searched for stands in the section that the answer links to."""
     questions = [row for row in rows("questions.md") if row[0] != "question"]
     assert len(questions) == 10
     for question, answer in questions:
-        assert re.search(r"\[`[^`]+`\]$", question) and re.search(r"\]\([\w.]+\.md(#[\w-]+)?\)", answer), question
+        query = re.search(r"\[`([^`]+)`\]$", question)[1]
+        page, anchor = re.search(r"\]\(([\w.]+\.md)#?([\w-]*)\)", answer).groups()
+        section = section_of(page, anchor).lower()
+        assert section and [word for word in query.lower().split() if word not in section] == [], question
+
+
+def anchor_of(title: str) -> str:
+    """The heading's anchor on the site."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+
+
+def section_of(page: str, anchor: str) -> str:
+    """The text under the heading with this anchor, or all of the page; empty if there is no such heading."""
+    if not anchor:
+        return text(page)
+    parts = re.split(r"^#{1,3} (.*)$", text(page), flags=re.M)[1:]
+    found = zip(parts[::2], parts[1::2], strict=True)
+    return next((f"{title} {body}" for title, body in found if anchor_of(title) == anchor), "")
 
 
 def test_the_page_on_the_first_half_hour_has_every_check() -> None:
@@ -156,10 +200,35 @@ def test_workflows_call_what_people_call() -> None:
     }
     assert commands["ci"] == [".ci/run"]
     assert {"make dist", "make site"} <= set(commands["release"])
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     called = re.findall(r"^make ([a-z-]+)", "\n".join([*commands["release"], (ROOT / ".ci/run").read_text()]), re.M)
-    assert {"site", "notebook", "lint-docker"} <= set(called) <= targets
+    assert {"site", "notebook", "lint-docker"} <= set(called) <= make_targets()
     assert all(one["permissions"] == {"contents": "read"} for one in workflows.values())
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for pattern in re.findall(r"'([^']+)'", " ".join(re.findall(r"hashFiles\((.*?)\)", path.read_text()))):
+            assert list(ROOT.glob(pattern)), f"{path.name}: no file {pattern}"
+        for file in re.findall(r"(?:automoe|docs|tests|\.ci)/[\w./-]+", path.read_text()):
+            assert (ROOT / file).exists(), f"{path.name}: no {file}"
+
+
+def make_targets() -> set[str]:
+    rules = re.findall(r"^([a-z -]+):(?!=)", (ROOT / "Makefile").read_text(), re.M)
+    return {name for rule in rules for name in rule.split()}
+
+
+def test_every_target_of_make_that_a_page_names_is_there() -> None:
+    pages = [
+        *(page for page in ROOT.glob("*.md") if page.name != "CHANGELOG.md"),
+        *DOCS.glob("*.md"),
+        *(ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"),
+    ]
+    pages += [*(ROOT / "docker").glob("*"), ROOT / ".devcontainer" / "devcontainer.json"]
+    named = set()
+    for page in pages:
+        read = page.read_text()
+        shell = "\n".join(re.findall(r"^```sh\n(.*?)^```$", read, re.M | re.S))
+        named |= set(re.findall(r"[`\"]make ([a-z][a-z-]*)", read) + re.findall(r"^make ([a-z][a-z-]*)", shell, re.M))
+    assert len(named) > 15 and named - make_targets() == set()
 
 
 def test_templates_and_containers_are_well_formed() -> None:

@@ -23,7 +23,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TESTED_WITH = ("pytest", "hypothesis", "psutil", "packaging")  # what the tests themselves import
+TESTED_WITH = ("pytest", "hypothesis", "psutil", "packaging", "datasets")  # what the tests themselves import
 # Of these ``latest`` has the newest releases, also where another package declares that it takes older ones alone
 # (torchtitan 0.3: datasets before 4.8).
 NEWEST = ("torch", "transformers", "datasets")
