@@ -82,6 +82,8 @@ def test_what_is_frozen_is_stored_as_it_is_multiplied_and_exceptions_are_trained
     assert {name for name in trained(part) if ".lora." not in name} == {"layers.1.mlp.router.weight"}
     wide = {name for name, parameter in part.named_parameters() if parameter.dtype == torch.float32}
     assert wide == trained(part)
+    part = built(config_with(rank=4), torch.bfloat16)  # a frozen router computes in its own precision
+    assert part.get_parameter("layers.1.mlp.router.weight").dtype == torch.float32
     part = built(config_with(train=dict(freeze=["layers.*"], trainable=["*norm*"])))
     names = trained(part)
     assert "embed_tokens.weight" in names and "layers.0.input_layernorm.weight" in names
