@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mutant import Mutant
 
 LORA, STACKS = ["tests/model/test_lora.py"], ["tests/moe/test_expert_lora.py"]
@@ -24,7 +26,7 @@ RESUME = ["tests/checkpoint/test_resume.py::test_same_mesh_to_the_bit[muon]"]
 SIZE = ["tests/checkpoint/test_checkpoint_size.py"]
 MEMORY = ["tests/planner/test_measured_memory.py"]
 
-_FOLDERS: dict[str, list[tuple[str, str, str, list[str]]]] = {
+_FOLDERS: dict[str, list[tuple[Any, ...]]] = {
     "automoe/model": [
         ("lora.py", "* self.scale", "", LORA_MESH + LEAVES),
         ("lora.py", "if rows is None else b_Or[rows]", "if rows is None else b_Or", SHARED_HEADS),
@@ -54,14 +56,20 @@ _FOLDERS: dict[str, list[tuple[str, str, str, list[str]]]] = {
     "automoe/optim": [
         ("ema.py", "if ema.dtype != weight.dtype:", "if False:", EMA),
         ("ema.py", "weight.copy_(kept)", "pass", EMA),
-        ("muon.py", "tall = matrices.shape[-2] > matrices.shape[-1]", "tall = False", MUON_MESH + MUON),
+        (
+            "muon.py",
+            "tall = matrices.shape[-2] > matrices.shape[-1]",
+            "tall = False",
+            MUON_MESH + MUON,
+            "a matrix and its transpose give the same update; the narrow side's products are fewer",
+        ),
         ("muon.py", 'update = gradient.add(momentum, alpha=group["momentum"])', "update = momentum.clone()", MUON_MESH),
         ("muon.py", "_RMS * max(m, n) ** 0.5", "_RMS * min(m, n) ** 0.5", MUON_MESH),
         ("muon.py", '1 - group["lr"] * group["weight_decay"]', '1 - group["weight_decay"]', MUON_MESH),
         ("muon.py", "work[owner] += self._work(i)", "pass", MUON_MESH),
         ("muon.py", "if owner in replicas else replicas[owner % len(replicas)]", "", MUON_MESH),
         ("muon.py", "parameter.grad = None", "pass", MUON_MESH + MUON),
-        ("muon.py", "left -= parameter.numel()", "pass", MUON_MESH),
+        ("muon.py", "left -= parameter.numel()", "pass", MUON),
         ("adamw.py", "optim.momentum}", "0.5}", MUON_MESH),
     ],
     "automoe/planner": [

@@ -8,6 +8,7 @@ from torch import nn
 
 from automoe.config.schema import OptimConfig
 from automoe.model.params import find_spec
+from automoe.optim import muon
 from automoe.optim.adamw import build_optimizer
 from automoe.optim.muon import KEY, ROUND, STEPS, orthogonalize
 from automoe.planner.memory import MUON_ROUND
@@ -45,6 +46,14 @@ def trained(steps: int = 3, dtype: torch.dtype = torch.float32, **optim: object)
         model.set_gradients(step)
         optimizer.step()
     return model
+
+
+def test_a_round_holds_no_more_numbers_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 60, 48 and 96 numbers no two fit in 100; the planner counts a round's buffers."""
+    monkeypatch.setattr(muon, "ROUND", 100)
+    assert len(build_optimizer([Matrices()], OptimConfig(algorithm="muon"))._rounds) == 3
+    monkeypatch.setattr(muon, "ROUND", 110)
+    assert len(build_optimizer([Matrices()], OptimConfig(algorithm="muon"))._rounds) == 2
 
 
 def test_single_matrices_are_updated_as_by_torch() -> None:
