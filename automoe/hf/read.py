@@ -31,7 +31,7 @@ from automoe.hf.keys import KeyMap, Piece, hf_pieces
 from automoe.hf.quantized import MXFP4_BLOCK, dequantize_fp8, dequantize_mxfp4
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
 from automoe.hf.upcycle import fill_upcycled
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.model.init import reset_buffers
 from automoe.parallel.agreement import Ranks
 from automoe.quantize.packed import pack_fp8, pack_nf4, unpack
@@ -79,7 +79,7 @@ class Loaded:
 
 
 def load_hf(
-    parts: Parts | Decoder,
+    parts: Parts | CausalLM,
     path: str | Path,
     catalog: Catalog | None = None,
     *,

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog, open_catalog
@@ -30,6 +31,7 @@ from automoe.hf.save_plan import not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
 from automoe.model.decoder import Decoder
 from automoe.model.params import count_params
+from automoe.model.transformers_model import TransformersModel
 from automoe.moe.router import recorded_choices
 from automoe.parallel.agreement import Ranks
 from automoe.parallel.parallelize import build_decoder
@@ -84,6 +86,9 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
     """
     try:
         read = model_config_from_hf(catalog.folder)
+        if config.family == TRANSFORMERS:
+            _compare_census(config, catalog.folder)
+            return _compare_class(read, catalog)
         for key in differing_values(config, read, family_of(config)):
             raise CheckpointError(
                 f"{catalog.folder}/config.json says model.{key}={value_of(read, key)}, and the model has "
@@ -196,6 +201,21 @@ def _compare_logits(catalog: Catalog) -> float | None:
     return _relative_error(ours, theirs, what)
 
 
+def _compare_class(config: ModelConfig, catalog: Catalog) -> float | None:
+    """Compare the logits of a class that transformers loads with those of one that we load."""
+    if _too_large(config):
+        return None
+    tokens = _tokens(config)
+    theirs, _ = _run_transformers(catalog.folder, tokens, config)
+    model = TransformersModel(config, MoEConfig(experts="loop"))
+    model.to_empty(device="cpu")
+    load_hf(model, catalog.folder, catalog)
+    with torch.no_grad():
+        ours = model.eval()(tokens)
+    what = f"{catalog.folder}: transformers computes other logits from it"
+    return _relative_error(ours, theirs, what)
+
+
 def _too_large(config: ModelConfig) -> bool:
     return 4 * count_params(config).total > MAX_COMPARED_BYTES
 
@@ -304,5 +324,5 @@ def _run_transformers(
                 lambda _module, inputs: chosen.append(inputs[1].view(*tokens.shape, -1))
             )
     with torch.no_grad():
-        logits = model.eval()(tokens).logits
+        logits = model.eval()(tokens, use_cache=False).logits
     return logits, torch.stack(chosen, dim=2) if chosen else torch.empty(0)

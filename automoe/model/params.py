@@ -1,8 +1,7 @@
 """The table of a model's parameters, from which every other module reads. No torch.
 
-``automoe.model`` builds these parameters, with these names and shapes (a test compares the two).
-Plans, sharding, adapters, weight decay, 8 bits and the keys of HuggingFace files are columns of the
-table.
+``automoe.model`` builds these parameters (a test compares the two). Plans, sharding, adapters,
+weight decay, 8 bits and the keys of HuggingFace files are columns of the table.
 
 Sizes (``sizes_of``) that the table writes shapes in:
 
@@ -27,6 +26,7 @@ from math import prod
 from operator import attrgetter
 from typing import Any
 
+from automoe.config.class_params import or_of_class
 from automoe.config.schema import ModelConfig, is_linear
 
 PARTS = (
@@ -387,8 +387,7 @@ class Param:
     Attributes:
         layer: number of its decoder layer; None: embedding, final norm or head.
         kv_heads: number of key and value heads, for a projection to keys or values.
-        packed: numbers in a block, if ``lora.base`` packs the tensor; the last two dims of
-            ``shape`` are then blocks, and bytes of a block.
+        packed: numbers in a block, if ``lora.base`` packs it; ``shape`` ends in blocks and bytes.
     """
 
     name: str
@@ -428,8 +427,7 @@ class Param:
         return self.spec.kind == "matrix"
 
     def tp_dim(self, tp: int) -> int | None:
-        """Return the dim that ``tp`` ranks shard, or None if each of them keeps the whole
-        tensor."""
+        """Return the dim that ``tp`` ranks shard; None if each keeps the whole tensor."""
         whole = tp == 1 or (self.kv_heads is not None and self.kv_heads < tp)
         return None if whole else self.spec.tp
 
@@ -446,6 +444,7 @@ class ParamCount:
     by_part: dict[str, int]
 
 
+@or_of_class
 def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
     """Return the parameters of decoder layer ``layer``, with the router's bias if ``buffers``."""
     sizes = sizes_of(model)
@@ -461,6 +460,7 @@ def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[
     return params
 
 
+@or_of_class
 def stage_params(
     model: ModelConfig, layers: list[range], stage: int, buffers: bool = False
 ) -> list[Param]:

@@ -24,7 +24,7 @@ from automoe.config.plugins import registered
 from automoe.config.schema import ClusterConfig, Config
 from automoe.errors import BackendError, ConfigError
 from automoe.interop.deepep import open_deepep
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.moe.dispatch.allgather import AllGatherDispatcher
 from automoe.moe.dispatch.alltoall import AllToAllDispatcher
 from automoe.moe.dispatch.base import Dispatcher
@@ -361,9 +361,10 @@ def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
     return style
 
 
-def apply_expert_parallel(model: Decoder, meshes: Meshes, style: ExpertParallel) -> None:
+def apply_expert_parallel(model: CausalLM, meshes: Meshes, style: ExpertParallel) -> None:
     """Shard every MoE layer's experts over ep and etp, if these axes have several ranks."""
     axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
     if axes:
-        plan = {f"layers.{number}.mlp.experts": style for number, _ in model.moe_layers()}
+        experts = {layer.experts for _, layer in model.moe_layers()}
+        plan = {name: style for name, module in model.named_modules() if module in experts}
         parallelize_module(model, meshes.moe[axes], plan, src_data_rank=None)

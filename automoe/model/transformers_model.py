@@ -1,0 +1,417 @@
+"""A model computed by its class of ``transformers``: the tier of all families without a declaration.
+
+``transformers`` builds the class on the meta device from the ``config.json`` at ``model.hf_path``.
+``TransformersModel`` gives it what the trainer asks of a model (``CausalLM``). The class computes
+its layers, whatever they are; loss, balance losses and counters are those of native families.
+Parameters keep the class's names. Code that comes with a checkpoint is never imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from copy import copy
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from automoe.config.hub import local_folder
+from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
+from automoe.errors import ConfigError
+from automoe.kernels.counter_random import stream_key
+from automoe.model.backend import BackendConfig
+from automoe.model.causal_lm import CausalLM, Unit
+from automoe.model.params import Param, ParamSpec
+from automoe.moe.router import BalancedRouter, Routing, score_experts
+from automoe.moe.tokens import Tokens
+
+SMALL = 1 << 16  # numbers of a tensor that the class itself initialises, whole on every rank
+# values of ``moe.experts``, and what transformers calls them
+EXPERTS = {"loop": "eager", "grouped_mm": "grouped_mm"}
+# The first of these words in a parameter's name tells its part of the model.
+_PART_WORDS = (
+    ("norm", "norms"),
+    ("shared", "shared_experts"),
+    ("router", "router"),
+    (".gate.", "router"),
+    ("attn", "attention"),
+    ("attention", "attention"),
+    ("mixer", "attention"),
+    ("mamba", "attention"),
+    ("conv", "attention"),
+    ("", "dense_ffn"),
+)
+_PLACES = {"attention": 1, "router": 7, "dense_ffn": 7, "shared_experts": 7, "routed_experts": 7}
+_PROBE = 16  # tokens of each of two documents
+_LEAK = 0.05  # of an unmasked change; those found are 0, or 0.1 and more
+_RANDOM = ("dropout", "jitter")  # words in keys of config.json that make training draw numbers
+
+
+def refused(path: object, what: str, remedy: str = "Choose another checkpoint") -> ConfigError:
+    """Return the error for a model that neither tier computes, with the part that is in the way."""
+    rule = f"automoe has no native family for it, and the tier of transformers' own code not either: {what}"
+    return ConfigError("model.hf_path", path, rule, remedy)
+
+
+def build_causal_lm(path: str, experts: str = "eager") -> Any:
+    """Return the class of ``transformers`` for the text model of ``config.json``, on meta.
+
+    Parameters have torch's default dtype.
+
+    Args:
+        experts: transformers' name of the implementation of experts.
+
+    Raises:
+        ConfigError: transformers has no such class, refuses the configuration, or would draw random
+            numbers while it trains.
+    """
+    import transformers
+
+    stated = json.loads((local_folder(path) / "config.json").read_bytes())
+    model_type = str(stated.get("model_type"))
+    if model_type not in transformers.CONFIG_MAPPING:
+        what = f"transformers {transformers.__version__} has no model_type={model_type}"
+        raise refused(path, what, "Install a newer transformers, or choose another checkpoint")
+    stated.pop("quantization_config", None)
+    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    try:
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(stated)
+        text = config.get_text_config(decoder=True)
+        if type(text) in classes:  # of a wrapper with vision or audio, the text model
+            config = text
+        if type(config) not in classes:
+            raise ValueError(f"model_type={model_type} has no causal language model")
+        for key, value in config.to_dict().items():
+            if any(word in key for word in _RANDOM) and isinstance(value, float) and value > 0:
+                raise ValueError(f"{key}={value} draws random numbers; set it to 0 in config.json")
+        config._experts_implementation = experts
+        with torch.device("meta"):
+            model = classes[type(config)](config)
+    except Exception as error:  # a configuration class or a model's may raise any exception
+        raise refused(path, " ".join(f"{type(error).__name__}: {error}".split())[:400]) from error
+    for module in model.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if parameter.requires_grad:  # of one dtype, for FSDP
+                parameter.data = parameter.data.to(torch.get_default_dtype())
+            else:  # such as a bias of the selection: neither sharded nor rounded
+                del module._parameters[key]
+                module.register_buffer(key, parameter.data)
+    return model
+
+
+def is_tied(model: Any) -> bool:
+    """Return whether the head is the embedding."""
+    return bool(getattr(model.config, "tie_word_embeddings", False))
+
+
+def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that ``ExpertParallel`` shards, by name: stacked experts of a layer."""
+    return {name: module for name, module in model.named_modules() if _holds_experts(module)}
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    number = getattr(module, "num_experts", None)
+    shapes = [parameter.shape for parameter in module.parameters()]
+    stacked = all(len(shape) > 1 and shape[0] == number for shape in shapes)
+    called_with = inspect.signature(module.forward).parameters
+    return stacked and any(len(shape) > 2 for shape in shapes) and len(called_with) >= 3
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """Return the layers, in the order of the forward pass."""
+    kinds = model._no_split_modules or ()
+    found = [module for module in model.modules() if type(module).__name__ in kinds]
+    inner = {id(part) for module in found for part in list(module.modules())[1:]}
+    return [module for module in found if id(module) not in inner]
+
+
+def class_params(path: str) -> tuple[Param, ...]:
+    """Return the parameters of the class of ``config.json``, in order, and saved buffers.
+
+    Raises:
+        ConfigError: as ``build_causal_lm``.
+    """
+    return _class_params(path, (local_folder(path) / "config.json").read_bytes())
+
+
+@cache
+def _class_params(path: str, stated: bytes) -> tuple[Param, ...]:
+    model = build_causal_lm(path)
+    layer_of = {
+        tensor: number
+        for number, layer in enumerate(decoder_layers(model))
+        for tensor in layer.state_dict(keep_vars=True).values()
+    }
+    experts = {p for module in experts_modules(model).values() for p in module.parameters()}
+    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    part_of = {module.weight: part for part, module in reversed(ends.items()) if module is not None}
+    params = []
+    if is_tied(model):
+        model.set_output_embeddings(None)
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        part = "routed_experts" if parameter in experts else part_of.get(parameter)
+        if part is None:
+            part = next(part for word, part in _PART_WORDS if word in name)
+        matrix = parameter.dim() > 1 and not name.endswith("bias")
+        kind = "matrix" if matrix else "vector"
+        if not isinstance(parameter, nn.Parameter):
+            kind = "buffer"
+        if part == "router" and not matrix:
+            part = "norms"
+        spec = ParamSpec(name, "", _PLACES.get(part, 0), kind, part=part)
+        params.append(Param(name, tuple(parameter.shape), spec, layer_of.get(parameter)))
+    return tuple(params)
+
+
+def head_scale(model: Any, path: str) -> float:
+    """Return what the class multiplies the head's product by to get logits.
+
+    The class's own code runs with a small head and random hidden states.
+
+    Raises:
+        ConfigError: logits are no multiple of hidden states times the head.
+    """
+    head = model.get_output_embeddings()
+    generator = torch.Generator().manual_seed(0)
+    hidden = 10 * torch.randn(2, 3, head.in_features, generator=generator)
+    small = nn.Linear(head.in_features, 5, bias=False)
+    probe = copy(model)
+    probe._modules = dict(model._modules)
+    setattr(probe, model.base_model_prefix, _Returns(hidden))
+    probe.set_output_embeddings(small)
+    with torch.no_grad():
+        plain = small(hidden)
+        logits = probe(input_ids=torch.zeros(2, 3, dtype=torch.int64)).logits
+    scale = float((logits * plain).sum() / plain.square().sum())
+    if head.bias is not None or not torch.allclose(logits, scale * plain, atol=1e-4, rtol=1e-4):
+        raise refused(path, "its logits are no multiple of hidden states times the head")
+    return 1.0 if abs(scale - 1) < 1e-6 else scale
+
+
+class _Outputs:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return self.last_hidden_state
+
+    def __getattr__(self, _: str) -> None:
+        return None
+
+
+class _Returns(nn.Module):
+    """Stand-in for the layers of a class: returns given hidden states, and None as all the rest."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, **_: Any) -> Any:
+        return _Outputs(self.hidden)
+
+
+@torch.no_grad()
+def _keep_own_values(model: Any, path: str, seed: int) -> None:
+    """Give modules the values that the class itself gives to buffers and small parameters.
+
+    They are computed twice, over zeros and over ones: what differs afterwards was not set. Large
+    parameters stay on meta and are drawn by ``automoe.model.init``.
+
+    Raises:
+        ConfigError: the class leaves one of them unset.
+    """
+    modules = list(model.named_modules())
+    held = {
+        (module, kind, key): one
+        for _, module in modules
+        for kind in ("_parameters", "_buffers")
+        for key, one in vars(module)[kind].items()
+        if one is not None and (kind == "_buffers" or one.numel() <= SMALL)
+    }
+    values: list[dict[Any, torch.Tensor]] = []
+    for fill in (0, 1):
+        for (module, kind, key), one in held.items():
+            made = torch.full_like(one, fill, device="cpu")
+            vars(module)[kind][key] = nn.Parameter(made) if kind == "_parameters" else made
+        for name, module in reversed(modules):  # parts before the whole
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(stream_key(name, seed) % (1 << 63))
+                model._init_weights(module)
+        values.append({place: vars(place[0])[place[1]][place[2]].detach() for place in held})
+    names = {module: name for name, module in modules}
+    own: dict[nn.Module, dict[str, dict[str, torch.Tensor]]] = {}
+    for place, one in held.items():
+        module, kind, key = place
+        if not torch.equal(values[0][place], values[1][place]):
+            what = f"{type(model).__name__} does not initialise {names[module]}.{key}"
+            raise refused(path, what)
+        vars(module)[kind][key] = one
+        own.setdefault(module, {}).setdefault(kind, {})[key] = values[0][place]
+    for module, kinds in own.items():
+        module.first_values = kinds.get("_parameters", {})
+        module.reset_buffers = partial(_reset, module, kinds.get("_buffers", {}))
+
+
+def _reset(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for key, value in values.items():
+        module._buffers[key].copy_(value)
+
+
+class ClassRouter(BalancedRouter):
+    """Balance losses and counters of a layer whose class routes by its own code.
+
+    Attributes:
+        logits: [T, E] that the class computed last; None if no balance loss is asked for.
+    """
+
+    logits: torch.Tensor | None = None
+
+    def forward(self, routing: Routing, tokens: Tokens) -> Routing:
+        """Count the choices of a micro-batch; return ``routing`` with the balance losses in it."""
+        if not (self.training and torch.is_grad_enabled()):
+            return routing
+        shape = (*tokens.index.shape, self.num_experts)
+        logits = routing.topk_scores.new_zeros(shape) if self.logits is None else self.logits
+        self.logits = None
+        return self._balance(score_experts(logits.view(shape), RouterConfig()), routing, tokens)
+
+    def keep(self, recorder: Any, module: nn.Module, args: Any, output: Any) -> None:
+        """Keep the logits in the output of a module of the class."""
+        self.logits = output[recorder.index]
+
+
+class _MoELayer(NamedTuple):
+    router: ClassRouter
+    experts: nn.Module
+
+
+class TransformersModel(CausalLM):
+    """The class of ``transformers`` for ``config.hf_path``, whole, with automoe's loss.
+
+    Its modules are this module's own, so that parameters have the names of the class.
+
+    Raises:
+        ConfigError: as ``build_causal_lm`` and ``head_scale``.
+    """
+
+    def __init__(
+        self, config: ModelConfig, moe: MoEConfig, backend: BackendConfig | None = None
+    ) -> None:
+        super().__init__(config, backend)
+        path = str(config.hf_path)
+        model = build_causal_lm(path, EXPERTS[moe.experts])
+        self.scale = head_scale(model, path)
+        _keep_own_values(model, path, self.backend.seed)
+        if config.tie_embeddings:
+            model.set_output_embeddings(None)
+        for name, module in model.named_children():
+            self.add_module(name, module)
+        self._class = [model]  # in a list, so that its modules have no second name here
+        self._layers = decoder_layers(model)  # FSDP renames their class
+        self._tokens: Tokens | None = None
+        self._moe: dict[nn.Module, _MoELayer] = {}
+        self.routers = nn.ModuleDict()
+        for index, experts in enumerate(experts_modules(model).values()):
+            router = ClassRouter(config, moe, index, self.backend.pg_collection)
+            self.routers[str(index)] = router
+            self._moe[experts] = _MoELayer(router, experts)
+            experts.register_forward_pre_hook(partial(self._route, router))
+        for key, coefficient in vars(moe).items():
+            if key.endswith("_coef") and coefficient:
+                self._record_logits(key, coefficient)
+                break
+
+    def _record_logits(self, key: str, coefficient: float) -> None:
+        """Hand the class's router logits to the routers. Raises ``ConfigError`` without any."""
+        recorded = getattr(self._class[0].base_model, "_can_record_outputs", None) or {}
+        recorder = recorded.get("router_logits")
+        kind = getattr(recorder, "target_class", recorder)
+        for unit in self.units():
+            if unit.experts is None:
+                continue
+            found = [
+                m for m in unit.layer.modules() if isinstance(kind, type) and isinstance(m, kind)
+            ]
+            if len(found) != 1 or not hasattr(recorder, "index"):
+                rule = (
+                    f"{self.config.architecture} does not give one module's router logits a layer"
+                )
+                raise ConfigError(f"moe.{key}", coefficient, rule, f"Set moe.{key}=0")
+            found[0].register_forward_hook(partial(self._moe[unit.experts].router.keep, recorder))
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self._class[0].get_input_embeddings()
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        head = self._class[0].get_output_embeddings()
+        return (self.embedding if head is None else head).weight
+
+    def moe_layers(self) -> Iterator[tuple[int, _MoELayer]]:
+        for unit in self.units():
+            if unit.experts is not None:
+                yield unit.number, self._moe[unit.experts]
+
+    def units(self) -> Iterator[Unit]:
+        for number, layer in enumerate(self._layers):
+            experts = [module for module in layer.modules() if module in self._moe]
+            yield Unit(number, layer, None, *experts)
+
+    def run_layers(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        self._tokens = tokens
+        # Where positions begin again, transformers lets attention begin again.
+        positions = tokens.index if tokens.doc_ids is None else tokens.positions
+        layers = self._class[0].base_model
+        return layers(input_ids=x, position_ids=positions, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def check_isolation(self) -> None:
+        """Change a document, and look at the one behind it in the row. Collective.
+
+        Attention masks hide it to the last bit, or a part of the class does not know of documents.
+
+        Raises:
+            ConfigError: the change is seen.
+        """
+        device = self.head_weight.device
+        half = torch.arange(_PROBE, device=device)
+        doc_ids = half.new_zeros(2 * _PROBE).index_fill_(0, half + _PROBE, 1).unsqueeze(0)
+        positions = half.repeat(2).unsqueeze(0)
+        rows = [
+            torch.cat((half + shift, half)).remainder(self.config.vocab_size) for shift in (0, 1)
+        ]
+        trains = self.training
+        self.eval()
+        marked, unmarked = (
+            torch.sub(*(self(row.unsqueeze(0), **given)[:, _PROBE:] for row in rows)).abs().max()
+            for given in ({"positions": positions, "doc_ids": doc_ids}, {})
+        )
+        self.train(trains)
+        if marked > _LEAK * unmarked:
+            raise ConfigError(
+                "data.document_mask",
+                True,
+                f"{self.config.architecture} does not keep the documents of a row apart: what another document "
+                f"changes reaches the next one to {float(marked / unmarked):.0%} of what it does without a mask",
+                "Set data.document_mask=false; for conversations data.chat.pack=false, too",
+            )
+
+    def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
+        return x_BsH if self.scale == 1 else x_BsH * self.scale
+
+    def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Count the choices that an experts module is called with, and add the balance losses."""
+        tokens = self._tokens
+        assert tokens is not None
+        x_TH, ids_TK, weights_TK = args
+        ids_BSK, weights_BSK = (
+            one.unflatten(0, tokens.index.shape) for one in (ids_TK, weights_TK)
+        )
+        routing = router(Routing(ids_BSK, weights_BSK, ids_BSK), tokens)
+        return x_TH, ids_TK, routing.topk_scores.flatten(0, 1)

@@ -1,0 +1,219 @@
+"""Classes of transformers without a native family: on meshes as in one process, and as transformers computes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from automoe.config.data_schema import DataConfig
+from automoe.config.mesh_shape import MeshShape, resolve_mesh
+from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
+from automoe.config.validate import validate
+from automoe.errors import ConfigError
+from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.read import Loaded, load_hf
+from automoe.hf.write import to_hf
+from automoe.model.params import count_params
+from automoe.model.transformers_model import TransformersModel
+from automoe.parallel.mesh import build_meshes
+from automoe.parallel.parallelize import build_parts, default_dtype
+from automoe.verify.compare import compare_trajectories
+from automoe.verify.pool import RankPool
+from automoe.verify.run import loader_rows
+from automoe.verify.trajectory import merge_trajectories, run_trajectory
+from tests.support.class_models import hf_class_config, save_class
+
+# Routers by softmax and by sigmoid, a tied head with a factor, delta nets, latents, shared experts, other names.
+CLASSES = ["olmoe", "minimax_m2", "cohere2_moe", "qwen3_5_moe_text", "glm4_moe_lite", "granitemoe", "ernie4_5_moe"]
+WIDE = {"ernie4_5_moe", "minimax_m2", "glm4_moe_lite", "cohere2_moe", "qwen3_5_moe_text"}  # compute parts in float32
+MESHES = {
+    "ep2_ep_shard2": MeshConfig(dp_shard=4, ep=2, ep_shard=2),
+    "hsdp_ep2_ep_replicate2": MeshConfig(dp_replicate=2, dp_shard=2, ep=2, ep_replicate=2),
+    "ep4": MeshConfig(dp_shard=4, ep=4),
+}
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    class Saved(dict):
+        def __missing__(self, model_type: str) -> Path:
+            self[model_type] = tmp_path_factory.mktemp(model_type)
+            save_class(model_type, self[model_type])
+            return self[model_type]
+
+    yield Saved()
+
+
+def config_for(path: Path, mesh: MeshConfig, **train: object) -> Config:
+    sizes = dict(seq_len=24, global_batch_size=8, micro_batch_size=1, dtype="float64") | train
+    return Config(
+        mesh=mesh,
+        model=replace(model_config_from_hf(path), random_weights=True, initializer_range=0.1),
+        moe=MoEConfig(experts="loop"),
+        train=TrainConfig(**sizes),
+        data=DataConfig(tokenizer="byte", document_mask=False),
+    )
+
+
+def float64_of(path: Path) -> tuple[TransformersModel, torch.nn.Module]:
+    from transformers import AutoModelForCausalLM
+
+    config = model_config_from_hf(path)
+    with default_dtype(torch.float64):
+        ours = TransformersModel(config, MoEConfig(experts="loop"))
+    ours.to_empty(device="cpu")
+    load_hf(ours, path)
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    return ours.train(), theirs.train()
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_loss_and_gradients_are_those_of_the_class(saved: dict[str, Path], model_type: str) -> None:
+    ours, theirs = float64_of(saved[model_type])
+    tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
+    loss = ours(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum()
+    logits = theirs(tokens[:, :-1], use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten())
+    loss.backward()
+    expected.backward()
+    tolerance = 1e-6 if model_type in WIDE else 1e-12
+    assert abs(float(loss - expected)) <= tolerance
+    mine = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is None or mine[name].grad is not None, name
+            if parameter.grad is not None:
+                off = (mine[name].grad - parameter.grad).norm() / parameter.grad.norm().clamp_min(1e-30)
+                assert off <= tolerance, (name, off)
+    counts = torch.stack([layer.router.load.totals[:8] for _, layer in ours.moe_layers()])
+    assert counts.sum() == 24 * 2 * len(counts)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mesh"),
+    [
+        pytest.param(model_type, mesh, marks=() if i % len(MESHES) == j else pytest.mark.exhaustive)
+        for i, model_type in enumerate(CLASSES[:4])
+        for j, mesh in enumerate(MESHES)
+    ],
+)
+def test_meshes_compute_the_step_of_one_process(
+    ranks: RankPool, saved: dict[str, Path], model_type: str, mesh: str
+) -> None:
+    config = config_for(saved[model_type], MESHES[mesh])
+    one = MeshConfig(dp_shard=1, ep_shard=1)
+    alone = replace(config, mesh=one, train=replace(config.train, micro_batch_size=8))
+    [expected] = ranks.run(run_trajectory, 1, alone, MeshShape.of(one), loader_rows, 1)
+    found = merge_trajectories(ranks.run(run_trajectory, 4, config, resolve_mesh(config.mesh, 4), loader_rows, 1))
+    worst = max(compare_trajectories(found, expected), key=lambda one: one.error)
+    assert worst.error <= (1e-6 if model_type in WIDE else 1e-10), worst
+    assert expected.expert_counts[0].sum() == 8 * 24 * 2 * config.model.num_moe_layers
+
+
+def load_and_write(path: Path, mesh: MeshConfig, out: Path) -> tuple[Loaded, int, str]:
+    config = replace(config_for(path, mesh, dtype="float32"), model=model_config_from_hf(path))
+    parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
+    for part in parts.values():
+        part.to_empty(device="cpu")
+        for parameter in part.parameters():
+            torch.nn.init.constant_(parameter, float("nan"))  # nothing may be left unread
+    loaded = load_hf(parts, path)
+    written = to_hf(parts, out, tokenizer="byte")
+    held = sum(one.to_local().numel() for one in parts[0].parameters())
+    return loaded, held, str(written)
+
+
+@pytest.mark.parametrize(
+    "model_type", [*CLASSES[:4], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in CLASSES[4:])]
+)
+def test_published_files_stream_into_the_shards_and_back(
+    ranks: RankPool, saved: dict[str, Path], model_type: str, tmp_path: Path
+) -> None:
+    """``to_hf`` compares every number and, through transformers, the logits of what it wrote."""
+    path = saved[model_type]
+    mesh = MESHES["ep2_ep_shard2"]
+    found = ranks.run(load_and_write, 4, path, mesh, tmp_path / "out")
+
+    def tensors(folder: Path) -> dict[str, torch.Tensor]:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}
+
+    written = {}
+    for file in sorted((tmp_path / "out").glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            written |= {key: opened.get_tensor(key) for key in opened.keys()}
+    expected = tensors(path)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[key], expected[key]) for key in expected)
+    loaded, _, said = found[0]
+    size = sum(tensor.nbytes for tensor in expected.values())
+    # Each rank reads its shards, and not the layer; whole rows are read where columns cost little.
+    assert size <= loaded.bytes_read < 1.6 * size
+    assert max(held for _, held, _ in found) < 0.3 * size / 4
+    assert "logits" in said
+
+
+def test_the_table_of_parameters_is_the_class(saved: dict[str, Path]) -> None:
+    path = saved["qwen3_5_moe_text"]
+    _, theirs = float64_of(path)
+    counted = count_params(model_config_from_hf(path))
+    experts = sum(p.numel() for name, p in theirs.named_parameters() if ".experts." in name)
+    assert counted.total == sum(p.numel() for p in theirs.parameters())
+    assert counted.by_part["routed_experts"] == experts
+    assert counted.active == counted.total - experts * 6 // 8
+
+
+def test_documents_are_isolated_or_refused(saved: dict[str, Path]) -> None:
+    float64_of(saved["olmoe"])[0].check_isolation()
+    ours, _ = float64_of(saved["qwen3_5_moe_text"])
+    with pytest.raises(ConfigError, match=r"Qwen3_5MoeForCausalLM does not keep the documents .* apart"):
+        ours.check_isolation()
+
+
+@pytest.mark.parametrize(
+    ("key", "section", "value"),
+    [(f"mesh.{axis}", "mesh", {axis: 2, "dp_shard": -1}) for axis in ("tp", "cp", "pp", "etp")]
+    + [("train.fp8", "train", {"fp8": "tensorwise"}), ("lora.rank", "lora", {"rank": 4})],
+)
+def test_what_only_native_families_have_is_refused_before_ranks_start(
+    saved: dict[str, Path], key: str, section: str, value: dict[str, object]
+) -> None:
+    config = config_for(saved["olmoe"], MeshConfig(), dtype="float32")
+    config = replace(config, **{section: replace(getattr(config, section), **value)})
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)}=.*OlmoeForCausalLM has no native family"):
+        validate(config, 4, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "why"),
+    [
+        ("olmoe", {"attention_dropout": 0.1}, "attention_dropout=0.1 draws random numbers"),
+        ("gemma4_text", {"final_logit_softcapping": 3.0}, "no multiple of hidden states times the head"),
+    ],
+)
+def test_a_class_that_does_not_serve_is_refused_by_its_part(
+    tmp_path: Path, model_type: str, more: dict[str, object], why: str
+) -> None:
+    hf_class_config(model_type, **more).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        TransformersModel(model_config_from_hf(tmp_path), MoEConfig(experts="loop"))
+
+
+def test_balance_losses_take_the_router_logits_of_the_class(saved: dict[str, Path], ranks: RankPool) -> None:
+    """The lagged loss is a multiple of transformers' own at the first step; on a mesh it is the same."""
+    config = config_for(saved["olmoe"], MESHES["ep2_ep_shard2"])
+    config = replace(config, moe=MoEConfig(experts="loop", seq_balance_coef=0.1, z_loss_coef=0.01))
+    one = MeshConfig(dp_shard=1, ep_shard=1)
+    alone = replace(config, mesh=one, train=replace(config.train, micro_batch_size=8))
+    [expected] = ranks.run(run_trajectory, 1, alone, MeshShape.of(one), loader_rows, 1)
+    found = merge_trajectories(ranks.run(run_trajectory, 4, config, resolve_mesh(config.mesh, 4), loader_rows, 1))
+    worst = max(compare_trajectories(found, expected), key=lambda one: one.error)
+    assert worst.error <= 1e-10, worst
+    assert 0.1 < expected.seq_balance_loss[0] / config.model.num_moe_layers < 0.3  # 0.1 if all experts are alike
+    assert expected.z_loss[0] > 0

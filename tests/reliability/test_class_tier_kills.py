@@ -1,0 +1,50 @@
+"""A class of transformers without a native family, by the command: killed, gone on to the bit, exported, asked."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.class_models import save_class
+from tests.support.command import TrainCommand
+from tests.support.sampling import sample_seed
+
+pytestmark = pytest.mark.faults
+
+CLASSES = [
+    "aria_text", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe_lite", "granitemoe",
+    "granitemoeshared", "hy_v3", "mellum", "minimax_m2", "mimo_v2_flash", "olmoe", "solar_open",
+]  # fmt: skip
+SETTINGS = (
+    "data=stdlib", "data.tokenizer=byte", "data.max_bytes=100000", "launch.device=cpu", "observe.report=false",
+    "train.steps=6", "train.seq_len=32", "train.global_batch_size=8", "train.micro_batch_size=1", "train.val_every=0",
+    "optim.warmup_steps=2", "optim.ema_decay=0.9", "checkpoint.every=2", "mesh.pp=1", "mesh.dp_shard=2",
+    "mesh.dp_replicate=2", "mesh.ep=2", "moe.global_balance_coef=0.01", "parallel.recompute=full",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", random.Random(sample_seed()).sample(CLASSES, 2))
+def test_a_killed_run_goes_on_to_the_bit_and_is_exported(tmp_path: Path, model_type: str) -> None:
+    save_class(model_type, tmp_path / "model")
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    settings = (f"model.hf_path={tmp_path / 'model'}", *SETTINGS)
+    straight = TrainCommand(tmp_path / "straight", settings, cache)
+    code, out, err = straight.run()
+    assert code == 0, err
+    assert "logits to" in out and "computed by transformers' own code" in out
+    killed = TrainCommand(tmp_path / "killed", settings, cache)
+    code, _, err = killed.run(fault="kill:rank=1:at=forward:step=4")
+    assert code == 1 and "killed by SIGKILL" in err, err
+    code, out, err = killed.run()
+    assert code == 0 and "after step 2" in out, err
+    assert killed.record() == straight.record()
+    exports = [run.run_dir / "hf" for run in (straight, killed)]
+    for file in sorted(path.name for path in exports[0].glob("*.safetensors")):
+        expected, found = (load_file(folder / file) for folder in exports)
+        assert all((found[key] == expected[key]).all() for key in expected) and found.keys() == expected.keys()
+    source = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert json.loads((exports[1] / "config.json").read_text())["architectures"] == source["architectures"]
