@@ -44,7 +44,8 @@ LAYERS = (
     ("automoe.model",),
     ("automoe.moe",),
     ("automoe.kernels", "automoe.quantize"),
-    ("automoe.model.params",),  # the table of parameters, without torch
+    # the table of parameters, without torch; that of a class of transformers
+    ("automoe.model.params", "automoe.model.param_spec", "automoe.model.hf_class"),
     ("automoe.config", "automoe.storage", *PRIVATE_TO_TORCH),
     ("automoe.errors",),
 )

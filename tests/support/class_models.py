@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from automoe.config.data_schema import DataConfig
+from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+from automoe.hf.families.class_family import class_family
+from automoe.hf.read import load_hf
+from automoe.model.transformers_model import TransformersModel
+from automoe.parallel.parallelize import default_dtype
 
 SIZES: dict[str, Any] = dict(
     vocab_size=300, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
@@ -56,3 +64,57 @@ def save_class(model_type: str, folder: Path, **more: Any) -> Any:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     return model
+
+
+def tier_config(path: Path) -> ModelConfig:
+    """Return the configuration in the tier of any class, one with a native family too."""
+    return class_family(str(path)).read_config({}, str(path))
+
+
+def run_config(path: Path, mesh: MeshConfig, **train: object) -> Config:
+    """Return a run of 8 short rows a step, in float64, with random weights."""
+    sizes = dict(seq_len=24, global_batch_size=8, micro_batch_size=1, dtype="float64") | train
+    return Config(
+        mesh=mesh,
+        model=replace(tier_config(path), random_weights=True, initializer_range=0.1),
+        moe=MoEConfig(experts="loop"),
+        train=TrainConfig(**sizes),
+        data=DataConfig(tokenizer="byte", document_mask=False),
+    )
+
+
+def float64_of(config: ModelConfig) -> tuple[TransformersModel, torch.nn.Module]:
+    """Return the tier's model and that of transformers, with the weights of ``config.hf_path``."""
+    from transformers import AutoModelForCausalLM
+
+    with default_dtype(torch.float64):
+        ours = TransformersModel(config, MoEConfig(experts="loop"))
+    ours.to_empty(device="cpu")
+    load_hf(ours, str(config.hf_path))
+    theirs = AutoModelForCausalLM.from_pretrained(config.hf_path, dtype=torch.float64, experts_implementation="eager")
+    return ours.train(), theirs.train()
+
+
+def against_class(config: ModelConfig) -> tuple[TransformersModel, float]:
+    """Return the tier's model, and the worst relative difference of loss and gradients from the class."""
+    ours, theirs = float64_of(config)
+    tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
+    loss = ours(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum()
+    logits = theirs(tokens[:, :-1], use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten())
+    loss.backward()
+    expected.backward()
+    worst = abs(float(loss - expected))
+    mine = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        if parameter.requires_grad and parameter.grad is not None:
+            assert mine[name].grad is not None, name
+            off = (mine[name].grad - parameter.grad).norm() / parameter.grad.norm().clamp_min(1e-30)
+            worst = max(worst, float(off))
+        assert (
+            not parameter.requires_grad
+            or parameter.grad is not None
+            or mine[name].grad is None
+            or not mine[name].grad.any()
+        ), name
+    return ours, worst

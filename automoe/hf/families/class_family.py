@@ -19,14 +19,14 @@ from automoe.config.schema import AttentionConfig, ModelConfig
 from automoe.hf.families.as_transformers import HFConfig
 from automoe.hf.families.family import Family
 from automoe.hf.keys import KeyMap, Piece
-from automoe.model.params import model_params
-from automoe.model.transformers_model import (
+from automoe.model.hf_class import (
     build_causal_lm,
     decoder_layers,
     experts_modules,
     is_tied,
     refused,
 )
+from automoe.model.params import model_params
 
 _TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"
