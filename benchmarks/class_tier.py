@@ -55,6 +55,8 @@ def _folder_of(model_type: str) -> str:
 
 def measure(pool: RankPool, model_type: str, folder: Path) -> dict[str, Any]:
     """Return the row of one class: ``one``, ``four`` (worst relative differences), ``apart``; or ``refused``."""
+    from tests.support.class_models import compare_with_class
+
     from automoe.hf.families.registry import FAMILIES
 
     row: dict[str, Any] = {"tier": "native" if model_type in FAMILIES else "class"}
@@ -65,24 +67,6 @@ def measure(pool: RankPool, model_type: str, folder: Path) -> dict[str, Any]:
         return row | found
     except RankError as error:
         return row | {"failed": f"{error.kind}: {str(error).strip().splitlines()[-1][:200]}"}
-
-
-def compare_with_class(model_type: str, folder: Path) -> dict[str, Any]:
-    """Save a small model; return the worst difference of the tier on one rank from the class, and if documents are apart."""
-    from automoe.errors import ConfigError
-    from tests.support.class_models import against_class, save_class, tier_config
-
-    save_class(model_type, folder)
-    try:
-        config = tier_config(folder)
-        ours, worst = against_class(config)
-    except ConfigError as error:
-        return {"refused": error.rule}
-    try:
-        ours.check_isolation()
-    except ConfigError:
-        return {"one": worst, "apart": False}
-    return {"one": worst, "apart": True}
 
 
 def compare_ranks(pool: RankPool, folder: Path) -> float:

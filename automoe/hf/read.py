@@ -237,6 +237,9 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
         )
     spans = [(one.start, one.stop) for one in found[0]]
     place = piece.in_stored_order(shard.local[found[1]])
+    while len(spans) > 3:  # such as [1, 1, heads, 1]
+        assert spans.pop(0) == (0, 1), (piece.key, source.shape)
+        place = place.squeeze(0)
     if len(spans) == 1:
         spans = [*spans, (0, 1)]
         place = place.unsqueeze(1)

@@ -7,7 +7,6 @@ never imported.
 from __future__ import annotations
 
 import inspect
-import json
 from copy import copy
 from functools import cache
 from typing import Any
@@ -56,7 +55,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
     """
     import transformers
 
-    stated = json.loads((local_folder(path) / "config.json").read_bytes())
+    stated, _ = transformers.PreTrainedConfig.get_config_dict(local_folder(path))
     model_type = str(stated.get("model_type"))
     if model_type not in transformers.CONFIG_MAPPING:
         what = f"transformers {transformers.__version__} has no model_type={model_type}"
@@ -172,7 +171,7 @@ def head_scale(model: Any, path: str) -> float:
     probe.set_output_embeddings(small)
     with torch.no_grad():
         plain = small(hidden)
-        logits = probe(input_ids=torch.zeros(2, 3, dtype=torch.int64)).logits
+        logits = probe(input_ids=torch.zeros(2, 3, dtype=torch.int64)).logits.to(plain.dtype)
     scale = float((logits * plain).sum() / plain.square().sum())
     if head.bias is not None or not torch.allclose(logits, scale * plain, atol=1e-4, rtol=1e-4):
         raise refused(path, "its logits are no multiple of hidden states times the head")

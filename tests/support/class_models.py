@@ -10,6 +10,7 @@ import torch
 
 from automoe.config.data_schema import DataConfig
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+from automoe.errors import ConfigError
 from automoe.hf.families.class_family import class_family
 from automoe.hf.read import load_hf
 from automoe.model.transformers_model import TransformersModel
@@ -25,26 +26,40 @@ MLA: dict[str, Any] = dict(
     head_dim=4, n_group=1, topk_group=1, first_k_dense_replace=1,
 )  # fmt: skip
 INDEXER: dict[str, Any] = dict(index_topk=8, index_n_heads=2, index_head_dim=8)
+MAMBA: dict[str, Any] = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_expand=2)
+KIMI_DELTA: dict[str, Any] = MLA | dict(
+    linear_head_dim=8, linear_num_heads=4, layer_types=["linear_attention", "full_attention", "linear_attention"]
+)
 # What a class wants beyond the sizes above.
 MORE: dict[str, dict[str, Any]] = {
     "axk1": MLA,
-    "qwen3_5_moe_text": dict(
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        shared_expert_intermediate_size=16,
+    "axk2": MLA | INDEXER,
+    "bailing_hybrid": KIMI_DELTA | dict(num_mtp_layers=0),
+    "dbrx": dict(
+        d_model=32, n_heads=4, n_layers=3, attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=16, moe_num_experts=8, moe_top_k=2, hidden_size=32),
     ),
     "deepseek_v2": MLA,
+    "deepseek_v3": MLA,
     "deepseek_v32": MLA | INDEXER,
+    "dots1": dict(n_shared_experts=1, n_group=1, topk_group=1),
+    "dots3_note_text": MLA | INDEXER,
+    "gemma4_text": dict(enable_moe_block=True, top_k_experts=2, hidden_size_per_layer_input=0, global_head_dim=8),
     "glm4_moe_lite": MLA,
     "glm_moe_dsa": MLA | INDEXER,
-    "dots1": dict(n_shared_experts=1, n_group=1, topk_group=1),
-    "phimoe": dict(router_jitter_noise=0.0, input_jitter_noise=0.0, lm_head_bias=False),
-    "gemma4_text": dict(enable_moe_block=True, top_k_experts=2, hidden_size_per_layer_input=0, global_head_dim=8),
+    "granitemoehybrid": MAMBA | dict(layer_types=["mamba", "attention", "mamba"], shared_intermediate_size=16),
+    "kimi_linear": KIMI_DELTA,
     "lfm2_moe": dict(layer_types=["full_attention", "conv", "full_attention"], num_dense_layers=1),
-}
+    "longcat_flash": MLA | dict(
+        num_layers=2, ffn_hidden_size=48, expert_ffn_hidden_size=16, moe_topk=2, zero_expert_num=2
+    ),
+    "phimoe": dict(router_jitter_noise=0.0, input_jitter_noise=0.0, lm_head_bias=False),
+    "qwen3_5_moe_text": dict(
+        layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, shared_expert_intermediate_size=16,
+    ),
+    "zaya": dict(num_experts_per_tok=1, router_hidden_size=16),
+}  # fmt: skip
 
 
 def hf_class_config(model_type: str, **more: Any) -> Any:
@@ -104,17 +119,32 @@ def against_class(config: ModelConfig) -> tuple[TransformersModel, float]:
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten())
     loss.backward()
     expected.backward()
-    worst = abs(float(loss - expected))
-    mine = dict(ours.named_parameters())
-    for name, parameter in theirs.named_parameters():
-        if parameter.requires_grad and parameter.grad is not None:
-            assert mine[name].grad is not None, name
-            off = (mine[name].grad - parameter.grad).norm() / parameter.grad.norm().clamp_min(1e-30)
-            worst = max(worst, float(off))
-        assert (
-            not parameter.requires_grad
-            or parameter.grad is not None
-            or mine[name].grad is None
-            or not mine[name].grad.any()
-        ), name
+    theirs_of = {name: one.grad for name, one in theirs.named_parameters() if one.grad is not None}
+    mine_of = {name: one.grad for name, one in ours.named_parameters() if one.grad is not None}
+    for name in mine_of.keys() - theirs_of.keys():  # of a parameter that no token reached
+        assert not mine_of.pop(name).any(), name
+    assert mine_of.keys() == theirs_of.keys()
+    off = [
+        float((mine_of[name] - grad).norm() / grad.norm().clamp_min(1e-30))
+        for name, grad in theirs_of.items()
+    ]
+    worst = max(abs(float(loss - expected)), *off)
     return ours, worst
+
+
+def compare_with_class(model_type: str, folder: Path) -> dict[str, Any]:
+    """Save a small model; return the worst difference of the tier on one rank from the class, and if documents are apart."""
+    from automoe.errors import ConfigError
+    from tests.support.class_models import against_class, save_class, tier_config
+
+    save_class(model_type, folder)
+    try:
+        config = tier_config(folder)
+        ours, worst = against_class(config)
+    except ConfigError as error:
+        return {"refused": error.rule}
+    try:
+        ours.check_isolation()
+    except ConfigError:
+        return {"one": worst, "apart": False}
+    return {"one": worst, "apart": True}
