@@ -11,66 +11,64 @@ before it in its row. Classes with a native family are computed by the tier here
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
 import tempfile
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from measuring import HERE
+from measuring import HERE, commit, cpu_model
 
 from automoe.verify.pool import RankError, RankPool
+from automoe.verify.run import AMPLIFIED
 
 PAGE = HERE.parent / "docs" / "huggingface.md"
 RESULT = HERE / "results" / "class_tier.json"
 BEGIN, END = "<!-- classes: written by benchmarks/class_tier.py -->\n", "<!-- end of classes -->\n"
-WIDE, EXACT = 1e-6, 1e-10  # bounds for classes that compute a part in float32, and for all others
+WIDE = 1e-6  # for classes that compute a part in float32; the others are at 1e-12 and below
 PATIENCE_S = 120.0
+NOT_CAUSAL = "no causal language model, or its text model has no class of its own"
 _EXPERTS = re.compile(r"^class \w*Experts\(", re.MULTILINE)
 
 
-def moe_classes() -> list[str]:
-    """Return the ``model_type`` of each folder of transformers with experts, of its text model if it has one."""
-    import transformers
+def moe_classes() -> dict[str, bool]:
+    """Return {model_type: whether it is a causal language model} of each folder of transformers with experts.
 
-    found = []
-    for source in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
-        if _EXPERTS.search(source.read_text()):
-            here = [name for name in transformers.CONFIG_MAPPING if _folder_of(name) == source.parent.name]
-            classes = [
-                name for name in here if transformers.CONFIG_MAPPING[name] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-            ]
-            texts = [name for name in classes if name.endswith("_text")]
-            found += (texts or classes or sorted(here, key=len))[:1]
+    Of a folder with a wrapper and its text model the text model is taken.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __file__
+
+    folders: dict[str, list[str]] = {}
+    for name in CONFIG_MAPPING:
+        folders.setdefault(CONFIG_MAPPING[name].__module__.split(".")[-2], []).append(name)
+    found = {}
+    for source in sorted(Path(__file__).parent.glob("models/*/modeling_*.py")):
+        if not _EXPERTS.search(source.read_text()):
+            continue
+        here = folders[source.parent.name]
+        causal = [name for name in here if CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING]
+        texts = [name for name in causal if name.endswith("_text")]
+        found[(texts or causal or here)[0]] = bool(causal)
     return found
-
-
-def _folder_of(model_type: str) -> str:
-    import transformers
-
-    return str(transformers.CONFIG_MAPPING[model_type].__module__).split(".")[-2]
 
 
 def measure(pool: RankPool, model_type: str, folder: Path) -> dict[str, Any]:
     """Return the row of one class: ``one``, ``four`` (worst relative differences), ``apart``; or ``refused``."""
     from tests.support.class_models import compare_with_class
 
-    from automoe.hf.families.registry import FAMILIES
-
-    row: dict[str, Any] = {"tier": "native" if model_type in FAMILIES else "class"}
     try:
-        found = pool.run(compare_with_class, 1, model_type, folder)[0]
-        if "refused" not in found:
-            found |= {"four": compare_ranks(pool, folder)}
-        return row | found
+        [row] = pool.run(compare_with_class, 1, model_type, folder)
+        return row if "refused" in row else row | {"four": compare_ranks(pool, folder)}
     except RankError as error:
-        return row | {"failed": f"{error.kind}: {str(error).strip().splitlines()[-1][:200]}"}
+        return {"failed": f"{error.kind}: {str(error).strip().splitlines()[-1][:200]}"}
 
 
 def compare_ranks(pool: RankPool, folder: Path) -> float:
-    """Return the worst difference of loss, gradients and updates on four ranks from one."""
+    """Return the worst difference of loss, gradients and updates of a step on four ranks from one."""
     from automoe.config.mesh_shape import MeshShape, resolve_mesh
     from automoe.config.schema import MeshConfig
     from automoe.verify.compare import compare_trajectories
@@ -79,15 +77,80 @@ def compare_ranks(pool: RankPool, folder: Path) -> float:
     from tests.support.class_models import run_config
 
     config = run_config(folder, MeshConfig(dp_shard=4, ep=2, ep_shard=2))
+    if not config.model.num_moe_layers:  # its experts are no stacked parameters of one module
+        config.mesh = MeshConfig(dp_shard=4)
     one = MeshConfig(dp_shard=1, ep_shard=1)
     alone = replace(config, mesh=one, train=replace(config.train, micro_batch_size=8))
     [expected] = pool.run(run_trajectory, 1, alone, MeshShape.of(one), loader_rows, 1)
     ranks = pool.run(run_trajectory, 4, config, resolve_mesh(config.mesh, 4), loader_rows, 1)
-    return max(found.error for found in compare_trajectories(merge_trajectories(ranks), expected))
+    compared = compare_trajectories(merge_trajectories(ranks), expected)
+    return max(one.error for one in compared if one.kind not in AMPLIFIED)
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return what stands between the markers of the page."""
+    from automoe.hf.families.registry import FAMILIES
+
+    rows = report["classes"]
+    ran = {name: row for name, row in rows.items() if "one" in row}
+    lines = [
+        f"{len(ran)} of {len(rows)} folders with experts in transformers {report['transformers']}, by `model_type`; "
+        "the worst relative difference of loss and gradients in float64:",
+        "",
+        "|class|tier|one process|four ranks|documents|",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in ran.items():
+        tier = "native" if name in FAMILIES else "class"
+        lines.append(f"|`{name}`|{tier}|{row['one']:.0e}|{row['four']:.0e}|{'apart' if row['apart'] else 'refused'}|")
+    reasons: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        if "one" not in row:
+            reasons.setdefault(row.get("refused") or row["failed"], []).append(f"`{name}`")
+    lines += ["", "Refused:", ""]
+    return "\n".join([*lines, *(f"- {', '.join(names)}: {reason}" for reason, names in reasons.items())]) + "\n"
+
+
+def page(report: dict[str, Any]) -> str:
+    """Return ``docs/huggingface.md`` with the table of ``report``."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    return before + BEGIN + table(report) + END + rest.split(END)[1]
+
+
+def wrong(row: dict[str, Any]) -> bool:
+    """Return True if a class failed, or computes other numbers than it should."""
+    return "failed" in row or not max(row.get("one", 0), row.get("four", 0)) <= WIDE
+
+
+def main() -> int:
+    """Return 0 if every class is equal or refused by name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", metavar="CLASS")
+    parser.add_argument("--table", action="store_true", help="write the table from the JSON, measure nothing")
+    args = parser.parse_args()
+    report = json.loads(RESULT.read_text()) if RESULT.exists() and (args.only or args.table) else {}
+    rows = report.setdefault("classes", {})
+    if not args.table:
+        report |= {
+            "provenance": {"commit": commit("../automoe"), "cpu": cpu_model()},
+            "transformers": version("transformers"),
+            "torch": version("torch"),
+        }
+        pool = RankPool(max_ranks=4, timeout_s=PATIENCE_S)
+        for name, causal in moe_classes().items():
+            if args.only and name not in args.only:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                rows[name] = measure(pool, name, Path(folder)) if causal else {"refused": NOT_CAUSAL}
+            print(name, json.dumps(rows[name]), flush=True)
+        pool.close()
+        report["classes"] = dict(sorted(rows.items()))
+        RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    PAGE.write_text(page(report))
+    bad = [name for name, row in report["classes"].items() if wrong(row)]
+    print(f"{len(rows) - len(bad)} of {len(rows)} are equal or refused by name; not: {bad or 'none'}")
+    return int(bool(bad))
 
 
 if __name__ == "__main__":
-    pool = RankPool(max_ranks=4, timeout_s=PATIENCE_S)
-    for name in sys.argv[1:] or moe_classes():
-        with tempfile.TemporaryDirectory() as folder:
-            print(name, json.dumps(measure(pool, name, Path(folder))), flush=True)
+    sys.exit(main())

@@ -162,6 +162,8 @@ def head_scale(model: Any, path: str) -> float:
         ConfigError: logits are no multiple of hidden states times the head.
     """
     head = model.get_output_embeddings()
+    if model.base_model is model:
+        raise refused(path, f"{type(model).__name__} does not name the module of its layers")
     generator = torch.Generator().manual_seed(0)
     hidden = 10 * torch.randn(2, 3, head.in_features, generator=generator)
     small = nn.Linear(head.in_features, 5, bias=False)

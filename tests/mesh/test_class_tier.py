@@ -11,23 +11,33 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
-from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
+from automoe.config.schema import MeshConfig, MoEConfig, OptimConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import Loaded, load_hf
 from automoe.hf.write import to_hf
+from automoe.model.causal_lm import CausalLM
+from automoe.model.decoder import Decoder
 from automoe.model.params import count_params
 from automoe.model.transformers_model import TransformersModel
+from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, default_dtype
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.run import loader_rows
 from automoe.verify.trajectory import merge_trajectories, run_trajectory
-from tests.support.class_models import hf_class_config, save_class
+from tests.support.class_models import (
+    AllInFloat64,
+    against_class,
+    float64_of,
+    hf_class_config,
+    run_config,
+    save_class,
+    tier_config,
+)
 
 # Routers by softmax and by sigmoid, a tied head with a factor, delta nets, latents, shared experts, other names.
 CLASSES = ["olmoe", "minimax_m2", "cohere2_moe", "qwen3_5_moe_text", "glm4_moe_lite", "granitemoe", "ernie4_5_moe"]
@@ -50,49 +60,37 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     yield Saved()
 
 
-def config_for(path: Path, mesh: MeshConfig, **train: object) -> Config:
-    sizes = dict(seq_len=24, global_batch_size=8, micro_batch_size=1, dtype="float64") | train
-    return Config(
-        mesh=mesh,
-        model=replace(model_config_from_hf(path), random_weights=True, initializer_range=0.1),
-        moe=MoEConfig(experts="loop"),
-        train=TrainConfig(**sizes),
-        data=DataConfig(tokenizer="byte", document_mask=False),
-    )
-
-
-def float64_of(path: Path) -> tuple[TransformersModel, torch.nn.Module]:
-    from transformers import AutoModelForCausalLM
-
-    config = model_config_from_hf(path)
-    with default_dtype(torch.float64):
-        ours = TransformersModel(config, MoEConfig(experts="loop"))
-    ours.to_empty(device="cpu")
-    load_hf(ours, path)
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
-    return ours.train(), theirs.train()
-
-
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_loss_and_gradients_are_those_of_the_class(saved: dict[str, Path], model_type: str) -> None:
-    ours, theirs = float64_of(saved[model_type])
-    tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
-    loss = ours(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum()
-    logits = theirs(tokens[:, :-1], use_cache=False).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten())
-    loss.backward()
-    expected.backward()
-    tolerance = 1e-6 if model_type in WIDE else 1e-12
-    assert abs(float(loss - expected)) <= tolerance
-    mine = dict(ours.named_parameters())
-    for name, parameter in theirs.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is None or mine[name].grad is not None, name
-            if parameter.grad is not None:
-                off = (mine[name].grad - parameter.grad).norm() / parameter.grad.norm().clamp_min(1e-30)
-                assert off <= tolerance, (name, off)
+    ours, worst = against_class(tier_config(saved[model_type]))
+    assert worst <= (1e-6 if model_type in WIDE else 1e-12)
     counts = torch.stack([layer.router.load.totals[:8] for _, layer in ours.moe_layers()])
     assert counts.sum() == 24 * 2 * len(counts)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_native_families_train_to_the_same_losses(saved: dict[str, Path], model_type: str) -> None:
+    path = saved[model_type]
+    model = model_config_from_hf(path)
+    assert model.family == model_type
+    with default_dtype(torch.float64):
+        native: CausalLM = Decoder(model, MoEConfig(experts="loop"))
+    load_hf(native, path)
+    rows = torch.randint(300, (4, 2, 13), generator=torch.Generator().manual_seed(2))
+    with AllInFloat64():
+        ours, _ = float64_of(tier_config(path))
+    losses = []
+    for part in (native, ours):
+        optimizer = build_optimizer([part], OptimConfig(lr=1e-2), 0, None)
+        for tokens in rows:
+            with AllInFloat64():
+                loss = part(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+    assert losses[:4] == pytest.approx(losses[4:], rel=1e-10)
+    assert abs(losses[0] - losses[3]) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -106,7 +104,7 @@ def test_loss_and_gradients_are_those_of_the_class(saved: dict[str, Path], model
 def test_meshes_compute_the_step_of_one_process(
     ranks: RankPool, saved: dict[str, Path], model_type: str, mesh: str
 ) -> None:
-    config = config_for(saved[model_type], MESHES[mesh])
+    config = run_config(saved[model_type], MESHES[mesh])
     one = MeshConfig(dp_shard=1, ep_shard=1)
     alone = replace(config, mesh=one, train=replace(config.train, micro_batch_size=8))
     [expected] = ranks.run(run_trajectory, 1, alone, MeshShape.of(one), loader_rows, 1)
@@ -117,7 +115,7 @@ def test_meshes_compute_the_step_of_one_process(
 
 
 def load_and_write(path: Path, mesh: MeshConfig, out: Path) -> tuple[Loaded, int, str]:
-    config = replace(config_for(path, mesh, dtype="float32"), model=model_config_from_hf(path))
+    config = replace(run_config(path, mesh, dtype="float32"), model=model_config_from_hf(path))
     parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
     for part in parts.values():
         part.to_empty(device="cpu")
@@ -161,7 +159,7 @@ def test_published_files_stream_into_the_shards_and_back(
 
 def test_the_table_of_parameters_is_the_class(saved: dict[str, Path]) -> None:
     path = saved["qwen3_5_moe_text"]
-    _, theirs = float64_of(path)
+    _, theirs = float64_of(tier_config(path))
     counted = count_params(model_config_from_hf(path))
     experts = sum(p.numel() for name, p in theirs.named_parameters() if ".experts." in name)
     assert counted.total == sum(p.numel() for p in theirs.parameters())
@@ -170,8 +168,8 @@ def test_the_table_of_parameters_is_the_class(saved: dict[str, Path]) -> None:
 
 
 def test_documents_are_isolated_or_refused(saved: dict[str, Path]) -> None:
-    float64_of(saved["olmoe"])[0].check_isolation()
-    ours, _ = float64_of(saved["qwen3_5_moe_text"])
+    float64_of(tier_config(saved["olmoe"]))[0].check_isolation()
+    ours, _ = float64_of(tier_config(saved["qwen3_5_moe_text"]))
     with pytest.raises(ConfigError, match=r"Qwen3_5MoeForCausalLM does not keep the documents .* apart"):
         ours.check_isolation()
 
@@ -184,7 +182,7 @@ def test_documents_are_isolated_or_refused(saved: dict[str, Path]) -> None:
 def test_what_only_native_families_have_is_refused_before_ranks_start(
     saved: dict[str, Path], key: str, section: str, value: dict[str, object]
 ) -> None:
-    config = config_for(saved["olmoe"], MeshConfig(), dtype="float32")
+    config = run_config(saved["olmoe"], MeshConfig(), dtype="float32")
     config = replace(config, **{section: replace(getattr(config, section), **value)})
     with pytest.raises(ConfigError, match=rf"{re.escape(key)}=.*OlmoeForCausalLM has no native family"):
         validate(config, 4, "cpu")
@@ -207,7 +205,7 @@ def test_a_class_that_does_not_serve_is_refused_by_its_part(
 
 def test_balance_losses_take_the_router_logits_of_the_class(saved: dict[str, Path], ranks: RankPool) -> None:
     """The lagged loss is a multiple of transformers' own at the first step; on a mesh it is the same."""
-    config = config_for(saved["olmoe"], MESHES["ep2_ep_shard2"])
+    config = run_config(saved["olmoe"], MESHES["ep2_ep_shard2"])
     config = replace(config, moe=MoEConfig(experts="loop", seq_balance_coef=0.1, z_loss_coef=0.01))
     one = MeshConfig(dp_shard=1, ep_shard=1)
     alone = replace(config, mesh=one, train=replace(config.train, micro_batch_size=8))

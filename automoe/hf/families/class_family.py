@@ -58,6 +58,10 @@ class ClassFamily(Family):
         names = model.state_dict(keep_vars=True).items()
         if len({id(tensor) for _, tensor in names}) < len(names) - is_tied(model):
             raise refused(path, "modules share parameters")
+        if tables := [name for name, one in names if not one.is_floating_point()]:
+            raise refused(
+                path, f"{tables[0]} holds whole numbers, which its files are not read for"
+            )
         head = model.get_output_embeddings()
         config = ModelConfig(
             family=TRANSFORMERS,
@@ -68,22 +72,21 @@ class ClassFamily(Family):
             num_layers=len(layers),
             first_k_dense=len(layers) - len(experts),
             tie_embeddings=is_tied(model),
-            intermediate_size=getattr(text, "intermediate_size", None) or 1,
+            intermediate_size=_whole(text, "intermediate_size") or 1,
             attention=AttentionConfig(num_heads=1, num_kv_heads=1),
         )
-        heads = getattr(text, "num_attention_heads", None)
-        if isinstance(heads, int):  # for counts of FLOPs
-            dim = getattr(text, "head_dim", None) or head.in_features // heads
+        heads = _whole(text, "num_attention_heads")
+        if heads:  # for counts of FLOPs
+            dim = _whole(text, "head_dim") or head.in_features // heads
             config.attention = AttentionConfig(num_heads=heads, num_kv_heads=heads, head_dim=dim)
         if experts:
-            top_k = [one for key in _TOP_K if isinstance(one := getattr(text, key, None), int)]
-            if not top_k:
-                raise refused(
-                    path, f"none of {', '.join(_TOP_K)} says how many experts a token has"
-                )
+            top_k = next(filter(None, (_whole(text, key) for key in _TOP_K)), None)
+            if top_k is None:
+                what = f"none of {', '.join(_TOP_K)} says how many experts a token has"
+                raise refused(path, what)
             widths = [size for p in experts[0].parameters() for size in p.shape[1:]]
             config.num_experts = numbers.pop()
-            config.num_experts_per_token = top_k[0]
+            config.num_experts_per_token = top_k
             config.moe_intermediate_size = min(
                 (size for size in widths if size != head.in_features), default=head.in_features
             )
@@ -96,6 +99,15 @@ class ClassFamily(Family):
             base = text.to_dict()
         kept = {key: value for key, value in base.items() if key not in _OF_FILES}
         return kept | {"architectures": [config.architecture]}
+
+
+def _whole(config: Any, key: str) -> int | None:
+    """Return a whole number of ``config``; None if it has none, or another one for each layer."""
+    try:
+        value = getattr(config, key, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
+        return None
+    return value if isinstance(value, int) else None
 
 
 def class_family(path: str, config: ModelConfig | None = None) -> ClassFamily:
