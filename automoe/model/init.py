@@ -8,6 +8,7 @@ global index).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 
 import torch
@@ -17,6 +18,17 @@ from automoe.kernels.counter_random import bits_at, normal_at, stream_key, unifo
 from automoe.moe.local_shard import global_offset, local_shard
 
 _CHUNK = 1 << 22  # elements filled at once; bounds scratch memory
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make floating-point tensors of ``dtype`` where none is named."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 @torch.no_grad()

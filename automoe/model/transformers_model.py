@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.errors import ConfigError
@@ -27,6 +28,7 @@ from automoe.model.hf_class import (
     head_scale,
     refused,
 )
+from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.moe.router import BalancedRouter, Routing, score_experts
 from automoe.moe.tokens import Tokens
 
@@ -82,6 +84,29 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
 def _reset(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
     for key, value in values.items():
         module._buffers[key].copy_(value)
+
+
+class _Narrow(TorchFunctionMode):
+    """Whether a result that gradients flow through had float32."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.requires_grad and out.dtype == torch.float32:
+            self.seen = True
+        return out
+
+
+def computes_in_float32(config: ModelConfig) -> bool:
+    """Return whether the class computes a part in float32 when its parameters have float64."""
+    with default_dtype(torch.float64):
+        model = TransformersModel(config, MoEConfig(experts="loop")).to_empty(device="cpu")
+    reset_buffers(model)
+    initialize(model, 0.02, 0)
+    with _Narrow() as narrow:
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    return narrow.seen
 
 
 class ClassRouter(BalancedRouter):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -17,7 +15,7 @@ from automoe.model.attention_kernels import attention_fn
 from automoe.model.backend import BackendConfig
 from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
-from automoe.model.init import initialize, reset_buffers
+from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.model.lora import adapt, fill_adapters
 from automoe.model.loss import chunk_loss
 from automoe.model.norm import RMSNorm
@@ -125,17 +123,6 @@ def build_decoder(
     """
     with default_dtype(dtype), torch.device("meta"):
         return Decoder(model, moe, layers, backend=backend, **ends)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make floating-point tensors of ``dtype`` where none is named."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(default)
 
 
 def parameter_dtype(config: Config) -> torch.dtype:

@@ -20,11 +20,12 @@ from automoe.hf.read import Loaded, load_hf
 from automoe.hf.write import to_hf
 from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
+from automoe.model.init import default_dtype
 from automoe.model.params import count_params
 from automoe.model.transformers_model import TransformersModel
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
-from automoe.parallel.parallelize import build_parts, default_dtype
+from automoe.parallel.parallelize import build_parts
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.run import loader_rows

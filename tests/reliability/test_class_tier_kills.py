@@ -1,4 +1,4 @@
-"""A class of transformers without a native family, by the command: killed, gone on to the bit, exported, asked."""
+"""Classes of transformers without a native family, fine-tuned by the command: killed, gone on to the bit, exported."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from automoe.hf.families.registry import FAMILIES
 from tests.support.class_models import save_class
-from tests.support.command import TrainCommand
+from tests.support.command import ROOT, TrainCommand
 from tests.support.sampling import sample_seed
 
 pytestmark = pytest.mark.faults
 
-CLASSES = [
-    "aria_text", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe_lite", "granitemoe",
-    "granitemoeshared", "hy_v3", "mellum", "minimax_m2", "mimo_v2_flash", "olmoe", "solar_open",
-]  # fmt: skip
+TABLE = json.loads((ROOT / "benchmarks" / "results" / "class_tier.json").read_text())["classes"]
+CLASSES = sorted(name for name, row in TABLE.items() if "one" in row and row["experts"] and name not in FAMILIES)
 SETTINGS = (
-    "data=stdlib", "data.tokenizer=byte", "data.max_bytes=100000", "launch.device=cpu", "observe.report=false",
-    "train.steps=6", "train.seq_len=32", "train.global_batch_size=8", "train.micro_batch_size=1", "train.val_every=0",
-    "optim.warmup_steps=2", "optim.ema_decay=0.9", "checkpoint.every=2", "mesh.pp=1", "mesh.dp_shard=2",
-    "mesh.dp_replicate=2", "mesh.ep=2", "moe.global_balance_coef=0.01", "parallel.recompute=full",
+    "data=stdlib_chat", "data.tokenizer=byte", "data.max_bytes=100000", "data.on_long=truncate", "data.chat.pack=false",
+    "data.document_mask=false", "launch.device=cpu", "observe.report=false", "train.steps=6", "train.seq_len=48",
+    "train.global_batch_size=8", "train.micro_batch_size=1", "train.val_every=0", "optim.warmup_steps=2",
+    "optim.ema_decay=0.9", "checkpoint.every=2", "mesh.pp=1", "mesh.dp_shard=2", "mesh.dp_replicate=2", "mesh.ep=2",
+    "parallel.recompute=full",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", random.Random(sample_seed()).sample(CLASSES, 2))
+@pytest.mark.parametrize("model_type", random.Random(sample_seed()).sample(CLASSES, 8))
 def test_a_killed_run_goes_on_to_the_bit_and_is_exported(tmp_path: Path, model_type: str) -> None:
     save_class(model_type, tmp_path / "model")
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}

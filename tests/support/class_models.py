@@ -14,8 +14,8 @@ from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, Tr
 from automoe.errors import ConfigError
 from automoe.hf.families.class_family import class_family
 from automoe.hf.read import load_hf
+from automoe.model.init import default_dtype
 from automoe.model.transformers_model import TransformersModel
-from automoe.parallel.parallelize import default_dtype
 
 SIZES: dict[str, Any] = dict(
     vocab_size=300, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
@@ -157,8 +157,9 @@ def compare_with_class(model_type: str, folder: Path) -> dict[str, Any]:
         ours, worst = against_class(config)
     except ConfigError as error:
         return {"refused": error.rule.partition(" either: ")[2] or error.rule}
+    row = {"one": worst, "experts": config.num_moe_layers > 0, "apart": True}
     try:
         ours.check_isolation()
     except ConfigError:
-        return {"one": worst, "apart": False}
-    return {"one": worst, "apart": True}
+        row["apart"] = False
+    return row
