@@ -116,13 +116,16 @@ def build_decoder(
     layers: range | None = None,
     backend: BackendConfig | None = None,
     **ends: bool,
-) -> Decoder:
-    """Return a decoder, or its part with ``layers``, on the meta device.
+) -> CausalLM:
+    """Return a model, or the part of a decoder with ``layers``, on the meta device.
 
     Parameters have ``dtype``; buffers have their own (counts must not be rounded).
     """
-    with default_dtype(dtype), torch.device("meta"):
-        return Decoder(model, moe, layers, backend=backend, **ends)
+    with default_dtype(dtype):
+        if model.family == TRANSFORMERS:
+            return TransformersModel(model, moe, backend)
+        with torch.device("meta"):
+            return Decoder(model, moe, layers, backend=backend, **ends)
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
@@ -139,22 +142,17 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
     backend = build_backend(config, meshes)
     style = expert_parallel_style(meshes, config)
     dtype = parameter_dtype(config)
-    model_parts: dict[int, CausalLM] = {}
+    model_parts = {}
     for stage in mine:
-        part: CausalLM
-        if config.model.family == TRANSFORMERS:
-            with default_dtype(dtype):
-                part = TransformersModel(config.model, config.moe, backend)
-        else:
-            part = build_decoder(
-                config.model,
-                config.moe,
-                dtype,
-                stages[stage],
-                backend,
-                embeds=stage == 0,
-                predicts=stage == len(stages) - 1,
-            )
+        part = build_decoder(
+            config.model,
+            config.moe,
+            dtype,
+            stages[stage],
+            backend,
+            embeds=stage == 0,
+            predicts=stage == len(stages) - 1,
+        )
         adapt(part, config, dtype, COMPUTE_DTYPES[config.train.dtype])
         parallelize(part, meshes, config, style)
         model_parts[stage] = part
