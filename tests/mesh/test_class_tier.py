@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import automoe
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import MeshConfig, MoEConfig, OptimConfig
 from automoe.config.validate import validate
@@ -156,6 +157,14 @@ def test_published_files_stream_into_the_shards_and_back(
     assert size <= loaded.bytes_read < 1.6 * size
     assert max(held for _, held, _ in found) < 0.3 * size / 4
     assert "logits" in said
+
+
+def test_the_function_of_the_package_gives_the_logits_of_the_class(saved: dict[str, Path]) -> None:
+    _, theirs = float64_of(tier_config(saved["olmoe"]))
+    tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found = automoe.from_hf(saved["olmoe"], dtype=torch.float64)(tokens)
+        torch.testing.assert_close(found, theirs.eval()(tokens, use_cache=False).logits, rtol=0, atol=1e-12)
 
 
 def test_the_table_of_parameters_is_the_class(saved: dict[str, Path]) -> None:
