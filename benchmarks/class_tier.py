@@ -73,16 +73,16 @@ def compare_ranks(pool: RankPool, folder: Path) -> float:
     from automoe.config.schema import MeshConfig
     from automoe.verify.compare import compare_trajectories
     from automoe.verify.run import loader_rows
-    from automoe.verify.trajectory import merge_trajectories, run_trajectory
-    from tests.support.class_models import run_config
+    from automoe.verify.trajectory import merge_trajectories
+    from tests.support.class_models import run_config, trajectory_in_float64
 
     config = run_config(folder, MeshConfig(dp_shard=4, ep=2, ep_shard=2))
     if not config.model.num_moe_layers:  # its experts are no stacked parameters of one module
         config.mesh = MeshConfig(dp_shard=4)
     one = MeshConfig(dp_shard=1, ep_shard=1)
     alone = replace(config, mesh=one, train=replace(config.train, micro_batch_size=8))
-    [expected] = pool.run(run_trajectory, 1, alone, MeshShape.of(one), loader_rows, 1)
-    ranks = pool.run(run_trajectory, 4, config, resolve_mesh(config.mesh, 4), loader_rows, 1)
+    [expected] = pool.run(trajectory_in_float64, 1, alone, MeshShape.of(one), loader_rows, 1)
+    ranks = pool.run(trajectory_in_float64, 4, config, resolve_mesh(config.mesh, 4), loader_rows, 1)
     compared = compare_trajectories(merge_trajectories(ranks), expected)
     return max(one.error for one in compared if one.kind not in AMPLIFIED)
 

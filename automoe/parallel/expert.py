@@ -328,7 +328,9 @@ class _RoutedCall(nn.Module):
         def experts(x_TH, gather_idx_R, offsets_E, probs_R) -> torch.Tensor:
             return self._run_local(x_TH[gather_idx_R], offsets_E, probs_R.to(weights_TK.dtype))
 
-        return self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), weights_TK.to(wide), experts)
+        routed = self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), weights_TK.to(wide), experts)
+        # The caller may add to the result in place; FSDP's hook would be lost with a view.
+        return routed.clone()
 
     def _run_local(
         self, rows_RH: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor

@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 
 import automoe
+from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
-from automoe.config.schema import MeshConfig, MoEConfig, OptimConfig
+from automoe.config.schema import MeshConfig, MoEConfig, OptimConfig, ParallelConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import model_config_from_hf
@@ -27,6 +28,7 @@ from automoe.model.transformers_model import TransformersModel
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
+from automoe.planner.memory import plan_memory
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.run import loader_rows
@@ -40,6 +42,7 @@ from tests.support.class_models import (
     save_class,
     tier_config,
 )
+from tests.support.memory import build_allocator, measure_step
 
 # Routers by softmax and by sigmoid, a tied head with a factor, delta nets, latents, shared experts, other names.
 CLASSES = ["olmoe", "minimax_m2", "cohere2_moe", "qwen3_5_moe_text", "glm4_moe_lite", "granitemoe", "ernie4_5_moe"]
@@ -175,6 +178,27 @@ def test_the_table_of_parameters_is_the_class(saved: dict[str, Path]) -> None:
     assert counted.total == sum(p.numel() for p in theirs.parameters())
     assert counted.by_part["routed_experts"] == experts
     assert counted.active == counted.total - experts * 6 // 8
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recompute", [[], "full"])
+@pytest.mark.parametrize("model_type", ["olmoe", "minimax_m2"])
+def test_the_plan_of_attention_over_heads_is_within_a_tenth(
+    ranks: RankPool, tmp_path: Path, model_type: str, recompute: list[str] | str
+) -> None:
+    wide = dict(hidden_size=256, moe_intermediate_size=128, intermediate_size=256, vocab_size=1024, head_dim=64)
+    save_class(model_type, tmp_path / "model", **wide)
+    config = run_config(
+        tmp_path / "model", MeshConfig(dp_shard=2, ep=2), dtype="float32", seq_len=256, micro_batch_size=2
+    )
+    config = replace(
+        config, parallel=ParallelConfig(recompute=recompute), moe=replace(config.moe, experts="grouped_mm")
+    )
+    shape = validate(config, None)
+    [planned] = plan_memory(config, shape, plan_batch(config, shape))
+    for rank in ranks.run(measure_step, 2, config, build_allocator(tmp_path)):
+        assert planned.weights + planned.moments == pytest.approx(rank["state"], rel=0.1)
+        assert planned.peak == pytest.approx(rank["step"], rel=0.1)
 
 
 def test_documents_are_isolated_or_refused(saved: dict[str, Path]) -> None:

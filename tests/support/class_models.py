@@ -16,6 +16,7 @@ from automoe.hf.families.class_family import class_family
 from automoe.hf.read import load_hf
 from automoe.model.init import default_dtype
 from automoe.model.transformers_model import TransformersModel
+from automoe.verify.trajectory import Trajectory, run_trajectory
 
 SIZES: dict[str, Any] = dict(
     vocab_size=300, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
@@ -99,6 +100,12 @@ class AllInFloat64(TorchFunctionMode):
         return func(*map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()})
 
 
+def trajectory_in_float64(*args: Any, **given: Any) -> Trajectory:
+    """Run ``run_trajectory`` with all parts of a class in float64."""
+    with AllInFloat64():
+        return run_trajectory(*args, **given)
+
+
 def tier_config(path: Path) -> ModelConfig:
     """Return the configuration in the tier of any class, one with a native family too."""
     return class_family(str(path)).read_config({}, str(path))
@@ -154,7 +161,8 @@ def compare_with_class(model_type: str, folder: Path) -> dict[str, Any]:
     save_class(model_type, folder)
     try:
         config = tier_config(folder)
-        ours, worst = against_class(config)
+        with AllInFloat64():
+            ours, worst = against_class(config)
     except ConfigError as error:
         return {"refused": error.rule.partition(" either: ")[2] or error.rule}
     row = {"one": worst, "experts": config.num_moe_layers > 0, "apart": True}
