@@ -100,8 +100,9 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
     """Fill every parameter of ``model``.
 
     A module's ``first_values`` decide for its parameters, by a word or by the full tensor, and
-    ``kept`` leaves a parameter unchanged. Other biases become zero, all other parameters normal(0, std). ``model`` may be a
-    pipeline stage (its names are global) and its parameters DTensors of any mesh.
+    ``kept`` leaves a parameter unchanged. Other biases become zero, all other parameters
+    normal(0, std). ``model`` may be a pipeline stage (its names are global) and its parameters
+    DTensors of any mesh.
     """
     for prefix, module in model.named_modules():
         first_values = getattr(module, "first_values", {})
