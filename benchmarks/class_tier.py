@@ -32,6 +32,7 @@ RESULT = HERE / "results" / "class_tier.json"
 BEGIN, END = "<!-- classes: written by benchmarks/class_tier.py -->\n", "<!-- end of classes -->\n"
 EXACT = 1e-10
 PATIENCE_S = 120.0
+COMPARED = ("qwen3_moe", "mixtral")  # whose step is timed in both tiers
 NOT_CAUSAL = "no causal language model, or its text model has no class of its own"
 _EXPERTS = re.compile(r"^class \w*Experts\(", re.MULTILINE)
 
@@ -111,7 +112,10 @@ def table(report: dict[str, Any]) -> str:
         if "one" not in row:
             reasons.setdefault(row.get("refused") or row["failed"], []).append(f"`{name}`")
     lines += ["", "Refused:", ""]
-    return "\n".join([*lines, *(f"- {', '.join(names)}: {reason}" for reason, names in reasons.items())]) + "\n"
+    lines += [f"- {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    ratios = ", ".join(f"{ratio:.2f} of `{name}`" for name, ratio in report["step_over_native"].items())
+    lines += ["", f"CPU seconds of a small model's step in this tier over those of the native family: {ratios}."]
+    return "\n".join(lines) + "\n"
 
 
 def page(report: dict[str, Any]) -> str:
@@ -139,6 +143,8 @@ def main() -> int:
             "transformers": version("transformers"),
             "torch": version("torch"),
         }
+        from tests.support.class_models import step_ratio
+
         pool = RankPool(max_ranks=4, timeout_s=PATIENCE_S)
         for name, causal in moe_classes().items():
             if args.only and name not in args.only:
@@ -146,6 +152,9 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 rows[name] = measure(pool, name, Path(folder)) if causal else {"refused": NOT_CAUSAL}
             print(name, json.dumps(rows[name]), flush=True)
+        for name in COMPARED:
+            with tempfile.TemporaryDirectory() as folder:
+                [report.setdefault("step_over_native", {})[name]] = pool.run(step_ratio, 1, name, Path(folder))
         pool.close()
         report["classes"] = dict(sorted(rows.items()))
         RESULT.write_text(json.dumps(report, indent=1) + "\n")

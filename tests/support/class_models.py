@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ from automoe.config.data_schema import DataConfig
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.class_family import class_family
+from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.model.init import default_dtype
 from automoe.model.transformers_model import TransformersModel
+from automoe.parallel.parallelize import build_decoder
 from automoe.verify.trajectory import Trajectory, run_trajectory
 
 SIZES: dict[str, Any] = dict(
@@ -171,3 +175,25 @@ def compare_with_class(model_type: str, folder: Path) -> dict[str, Any]:
     except ConfigError:
         row["apart"] = False
     return row
+
+
+def step_ratio(model_type: str, folder: Path) -> float:
+    """Return CPU seconds of forward and backward in the tier over the native family's, best of five each, in turns."""
+    save_class(
+        model_type, folder, hidden_size=256, intermediate_size=512, moe_intermediate_size=128, head_dim=64,
+        vocab_size=1024, max_position_embeddings=1024,
+    )  # fmt: skip
+    parts = []
+    for config in (tier_config(folder), model_config_from_hf(folder)):
+        part = build_decoder(config, MoEConfig(experts="grouped_mm"), torch.float32)
+        part.to_empty(device="cpu")
+        load_hf(part, folder)
+        parts.append(part.train())
+    tokens = torch.randint(1024, (2, 513), generator=torch.Generator().manual_seed(2))
+    best = [inf, inf]
+    for _ in range(6):  # the first of them warms up
+        for number, part in enumerate(parts):
+            start = time.process_time()
+            part(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum().backward()
+            best[number] = min(best[number], time.process_time() - start)
+    return best[0] / best[1]
