@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -48,3 +49,18 @@ def test_a_killed_run_goes_on_to_the_bit_and_is_exported(tmp_path: Path, model_t
         assert all((found[key] == expected[key]).all() for key in expected) and found.keys() == expected.keys()
     source = json.loads((tmp_path / "model" / "config.json").read_text())
     assert json.loads((exports[1] / "config.json").read_text())["architectures"] == source["architectures"]
+
+
+def test_preferences_start_at_ln_2_and_are_exported(tmp_path: Path) -> None:
+    """The policy is its own reference before the first update, on a mesh too."""
+    save_class("olmoe", tmp_path / "model")
+    settings = [
+        "--config-name", "dpo_small", f"model.hf_path={tmp_path / 'model'}", "data=stdlib_preference",
+        "data.tokenizer=byte", "train.seq_len=256", "train.steps=3", "train.val_every=0", "mesh.pp=1", "mesh.ep=2",
+        "checkpoint=regular", "observe.report=false",
+    ]  # fmt: skip
+    run = TrainCommand(tmp_path / "run", settings, {"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    code, out, err = run.run()
+    assert code == 0 and "logits to" in out, err
+    losses = [row["loss"] for row in run.record() if "loss" in row]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < losses[0] - 1e-3
