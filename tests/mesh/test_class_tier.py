@@ -114,8 +114,8 @@ def test_meshes_compute_the_step_of_one_process(
     alone = replace(config, mesh=one, train=replace(config.train, micro_batch_size=8))
     [expected] = ranks.run(run_trajectory, 1, alone, MeshShape.of(one), loader_rows, 1)
     found = merge_trajectories(ranks.run(run_trajectory, 4, config, resolve_mesh(config.mesh, 4), loader_rows, 1))
-    worst = max(compare_trajectories(found, expected), key=lambda one: one.error)
-    assert worst.error <= (1e-6 if model_type in WIDE else 1e-10), worst
+    tolerance = 1e-6 if model_type in WIDE else 1e-10
+    assert not [one for one in compare_trajectories(found, expected) if not one.within(tolerance)]
     assert expected.expert_counts[0].sum() == 8 * 24 * 2 * config.model.num_moe_layers
 
 
@@ -245,7 +245,6 @@ def test_balance_losses_take_the_router_logits_of_the_class(saved: dict[str, Pat
     alone = replace(config, mesh=one, train=replace(config.train, micro_batch_size=8))
     [expected] = ranks.run(run_trajectory, 1, alone, MeshShape.of(one), loader_rows, 1)
     found = merge_trajectories(ranks.run(run_trajectory, 4, config, resolve_mesh(config.mesh, 4), loader_rows, 1))
-    worst = max(compare_trajectories(found, expected), key=lambda one: one.error)
-    assert worst.error <= 1e-10, worst
+    assert not [one for one in compare_trajectories(found, expected) if not one.within(1e-10)]
     assert 0.1 < expected.seq_balance_loss[0] / config.model.num_moe_layers < 0.3  # 0.1 if all experts are alike
     assert expected.z_loss[0] > 0

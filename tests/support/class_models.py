@@ -154,7 +154,7 @@ def against_class(config: ModelConfig) -> tuple[TransformersModel, float]:
         assert not mine_of.pop(name).any(), name
     assert mine_of.keys() == theirs_of.keys()
     off = [float((mine_of[name] - grad).norm() / grad.norm().clamp_min(1e-30)) for name, grad in theirs_of.items()]
-    worst = max(abs(float(loss - expected)), *off)
+    worst = float(torch.tensor([abs(float(loss - expected)), *off], dtype=torch.float64).max())  # NaN if one is
     return ours, worst
 
 
