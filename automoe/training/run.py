@@ -127,7 +127,7 @@ class Run:
         if model.family == TRANSFORMERS:
             self.note(
                 f"{model.architecture}: layers, routers and experts are computed by transformers' own code "
-                f"(moe.experts={self.config.moe.experts}), slower than a native family's"
+                f"(moe.experts={self.config.moe.experts})"
             )
         if loaded is not None:
             self.note(str(loaded))
