@@ -31,7 +31,7 @@ from automoe.parallel.parallelize import build_parts
 from automoe.planner.memory import plan_memory
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
-from automoe.verify.run import loader_rows
+from automoe.verify.run import loader_rows, make_runnable, passes, verify_pass
 from automoe.verify.trajectory import merge_trajectories, run_trajectory
 from tests.support.class_models import (
     AllInFloat64,
@@ -181,6 +181,24 @@ def test_the_table_of_parameters_is_the_class(saved: dict[str, Path]) -> None:
 
 
 @pytest.mark.exhaustive
+def test_verification_compares_a_class_in_float64_alone(ranks: RankPool, saved: dict[str, Path]) -> None:
+    config = run_config(saved["olmoe"], MESHES["ep4"], dtype="bfloat16")
+    here, shape, cuts = make_runnable(config)
+    assert cuts == []
+    [exact] = passes(here)
+    result = verify_pass(exact, shape, ranks)
+    assert exact.train.dtype == "float64" and result.different == []
+    assert result.tolerance == 1e-6  # its router has a softmax in float32
+    assert sum(one.kind == "gradient" for one in result.compared) > 30
+
+
+def test_a_class_too_large_to_verify_is_refused(saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("automoe.verify.run.MAX_PARAMETERS", 1000)
+    with pytest.raises(ConfigError, match=r"OlmoeForCausalLM has 140,\d+ parameters, .* holds up to 1,000"):
+        make_runnable(run_config(saved["olmoe"], MESHES["ep4"]))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recompute", [[], "full"])
 @pytest.mark.parametrize("model_type", ["olmoe", "minimax_m2"])
 def test_the_plan_of_attention_over_heads_is_within_a_tenth(
@@ -211,7 +229,8 @@ def test_documents_are_isolated_or_refused(saved: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("key", "section", "value"),
     [(f"mesh.{axis}", "mesh", {axis: 2, "dp_shard": -1}) for axis in ("tp", "cp", "pp", "etp")]
-    + [("train.fp8", "train", {"fp8": "tensorwise"}), ("lora.rank", "lora", {"rank": 4})],
+    + [("train.fp8", "train", {"fp8": "tensorwise"}), ("lora.rank", "lora", {"rank": 4})]
+    + [("optim.algorithm", "optim", {"algorithm": "muon"})],
 )
 def test_what_only_native_families_have_is_refused_before_ranks_start(
     saved: dict[str, Path], key: str, section: str, value: dict[str, object]
