@@ -40,9 +40,9 @@ class KeyMap:
     part e mod ``ffn_parts`` of the layer's FFN, and routers are drawn (``automoe.hf.upcycle``) with
     the standard deviation ``router_std`` from ``router_seed``.
 
-    A class of transformers has a ``table`` in their place: the pieces of each of our tensors. Its
-    ``layouts`` are all that its files may have, the one of transformers' memory last, and
-    ``unread`` are patterns of stored tensors that it leaves unread.
+    For a class of transformers ``table`` replaces all of these: it gives the pieces of each of our
+    tensors. ``layouts`` lists the layouts that its files may have; the last one is that of its
+    parameters in memory. ``unread`` are regular expressions of stored tensors to pass over.
     """
 
     router: str = _published("router.weight")

@@ -34,7 +34,7 @@ class MoELayer(Protocol):
 
 
 class Unit(NamedTuple):
-    """What data parallelism gathers at once: a layer, and within it parts of their own.
+    """Layer that data parallelism gathers as one unit, and its parts that are units of their own.
 
     Attributes:
         number: of the layer in the full model.

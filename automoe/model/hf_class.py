@@ -1,4 +1,4 @@
-"""Facts about a class of ``transformers`` for causal language models, read from the class itself.
+"""Facts about a causal language model of ``transformers``, read from its class.
 
 A class is built on the meta device from a ``config.json``. Code that comes with a checkpoint is
 never imported.

@@ -41,10 +41,10 @@ _LEAK = 0.05  # of an unmasked change; those found are 0, or 0.1 and more
 
 @torch.no_grad()
 def _keep_own_values(model: Any, path: str, seed: int) -> None:
-    """Give modules the values that the class itself gives to buffers and small parameters.
+    """Keep the class's own initial values of buffers and small parameters, for ``initialize``.
 
-    They are computed twice, over zeros and over ones: what differs afterwards was not set. Large
-    parameters stay on meta and are drawn by ``automoe.model.init``.
+    The class initialises them twice, over zeros and over ones: a value that differs afterwards was
+    not set. Large parameters stay on meta and are drawn by ``automoe.model.init``.
 
     Raises:
         ConfigError: the class leaves one of them unset.
@@ -87,7 +87,7 @@ def _reset(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 
 class _Narrow(TorchFunctionMode):
-    """Whether a result that gradients flow through had float32."""
+    """Records whether any result that gradients flow through has float32."""
 
     seen = False
 
@@ -219,12 +219,13 @@ class TransformersModel(CausalLM):
 
     @torch.no_grad()
     def check_isolation(self) -> None:
-        """Change a document, and look at the one behind it in the row. Collective.
+        """Check that a document does not change the logits of the next one in its row. Collective.
 
-        Attention masks hide it to the last bit, or a part of the class does not know of documents.
+        One document is changed, with and without document ids: a class that isolates documents
+        hides the change to the last bit.
 
         Raises:
-            ConfigError: the change is seen.
+            ConfigError: the change reaches the next document.
         """
         device = self.head_weight.device
         half = torch.arange(_PROBE, device=device)
