@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from automoe.hf.files import Written
-    from automoe.model.decoder import Decoder
+    from automoe.model.causal_lm import CausalLM
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -141,7 +141,7 @@ def export_run(
     return replace(whole, averaged=ema)
 
 
-def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
+def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     """Build the whole model of a run on the CPU and load its newest weights, or their averages.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from automoe.data.loader import Loader
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.moe.local_shard import local_shard
 from automoe.optim.ema import KEY
 
@@ -28,7 +28,7 @@ class TrainState:
             (``automoe.training.step``).
     """
 
-    model_parts: dict[int, Decoder]
+    model_parts: dict[int, CausalLM]
     optimizer: torch.optim.Optimizer
     loader: Loader | None = None
     step: int = 0

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd, inf, isqrt
+from operator import attrgetter
 from pathlib import Path
 
 from automoe.config.mesh_shape import MeshShape, uses_ring
 from automoe.config.rules import Row, divides
 from automoe.config.schema import Config, ModelConfig
+
+TRANSFORMERS = "transformers"  # ``model.family`` of a class without a declaration
+# Settings that the decoder of native families computes.
+_NATIVE_ALONE = """
+    moe.gate moe.router_jitter moe.router_dtype moe.capacity_factor moe.record_routing
+    moe.replay_routing train.fp8 train.compile kernels.attention kernels.rope kernels.norm lora.rank lora.base
+    optim.algorithm optim.master_weights
+""".split()
 
 # Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
 # fmt: off
@@ -16,6 +25,12 @@ from automoe.config.schema import Config, ModelConfig
 def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     """Yield the rules for a model's sizes and for how a mesh shards them."""
     model = config.model
+    yield ("model.random_weights", model.random_weights and (model.hf_path is None or model.upcycle),
+           "it leaves the weights of model.hf_path unread, which is not set or is upcycled",
+           "Set model.random_weights=false")
+    if model.family == TRANSFORMERS:
+        yield from _transformers_rows(config, shape)
+        return
     yield ("model.first_k_dense", model.first_k_dense > model.num_layers,
            f"there are {model.num_layers} layers in all (model.num_layers)",
            f"Set model.first_k_dense={model.num_layers} or less")
@@ -49,6 +64,26 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield ("model.hidden_size", config.train.dtype == "bfloat16" and hidden % 2 != 0,
                f"rows travel with float32 weights behind them, so a row of bfloat16 holds whole ones: {hidden} % 2 = 1",
                f"Nearest valid choices: {hidden - 1} or {hidden + 1}")
+
+
+def _transformers_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    """Yield the rules of a model that its class of transformers computes."""
+    model = config.model
+    yield ("model.hf_path", model.hf_path is None, f"model.family={TRANSFORMERS} takes the class from a config.json",
+           "Set model.hf_path to a folder with one")
+    tier = (f"{model.architecture} has no native family: its class of transformers computes it, with ep, ep_shard, "
+            "dp_shard and their replicas; native families (docs/huggingface.md) have every axis and kernel")
+    for axis in ("pp", "cp", "tp", "etp"):
+        yield f"mesh.{axis}", getattr(shape, axis) > 1, tier, f"Set mesh.{axis}=1"
+    plain = Config()
+    for key in _NATIVE_ALONE:
+        value = attrgetter(key)(plain)
+        yield key, attrgetter(key)(config) != value, tier, f"Set {key}={str(value).lower()}"
+    yield "moe.experts", config.moe.experts not in ("grouped_mm", "loop"), tier, "Set moe.experts=grouped_mm"
+    recompute = config.parallel.recompute
+    yield "parallel.recompute", recompute not in ([], "full"), tier, "Set parallel.recompute=full, or []"
+    if model.num_moe_layers:
+        yield from _expert_rows(model, shape)
 
 
 def _expert_rows(model: ModelConfig, shape: MeshShape) -> Iterator[Row]:

@@ -149,10 +149,15 @@ class ModelConfig:
         "qwen3_next",
         "llama",
         "qwen3",
+        "transformers",
     ] = "deepseek_v3"
+    # family=transformers: class of transformers that computes the model of hf_path
+    architecture: str = ""
     # HuggingFace checkpoint to start from: a directory, or a Hub id OWNER/NAME[@REVISION]; null:
     # start from random weights
     hf_path: PathText | None = None
+    # hf_path gives config.json and the tokenizer alone, and weights are random
+    random_weights: bool = False
     # hf_path is a dense model, and experts start as copies or equal parts of its FFNs
     # (docs/upcycle.md)
     upcycle: bool = False

@@ -20,7 +20,7 @@ from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.identity import checkpoint_folder
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf as to_hf
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.parallel.collectives import all_gather
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import build_meshes
@@ -32,7 +32,7 @@ def from_hf(
     mesh: MeshConfig | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-) -> Decoder:
+) -> CausalLM:
     """Build and load the model of a HuggingFace checkpoint directory or Hub id, in evaluation mode.
 
     ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V]. NaN or infinite weights
@@ -75,7 +75,7 @@ def from_hf(
 
 def _on_mesh(
     config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: torch.device
-) -> Decoder:
+) -> CausalLM:
     shape = resolve_mesh(mesh, dist.get_world_size() if dist.is_initialized() else None)
     for axis, size in {"pp": shape.pp, "cp": shape.cp}.items():
         if size > 1:

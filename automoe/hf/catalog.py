@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from automoe.hf.headers import (
     unread_adapter,
     without_collection,
 )
-from automoe.hf.keys import FP8_BLOCK, FUSED, SCALE_SUFFIX, KeyMap, hf_tensors
+from automoe.hf.keys import FP8_BLOCK, SCALE_SUFFIX, KeyMap, hf_tensors
 from automoe.hf.quantized import MXFP4_BLOCK
 from automoe.parallel.agreement import Ranks
 from automoe.storage.foreign import brief, is_there
@@ -78,11 +79,9 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     tensors = read_headers(folder)
     encoding, block = quantization_of(folder)
     sources = _pair_scales(folder, tensors, encoding)
-    keys = keys or family_of(config).keys
-    if any(key.endswith(f".{FUSED.gate}") for key in sources):
-        keys = keys.in_memory
+    keys = (keys or family_of(config).keys).fitting(sources)
     wanted = hf_tensors(config, keys)
-    notes = [*unread_adapter(folder), *_remove_unread(sources, config)]
+    notes = [*unread_adapter(folder), *_remove_unread(sources, config, keys)]
     missing = [key for key in wanted if key not in sources]
     unexpected = [key for key in sources if key not in wanted]
     wrong = [
@@ -248,7 +247,9 @@ def _check_experts(
         )
 
 
-def _remove_unread(sources: dict[str, StoredTensor], config: ModelConfig) -> list[str]:
+def _remove_unread(
+    sources: dict[str, StoredTensor], config: ModelConfig, keys: KeyMap
+) -> list[str]:
     """Remove the stored tensors that the model never reads; return notes that name them all.
 
     MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
@@ -261,9 +262,16 @@ def _remove_unread(sources: dict[str, StoredTensor], config: ModelConfig) -> lis
     reasons["*.rotary_emb.inv_freq"] = "computed, not trained"
     if config.tie_embeddings:
         reasons[HEAD] = f"a copy of {EMBEDDING}"
+    for pattern in keys.unread:
+        reasons[pattern] = "beside what the class of transformers computes"
     notes = []
     for pattern, reason in reasons.items():
-        unread = [key for key in sources if fnmatchcase(key, pattern)]
+        found_by = (
+            re.compile(pattern).search
+            if pattern in keys.unread
+            else partial(fnmatchcase, pat=pattern)
+        )
+        unread = [key for key in sources if found_by(key)]
         for key in unread:
             del sources[key]
         if unread:

@@ -8,8 +8,8 @@ keeps a layer's experts in two tensors. Shapes: E experts, I expert width, H hid
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from automoe.config.schema import ModelConfig
@@ -39,6 +39,10 @@ class KeyMap:
     H], and biases follow the same order. With ``ffn_parts`` the checkpoint is dense: expert e is
     part e mod ``ffn_parts`` of the layer's FFN, and routers are drawn (``automoe.hf.upcycle``) with
     the standard deviation ``router_std`` from ``router_seed``.
+
+    For a class of transformers ``table`` replaces all of these: it gives the pieces of each of our
+    tensors. ``layouts`` lists the layouts that its files may have; the last one is that of its
+    parameters in memory. ``unread`` are regular expressions of stored tensors to pass over.
     """
 
     router: str = _published("router.weight")
@@ -56,6 +60,16 @@ class KeyMap:
     ffn_parts: int = 0
     router_std: float = 0.0
     router_seed: int = 0
+    table: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    layouts: tuple[KeyMap, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    def fitting(self, keys: Collection[str]) -> KeyMap:
+        """Return the layout of the files that hold the tensors ``keys``."""
+        for layout in self.layouts:
+            if all(piece.key in keys for pieces in layout.table.values() for piece in pieces):
+                return layout
+        return self.in_memory if any(key.endswith(f".{FUSED.gate}") for key in keys) else self
 
     @property
     def in_memory(self) -> KeyMap:
@@ -63,8 +77,8 @@ class KeyMap:
 
         ``save_pretrained(save_original_format=False)`` writes this layout too.
         """
-        if self.transposed:
-            return self
+        if self.transposed or self.table:
+            return self.layouts[-1] if self.layouts else self
         names = {
             name: getattr(FUSED, name)
             for name in ("router", "expert_bias", "gate", "up", "down", "fused")
@@ -103,6 +117,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         size: extent of each common dim.
         order: permutation of the common dims in the HuggingFace tensor; empty for our order. With a
             permutation, every dim of ours is common, and the piece is the whole HuggingFace tensor.
+        origin: start of each common dim in our tensor; empty: the piece begins at 0 and spans it.
         merged: True if the last two dims in that order are one dim of the HuggingFace tensor. The
             very last one is never sharded.
     """
@@ -114,6 +129,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     size: tuple[int, ...]
     order: tuple[int, ...] = ()
     merged: bool = False
+    origin: tuple[int, ...] = ()
 
     def overlap(
         self, start: tuple[int, ...], extent: tuple[int, ...]
@@ -132,7 +148,15 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         source: list[slice] = []
         target: list[int | slice] = []
         for at, first, count in zip(self.select, start, extent, strict=True):
-            if at is None:
+            if at is None and self.origin:
+                own = self.origin[len(source)]
+                begin = max(first, own)
+                end = min(first + count, own + self.size[len(source)])
+                if begin >= end:
+                    return None
+                source.append(slice(begin - own, end - own))
+                target.append(slice(begin - first, end - first))
+            elif at is None:
                 begin = self.offset[len(source)] + first
                 source.append(slice(begin, begin + count))
                 target.append(slice(0, count))
@@ -185,6 +209,11 @@ def hf_pieces(
             Piece(key, tuple(stored), (None,) * len(shape), (0,) * len(shape), shape, order, merged)
         ]
 
+    if keys.table:
+        pieces = keys.table[name]
+        if experts is None or pieces[0].select[0] is None:
+            return list(pieces)
+        return [piece for piece in pieces if piece.select[0] in experts]
     match = _LAYER.fullmatch(name)
     if match is None:
         return whole(name if name.startswith("lm_head.") else f"model.{name}")

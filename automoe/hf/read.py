@@ -31,7 +31,7 @@ from automoe.hf.keys import KeyMap, Piece, hf_pieces
 from automoe.hf.quantized import MXFP4_BLOCK, dequantize_fp8, dequantize_mxfp4
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
 from automoe.hf.upcycle import fill_upcycled
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.model.init import reset_buffers
 from automoe.parallel.agreement import Ranks
 from automoe.quantize.packed import pack_fp8, pack_nf4, unpack
@@ -79,7 +79,7 @@ class Loaded:
 
 
 def load_hf(
-    parts: Parts | Decoder,
+    parts: Parts | CausalLM,
     path: str | Path,
     catalog: Catalog | None = None,
     *,
@@ -237,6 +237,9 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
         )
     spans = [(one.start, one.stop) for one in found[0]]
     place = piece.in_stored_order(shard.local[found[1]])
+    while len(spans) > 3:  # such as [1, 1, heads, 1]
+        assert spans.pop(0) == (0, 1), (piece.key, source.shape)
+        place = place.squeeze(0)
     if len(spans) == 1:
         spans = [*spans, (0, 1)]
         place = place.unsqueeze(1)

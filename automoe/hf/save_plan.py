@@ -264,13 +264,19 @@ def gather(item: WriteItem) -> torch.Tensor:
     """Return the whole tensor in the item's dtype. Collective over its holders."""
     shard = item.shard
     [piece] = item.pieces
+    own = piece
+    if own.origin:  # shards are gathered along whole dims, and the piece is cut out of them
+        common = [n for n, at in zip(shard.shape, own.select, strict=True) if at is None]
+        piece = own._replace(size=tuple(common), order=(), origin=())
     found = piece.overlap(shard.start, shard.extent)
     assert found is not None, "called by a rank that does not hold the tensor"
     tensor = shard.numbers(found[1]).to(item.dtype)
     if isinstance(shard.tensor, DTensor):
         for axis, dim, size in _gathered_axes(shard.tensor, piece):
             tensor = _join(tensor, dim, size, shard.tensor.device_mesh.get_group(axis))
-    return piece.to_stored(tensor)
+    for dim, (first, size) in enumerate(zip(own.origin, own.size, strict=False)):
+        tensor = tensor.narrow(dim, first, size)
+    return own.to_stored(tensor)
 
 
 def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:

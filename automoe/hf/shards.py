@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.keys import our_tensors
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.moe.local_shard import global_offset, local_shard
 from automoe.parallel.fsdp import fsdp_modules
 from automoe.quantize.packed import base_of, block_size, is_packed, unpack
 
-Parts = dict[int, Decoder]
+Parts = dict[int, CausalLM]
 
 # dtypes of parameters in an export; None keeps each one's own.
 EXPORT_DTYPES: dict[str, torch.dtype | None] = {
@@ -135,9 +136,9 @@ def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: fl
         _add_product(into[k], a[k] if a.dim() == 3 else a, b[k], scale)
 
 
-def as_parts(parts: Parts | Decoder) -> Parts:
+def as_parts(parts: Parts | CausalLM) -> Parts:
     """Return a model's pipeline stages; reshard weights that a forward pass left unsharded."""
-    parts = {0: parts} if isinstance(parts, Decoder) else parts
+    parts = {0: parts} if isinstance(parts, CausalLM) else parts
     for part in parts.values():
         for module in fsdp_modules(part):
             module.reshard()
@@ -171,8 +172,9 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
             elif ".lora." not in name:
                 tied = name == "embed_tokens.weight" and not part.embeds
                 yield _shard(name, parameter, copy=tied)
+        stored = dict(our_tensors(part.config)) if part.config.family == TRANSFORMERS else ()
         for name, buffer in part.named_buffers():
-            if name.endswith(".expert_bias"):
+            if name in stored or (not stored and name.endswith(".expert_bias")):
                 yield _shard(name, buffer, trained=False)
 
 

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog, open_catalog
@@ -28,7 +29,7 @@ from automoe.hf.keys import hf_tensors
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.model.params import count_params
 from automoe.moe.router import recorded_choices
 from automoe.parallel.agreement import Ranks
@@ -45,7 +46,7 @@ _SEQ = 64
 
 
 def verify_hf(
-    parts: Parts | Decoder,
+    parts: Parts | CausalLM,
     folder: str | Path,
     *,
     dtype: Mapping[str, torch.dtype] | None = None,
@@ -84,7 +85,8 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
     """
     try:
         read = model_config_from_hf(catalog.folder)
-        for key in differing_values(config, read, family_of(config)):
+        native = config.family != TRANSFORMERS
+        for key in differing_values(config, read, family_of(config)) if native else ():
             raise CheckpointError(
                 f"{catalog.folder}/config.json says model.{key}={value_of(read, key)}, and the model has "
                 f"{value_of(config, key)}: the family {config.family} cannot express it"
@@ -163,7 +165,7 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
 
 
 def _compare_logits(catalog: Catalog) -> float | None:
-    """Run the export in float32 on the CPU by transformers and by this decoder; compare logits.
+    """Run the export in float32 on the CPU by transformers and by our model; compare logits.
 
     Raises:
         CheckpointError: transformers leaves tensors over or makes some up, chooses other experts,
@@ -182,7 +184,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
     with torch.no_grad(), recorded_choices(model) as free:
         model(tokens)
     forced = None
-    if config.num_moe_layers:
+    if config.num_moe_layers and config.family != TRANSFORMERS:
         chosen = free()[:, :, :, 0].sort(-1).values
         same = (chosen == choices.sort(-1).values).all(-1).float().mean().item()
         if same < MIN_SAME_ROUTING:
@@ -310,5 +312,5 @@ def _run_transformers(
                 lambda _module, inputs: chosen.append(inputs[1].view(*tokens.shape, -1))
             )
     with torch.no_grad():
-        logits = model.eval()(tokens).logits
+        logits = model.eval()(tokens, use_cache=False).logits
     return logits, torch.stack(chosen, dim=2) if chosen else torch.empty(0)

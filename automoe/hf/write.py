@@ -32,13 +32,13 @@ from automoe.hf.save_plan import (
 from automoe.hf.shards import Parts, as_parts, config_of, export_dtype, local_shards
 from automoe.hf.upcycle import upcycled, upcycled_model
 from automoe.hf.verify import compare_with_dense, verify_hf, verify_with_transformers
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.model.lora import merge_adapters
 from automoe.parallel.agreement import Ranks
 
 
 def to_hf(
-    model: Parts | Decoder,
+    model: Parts | CausalLM,
     path: str | Path,
     *,
     dtype: str | torch.dtype = "keep",
@@ -86,7 +86,7 @@ def to_hf(
     # ``keep`` takes the dtypes of the weights that training started from: parameters are wider
     # while they are trained.
     source = None
-    if dtype == "keep" and config.hf_path is not None:
+    if dtype == "keep" and config.hf_path is not None and not config.random_weights:
         dense_keys = upcycled_model(config)[1] if config.upcycle else None
         source = open_catalog(config.hf_path, config, dense_keys)
     with new_folder(path, overwrite, ranks) as folder:

@@ -20,6 +20,7 @@ from automoe.config.hub import pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
 from automoe.config.rules import check_rows
 from automoe.config.rules_kernels import BASE_BLOCKS
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, export_name, sources_of, tokenizer_of
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
@@ -85,8 +86,9 @@ def settle(config: Config, overrides: list[str]) -> Config:
 
         model, _ = upcycled_model(config.model)
     else:
-        initializer_range = config.model.initializer_range
-        model = replace(model_config_from_hf(path), initializer_range=initializer_range)
+        mine = config.model
+        kept = {key: getattr(mine, key) for key in ("initializer_range", "random_weights")}
+        model = replace(model_config_from_hf(path), **kept)
     named = {key_of(override): override.partition("=")[2] for override in overrides}
     ties = (config.model if "model.router.exact_ties" in named else model).router.exact_ties
     model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))
@@ -264,6 +266,10 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
     shape = validate(config, num_ranks, device)
     check_rows(config, adapter_rows(config, shape), shape)
     _check_fp8_base(config)
+    if config.model.family == TRANSFORMERS:
+        from automoe.model.transformers_model import TransformersModel
+
+        TransformersModel(config.model, config.moe)
     from automoe.data.tokenizer import check_tokenizer, fitting_tokenizer
 
     check_tokenizer(tokenizer_of(config))

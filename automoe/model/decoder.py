@@ -1,7 +1,6 @@
-"""The decoder that every model family declares, whole or as one pipeline stage.
+"""The decoder that every native family declares, whole or as one pipeline stage.
 
-Letters: B rows, S positions, s positions of this rank between two blocks, H hidden, V vocabulary, K
-top-k.
+Letters: B rows, S positions, s positions of this rank between two blocks, H hidden.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.model.attention import AttentionContext
 from automoe.model.backend import BackendConfig
 from automoe.model.block import Block
+from automoe.model.causal_lm import CausalLM, Unit
 from automoe.model.linear import Embedding, Linear
-from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_losses
 from automoe.moe.layer import MoE
-from automoe.moe.local_shard import local_shard
-from automoe.moe.process_groups import first_of_rank
-from automoe.moe.tokens import IGNORE, TokenCounts, Tokens, num_documents
+from automoe.moe.tokens import Tokens
 
 
-class Decoder(nn.Module):
+class Decoder(CausalLM):
     """Embedding, layers, final norm and vocabulary head; a pipeline stage holds a part of these.
 
     Layers keep their global number in every stage ("layers.7...."), so initialisation, HuggingFace
@@ -31,13 +28,7 @@ class Decoder(nn.Module):
 
     Args:
         layers: which of the model's layers this part holds; None means all.
-        embeds: whether this part holds the token embedding.
-        predicts: whether this part holds the final norm and the vocabulary head.
-        backend: communicators and implementations; default: one rank and plain torch.
-
-    Attributes:
-        loss: reduction of per-token losses, by default the backend's; a recipe may set its own.
-        reported: sums of the values that the loss reports, by name.
+        embeds, predicts, backend: see ``CausalLM``.
     """
 
     def __init__(
@@ -49,19 +40,11 @@ class Decoder(nn.Module):
         predicts: bool = True,
         backend: BackendConfig | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.backend = backend or BackendConfig()
-        self.embeds = embeds
-        self.predicts = predicts
-        self.loss = self.backend.loss
-        self.reported = dict[str, torch.Tensor]()
+        super().__init__(config, backend, embeds, predicts)
         layers = range(config.num_layers) if layers is None else layers
         vocab = config.vocab_size
         hidden = config.hidden_size
         tied = config.tie_embeddings
-        # This is the token id of the first row of embedding and head on this rank.
-        self.first_id = first_of_rank(self.backend.pg_collection.sequence, vocab)
         self.embed_tokens = (
             Embedding(vocab, hidden, self.first_id) if embeds or (predicts and tied) else None
         )
@@ -73,55 +56,16 @@ class Decoder(nn.Module):
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
 
     def moe_layers(self) -> Iterator[tuple[int, MoE]]:
-        """Yield (layer number, MoE module) of this part, in order."""
         for name, block in self.layers.items():
             if isinstance(block.mlp, MoE):
                 yield int(name), block.mlp
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        *,
-        positions: torch.Tensor | None = None,
-        index: torch.Tensor | None = None,
-        doc_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        token_counts: TokenCounts | None = None,
-        forced_ids: torch.Tensor | None = None,
-        row_ids: torch.Tensor | None = None,
-        not_padding: torch.Tensor | None = None,
-        next_token_at: torch.Tensor | None = None,
-        **given: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run this part.
+    def units(self) -> Iterator[Unit]:
+        for name, block in self.layers.items():
+            inside = (block.mlp.router, block.mlp.experts) if isinstance(block.mlp, MoE) else ()
+            yield Unit(int(name), block, *inside)
 
-        Args:
-            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the part before.
-            labels: [B, S] next tokens; ``IGNORE`` marks positions that are not trained.
-            token_counts: counts of the global batch, which the losses are divided by. Default: this
-                micro-batch's own counts.
-            positions, index, doc_ids, forced_ids, row_ids, not_padding: see ``Tokens``. Defaults:
-                positions are the index within the row, index 0 ... S-1, row_ids 0 ... B-1, and a
-                row is one document.
-            next_token_at: [B, S] bool, equal on all ranks that share the vocabulary: positions to
-                generate from.
-            given: [B, ...] further inputs of the loss, by name.
-
-        Returns:
-            [B, s, H] hidden states, if this part does not predict. [B, S, V] logits, without
-            labels. [1] this micro-batch's share of the loss, with labels; the default loss is the
-            mean cross-entropy in nats. [B, S] likeliest next tokens, with ``next_token_at``;
-            ``IGNORE`` at other positions.
-        """
-        if index is None:
-            index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        if row_ids is None:
-            row_ids = torch.arange(x.shape[0], device=x.device).unsqueeze(1).expand_as(index)
-        counts = token_counts or self._own_counts(index, doc_ids, labels)
-        positions = index if positions is None else positions
-        tokens = Tokens(
-            positions, index, doc_ids, counts.non_padding, forced_ids, row_ids, not_padding
-        )
+    def run_layers(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         sequence = self.backend.pg_collection.sequence
         if self.embeds:
             assert self.embed_tokens is not None
@@ -133,63 +77,18 @@ class Decoder(nn.Module):
         local_tokens = tokens.local_shard(sequence)
         for block in self.layers.values():
             x = block(x, context, local_tokens)
-        if not self.predicts:
-            return x
-        row = self.backend.pg_collection.context
-        inputs = (
-            labels
-            if labels is None
-            else LossInputs(labels, doc_ids, counts, row, given, self.reported)
-        )
-        return self._predict(x, inputs, next_token_at)
+        return x
 
-    def _predict(
-        self, x_BsH: torch.Tensor, inputs: LossInputs | None, next_token_at: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return next tokens, logits, or (with labels) the loss of the last hidden states."""
+    def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
         assert self.norm is not None
-        sequence = self.backend.pg_collection.sequence
-        weight_VH = local_shard(self.head_weight)
-        x_BSH = sequence.all_gather(self.norm(x_BsH))
-        if next_token_at is not None:
-            tokens_BS = torch.full_like(next_token_at, IGNORE, dtype=torch.int64)
-            if next_token_at.any():
-                rows_NH = x_BSH[next_token_at]
-                tokens_BS[next_token_at] = greedy_tokens(
-                    rows_NH, weight_VH, self.first_id, sequence
-                )
-            return tokens_BS
-        if inputs is None:
-            return nn.functional.linear(x_BSH, weight_VH)
-        x_TH = x_BSH.flatten(0, 1)
-        labels_T = inputs.labels.flatten()
-        if self.loss is not None:
-            nll_T = token_losses(x_TH, weight_VH, labels_T, self.first_id, sequence)
-            return torch.stack([self.loss(nll_T.view(inputs.labels.shape), inputs).to(nll_T.dtype)])
-        loss = cross_entropy_sum(
-            x_TH, weight_VH, labels_T, self.first_id, sequence, self.backend.chunk_loss
-        )
-        # A step without one trained label has a loss of zero, not NaN.
-        # The loss is stacked and not viewed: FSDP hooks outputs, and a view could lose the hook.
-        return torch.stack([loss / inputs.counts.trained.clamp_min(1)])
+        return self.norm(x_BsH)
+
+    @property
+    def embedding(self) -> nn.Module | None:
+        return self.embed_tokens
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """Vocabulary head [V, H]; the embedding itself if the two are tied."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         assert head is not None
         return head.weight
-
-    @staticmethod
-    def _own_counts(
-        index: torch.Tensor, doc_ids: torch.Tensor | None, labels: torch.Tensor | None
-    ) -> TokenCounts:
-        none = torch.zeros((), dtype=torch.int64, device=index.device)
-        valid = (
-            torch.tensor(index.numel(), device=index.device)
-            if doc_ids is None
-            else (doc_ids >= 0).sum()
-        )
-        if labels is None:
-            return TokenCounts(none, valid, none)
-        return TokenCounts((labels >= 0).sum(), valid, num_documents(labels, doc_ids))

@@ -15,7 +15,8 @@ from functools import partial
 
 from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear, window_of
 from automoe.model.adapters import with_adapters
-from automoe.model.params import NUM_PLACES, SCORES, Param, model_params
+from automoe.model.param_spec import NUM_PLACES, SCORES, Param
+from automoe.model.params import model_params
 
 _LORA_B = (
     ".lora.B",

@@ -8,6 +8,7 @@ global index).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 
 import torch
@@ -17,6 +18,17 @@ from automoe.kernels.counter_random import bits_at, normal_at, stream_key, unifo
 from automoe.moe.local_shard import global_offset, local_shard
 
 _CHUNK = 1 << 22  # elements filled at once; bounds scratch memory
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make floating-point tensors of ``dtype`` where none is named."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 @torch.no_grad()
@@ -87,9 +99,10 @@ def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
 def initialize(model: nn.Module, std: float, seed: int) -> None:
     """Fill every parameter of ``model``.
 
-    A module's ``first_values`` decide for its parameters, and ``kept`` leaves a parameter
-    unchanged. Other biases become zero, all other parameters normal(0, std). ``model`` may be a
-    pipeline stage (its names are global) and its parameters DTensors of any mesh.
+    A module's ``first_values`` decide for its parameters, by a word or by the full tensor, and
+    ``kept`` leaves a parameter unchanged. Other biases become zero, all other parameters
+    normal(0, std). ``model`` may be a pipeline stage (its names are global) and its parameters
+    DTensors of any mesh.
     """
     for prefix, module in model.named_modules():
         first_values = getattr(module, "first_values", {})
@@ -100,7 +113,11 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
                 if last in ("bias", "gate_up_proj_bias", "down_proj_bias")
                 else first_values.get(last, "normal")
             )
-            if kind == "normal":
+            if isinstance(kind, torch.Tensor):
+                local = local_shard(parameter)
+                ranges = zip(global_offset(parameter), local.shape, strict=True)
+                local.copy_(kind[tuple(slice(at, at + size) for at, size in ranges)])
+            elif kind == "normal":
                 fill_normal_(parameter, name, std, seed)
             elif kind == "log_uniform":
                 _fill_log_uniform_(parameter, name, seed)

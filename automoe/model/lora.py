@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from automoe.config.schema import Config, LoraConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
+from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
 from automoe.model.init import indexed_blocks
 from automoe.model.linear import Linear
@@ -65,7 +66,7 @@ class LoRALinear(Linear):
 
 
 def adapt(
-    part: Decoder, config: Config, trained_dtype: torch.dtype, frozen_dtype: torch.dtype
+    part: CausalLM, config: Config, trained_dtype: torch.dtype, frozen_dtype: torch.dtype
 ) -> None:
     """Freeze what ``lora`` or ``train.freeze`` leave untrained, and add the adapters, on meta.
 
@@ -90,6 +91,7 @@ def adapt(
         path, _, last = name.rpartition(".")
         frozen = nn.Parameter(stored, requires_grad=False)
         part.get_submodule(path).register_parameter(last, frozen)
+    assert isinstance(part, Decoder) or not config.lora.rank
     for layer in part.layers if config.lora.rank else ():
         _add_adapters(part, layer_params(config.model, int(layer)), config, trained_dtype)
 
@@ -184,7 +186,7 @@ def _merge(
     local_shard(b).zero_()
 
 
-def set_dropout_step(parts: Iterable[Decoder], step: int) -> None:
+def set_dropout_step(parts: Iterable[CausalLM], step: int) -> None:
     """Set the step that decides which input features ``lora.dropout`` leaves out of adapters."""
     for part in parts:
         for module in part.modules():

@@ -1,8 +1,7 @@
 """The table of a model's parameters, from which every other module reads. No torch.
 
-``automoe.model`` builds these parameters, with these names and shapes (a test compares the two).
-Plans, sharding, adapters, weight decay, 8 bits and the keys of HuggingFace files are columns of the
-table.
+``automoe.model`` builds these parameters (a test compares the two). Plans, sharding, adapters,
+weight decay, 8 bits and the keys of HuggingFace files are columns of the table.
 
 Sizes (``sizes_of``) that the table writes shapes in:
 
@@ -24,90 +23,13 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from math import prod
-from operator import attrgetter
 from typing import Any
 
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig, is_linear
+from automoe.model.param_spec import PARTS, Param, ParamSpec
 
-PARTS = (
-    "embedding",
-    "attention",
-    "dense_ffn",
-    "routed_experts",
-    "shared_experts",
-    "router",
-    "norms",
-    "head",
-)
 _LAYER = re.compile(r"layers\.\d+\.")
-# These are places of a layer (``ParamSpec.place``). Attention itself follows the place SCORES.
-NUM_PLACES, SCORES = 9, 3
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """One row of the table: a parameter of a layer, or of an end of the model.
-
-    Attributes:
-        name: of the parameter within its module; in ``SPECS`` within its layer.
-        shape: one word for each dim: a sum of products of sizes.
-        place: where in its layer a token meets the parameter. Those of one place do not wait for
-            each other. 0: first norm. 1: projections of its output. 2: norms, convolution and
-            decays. 3: projections of latents, sinks. 4: norm of the heads' output. 5: output
-            projection. 6: second norm. 7: router and projections into FFNs. 8: projections out of
-            FFNs.
-        kind: ``matrix``: tokens are multiplied by it; ``conv``: a convolution over a few positions;
-            ``vector``: added or compared; ``norm``: scales of a norm; ``buffer``: not trained.
-        tp: the dim that tensor parallelism shards; None: every rank keeps the whole tensor.
-        etp: the dim that expert tensor parallelism shards. Ranks that share the width of an expert
-            add up their outputs, so each of them adds its own columns of down_proj_bias.
-        fsdp: the dim that FSDP shards. For experts it is the one of rows, because row shards of a
-            matrix are contiguous in a HuggingFace file, and dim 0 already belongs to the ep axis.
-        fp8: whether ``train.fp8`` multiplies by it in 8 bits.
-        lora: its name in ``lora.targets``; None: it gets no adapter.
-        hf: its key below ``model.layers.N.`` in published files, if that differs from its name;
-            gate and up have one key each. A family lists its other spellings
-            (``automoe.hf.keys``).
-        when: the key of ``ModelConfig`` that gives a module this parameter, or takes it away after
-            ``not``.
-        part: one of ``PARTS``; set by the module.
-        group: the name of its part in ``lora.targets``; set by the module.
-    """
-
-    name: str
-    shape: str
-    place: int = 0
-    kind: str = "matrix"
-    tp: int | None = None
-    etp: int | None = None
-    fsdp: int = 0
-    fp8: bool = False
-    lora: str | None = None
-    hf: str = ""
-    when: str = ""
-    part: str = ""
-    group: str = ""
-
-    @property
-    def decays(self) -> bool:
-        """True if weight decay applies: not to biases, norms and similar vectors."""
-        return self.kind in ("matrix", "conv")
-
-    @property
-    def orthogonalized(self) -> bool:
-        """Whether Muon updates the tensor: a layer's matrix of more than one row."""
-        in_layer = self.part not in ("embedding", "head")
-        return self.kind == "matrix" and in_layer and self.shape.split()[-2] != "1"
-
-    def is_in(self, model: ModelConfig) -> bool:
-        """Return whether the modules of ``model`` have this parameter (``when``)."""
-        key = self.when.removeprefix("not ")
-        return not key or bool(attrgetter(key)(model)) == (key == self.when)
-
-    @property
-    def per_kv_head(self) -> bool:
-        """Whether the matrix projects to keys or values; ranks may outnumber their heads."""
-        return "G" in self.shape
 
 
 def _linear(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
@@ -381,60 +303,6 @@ def _shape_of(spec: ParamSpec, sizes: dict[str, int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Param:
-    """One tensor of a model: a row of the table with numbers.
-
-    Attributes:
-        layer: number of its decoder layer; None: embedding, final norm or head.
-        kv_heads: number of key and value heads, for a projection to keys or values.
-        packed: numbers in a block, if ``lora.base`` packs the tensor; the last two dims of
-            ``shape`` are then blocks, and bytes of a block.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    spec: ParamSpec
-    layer: int | None = None
-    kv_heads: int | None = None
-    trained: bool = True
-    packed: int = 0
-
-    @property
-    def part(self) -> str:
-        """Part of the model that the tensor belongs to, one of ``PARTS``."""
-        return self.spec.part
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    def bytes_each(self, size: int) -> int:
-        """Return the bytes of an entry of ``shape``, if a number takes ``size`` bytes."""
-        return 1 if self.packed else size
-
-    @property
-    def expert(self) -> bool:
-        """Whether it lives on the moe mesh: sharded over ep and ep_shard, not dp_shard and cp."""
-        return self.part == "routed_experts"
-
-    @property
-    def whole_over_etp(self) -> bool:
-        """Whether each etp rank keeps the whole tensor: true for adapters of the other dims."""
-        return self.expert and self.spec.etp is None
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether tokens are multiplied by the tensor as a matrix."""
-        return self.spec.kind == "matrix"
-
-    def tp_dim(self, tp: int) -> int | None:
-        """Return the dim that ``tp`` ranks shard, or None if each of them keeps the whole
-        tensor."""
-        whole = tp == 1 or (self.kv_heads is not None and self.kv_heads < tp)
-        return None if whole else self.spec.tp
-
-
-@dataclass(frozen=True)
 class ParamCount:
     """Number of parameters of a whole model, or of a piece of it.
 
@@ -448,6 +316,8 @@ class ParamCount:
 
 def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
     """Return the parameters of decoder layer ``layer``, with the router's bias if ``buffers``."""
+    if model.family == TRANSFORMERS:
+        return [param for param in stage_params(model, [], 0, buffers) if param.layer == layer]
     sizes = sizes_of(model)
     params = []
     for is_there, specs in _ROWS:
@@ -466,8 +336,14 @@ def stage_params(
 ) -> list[Param]:
     """Return the parameters of pipeline stage ``stage`` in order; its layers are ``layers[stage]``.
 
-    A tied head is the embedding and adds nothing, or is a copy of it in a stage of its own.
+    A tied head is the embedding and adds nothing, or is a copy of it in a stage of its own. A class
+    of ``transformers`` is one stage.
     """
+    if model.family == TRANSFORMERS:
+        from automoe.model.hf_class import class_params  # with torch
+
+        every = class_params(str(model.hf_path))
+        return [param for param in every if buffers or param.spec.kind != "buffer"]
     first, last = stage == 0, stage == len(layers) - 1
     table = (model.vocab_size, model.hidden_size)
     embedding = Param("embed_tokens.weight", table, _EMBEDDING)

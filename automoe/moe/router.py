@@ -172,16 +172,94 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _WideProduct.apply(x, weight)
 
 
-class Router(nn.Module):
-    """Scores tokens against experts and picks K of them; holds the balance losses and counters.
+class BalancedRouter(nn.Module):
+    """Balance losses and counters of a layer's routing, whatever chose the experts.
 
-    Its buffers are ``expert_bias`` [E] float32 (saved), ``load_fractions`` [E] float64 (saved:
-    fractions of the previous step, for the lagged balance loss), and the step's counters (not
-    saved).
+    Its buffers are ``expert_bias`` [E] float32 (saved; None: nothing is added to scores),
+    ``load_fractions`` [E] float64 (saved: fractions of the previous step, for the lagged balance
+    loss), and the step's counters (not saved).
     """
 
     expert_bias: torch.Tensor | None
     load_fractions: torch.Tensor
+    weight: torch.Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoEConfig,
+        moe_index: int,
+        pg_collection: ProcessGroupCollection | None = None,
+        expert_bias: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.moe = moe
+        self.pg_collection = pg_collection or ProcessGroupCollection()
+        self.num_experts = config.num_experts
+        self.top_k = config.num_experts_per_token
+        self.moe_index = moe_index
+        self.register_buffer("expert_bias", expert_bias)
+        fractions = torch.empty(self.num_experts, dtype=torch.float64)
+        self.register_buffer("load_fractions", fractions)
+        self.load = LoadCounter(self.num_experts)
+        BalancedRouter.reset_buffers(self)
+
+    def reset_buffers(self) -> None:
+        """Initialise buffers, which ``to_empty`` leaves undefined after a build on meta."""
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+        self.load_fractions.fill_(1.0 / self.num_experts)
+
+    def count(
+        self,
+        scores: Scores,
+        topk_ids_BSK: torch.Tensor,
+        plain_ids_BSK: torch.Tensor,
+        tokens: Tokens,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Return counts [B, E] of ids and of plain_ids, and losses in the order of ``LOSSES``."""
+        chosen_BE = count_choices(topk_ids_BSK, tokens.valid, self.num_experts)
+        same = topk_ids_BSK is plain_ids_BSK
+        plain_BE = (
+            chosen_BE if same else count_choices(plain_ids_BSK, tokens.valid, self.num_experts)
+        )
+        moe = self.moe
+        shares_BSE = scores.shares()
+        off = shares_BSE.new_zeros(())
+        terms = (
+            (
+                moe.seq_balance_coef,
+                lambda: sequence_balance_loss(
+                    shares_BSE, plain_BE, tokens, self.pg_collection, self.top_k
+                ),
+            ),
+            (
+                moe.global_balance_coef,
+                lambda: lagged_balance_loss(shares_BSE, self.load_fractions, tokens),
+            ),
+            (
+                moe.micro_batch_balance_coef,
+                lambda: micro_batch_balance_loss(shares_BSE, plain_BE, tokens, self.pg_collection),
+            ),
+            (moe.z_loss_coef, lambda: z_loss(scores.logits, tokens)),
+        )
+        return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
+
+    def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
+        chosen_BE, plain_BE, losses = self.count(
+            scores, routing.topk_expert_ids, routing.plain_ids, tokens
+        )
+        if any(loss.requires_grad for loss in losses):
+            routing = routing._replace(
+                topk_scores=attach_loss(routing.topk_scores, torch.stack(losses).sum())
+            )
+        dropped_BSK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
+        self.load.add(chosen_BE, plain_BE, losses, dropped_BSK)
+        return routing
+
+
+class Router(BalancedRouter):
+    """Scores tokens against experts and picks K of them."""
 
     def __init__(
         self,
@@ -192,29 +270,14 @@ class Router(nn.Module):
         seed: int = 0,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         num_experts = config.num_experts
+        bias = torch.empty(num_experts, dtype=torch.float32) if config.router.expert_bias else None
+        super().__init__(config, moe, moe_index, pg_collection, bias)
         self.config = config.router
-        self.moe = moe
-        self.pg_collection = pg_collection or ProcessGroupCollection()
-        self.num_experts = num_experts
-        self.top_k = config.num_experts_per_token
-        self.moe_index = moe_index
         self.seed = seed  # seed of the jitter
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=dtype))
         biased = config.router.logit_bias
         self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype)) if biased else None
-        bias = torch.empty(num_experts, dtype=torch.float32) if config.router.expert_bias else None
-        self.register_buffer("expert_bias", bias)
-        self.register_buffer("load_fractions", torch.empty(num_experts, dtype=torch.float64))
-        self.load = LoadCounter(num_experts)
-        self.reset_buffers()
-
-    def reset_buffers(self) -> None:
-        """Initialise buffers, which ``to_empty`` leaves undefined after a build on meta."""
-        if self.expert_bias is not None:
-            self.expert_bias.zero_()
-        self.load_fractions.fill_(1.0 / self.num_experts)
 
     def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> Routing:
         """Route the tokens x [B, S, H].
@@ -272,41 +335,6 @@ class Router(nn.Module):
         """Return the weights [B, S, K] of the chosen experts."""
         return expert_weights(choice_BSE, topk_ids_BSK, self.config)
 
-    def count(
-        self,
-        scores: Scores,
-        topk_ids_BSK: torch.Tensor,
-        plain_ids_BSK: torch.Tensor,
-        tokens: Tokens,
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Return counts [B, E] of ids and of plain_ids, and losses in the order of ``LOSSES``."""
-        chosen_BE = count_choices(topk_ids_BSK, tokens.valid, self.num_experts)
-        same = topk_ids_BSK is plain_ids_BSK
-        plain_BE = (
-            chosen_BE if same else count_choices(plain_ids_BSK, tokens.valid, self.num_experts)
-        )
-        moe = self.moe
-        shares_BSE = scores.shares()
-        off = shares_BSE.new_zeros(())
-        terms = (
-            (
-                moe.seq_balance_coef,
-                lambda: sequence_balance_loss(
-                    shares_BSE, plain_BE, tokens, self.pg_collection, self.top_k
-                ),
-            ),
-            (
-                moe.global_balance_coef,
-                lambda: lagged_balance_loss(shares_BSE, self.load_fractions, tokens),
-            ),
-            (
-                moe.micro_batch_balance_coef,
-                lambda: micro_batch_balance_loss(shares_BSE, plain_BE, tokens, self.pg_collection),
-            ),
-            (moe.z_loss_coef, lambda: z_loss(scores.logits, tokens)),
-        )
-        return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
-
     def _jitter(self, x_BSH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """Return random factors around one: [B, S, H].
 
@@ -331,18 +359,6 @@ class Router(nn.Module):
             )
             return topk_ids_BSK, topk_ids_BSK
         return self.select(choice_BSE)
-
-    def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
-        chosen_BE, plain_BE, losses = self.count(
-            scores, routing.topk_expert_ids, routing.plain_ids, tokens
-        )
-        if any(loss.requires_grad for loss in losses):
-            routing = routing._replace(
-                topk_scores=attach_loss(routing.topk_scores, torch.stack(losses).sum())
-            )
-        dropped_BSK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
-        self.load.add(chosen_BE, plain_BE, losses, dropped_BSK)
-        return routing
 
 
 GATES = ("balanced", "zipf", "one_hot", "empty")
@@ -387,7 +403,7 @@ def gate_ids(
 
 @contextmanager
 def watch_routing(
-    modules: Iterable[nn.Module], keep: Callable[[Router, Tokens, Routing], object]
+    modules: Iterable[nn.Module], keep: Callable[[BalancedRouter, Tokens, Routing], object]
 ) -> Iterator[None]:
     """Call ``keep(router, tokens, routing)`` after every router's forward in ``modules``.
 
@@ -396,12 +412,11 @@ def watch_routing(
 
     def hook(router: nn.Module, inputs: tuple, routing: Routing) -> None:
         if not is_recomputing():
-            assert isinstance(router, Router)
+            assert isinstance(router, BalancedRouter)
             keep(router, inputs[1], routing)
 
-    routers = [
-        module for part in modules for module in part.modules() if isinstance(module, Router)
-    ]
+    found = (module for part in modules for module in part.modules())
+    routers = [module for module in found if isinstance(module, BalancedRouter)]
     handles = [router.register_forward_hook(hook) for router in routers]
     try:
         yield
@@ -424,7 +439,7 @@ def recorded_choices(model: nn.Module) -> Iterator[Callable[[], torch.Tensor]]:
     """
     seen: dict[int, list[torch.Tensor]] = {}
 
-    def keep(router: Router, _tokens: Tokens, routing: Routing) -> None:
+    def keep(router: BalancedRouter, _tokens: Tokens, routing: Routing) -> None:
         choices = torch.stack((routing.topk_expert_ids, routing.plain_ids), dim=2).cpu()
         seen.setdefault(router.moe_index, []).append(choices)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL, recomputed_modules
 from automoe.config.schema import ParallelConfig
-from automoe.model.block import MLP
-from automoe.model.decoder import Decoder
+from automoe.model.block import MLP, Block
+from automoe.model.causal_lm import CausalLM
 from automoe.moe.layer import MoE
 from automoe.moe.recompute import recompute_contexts
 from automoe.parallel.discard_outputs import discard_outputs, discard_scope
@@ -44,12 +45,12 @@ class Recomputed:
         self.to_end = to_end
         self.saves = saves
 
-    def __call__(self, *args: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # No compiled part has an FSDP unit or saves results.
         if torch.compiler.is_compiling():
             return checkpoint(self.fn, *args, use_reentrant=False)
         return checkpoint(
-            self.fn,
+            partial(self.fn, **kwargs) if kwargs else self.fn,
             *args,
             use_reentrant=False,
             preserve_rng_state=False,  # nothing in a layer draws from a generator's state
@@ -68,16 +69,18 @@ def has_side_stream(parallel: ParallelConfig, layer: int) -> bool:
     return not recomputed_modules(parallel, layer) & {FULL, "layernorm"}
 
 
-def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
+def apply_recompute(model: CausalLM, parallel: ParallelConfig) -> None:
     """Recompute the parts in ``parallel.recompute`` of the layers that the setting selects.
 
     Call this function after the axes are applied, since their collectives belong inside the
     regions, and before FSDP, whose hooks stay outside.
     """
-    for name, block in model.layers.items():
-        modules = recomputed_modules(parallel, int(name))
+    for number, block, *_ in model.units():
+        modules = recomputed_modules(parallel, number)
         if FULL in modules:
             _recompute_forward(block, to_end=True, saves=True)
+        if not isinstance(block, Block):
+            continue
         if "core_attn" in modules:
             block.attention.attend = Recomputed(block.attention.attend)
         if "mlp" in modules and isinstance(block.mlp, MLP):

@@ -24,7 +24,7 @@ from automoe.config.plugins import registered
 from automoe.config.schema import ClusterConfig, Config
 from automoe.errors import BackendError, ConfigError
 from automoe.interop.deepep import open_deepep
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.moe.dispatch.allgather import AllGatherDispatcher
 from automoe.moe.dispatch.alltoall import AllToAllDispatcher
 from automoe.moe.dispatch.base import Dispatcher
@@ -340,7 +340,9 @@ class _RoutedCall(nn.Module):
         def experts(x_TH, gather_idx_R, offsets_E, probs_R) -> torch.Tensor:
             return self._run_local(x_TH[gather_idx_R], offsets_E, probs_R.to(weights_TK.dtype))
 
-        return self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), weights_TK.to(wide), experts)
+        routed = self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), weights_TK.to(wide), experts)
+        # The caller may add to the result in place; FSDP's hook would be lost with a view.
+        return routed.clone()
 
     def _run_local(
         self, rows_RH: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor
@@ -373,9 +375,10 @@ def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
     return style
 
 
-def apply_expert_parallel(model: Decoder, meshes: Meshes, style: ExpertParallel) -> None:
+def apply_expert_parallel(model: CausalLM, meshes: Meshes, style: ExpertParallel) -> None:
     """Shard every MoE layer's experts over ep and etp, if these axes have several ranks."""
     axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
     if axes:
-        plan = {f"layers.{number}.mlp.experts": style for number, _ in model.moe_layers()}
+        experts = {layer.experts for _, layer in model.moe_layers()}
+        plan = {name: style for name, module in model.named_modules() if module in experts}
         parallelize_module(model, meshes.moe[axes], plan, src_data_rank=None)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from automoe.config.mesh_shape import gathers_once
 from automoe.config.schema import Config
 from automoe.errors import BackendError
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.model.linear import Linear
 from automoe.model.params import find_spec
 from automoe.moe.local_shard import take_over
@@ -47,7 +47,7 @@ class FP8Linear(Linear):
         return self.product(x_BSI, self.shard(self.weight), bias_O)
 
 
-def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
+def apply_fp8(model: CausalLM, meshes: Meshes, config: Config) -> None:
     """Replace the linear layers of ``ParamSpec.fp8``, after the axes that shard their weights."""
     mode = config.train.fp8
     if mode == "off":
@@ -99,7 +99,7 @@ def _sum_of_terms(
     return summed
 
 
-def _linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
+def _linears(model: CausalLM) -> Iterator[tuple[str, Linear]]:
     for name, module in model.named_modules():
         spec = find_spec(f"{name}.weight")
         if spec is not None and spec.fp8:
@@ -143,7 +143,7 @@ def _check_gpu(capability: tuple[int, int]) -> None:
 
 
 @contextmanager
-def weights_quantized_once(model_parts: Iterable[Decoder], config: Config) -> Iterator[None]:
+def weights_quantized_once(model_parts: Iterable[CausalLM], config: Config) -> Iterator[None]:
     """Keep the codes of weights within this context, in which no weight may change.
 
     A code is a byte beside each gathered number, so codes are kept only if weights are.
@@ -162,7 +162,7 @@ def weights_quantized_once(model_parts: Iterable[Decoder], config: Config) -> It
 
 
 @torch.no_grad()
-def update_scales(model_parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> float:
+def update_scales(model_parts: Iterable[CausalLM], meshes: Meshes, stepped: bool) -> float:
     """Update delayed scales with the values that any rank of the stage saw. Collective.
 
     Call this function once a step. The host waits for its result.

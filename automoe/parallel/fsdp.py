@@ -15,9 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from automoe.config.schema import ParallelConfig
-from automoe.model.decoder import Decoder
-from automoe.moe.experts import GroupedExperts
-from automoe.moe.layer import MoE
+from automoe.model.causal_lm import CausalLM
 from automoe.parallel.collectives import GlooReduceScatter, over_gloo
 from automoe.parallel.mesh import Meshes
 
@@ -25,21 +23,23 @@ PARAM_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": 
 COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def _row_shards(experts: GroupedExperts) -> Callable[[nn.Parameter], Shard]:
+def _row_shards(experts: nn.Module, num_ranks: int) -> Callable[[nn.Parameter], Shard]:
     """Return a function that gives FSDP's shard placement of each parameter of ``experts``.
 
     Parameters are cut by rows: I of gate_up_proj [E, 2, I, H] and H of down_proj [E, H, I]. A row
     shard of one expert's matrix is contiguous in a HuggingFace checkpoint, and dim 0 already
-    belongs to the ep axis.
+    belongs to the ep axis. Experts of transformers are cut along their first dim that divides.
     """
-    shards = {
-        parameter: Shard(experts.ROW_DIMS[name]) for name, parameter in experts.named_parameters()
-    }
+    rows = getattr(experts, "ROW_DIMS", {})
+    shards = {}
+    for name, parameter in experts.named_parameters():
+        even = (dim for dim in range(1, parameter.dim()) if parameter.shape[dim] % num_ranks == 0)
+        shards[parameter] = Shard(rows[name] if rows else next(even))
     return lambda parameter: shards[parameter]
 
 
 def apply_data_parallel(
-    model: Decoder, meshes: Meshes, parallel: ParallelConfig, dtype: str
+    model: CausalLM, meshes: Meshes, parallel: ParallelConfig, dtype: str
 ) -> None:
     """Wrap experts, layers and the model itself with ``fully_shard``, in that order.
 
@@ -56,20 +56,18 @@ def apply_data_parallel(
     wide = MixedPrecisionPolicy(param_dtype=reduce, reduce_dtype=reduce, cast_forward_inputs=False)
     dense = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     shard = partial(fully_shard, mesh=meshes.fsdp, reshard_after_forward=parallel.reshard != "step")
-    for block in model.layers.values():
-        if isinstance(block.mlp, MoE):
-            experts = block.mlp.experts
-            router = block.mlp.router
+    for unit in model.units():
+        if unit.experts is not None:
             shard(
-                experts,
+                unit.experts,
                 mesh=meshes.expert_fsdp,
                 mp_policy=as_is,
-                shard_placement_fn=_row_shards(experts),
+                shard_placement_fn=_row_shards(unit.experts, meshes.shape.ep_shard),
             )
-            if compute != reduce:
-                # The router multiplies in float32; in a unit of its own its weight stays unrounded.
-                shard(router, mp_policy=wide)
-        shard(block, mp_policy=dense)
+        if unit.router is not None and compute != reduce:
+            # The router multiplies in float32; in a unit of its own its weight stays unrounded.
+            shard(unit.router, mp_policy=wide)
+        shard(unit.layer, mp_policy=dense)
     shard(model, mp_policy=dense, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # Any other factor would use a pre-multiplied sum, which gloo lacks.
@@ -80,17 +78,15 @@ def apply_data_parallel(
     _gather_ahead(model)
 
 
-def _gather_ahead(model: Decoder) -> None:
+def _gather_ahead(model: CausalLM) -> None:
     """Make each unit all-gather the next unit's weights before its own forward pass.
 
     By default FSDP starts the all-gather when the host reaches the unit, and the host waits in
     every MoE layer for the dispatch's sizes. Backward passes prefetch by themselves, in the
     opposite order.
     """
-    units = []
-    for block in model.layers.values():
-        inside = (block.mlp.router, block.mlp.experts) if isinstance(block.mlp, MoE) else ()
-        units += [module for module in (block, *inside) if isinstance(module, FSDPModule)]
+    parts = (module for unit in model.units() for module in (unit.layer, unit.router, unit.experts))
+    units = [module for module in parts if isinstance(module, FSDPModule)]
     for unit, following in zip(units, units[1:], strict=False):
         unit.set_modules_to_forward_prefetch([following])
 

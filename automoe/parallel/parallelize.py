@@ -8,16 +8,19 @@ import torch
 
 from automoe.config.mesh_shape import MeshShape, stage_layers, stage_of_rank, stays_unsharded
 from automoe.config.plugins import registered
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from automoe.interop import quack, transformer_engine
 from automoe.model.attention_kernels import attention_fn
 from automoe.model.backend import BackendConfig
+from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
-from automoe.model.init import initialize, reset_buffers
+from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.model.lora import adapt, fill_adapters
 from automoe.model.loss import chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
+from automoe.model.transformers_model import TransformersModel
 from automoe.moe.experts import expert_backend
 from automoe.moe.process_groups import SINGLE_RANK, ProcessGroupCollection
 from automoe.parallel.activation_checkpoint import apply_recompute, has_side_stream
@@ -35,7 +38,7 @@ from automoe.parallel.tensor import apply_tensor_parallel
 FOREIGN_EXPERTS = {"te": transformer_engine.experts, "quack": quack.experts}
 
 
-def parallelize(part: Decoder, meshes: Meshes, config: Config, style: ExpertParallel) -> None:
+def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertParallel) -> None:
     """Apply every axis but pp, compilation and recomputation to one part, in the required order.
 
     Collectives of tp, ep and cp belong inside compiled and recomputed regions. A recomputed region
@@ -47,6 +50,7 @@ def parallelize(part: Decoder, meshes: Meshes, config: Config, style: ExpertPara
     apply_expert_parallel(part, meshes, style)
     apply_fp8(part, meshes, config)
     if config.train.compile:
+        assert isinstance(part, Decoder)
         apply_compile(part)
     apply_recompute(part, config.parallel)
     if not stays_unsharded(config, meshes.shape):
@@ -112,18 +116,16 @@ def build_decoder(
     layers: range | None = None,
     backend: BackendConfig | None = None,
     **ends: bool,
-) -> Decoder:
-    """Return a decoder, or its part with ``layers``, on the meta device.
+) -> CausalLM:
+    """Return a model, or the part of a decoder with ``layers``, on the meta device.
 
     Parameters have ``dtype``; buffers have their own (counts must not be rounded).
     """
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
+        if model.family == TRANSFORMERS:
+            return TransformersModel(model, moe, backend)
         with torch.device("meta"):
             return Decoder(model, moe, layers, backend=backend, **ends)
-    finally:
-        torch.set_default_dtype(default)
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
@@ -132,31 +134,32 @@ def parameter_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if narrow else PARAM_DTYPES[config.train.dtype]
 
 
-def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
+def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
     """Return {stage number: part}: this rank's parallelized pipeline stages on the meta device."""
     shape: MeshShape = meshes.shape
     stages = stage_layers(config, shape)
     mine = stage_of_rank(shape.pp, config.parallel.stages_per_rank)[meshes.coordinate("pp")]
     backend = build_backend(config, meshes)
     style = expert_parallel_style(meshes, config)
+    dtype = parameter_dtype(config)
     model_parts = {}
     for stage in mine:
         part = build_decoder(
             config.model,
             config.moe,
-            parameter_dtype(config),
+            dtype,
             stages[stage],
             backend,
             embeds=stage == 0,
             predicts=stage == len(stages) - 1,
         )
-        adapt(part, config, parameter_dtype(config), COMPUTE_DTYPES[config.train.dtype])
+        adapt(part, config, dtype, COMPUTE_DTYPES[config.train.dtype])
         parallelize(part, meshes, config, style)
         model_parts[stage] = part
     return model_parts
 
 
-def allocate(model_parts: dict[int, Decoder], device: torch.device) -> None:
+def allocate(model_parts: dict[int, CausalLM], device: torch.device) -> None:
     """Allocate this rank's shards; initialise adapters and buffers, but not parameters."""
     for part in model_parts.values():
         part.to_empty(device=device)
@@ -165,7 +168,7 @@ def allocate(model_parts: dict[int, Decoder], device: torch.device) -> None:
         part.train()
 
 
-def materialize(model_parts: dict[int, Decoder], config: Config, device: torch.device) -> None:
+def materialize(model_parts: dict[int, CausalLM], config: Config, device: torch.device) -> None:
     """Allocate this rank's shards and initialise them by name and index."""
     allocate(model_parts, device)
     for part in model_parts.values():

@@ -30,7 +30,7 @@ from automoe.interop.torch_pipelining import (
     wait_as_schedules_do,
 )
 from automoe.interop.torch_private import gloo_timeout
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.model.loss import Loss
 from automoe.moe.local_shard import local_shard
 from automoe.observe.metrics import is_taken
@@ -47,16 +47,16 @@ SCHEDULES = {
 
 unshard_every_stage_once()  # parallel.reshard=step frees them once a step
 
-# keyword arguments of ``Decoder.forward``: tensors of M B rows, and the step's counts
+# keyword arguments of ``CausalLM.forward``: tensors of M B rows, and the step's counts
 Inputs = dict[str, Any]
 
 
-def counted_parameters(model_parts: Iterable[Decoder]) -> Iterator[nn.Parameter]:
+def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter]:
     """Yield the parameters of these parts so that all stages together yield each one once."""
     for part in model_parts:
         # This stage only predicts with the embedding.
-        copies = part.embed_tokens is not None and not part.embeds
-        skipped = {id(p) for p in part.embed_tokens.parameters()} if copies else set()
+        copies = part.embedding is not None and not part.embeds
+        skipped = {id(p) for p in part.embedding.parameters()} if copies else set()
         yield from (parameter for parameter in part.parameters() if id(parameter) not in skipped)
 
 
@@ -71,7 +71,7 @@ class SharedGradients:
     take the sum. Every rank builds it: all ranks make groups together.
     """
 
-    def __init__(self, model_parts: dict[int, Decoder], meshes: Meshes) -> None:
+    def __init__(self, model_parts: dict[int, CausalLM], meshes: Meshes) -> None:
         self._by_group: list[tuple[dist.ProcessGroup, list[torch.Tensor]]] = []
         if (tp := meshes.group("tp")) is not None:
             whole = [
@@ -88,9 +88,7 @@ class SharedGradients:
             self._by_group.append((etp, whole))
         if meshes.shape.pp > 1 and any(part.config.tie_embeddings for part in model_parts.values()):
             tied = [
-                part.embed_tokens.weight
-                for part in model_parts.values()
-                if part.embed_tokens is not None
+                part.embedding.weight for part in model_parts.values() if part.embedding is not None
             ]
             for stages in meshes.shape.groups("default", "pp"):
                 ends = [stages[0], stages[-1]]
@@ -163,7 +161,7 @@ class StepRunner(ABC):
     """
 
     def __init__(
-        self, model_parts: dict[int, Decoder], meshes: Meshes, device: torch.device
+        self, model_parts: dict[int, CausalLM], meshes: Meshes, device: torch.device
     ) -> None:
         self.model_parts = model_parts
         self.device = device
@@ -227,7 +225,7 @@ class SingleStageRunner(StepRunner):
     """Runner of the whole model on this rank, in a loop over micro-batches."""
 
     def __init__(
-        self, model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device
+        self, model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
     ) -> None:
         super().__init__(model_parts, meshes, device)
         self.part = model_parts[0]
@@ -252,7 +250,7 @@ class SingleStageRunner(StepRunner):
             for micro_batch in self._split(inputs)
         ]
         self.part.train()
-        _reshard([self.part])
+        reshard([self.part])
         return torch.cat(found)
 
     def _split(self, inputs: Inputs) -> list[Inputs]:
@@ -341,7 +339,7 @@ class PipelineRunner(StepRunner):
     """
 
     def __init__(
-        self, model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device
+        self, model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
     ) -> None:
         super().__init__(model_parts, meshes, device)
         num_stages = meshes.shape.pp * config.parallel.stages_per_rank
@@ -390,7 +388,7 @@ class PipelineRunner(StepRunner):
         found = self._run(self.schedule.eval, inputs, [])
         for part in self.model_parts.values():
             part.train()
-        _reshard(self.model_parts.values())
+        reshard(self.model_parts.values())
         return found
 
     def _run(self, run, inputs: Inputs, losses: list[torch.Tensor]) -> torch.Tensor | None:
@@ -404,7 +402,8 @@ class PipelineRunner(StepRunner):
         return found
 
 
-def _reshard(model_parts) -> None:
+def reshard(model_parts: Iterable[nn.Module]) -> None:
+    """Free the gathered weights of every FSDP unit."""
     # A forward without a backward leaves gathered weights behind, and a checkpoint would save
     # those.
     for part in model_parts:
@@ -413,7 +412,7 @@ def _reshard(model_parts) -> None:
 
 
 def build_runner(
-    model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device
+    model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
 ) -> StepRunner:
     """Return the runner of this rank's stages."""
     if meshes.shape.pp == 1:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.model.params import find_spec
 from automoe.parallel.mesh import Meshes
 
@@ -26,7 +26,7 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int) 
     module.register_parameter(name, nn.Parameter(sharded, whole.requires_grad))
 
 
-def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
+def apply_tensor_parallel(model: CausalLM, meshes: Meshes) -> None:
     """Shard attention, dense and shared FFNs, embedding and head over tp (``ParamSpec.tp``).
 
     If there are fewer key and value heads than ranks, each rank keeps all of them and uses one.

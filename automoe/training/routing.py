@@ -21,7 +21,7 @@ from torch import nn
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
 from automoe.errors import DataError
-from automoe.moe.router import Router, Routing, watch_routing
+from automoe.moe.router import BalancedRouter, Routing, watch_routing
 from automoe.moe.tokens import Tokens
 from automoe.storage.files import replace_file
 
@@ -41,7 +41,7 @@ def record_routing(config: Config, model_parts: Iterable[nn.Module], step: int) 
         return
     seen: dict[int, list[tuple[torch.Tensor, ...]]] = {}
 
-    def keep(router: Router, tokens: Tokens, routing: Routing) -> None:
+    def keep(router: BalancedRouter, tokens: Tokens, routing: Routing) -> None:
         assert tokens.row_ids is not None
         choices = torch.stack((routing.topk_expert_ids, routing.plain_ids), dim=2)
         seen.setdefault(router.moe_index, []).append((tokens.row_ids, tokens.index, choices))

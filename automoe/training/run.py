@@ -16,6 +16,7 @@ import torch
 from automoe.checkpoint.store import CheckpointStore, Resumed
 from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
 from automoe.hf.headers import without_collection
@@ -122,6 +123,12 @@ class Run:
         """
         loader = self.state.loader
         assert loader is not None
+        model = self.config.model
+        if model.family == TRANSFORMERS:
+            self.note(
+                f"{model.architecture}: layers, routers and experts are computed by transformers' own code "
+                f"(moe.experts={self.config.moe.experts})"
+            )
         if loaded is not None:
             self.note(str(loaded))
         elif self.config.data.is_chat:

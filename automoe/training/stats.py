@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from automoe.config.schema import Config
 from automoe.errors import DataError
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.moe.balance import LOSSES, LoadCounter, update_expert_bias
 
 Name = TypeVar("Name")  # of a value
@@ -50,7 +50,7 @@ class StepStats:
 
 def gather_stats(
     loss_share: torch.Tensor,
-    model_parts: Iterable[Decoder],
+    model_parts: Iterable[CausalLM],
     config: Config,
     reported: Mapping[str, torch.Tensor],
 ) -> StepStats:
@@ -93,7 +93,7 @@ def gather_stats(
     )
 
 
-def update_balance_state(stats: StepStats, model_parts: Iterable[Decoder], config: Config) -> None:
+def update_balance_state(stats: StepStats, model_parts: Iterable[CausalLM], config: Config) -> None:
     """Move the expert biases and store the load fractions, after a step that was not skipped.
 
     The biases of a frozen router are frozen too.

@@ -15,33 +15,47 @@ from automoe.hf.peft import to_peft
 from automoe.hf.read import Loaded, load_hf
 from automoe.hf.upcycle import upcycled_model
 from automoe.hf.write import to_hf
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
+from automoe.model.transformers_model import TransformersModel
 from automoe.optim.ema import take_averages
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.parallelize import allocate, build_parts, materialize
+from automoe.parallel.pipeline import reshard
 
 
 def first_weights(
     config: Config, meshes: Meshes, device: torch.device
-) -> tuple[dict[int, Decoder], Loaded | None]:
+) -> tuple[dict[int, CausalLM], Loaded | None]:
     """Return this rank's pipeline stages with initial weights, and the load report. Collective.
 
     The weights come from ``model.hf_path``; without a path they are random and the report is None.
+
+    Raises:
+        ConfigError: a class of transformers does not isolate the documents of a row.
     """
     model_parts = build_parts(config, meshes)
-    if not config.model.hf_path:
+    loaded = _fill(model_parts, config, device)
+    for part in model_parts.values():
+        if isinstance(part, TransformersModel) and config.data.document_mask:
+            part.check_isolation()
+            reshard([part])
+    return model_parts, loaded
+
+
+def _fill(model_parts: dict[int, CausalLM], config: Config, device: torch.device) -> Loaded | None:
+    if not config.model.hf_path or config.model.random_weights:
         materialize(model_parts, config, device)
-        return model_parts, None
+        return None
     allocate(model_parts, device)
     dense_keys = None
     if config.model.upcycle:
         _, dense_keys = upcycled_model(config.model, config.train.seed)
-    return model_parts, load_hf(model_parts, config.model.hf_path, keys=dense_keys, progress=True)
+    return load_hf(model_parts, config.model.hf_path, keys=dense_keys, progress=True)
 
 
 def export_weights(
     config: Config,
-    model_parts: dict[int, Decoder],
+    model_parts: dict[int, CausalLM],
     run_dir: Path,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Written | str:

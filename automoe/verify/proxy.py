@@ -20,6 +20,7 @@ from automoe.config.mesh_shape import (
     resolve_mesh,
 )
 from automoe.config.rules_kernels import BLOCK
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -76,7 +77,9 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     parallel.stages_per_rank = min(parallel.stages_per_rank, MAX_AXIS)
     num_stages = small.pp * parallel.stages_per_rank
     blocked = config.train.fp8 == "blockwise"
-    model = _cut_model(config.model, small, num_stages, num_token_ids, blocked)
+    model = config.model
+    if model.family != TRANSFORMERS:
+        model = _cut_model(model, small, num_stages, num_token_ids, blocked)
     if parallel.layers_per_stage is not None:
         # Stages of different sizes keep different sizes.
         parallel.layers_per_stage = [model.num_layers - num_stages + 1] + [1] * (num_stages - 1)

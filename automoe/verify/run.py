@@ -17,6 +17,7 @@ from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row, check_rows
 from automoe.config.rules_kernels import triton_is_interpreted
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, MeshConfig, ParallelConfig, tokenizer_of
 from automoe.errors import ConfigError, LaunchError
 from automoe.launch.hardware import check_backends, missing_hardware, resolve_device
@@ -42,6 +43,7 @@ MAX_SEQ_LEN = 1024
 # Tolerances bound ||difference|| / ||reference|| of every tensor. In float64 runs differ only by
 # the order of sums; bfloat16 has 8 bits, and its rounding depends on how a sum is split.
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
+CLASS_TOLERANCE = 1e-6  # of classes of transformers that compute a part in float32
 # With 8-bit products in a dtype below float64, rounding tips a code to its neighbour, an eighth
 # away, and the next product tips more codes (docs/fp8.md). A mean over all tokens moves little.
 # Rounding to bfloat16 tips more codes than rounding to float32.
@@ -190,6 +192,17 @@ def make_runnable(
         if not here.data.is_synthetic:
             ids = load_tokenizer(tokenizer_of(here)).vocab_size
         here, shape = make_proxy(here, shape, ids)
+    if (
+        here.model.family == TRANSFORMERS
+        and (size := count_params(here.model).total) > MAX_PARAMETERS
+    ):
+        raise ConfigError(
+            "model.hf_path",
+            here.model.hf_path,
+            f"{here.model.architecture} has {size:,} parameters, verification holds up to {MAX_PARAMETERS:,}, and a "
+            "class of transformers has no proxy",
+            "Name a folder with its config.json, of fewer layers and experts and narrower",
+        )
     assert check(here, None, device) == shape
     if device == "cuda":
         if (missing := missing_hardware(shape, device)) is not None:
@@ -213,9 +226,12 @@ def _without_checkpoint(config: Config, device: Device) -> Config:
             data=DataConfig(kind="stdlib_chat", on_long="truncate"),
         )
         config.data.chat.template = "plain"
+    model = replace(config.model, hf_path=None)
+    if config.model.family == TRANSFORMERS:  # the class stands in the checkpoint's config.json
+        model = replace(config.model, random_weights=True)
     return replace(
         config,
-        model=replace(config.model, hf_path=None),
+        model=model,
         lora=replace(
             config.lora, export="merged", base="weights"
         ),  # other values need a checkpoint
@@ -275,7 +291,8 @@ def passes(config: Config) -> list[Config]:
 
     The first uses float64 with the reference experts and rotary embedding. With ``train.fp8``, the
     second uses float64 around the 8-bit products, where no order of sums tips a code to its
-    neighbour. The last is ``config`` in its own dtype and backend, unless that is float64. On CUDA,
+    neighbour. The last is ``config`` in its own dtype and backend, unless that is float64. A class of
+    ``transformers`` has the first alone. On CUDA,
     whose 8-bit products have no float64 around them, the second uses float32 with the reference
     experts instead, if ``config`` does not.
     """
@@ -289,6 +306,8 @@ def passes(config: Config) -> list[Config]:
     )
     exact = replace(in_float64.train, fp8="off")
     runs = [replace(in_float64, train=exact, moe=replace(plain.moe, experts="loop"))]
+    if config.model.family == TRANSFORMERS:  # its routing cannot be repeated
+        return runs
     if on_cuda and config.train.dtype == "bfloat16":
         runs.append(replace(runs[0], train=replace(exact, dtype="float32")))
     if config.train.fp8 != "off" and not on_cuda:
@@ -309,6 +328,10 @@ def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
     """
     dtype = config.train.dtype
     tolerance = TOLERANCES[dtype]
+    if config.model.family == TRANSFORMERS:
+        from automoe.model.transformers_model import computes_in_float32
+
+        return (CLASS_TOLERANCE,) * 2 if computes_in_float32(config.model) else (tolerance,) * 2
     if config.train.fp8 == "off":
         return tolerance, tolerance
     if dtype != "float64":

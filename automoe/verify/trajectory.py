@@ -15,7 +15,7 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
 from automoe.moe.balance import LOSSES
 from automoe.moe.router import recorded_choices
 from automoe.optim.adamw import build_optimizer
@@ -59,7 +59,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
-def named_parameters(parts: dict[int, Decoder]) -> dict[str, nn.Parameter]:
+def named_parameters(parts: dict[int, CausalLM]) -> dict[str, nn.Parameter]:
     """Return the parameters of this rank's stages by global name."""
     return {
         name: parameter for part in parts.values() for name, parameter in part.named_parameters()

@@ -10,6 +10,7 @@ import pytest
 from automoe.config import schema
 from automoe.config.data_schema import CHAT_KINDS
 from automoe.config.rules_kernels import ELEMENT_BYTES, FOREIGN_EXPERTS
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.data.corpora import _SOURCES
 from automoe.hf.families.registry import FAMILIES
 from automoe.model.attention_kernels import FORCED
@@ -25,7 +26,7 @@ from automoe.verify.run import TOLERANCES
 @pytest.mark.parametrize(
     ("section", "key", "registry"),
     [
-        (schema.ModelConfig, "family", FAMILIES),
+        (schema.ModelConfig, "family", [*FAMILIES, TRANSFORMERS]),
         (schema.MoEConfig, "dispatcher", DISPATCHERS),
         (schema.MoEConfig, "experts", [*BACKENDS, *FOREIGN_EXPERTS]),
         (schema.MoEConfig, "gate", ["learned", *GATES]),

@@ -15,7 +15,7 @@ from automoe.config.hub import local_folder
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.plugins import registered
 from automoe.config.rules import check_rows, number_rows
-from automoe.config.rules_model import model_rows, moe_rows
+from automoe.config.rules_model import TRANSFORMERS, model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
@@ -56,7 +56,11 @@ def known_families() -> dict[str, Family]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the declaration of ``config.family``."""
+    """Return the declaration of ``config.family``, or what stands for a class of transformers."""
+    if config.family == TRANSFORMERS:
+        from automoe.hf.families.class_family import class_family
+
+        return class_family(str(config.hf_path), config)
     return known_families()[config.family]
 
 
@@ -117,15 +121,11 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
         CheckpointError: all files of the weights exist, and one is damaged.
     """
     hf = read_hf_config(path)
-    families = known_families()
-    family = families.get(str(hf.get("model_type")))
+    family = known_families().get(str(hf.get("model_type")))
     if family is None:
-        raise ConfigError(
-            "model.hf_path",
-            path,
-            f"its config.json has model_type={hf.get('model_type')}, which is not a known family",
-            f"Known ones: {', '.join(families)}",
-        )
+        from automoe.hf.families.class_family import class_family
+
+        family = class_family(str(path))
     config = family.read_config(hf, str(path))
     # The weights are read, not drawn, so initializer_range may be 0.
     alone = Config(
@@ -139,7 +139,7 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     except ConfigError as error:
         raise not_computed(path, f"{error.key}={error.value}: {error.rule}") from None
     folder = local_folder(path)
-    tensors = check_holds(folder, config, family.keys)
+    tensors = check_holds(folder, config, family_of(config).keys)
     if config.tie_embeddings and has_own_head(folder, tensors):
         # As transformers: files that hold two matrices outweigh config.json.
         return replace(config, tie_embeddings=False)

@@ -1,0 +1,210 @@
+"""Configuration and published tensors of a model that its class of ``transformers`` computes.
+
+transformers' own conversion mapping says which tensors of published files make up a parameter. It
+is read as data: undone over views on the meta device, which tell the slice of each tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from automoe.config.hub import local_folder
+from automoe.config.rules_model import TRANSFORMERS
+from automoe.config.schema import AttentionConfig, ModelConfig
+from automoe.hf.families.as_transformers import HFConfig
+from automoe.hf.families.family import Family
+from automoe.hf.keys import KeyMap, Piece
+from automoe.model.hf_class import (
+    build_causal_lm,
+    decoder_layers,
+    experts_modules,
+    is_tied,
+    refused,
+)
+from automoe.model.params import model_params
+
+_TOP_K = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"
+)  # fmt: skip
+# What describes the source's files and stays out of a written config.json.
+_OF_FILES = ("auto_map", "dtype", "torch_dtype", "quantization_config", "transformers_version")
+_BESIDE_TEXT = r"(^|\.)(visual|vision|audio|image|multi_modal|mm_)\w*\."  # of a wrapper's files
+
+
+@dataclass(frozen=True)
+class ClassFamily(Family):
+    """The class of a ``config.json``, in the place of a declaration."""
+
+    def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
+        """Return the numbers that the trainer asks for, from the class itself.
+
+        Raises:
+            ConfigError: the class does not serve; the message names the part.
+        """
+        model = build_causal_lm(path)
+        text = model.config
+        layers = decoder_layers(model)
+        experts = list(experts_modules(model).values())
+        per_layer = [sum(module in experts for module in layer.modules()) for layer in layers]
+        numbers = {module.num_experts for module in experts}
+        if not layers or sum(per_layer) != len(experts) or max(per_layer) > 1 or len(numbers) > 1:
+            what = f"{len(layers)} layers with {per_layer} experts modules of {sorted(numbers)} experts"
+            raise refused(path, f"{what}; layers hold one each, with equal numbers")
+        names = model.state_dict(keep_vars=True).items()
+        if len({id(tensor) for _, tensor in names}) < len(names) - is_tied(model):
+            raise refused(path, "modules share parameters")
+        if tables := [name for name, one in names if not one.is_floating_point()]:
+            raise refused(
+                path, f"{tables[0]} holds whole numbers, which its files are not read for"
+            )
+        head = model.get_output_embeddings()
+        config = ModelConfig(
+            family=TRANSFORMERS,
+            architecture=type(model).__name__,
+            hf_path=path,
+            vocab_size=head.out_features,
+            hidden_size=head.in_features,
+            num_layers=len(layers),
+            first_k_dense=len(layers) - len(experts),
+            tie_embeddings=is_tied(model),
+            intermediate_size=_whole(text, "intermediate_size") or 1,
+            attention=AttentionConfig(num_heads=1, num_kv_heads=1),
+        )
+        heads = _whole(text, "num_attention_heads")
+        if heads:  # for counts of FLOPs
+            dim = _whole(text, "head_dim") or head.in_features // heads
+            config.attention = AttentionConfig(num_heads=heads, num_kv_heads=heads, head_dim=dim)
+        if experts:
+            top_k = next(filter(None, (_whole(text, key) for key in _TOP_K)), None)
+            if top_k is None:
+                what = f"none of {', '.join(_TOP_K)} says how many experts a token has"
+                raise refused(path, what)
+            widths = [size for p in experts[0].parameters() for size in p.shape[1:]]
+            config.num_experts = numbers.pop()
+            config.num_experts_per_token = top_k
+            config.moe_intermediate_size = min(
+                (size for size in widths if size != head.in_features), default=head.in_features
+            )
+        return config
+
+    def write_config(self, config: ModelConfig, base: HFConfig | None = None) -> HFConfig:
+        """Return the ``config.json`` of the text model, with the source's keys."""
+        text = build_causal_lm(str(config.hf_path)).config
+        if base is None or base.get("model_type") != text.model_type:
+            base = text.to_dict()
+        kept = {key: value for key, value in base.items() if key not in _OF_FILES}
+        return kept | {"architectures": [config.architecture]}
+
+
+def _whole(config: Any, key: str) -> int | None:
+    """Return a whole number of ``config``; None if it has none, or another one for each layer."""
+    try:
+        value = getattr(config, key, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
+        return None
+    return value if isinstance(value, int) else None
+
+
+def class_family(path: str, config: ModelConfig | None = None) -> ClassFamily:
+    """Return the family of the class of a ``config.json``; with ``config``, its layouts too."""
+    keys = KeyMap()
+    if config is not None:
+        keys = _layouts(path, (local_folder(path) / "config.json").read_bytes())
+    architecture = config.architecture if config is not None else ""
+    return ClassFamily(TRANSFORMERS, architecture, {}, {}, keys=keys)
+
+
+class _View(torch.Tensor):
+    """Tensor on meta of which every slice stays a view, for where a copy is asked for."""
+
+    def contiguous(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self
+
+
+@cache
+def _layouts(path: str, stated: bytes) -> KeyMap:
+    """Return the layout in which the class is published, with its other layouts.
+
+    The others have the prefixes of a wrapper, or the class's own names.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    model = build_causal_lm(path)
+    params = model_params(ModelConfig(family=TRANSFORMERS, hf_path=path), buffers=True)
+    tensors = {param.name: torch.empty(param.shape, device="meta") for param in params}
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    tables = []
+    for with_prefixes in (False, True):
+        if with_prefixes:
+            model._weight_conversions = transforms
+        tables.append(_published(model, tensors))
+    own = {
+        name: (
+            Piece(name, tuple(one.shape), (None,) * one.dim(), (0,) * one.dim(), tuple(one.shape)),
+        )
+        for name, one in tensors.items()
+    }
+    unread = tuple(model._keys_to_ignore_on_load_unexpected or ()) + (_BESIDE_TEXT,)
+    layouts = [KeyMap(table=table, unread=unread) for table in (*tables, own) if table is not None]
+    return replace(layouts[0], layouts=tuple(layouts))
+
+
+def _published(
+    model: nn.Module, tensors: dict[str, torch.Tensor]
+) -> dict[str, tuple[Piece, ...]] | None:
+    """Return the pieces of each tensor in published files; None if they are no slices of it."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    views = {name: tensor.as_subclass(_View) for name, tensor in tensors.items()}
+    try:
+        stored = revert_weight_conversion(model, views)
+    except NotImplementedError:  # an operation without a way back
+        return None
+    of_storage = {id(one.untyped_storage()): name for name, one in tensors.items()}
+    table: dict[str, list[Piece]] = {name: [] for name in tensors}
+    for key, view in stored.items():
+        name = of_storage.get(id(view.untyped_storage()))
+        piece = None if name is None else _piece(key, view, tensors[name])
+        if piece is None:
+            return None
+        table[name].append(piece)
+    whole = all(
+        sum(torch.Size(piece.shape).numel() for piece in pieces) == tensors[name].numel()
+        for name, pieces in table.items()
+    )
+    return {name: tuple(pieces) for name, pieces in table.items()} if whole else None
+
+
+def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
+    """Return where ``view``, stored as ``key``, lies in ``tensor``; None if it is reshaped."""
+    at = view.storage_offset()
+    select: list[int | None] = []
+    origin = []
+    order = []
+    free = list(range(view.dim()))
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        first, at = divmod(at, stride) if stride else (0, at)
+        dim = next(
+            (one for one in free if view.stride(one) == stride and view.shape[one] <= size), None
+        )
+        if dim is None:
+            select.append(first)
+            continue
+        free.remove(dim)
+        select.append(None)
+        origin.append(first)
+        order.append(dim)
+    if free:
+        return None
+    size = tuple(view.shape[dim] for dim in order)
+    inverse = tuple(order.index(dim) for dim in range(len(order)))
+    if inverse == tuple(range(len(order))):
+        inverse = ()
+    return Piece(
+        key, tuple(view.shape), tuple(select), (0,) * len(size), size, inverse, origin=tuple(origin)
+    )

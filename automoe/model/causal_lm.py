@@ -1,0 +1,211 @@
+"""What the trainer asks of a language model, or of one pipeline stage of it.
+
+Two classes answer: ``Decoder``, in which native families are declarations, and
+``TransformersModel``, around any other class of ``transformers``. Letters: B rows, S positions, s
+positions of this rank between two blocks, H hidden, V vocabulary, K top-k.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from automoe.config.schema import ModelConfig
+from automoe.model.backend import BackendConfig
+from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_losses
+from automoe.moe.local_shard import local_shard
+from automoe.moe.process_groups import first_of_rank
+from automoe.moe.router import BalancedRouter
+from automoe.moe.tokens import IGNORE, TokenCounts, Tokens, num_documents
+
+
+class MoELayer(Protocol):
+    """Routed part of a layer: the module of its experts, and the counters of its router."""
+
+    @property
+    def experts(self) -> nn.Module: ...
+
+    @property
+    def router(self) -> BalancedRouter: ...
+
+
+class Unit(NamedTuple):
+    """Layer that data parallelism gathers as one unit, and its parts that are units of their own.
+
+    Attributes:
+        number: of the layer in the full model.
+        router: module whose parameters stay in full precision.
+        experts: module whose parameters are on the moe mesh.
+    """
+
+    number: int
+    layer: nn.Module
+    router: nn.Module | None = None
+    experts: nn.Module | None = None
+
+
+class CausalLM(nn.Module, ABC):
+    """A language model or a part of it, whose loss never holds all logits.
+
+    Names of parameters are global: a stage has the names of the whole model. Initialisation,
+    training state and HuggingFace checkpoints go by them.
+
+    Args:
+        config: the full model's configuration.
+        backend: communicators and implementations; default: one rank and plain torch.
+        embeds: whether this part holds the token embedding.
+        predicts: whether this part holds the final norm and the vocabulary head.
+
+    Attributes:
+        loss: reduction of per-token losses, by default the backend's; a recipe may set its own.
+        reported: sums of the values that the loss reports, by name.
+        first_id: token id of the first row of embedding and head on this rank.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: BackendConfig | None = None,
+        embeds: bool = True,
+        predicts: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.backend = backend or BackendConfig()
+        self.embeds = embeds
+        self.predicts = predicts
+        self.loss = self.backend.loss
+        self.reported = dict[str, torch.Tensor]()
+        self.first_id = first_of_rank(self.backend.pg_collection.sequence, config.vocab_size)
+
+    @abstractmethod
+    def run_layers(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """Return hidden states [B, s, H] behind this part's last layer.
+
+        Args:
+            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the part before.
+        """
+
+    @abstractmethod
+    def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
+        """Return what the head multiplies, of the last layer's output."""
+
+    @property
+    @abstractmethod
+    def head_weight(self) -> torch.Tensor:
+        """Vocabulary head [V, H]; the embedding itself if the two are tied."""
+
+    @property
+    @abstractmethod
+    def embedding(self) -> nn.Module | None:
+        """Token embedding of this part; a last stage may hold a copy to predict with."""
+
+    @abstractmethod
+    def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
+        """Yield (layer number, its routed part) of this part, in order."""
+
+    @abstractmethod
+    def units(self) -> Iterator[Unit]:
+        """Yield the layers, in the order of the forward pass."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
+        doc_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        token_counts: TokenCounts | None = None,
+        forced_ids: torch.Tensor | None = None,
+        row_ids: torch.Tensor | None = None,
+        not_padding: torch.Tensor | None = None,
+        next_token_at: torch.Tensor | None = None,
+        **given: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run this part.
+
+        Args:
+            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the part before.
+            labels: [B, S] next tokens; ``IGNORE`` marks positions that are not trained.
+            token_counts: counts of the global batch, which the losses are divided by. Default: this
+                micro-batch's own counts.
+            positions, index, doc_ids, forced_ids, row_ids, not_padding: see ``Tokens``. Defaults:
+                positions are the index within the row, index 0 ... S-1, row_ids 0 ... B-1, and a
+                row is one document.
+            next_token_at: [B, S] bool, equal on all ranks that share the vocabulary: positions to
+                generate from.
+            given: [B, ...] further inputs of the loss, by name.
+
+        Returns:
+            [B, s, H] hidden states, if this part does not predict. [B, S, V] logits, without
+            labels. [1] this micro-batch's share of the loss, with labels; the default loss is the
+            mean cross-entropy in nats. [B, S] likeliest next tokens, with ``next_token_at``;
+            ``IGNORE`` at other positions.
+        """
+        if index is None:
+            index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        if row_ids is None:
+            row_ids = torch.arange(x.shape[0], device=x.device).unsqueeze(1).expand_as(index)
+        counts = token_counts or self._own_counts(index, doc_ids, labels)
+        positions = index if positions is None else positions
+        tokens = Tokens(
+            positions, index, doc_ids, counts.non_padding, forced_ids, row_ids, not_padding
+        )
+        x = self.run_layers(x, tokens)
+        if not self.predicts:
+            return x
+        row = self.backend.pg_collection.context
+        inputs = (
+            labels
+            if labels is None
+            else LossInputs(labels, doc_ids, counts, row, given, self.reported)
+        )
+        return self._predict(x, inputs, next_token_at)
+
+    def _predict(
+        self, x_BsH: torch.Tensor, inputs: LossInputs | None, next_token_at: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return next tokens, logits, or (with labels) the loss of the last hidden states."""
+        sequence = self.backend.pg_collection.sequence
+        weight_VH = local_shard(self.head_weight)
+        x_BSH = sequence.all_gather(self.last_norm(x_BsH))
+        if next_token_at is not None:
+            tokens_BS = torch.full_like(next_token_at, IGNORE, dtype=torch.int64)
+            if next_token_at.any():
+                rows_NH = x_BSH[next_token_at]
+                tokens_BS[next_token_at] = greedy_tokens(
+                    rows_NH, weight_VH, self.first_id, sequence
+                )
+            return tokens_BS
+        if inputs is None:
+            return nn.functional.linear(x_BSH, weight_VH)
+        x_TH = x_BSH.flatten(0, 1)
+        labels_T = inputs.labels.flatten()
+        if self.loss is not None:
+            nll_T = token_losses(x_TH, weight_VH, labels_T, self.first_id, sequence)
+            return torch.stack([self.loss(nll_T.view(inputs.labels.shape), inputs).to(nll_T.dtype)])
+        loss = cross_entropy_sum(
+            x_TH, weight_VH, labels_T, self.first_id, sequence, self.backend.chunk_loss
+        )
+        # A step without one trained label has a loss of zero, not NaN.
+        # The loss is stacked and not viewed: FSDP hooks outputs, and a view could lose the hook.
+        return torch.stack([loss / inputs.counts.trained.clamp_min(1)])
+
+    @staticmethod
+    def _own_counts(
+        index: torch.Tensor, doc_ids: torch.Tensor | None, labels: torch.Tensor | None
+    ) -> TokenCounts:
+        none = torch.zeros((), dtype=torch.int64, device=index.device)
+        valid = (
+            torch.tensor(index.numel(), device=index.device)
+            if doc_ids is None
+            else (doc_ids >= 0).sum()
+        )
+        if labels is None:
+            return TokenCounts(none, valid, none)
+        return TokenCounts((labels >= 0).sum(), valid, num_documents(labels, doc_ids))

@@ -1,0 +1,202 @@
+"""Facts about a causal language model of ``transformers``, read from its class.
+
+A class is built on the meta device from a ``config.json``. Code that comes with a checkpoint is
+never imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from copy import copy
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from automoe.config.hub import local_folder
+from automoe.errors import ConfigError
+from automoe.model.param_spec import Param, ParamSpec
+
+# The first of these words in a parameter's name tells its part of the model.
+_PART_WORDS = (
+    ("norm", "norms"),
+    ("shared", "shared_experts"),
+    ("router", "router"),
+    (".gate.", "router"),
+    ("attn", "attention"),
+    ("attention", "attention"),
+    ("mixer", "attention"),
+    ("mamba", "attention"),
+    ("conv", "attention"),
+    ("", "dense_ffn"),
+)
+_PLACES = {"attention": 1, "router": 7, "dense_ffn": 7, "shared_experts": 7, "routed_experts": 7}
+_RANDOM = ("dropout", "jitter")  # words in keys of config.json that make training draw numbers
+
+
+def refused(path: object, what: str, remedy: str = "Choose another checkpoint") -> ConfigError:
+    """Return the error for a model that neither tier computes, with the part that is in the way."""
+    rule = f"automoe has no native family for it, and the tier of transformers' own code not either: {what}"
+    return ConfigError("model.hf_path", path, rule, remedy)
+
+
+def build_causal_lm(path: str, experts: str = "eager") -> Any:
+    """Return the class of ``transformers`` for the text model of ``config.json``, on meta.
+
+    Parameters have torch's default dtype.
+
+    Args:
+        experts: transformers' name of the implementation of experts.
+
+    Raises:
+        ConfigError: transformers has no such class, refuses the configuration, or would draw random
+            numbers while it trains.
+    """
+    import transformers
+
+    stated, _ = transformers.PreTrainedConfig.get_config_dict(local_folder(path))
+    model_type = str(stated.get("model_type"))
+    if model_type not in transformers.CONFIG_MAPPING:
+        what = f"transformers {transformers.__version__} has no model_type={model_type}"
+        raise refused(path, what, "Install a newer transformers, or choose another checkpoint")
+    stated.pop("quantization_config", None)
+    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    try:
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(stated)
+        text = config.get_text_config(decoder=True)
+        if type(text) in classes:  # of a wrapper with vision or audio, the text model
+            config = text
+        if type(config) not in classes:
+            raise ValueError(f"model_type={model_type} has no causal language model")
+        for key, value in config.to_dict().items():
+            if any(word in key for word in _RANDOM) and isinstance(value, float) and value > 0:
+                raise ValueError(f"{key}={value} draws random numbers; set it to 0 in config.json")
+        config._experts_implementation = experts
+        with torch.device("meta"):
+            model = classes[type(config)](config)
+    except Exception as error:  # a configuration class or a model's may raise any exception
+        raise refused(path, " ".join(f"{type(error).__name__}: {error}".split())[:400]) from error
+    for module in model.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if parameter.requires_grad:  # of one dtype, for FSDP
+                parameter.data = parameter.data.to(torch.get_default_dtype())
+            else:  # such as a bias of the selection: neither sharded nor rounded
+                del module._parameters[key]
+                module.register_buffer(key, parameter.data)
+    return model
+
+
+def is_tied(model: Any) -> bool:
+    """Return whether the head is the embedding."""
+    return bool(getattr(model.config, "tie_word_embeddings", False))
+
+
+def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that ``ExpertParallel`` shards, by name: stacked experts of a layer."""
+    return {name: module for name, module in model.named_modules() if _holds_experts(module)}
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    number = getattr(module, "num_experts", None)
+    shapes = [parameter.shape for parameter in module.parameters()]
+    stacked = all(len(shape) > 1 and shape[0] == number for shape in shapes)
+    called_with = inspect.signature(module.forward).parameters
+    return stacked and any(len(shape) > 2 for shape in shapes) and len(called_with) >= 3
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """Return the layers, in the order of the forward pass."""
+    kinds = model._no_split_modules or ()
+    found = [module for module in model.modules() if type(module).__name__ in kinds]
+    inner = {id(part) for module in found for part in list(module.modules())[1:]}
+    return [module for module in found if id(module) not in inner]
+
+
+def class_params(path: str) -> tuple[Param, ...]:
+    """Return the parameters of the class of ``config.json``, in order, and saved buffers.
+
+    Raises:
+        ConfigError: as ``build_causal_lm``.
+    """
+    return _class_params(path, (local_folder(path) / "config.json").read_bytes())
+
+
+@cache
+def _class_params(path: str, stated: bytes) -> tuple[Param, ...]:
+    model = build_causal_lm(path)
+    layer_of = {
+        tensor: number
+        for number, layer in enumerate(decoder_layers(model))
+        for tensor in layer.state_dict(keep_vars=True).values()
+    }
+    experts = {p for module in experts_modules(model).values() for p in module.parameters()}
+    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    part_of = {module.weight: part for part, module in reversed(ends.items()) if module is not None}
+    params = []
+    if is_tied(model):
+        model.set_output_embeddings(None)
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        part = "routed_experts" if parameter in experts else part_of.get(parameter)
+        if part is None:
+            part = next(part for word, part in _PART_WORDS if word in name)
+        matrix = parameter.dim() > 1 and not name.endswith("bias")
+        kind = "matrix" if matrix else "vector"
+        if not isinstance(parameter, nn.Parameter):
+            kind = "buffer"
+        if part == "router" and not matrix:
+            part = "norms"
+        spec = ParamSpec(name, "", _PLACES.get(part, 0), kind, part=part)
+        params.append(Param(name, tuple(parameter.shape), spec, layer_of.get(parameter)))
+    return tuple(params)
+
+
+def head_scale(model: Any, path: str) -> float:
+    """Return what the class multiplies the head's product by to get logits.
+
+    The class's own code runs with a small head and random hidden states.
+
+    Raises:
+        ConfigError: logits are no multiple of hidden states times the head.
+    """
+    head = model.get_output_embeddings()
+    if model.base_model is model:
+        raise refused(path, f"{type(model).__name__} does not name the module of its layers")
+    generator = torch.Generator().manual_seed(0)
+    hidden = 10 * torch.randn(2, 3, head.in_features, generator=generator)
+    small = nn.Linear(head.in_features, 5, bias=False)
+    probe = copy(model)
+    probe._modules = dict(model._modules)
+    setattr(probe, model.base_model_prefix, _Returns(hidden))
+    probe.set_output_embeddings(small)
+    with torch.no_grad():
+        plain = small(hidden)
+        logits = probe(input_ids=torch.zeros(2, 3, dtype=torch.int64)).logits.to(plain.dtype)
+    scale = float((logits * plain).sum() / plain.square().sum())
+    if head.bias is not None or not torch.allclose(logits, scale * plain, atol=1e-4, rtol=1e-4):
+        raise refused(path, "its logits are no multiple of hidden states times the head")
+    return 1.0 if abs(scale - 1) < 1e-6 else scale
+
+
+class _Outputs:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return self.last_hidden_state
+
+    def __getattr__(self, _: str) -> None:
+        return None
+
+
+class _Returns(nn.Module):
+    """Stand-in for the layers of a class: returns given hidden states, and None as all the rest."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, **_: Any) -> Any:
+        return _Outputs(self.hidden)

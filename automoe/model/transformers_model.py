@@ -1,0 +1,265 @@
+"""A model computed by its class of ``transformers``: the tier of all families without a declaration.
+
+``transformers`` builds the class on the meta device from the ``config.json`` at ``model.hf_path``.
+``TransformersModel`` gives it what the trainer asks of a model (``CausalLM``). The class computes
+its layers, whatever they are; loss, balance losses and counters are those of native families.
+Parameters keep the class's names. Code that comes with a checkpoint is never imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
+from automoe.errors import ConfigError
+from automoe.kernels.counter_random import stream_key
+from automoe.model.backend import BackendConfig
+from automoe.model.causal_lm import CausalLM, Unit
+from automoe.model.hf_class import (
+    build_causal_lm,
+    decoder_layers,
+    experts_modules,
+    head_scale,
+    refused,
+)
+from automoe.model.init import default_dtype, initialize, reset_buffers
+from automoe.moe.router import BalancedRouter, Routing, score_experts
+from automoe.moe.tokens import Tokens
+
+SMALL = 1 << 16  # numbers of a tensor that the class itself initialises, whole on every rank
+# values of ``moe.experts``, and what transformers calls them
+EXPERTS = {"loop": "eager", "grouped_mm": "grouped_mm"}
+_PROBE = 16  # tokens of each of two documents
+_LEAK = 0.05  # of an unmasked change; those found are 0, or 0.1 and more
+
+
+@torch.no_grad()
+def _keep_own_values(model: Any, path: str, seed: int) -> None:
+    """Keep the class's own initial values of buffers and small parameters, for ``initialize``.
+
+    The class initialises them twice, over zeros and over ones: a value that differs afterwards was
+    not set. Large parameters stay on meta and are drawn by ``automoe.model.init``.
+
+    Raises:
+        ConfigError: the class leaves one of them unset.
+    """
+    modules = list(model.named_modules())
+    held = {
+        (module, kind, key): one
+        for _, module in modules
+        for kind in ("_parameters", "_buffers")
+        for key, one in vars(module)[kind].items()
+        if one is not None and (kind == "_buffers" or one.numel() <= SMALL)
+    }
+    values: list[dict[Any, torch.Tensor]] = []
+    for fill in (0, 1):
+        for (module, kind, key), one in held.items():
+            made = torch.full_like(one, fill, device="cpu")
+            vars(module)[kind][key] = nn.Parameter(made) if kind == "_parameters" else made
+        for name, module in reversed(modules):  # parts before the whole
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(stream_key(name, seed) % (1 << 63))
+                model._init_weights(module)
+        values.append({place: vars(place[0])[place[1]][place[2]].detach() for place in held})
+    names = {module: name for name, module in modules}
+    own: dict[nn.Module, dict[str, dict[str, torch.Tensor]]] = {}
+    for place, one in held.items():
+        module, kind, key = place
+        if not torch.equal(values[0][place], values[1][place]):
+            what = f"{type(model).__name__} does not initialise {names[module]}.{key}"
+            raise refused(path, what)
+        vars(module)[kind][key] = one
+        own.setdefault(module, {}).setdefault(kind, {})[key] = values[0][place]
+    for module, kinds in own.items():
+        module.first_values = kinds.get("_parameters", {})
+        module.reset_buffers = partial(_reset, module, kinds.get("_buffers", {}))
+
+
+def _reset(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for key, value in values.items():
+        module._buffers[key].copy_(value)
+
+
+class _Narrow(TorchFunctionMode):
+    """Records whether any result that gradients flow through has float32."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.requires_grad and out.dtype == torch.float32:
+            self.seen = True
+        return out
+
+
+def computes_in_float32(config: ModelConfig) -> bool:
+    """Return whether the class computes a part in float32 when its parameters have float64."""
+    with default_dtype(torch.float64):
+        model = TransformersModel(config, MoEConfig(experts="loop")).to_empty(device="cpu")
+    reset_buffers(model)
+    initialize(model, 0.02, 0)
+    with _Narrow() as narrow:
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    return narrow.seen
+
+
+class ClassRouter(BalancedRouter):
+    """Balance losses and counters of a layer whose class routes by its own code.
+
+    Attributes:
+        logits: [T, E] that the class computed last; None if no balance loss is asked for.
+    """
+
+    logits: torch.Tensor | None = None
+
+    def forward(self, routing: Routing, tokens: Tokens) -> Routing:
+        """Count the choices of a micro-batch; return ``routing`` with the balance losses in it."""
+        if not (self.training and torch.is_grad_enabled()):
+            return routing
+        shape = (*tokens.index.shape, self.num_experts)
+        logits = routing.topk_scores.new_zeros(shape) if self.logits is None else self.logits
+        self.logits = None
+        return self._balance(score_experts(logits.view(shape), RouterConfig()), routing, tokens)
+
+    def keep(self, recorder: Any, module: nn.Module, args: Any, output: Any) -> None:
+        """Keep the logits in the output of a module of the class."""
+        self.logits = output[recorder.index]
+
+
+class _MoELayer(NamedTuple):
+    router: ClassRouter
+    experts: nn.Module
+
+
+class TransformersModel(CausalLM):
+    """The class of ``transformers`` for ``config.hf_path``, whole, with automoe's loss.
+
+    Its modules are this module's own, so that parameters have the names of the class.
+
+    Raises:
+        ConfigError: as ``build_causal_lm`` and ``head_scale``.
+    """
+
+    def __init__(
+        self, config: ModelConfig, moe: MoEConfig, backend: BackendConfig | None = None
+    ) -> None:
+        super().__init__(config, backend)
+        path = str(config.hf_path)
+        model = build_causal_lm(path, EXPERTS[moe.experts])
+        self.scale = head_scale(model, path)
+        _keep_own_values(model, path, self.backend.seed)
+        if config.tie_embeddings:
+            model.set_output_embeddings(None)
+        for name, module in model.named_children():
+            self.add_module(name, module)
+        self._class = [model]  # in a list, so that its modules have no second name here
+        self._layers = decoder_layers(model)  # FSDP renames their class
+        self._tokens: Tokens | None = None
+        self._moe: dict[nn.Module, _MoELayer] = {}
+        self.routers = nn.ModuleDict()
+        for index, experts in enumerate(experts_modules(model).values()):
+            router = ClassRouter(config, moe, index, self.backend.pg_collection)
+            self.routers[str(index)] = router
+            self._moe[experts] = _MoELayer(router, experts)
+            experts.register_forward_pre_hook(partial(self._route, router))
+        for key, coefficient in vars(moe).items():
+            if key.endswith("_coef") and coefficient:
+                self._record_logits(key, coefficient)
+                break
+
+    def _record_logits(self, key: str, coefficient: float) -> None:
+        """Hand the class's router logits to the routers. Raises ``ConfigError`` without any."""
+        recorded = getattr(self._class[0].base_model, "_can_record_outputs", None) or {}
+        recorder = recorded.get("router_logits")
+        kind = getattr(recorder, "target_class", recorder)
+        for unit in self.units():
+            if unit.experts is None:
+                continue
+            found = [
+                m for m in unit.layer.modules() if isinstance(kind, type) and isinstance(m, kind)
+            ]
+            if len(found) != 1 or not hasattr(recorder, "index"):
+                rule = (
+                    f"{self.config.architecture} does not give one module's router logits a layer"
+                )
+                raise ConfigError(f"moe.{key}", coefficient, rule, f"Set moe.{key}=0")
+            found[0].register_forward_hook(partial(self._moe[unit.experts].router.keep, recorder))
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self._class[0].get_input_embeddings()
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        head = self._class[0].get_output_embeddings()
+        return (self.embedding if head is None else head).weight
+
+    def moe_layers(self) -> Iterator[tuple[int, _MoELayer]]:
+        for unit in self.units():
+            if unit.experts is not None:
+                yield unit.number, self._moe[unit.experts]
+
+    def units(self) -> Iterator[Unit]:
+        for number, layer in enumerate(self._layers):
+            experts = [module for module in layer.modules() if module in self._moe]
+            yield Unit(number, layer, None, *experts)
+
+    def run_layers(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        self._tokens = tokens
+        # Where positions begin again, transformers lets attention begin again.
+        positions = tokens.index if tokens.doc_ids is None else tokens.positions
+        layers = self._class[0].base_model
+        return layers(input_ids=x, position_ids=positions, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def check_isolation(self) -> None:
+        """Check that a document does not change the logits of the next one in its row. Collective.
+
+        One document is changed, with and without document ids: a class that isolates documents
+        hides the change to the last bit.
+
+        Raises:
+            ConfigError: the change reaches the next document.
+        """
+        device = self.head_weight.device
+        half = torch.arange(_PROBE, device=device)
+        doc_ids = half.new_zeros(2 * _PROBE).index_fill_(0, half + _PROBE, 1).unsqueeze(0)
+        positions = half.repeat(2).unsqueeze(0)
+        rows = [
+            torch.cat((half + shift, half)).remainder(self.config.vocab_size) for shift in (0, 1)
+        ]
+        trains = self.training
+        self.eval()
+        marked, unmarked = (
+            torch.sub(*(self(row.unsqueeze(0), **given)[:, _PROBE:] for row in rows)).abs().max()
+            for given in ({"positions": positions, "doc_ids": doc_ids}, {})
+        )
+        self.train(trains)
+        if marked > _LEAK * unmarked:
+            raise ConfigError(
+                "data.document_mask",
+                True,
+                f"{self.config.architecture} does not keep the documents of a row apart: what another document "
+                f"changes reaches the next one to {float(marked / unmarked):.0%} of what it does without a mask",
+                "Set data.document_mask=false; for conversations data.chat.pack=false, too",
+            )
+
+    def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
+        return x_BsH if self.scale == 1 else x_BsH * self.scale
+
+    def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Count the choices that an experts module is called with, and add the balance losses."""
+        tokens = self._tokens
+        assert tokens is not None
+        x_TH, ids_TK, weights_TK = args
+        ids_BSK, weights_BSK = (
+            one.unflatten(0, tokens.index.shape) for one in (ids_TK, weights_TK)
+        )
+        routing = router(Routing(ids_BSK, weights_BSK, ids_BSK), tokens)
+        return x_TH, ids_TK, routing.topk_scores.flatten(0, 1)

@@ -1,0 +1,286 @@
+"""Classes of transformers without a native family: on meshes as in one process, and as transformers computes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import automoe
+from automoe.config.batch import plan_batch
+from automoe.config.mesh_shape import MeshShape, resolve_mesh
+from automoe.config.schema import MeshConfig, MoEConfig, OptimConfig, ParallelConfig
+from automoe.config.validate import validate
+from automoe.errors import ConfigError
+from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.read import Loaded, load_hf
+from automoe.hf.write import to_hf
+from automoe.model.causal_lm import CausalLM
+from automoe.model.decoder import Decoder
+from automoe.model.init import default_dtype
+from automoe.model.params import count_params
+from automoe.model.transformers_model import TransformersModel
+from automoe.optim.adamw import build_optimizer
+from automoe.parallel.mesh import build_meshes
+from automoe.parallel.parallelize import build_parts
+from automoe.planner.memory import plan_memory
+from automoe.verify.compare import compare_trajectories
+from automoe.verify.pool import RankPool
+from automoe.verify.run import loader_rows, make_runnable, passes, verify_pass
+from automoe.verify.trajectory import merge_trajectories, run_trajectory
+from tests.support.class_models import (
+    AllInFloat64,
+    against_class,
+    float64_of,
+    hf_class_config,
+    run_config,
+    save_class,
+    tier_config,
+)
+from tests.support.memory import build_allocator, measure_step
+from tests.support.sampling import one_in
+
+# Routers by softmax and by sigmoid, a tied head with a factor, delta nets, latents, shared experts, other names.
+CLASSES = ["olmoe", "minimax_m2", "cohere2_moe", "qwen3_5_moe_text", "glm4_moe_lite", "granitemoe", "ernie4_5_moe"]
+WIDE = {"ernie4_5_moe", "minimax_m2", "glm4_moe_lite", "cohere2_moe", "qwen3_5_moe_text"}  # compute parts in float32
+MESHES = {
+    "ep2_ep_shard2": MeshConfig(dp_shard=4, ep=2, ep_shard=2),
+    "hsdp_ep2_ep_replicate2": MeshConfig(dp_replicate=2, dp_shard=2, ep=2, ep_replicate=2),
+    "ep4": MeshConfig(dp_shard=4, ep=4),
+}
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    class Saved(dict):
+        def __missing__(self, model_type: str) -> Path:
+            self[model_type] = tmp_path_factory.mktemp(model_type)
+            save_class(model_type, self[model_type])
+            return self[model_type]
+
+    yield Saved()
+
+
+@pytest.mark.parametrize("model_type", one_in(6, CLASSES))
+def test_loss_and_gradients_are_those_of_the_class(saved: dict[str, Path], model_type: str) -> None:
+    ours, worst = against_class(tier_config(saved[model_type]))
+    assert worst <= (1e-6 if model_type in WIDE else 1e-12)
+    counts = torch.stack([layer.router.load.totals[:8] for _, layer in ours.moe_layers()])
+    assert counts.sum() == 24 * 2 * len(counts)
+
+
+@pytest.mark.parametrize("model_type", one_in(2, ["qwen3_moe", "mixtral"]))
+def test_native_families_train_to_the_same_losses(saved: dict[str, Path], model_type: str) -> None:
+    path = saved[model_type]
+    model = model_config_from_hf(path)
+    assert model.family == model_type
+    with default_dtype(torch.float64):
+        native: CausalLM = Decoder(model, MoEConfig(experts="loop"))
+    load_hf(native, path)
+    rows = torch.randint(300, (4, 2, 13), generator=torch.Generator().manual_seed(2))
+    with AllInFloat64():
+        ours, _ = float64_of(tier_config(path))
+    losses = []
+    for part in (native, ours):
+        optimizer = build_optimizer([part], OptimConfig(lr=1e-2), 0, None)
+        for tokens in rows:
+            with AllInFloat64():
+                loss = part(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+    assert losses[:4] == pytest.approx(losses[4:], rel=1e-10)
+    assert abs(losses[0] - losses[3]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mesh"),
+    [
+        pytest.param(model_type, mesh, marks=() if i == j == 0 else pytest.mark.exhaustive)
+        for i, model_type in enumerate(CLASSES[:4])
+        for j, mesh in enumerate(MESHES)
+    ],
+)
+def test_meshes_compute_the_step_of_one_process(
+    ranks: RankPool, saved: dict[str, Path], model_type: str, mesh: str
+) -> None:
+    config = run_config(saved[model_type], MESHES[mesh])
+    one = MeshConfig(dp_shard=1, ep_shard=1)
+    alone = replace(config, mesh=one, train=replace(config.train, micro_batch_size=8))
+    [expected] = ranks.run(run_trajectory, 1, alone, MeshShape.of(one), loader_rows, 1)
+    found = merge_trajectories(ranks.run(run_trajectory, 4, config, resolve_mesh(config.mesh, 4), loader_rows, 1))
+    tolerance = 1e-6 if model_type in WIDE else 1e-10
+    assert not [one for one in compare_trajectories(found, expected) if not one.within(tolerance)]
+    assert expected.expert_counts[0].sum() == 8 * 24 * 2 * config.model.num_moe_layers
+
+
+def load_and_write(path: Path, mesh: MeshConfig, out: Path) -> tuple[Loaded, int, str]:
+    config = replace(run_config(path, mesh, dtype="float32"), model=model_config_from_hf(path))
+    parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
+    for part in parts.values():
+        part.to_empty(device="cpu")
+        for parameter in part.parameters():
+            torch.nn.init.constant_(parameter, float("nan"))  # nothing may be left unread
+    loaded = load_hf(parts, path)
+    written = to_hf(parts, out, tokenizer="byte")
+    held = sum(one.to_local().numel() for one in parts[0].parameters())
+    return loaded, held, str(written)
+
+
+@pytest.mark.parametrize("model_type", one_in(len(CLASSES), CLASSES))
+def test_published_files_stream_into_the_shards_and_back(
+    ranks: RankPool, saved: dict[str, Path], model_type: str, tmp_path: Path
+) -> None:
+    """``to_hf`` compares every number and, through transformers, the logits of what it wrote."""
+    path = saved[model_type]
+    mesh = MESHES["ep2_ep_shard2"]
+    found = ranks.run(load_and_write, 4, path, mesh, tmp_path / "out")
+
+    def tensors(folder: Path) -> dict[str, torch.Tensor]:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}
+
+    written = {}
+    for file in sorted((tmp_path / "out").glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            written |= {key: opened.get_tensor(key) for key in opened.keys()}
+    expected = tensors(path)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[key], expected[key]) for key in expected)
+    loaded, _, said = found[0]
+    size = sum(tensor.nbytes for tensor in expected.values())
+    # Each rank reads its shards, and not the layer; whole rows are read where columns cost little.
+    assert size <= loaded.bytes_read < 1.6 * size
+    assert max(held for _, held, _ in found) < 0.3 * size / 4
+    assert "logits" in said
+
+
+def test_the_function_of_the_package_gives_the_logits_of_the_class(saved: dict[str, Path]) -> None:
+    _, theirs = float64_of(tier_config(saved["olmoe"]))
+    tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found = automoe.from_hf(saved["olmoe"], dtype=torch.float64)(tokens)
+        torch.testing.assert_close(found, theirs.eval()(tokens, use_cache=False).logits, rtol=0, atol=1e-12)
+
+
+@pytest.mark.exhaustive
+def test_of_a_wrapper_with_vision_the_text_model_is_read(tmp_path: Path) -> None:
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    vision = dict(
+        depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16
+    )
+    text = hf_class_config("qwen3_5_moe_text").to_dict()
+    torch.manual_seed(1)
+    wrapper = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=vision)).eval()
+    wrapper.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"not read: \^model.visual.\* \(\d+\), beside what the class"):
+        ours = automoe.from_hf(tmp_path)
+    tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), wrapper(input_ids=tokens, use_cache=False).logits)
+
+
+def test_the_table_of_parameters_is_the_class(saved: dict[str, Path]) -> None:
+    path = saved["qwen3_5_moe_text"]
+    _, theirs = float64_of(tier_config(path))
+    counted = count_params(model_config_from_hf(path))
+    experts = sum(p.numel() for name, p in theirs.named_parameters() if ".experts." in name)
+    assert counted.total == sum(p.numel() for p in theirs.parameters())
+    assert counted.by_part["routed_experts"] == experts
+    assert counted.active == counted.total - experts * 6 // 8
+
+
+@pytest.mark.exhaustive
+def test_verification_compares_a_class_in_float64_alone(ranks: RankPool, saved: dict[str, Path]) -> None:
+    config = run_config(saved["olmoe"], MESHES["ep4"], dtype="bfloat16")
+    here, shape, cuts = make_runnable(config)
+    assert cuts == []
+    [exact] = passes(here)
+    result = verify_pass(exact, shape, ranks)
+    assert exact.train.dtype == "float64" and result.different == []
+    assert result.tolerance == 1e-6  # its router has a softmax in float32
+    assert sum(one.kind == "gradient" for one in result.compared) > 30
+
+
+def test_a_class_too_large_to_verify_is_refused(saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("automoe.verify.run.MAX_PARAMETERS", 1000)
+    with pytest.raises(ConfigError, match=r"OlmoeForCausalLM has 140,\d+ parameters, .* holds up to 1,000"):
+        make_runnable(run_config(saved["olmoe"], MESHES["ep4"]))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recompute", [[], "full"])
+@pytest.mark.parametrize("model_type", ["olmoe", "minimax_m2"])
+def test_the_plan_of_attention_over_heads_is_within_a_tenth(
+    ranks: RankPool, tmp_path: Path, model_type: str, recompute: list[str] | str
+) -> None:
+    wide = dict(hidden_size=256, moe_intermediate_size=128, intermediate_size=256, vocab_size=1024, head_dim=64)
+    save_class(model_type, tmp_path / "model", **wide)
+    config = run_config(
+        tmp_path / "model", MeshConfig(dp_shard=2, ep=2), dtype="float32", seq_len=256, micro_batch_size=2
+    )
+    config = replace(
+        config, parallel=ParallelConfig(recompute=recompute), moe=replace(config.moe, experts="grouped_mm")
+    )
+    shape = validate(config, None)
+    [planned] = plan_memory(config, shape, plan_batch(config, shape))
+    for rank in ranks.run(measure_step, 2, config, build_allocator(tmp_path)):
+        assert planned.weights + planned.moments == pytest.approx(rank["state"], rel=0.1)
+        assert planned.peak == pytest.approx(rank["step"], rel=0.1)
+
+
+def test_documents_are_isolated_or_refused(saved: dict[str, Path]) -> None:
+    float64_of(tier_config(saved["olmoe"]))[0].check_isolation()
+    ours, _ = float64_of(tier_config(saved["qwen3_5_moe_text"]))
+    with pytest.raises(ConfigError, match=r"Qwen3_5MoeForCausalLM does not keep the documents .* apart"):
+        ours.check_isolation()
+
+
+@pytest.mark.parametrize(
+    ("key", "section", "value"),
+    [(f"mesh.{axis}", "mesh", {axis: 2, "dp_shard": -1}) for axis in ("tp", "cp", "pp", "etp")]
+    + [("train.fp8", "train", {"fp8": "tensorwise"}), ("lora.rank", "lora", {"rank": 4})]
+    + [("optim.algorithm", "optim", {"algorithm": "muon"})],
+)
+def test_what_only_native_families_have_is_refused_before_ranks_start(
+    saved: dict[str, Path], key: str, section: str, value: dict[str, object]
+) -> None:
+    config = run_config(saved["olmoe"], MeshConfig(), dtype="float32")
+    config = replace(config, **{section: replace(getattr(config, section), **value)})
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)}=.*OlmoeForCausalLM has no native family"):
+        validate(config, 4, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "why"),
+    [
+        ("olmoe", {"attention_dropout": 0.1}, "attention_dropout=0.1 draws random numbers"),
+        ("gemma4_text", {"final_logit_softcapping": 3.0}, "no multiple of hidden states times the head"),
+    ],
+)
+def test_a_class_that_does_not_serve_is_refused_by_its_part(
+    tmp_path: Path, model_type: str, more: dict[str, object], why: str
+) -> None:
+    hf_class_config(model_type, **more).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        TransformersModel(model_config_from_hf(tmp_path), MoEConfig(experts="loop"))
+
+
+def test_balance_losses_take_the_router_logits_of_the_class(saved: dict[str, Path], ranks: RankPool) -> None:
+    """The lagged loss is a multiple of transformers' own at the first step; on a mesh it is the same."""
+    config = run_config(saved["olmoe"], MESHES["ep2_ep_shard2"])
+    config = replace(config, moe=MoEConfig(experts="loop", seq_balance_coef=0.1, z_loss_coef=0.01))
+    one = MeshConfig(dp_shard=1, ep_shard=1)
+    alone = replace(config, mesh=one, train=replace(config.train, micro_batch_size=8))
+    [expected] = ranks.run(run_trajectory, 1, alone, MeshShape.of(one), loader_rows, 1)
+    found = merge_trajectories(ranks.run(run_trajectory, 4, config, resolve_mesh(config.mesh, 4), loader_rows, 1))
+    assert not [one for one in compare_trajectories(found, expected) if not one.within(1e-10)]
+    assert 0.1 < expected.seq_balance_loss[0] / config.model.num_moe_layers < 0.3  # 0.1 if all experts are alike
+    assert expected.z_loss[0] > 0

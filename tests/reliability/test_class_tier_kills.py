@@ -1,0 +1,66 @@
+"""Classes of transformers without a native family, fine-tuned by the command: killed, gone on to the bit, exported."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from automoe.hf.families.registry import FAMILIES
+from tests.support.class_models import save_class
+from tests.support.command import ROOT, TrainCommand
+from tests.support.sampling import sample_seed
+
+pytestmark = pytest.mark.faults
+
+TABLE = json.loads((ROOT / "benchmarks" / "results" / "class_tier.json").read_text())["classes"]
+CLASSES = sorted(name for name, row in TABLE.items() if "one" in row and row["experts"] and name not in FAMILIES)
+SETTINGS = (
+    "data=stdlib_chat", "data.tokenizer=byte", "data.max_bytes=100000", "data.on_long=truncate", "data.chat.pack=false",
+    "data.document_mask=false", "launch.device=cpu", "observe.report=false", "train.steps=6", "train.seq_len=48",
+    "train.global_batch_size=8", "train.micro_batch_size=1", "train.val_every=0", "optim.warmup_steps=2",
+    "optim.ema_decay=0.9", "checkpoint.every=2", "mesh.pp=1", "mesh.dp_shard=2", "mesh.dp_replicate=2", "mesh.ep=2",
+    "parallel.recompute=full",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", random.Random(sample_seed()).sample(CLASSES, 8))
+def test_a_killed_run_goes_on_to_the_bit_and_is_exported(tmp_path: Path, model_type: str) -> None:
+    save_class(model_type, tmp_path / "model")
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    settings = (f"model.hf_path={tmp_path / 'model'}", *SETTINGS)
+    straight = TrainCommand(tmp_path / "straight", settings, cache)
+    code, out, err = straight.run()
+    assert code == 0, err
+    assert "logits to" in out and "computed by transformers' own code" in out
+    killed = TrainCommand(tmp_path / "killed", settings, cache)
+    code, _, err = killed.run(fault="kill:rank=1:at=forward:step=4")
+    assert code == 1 and "killed by SIGKILL" in err, err
+    code, out, err = killed.run()
+    assert code == 0 and "after step 2" in out, err
+    assert killed.record() == straight.record()
+    exports = [run.run_dir / "hf" for run in (straight, killed)]
+    for file in sorted(path.name for path in exports[0].glob("*.safetensors")):
+        expected, found = (load_file(folder / file) for folder in exports)
+        assert all((found[key] == expected[key]).all() for key in expected) and found.keys() == expected.keys()
+    source = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert json.loads((exports[1] / "config.json").read_text())["architectures"] == source["architectures"]
+
+
+def test_preferences_start_at_ln_2_and_are_exported(tmp_path: Path) -> None:
+    """The policy is its own reference before the first update, on a mesh too."""
+    save_class("olmoe", tmp_path / "model")
+    settings = [
+        "--config-name", "dpo_small", f"model.hf_path={tmp_path / 'model'}", "data=stdlib_preference",
+        "data.tokenizer=byte", "train.seq_len=256", "train.steps=3", "train.val_every=0", "mesh.pp=1", "mesh.ep=2",
+        "checkpoint=regular", "observe.report=false",
+    ]  # fmt: skip
+    run = TrainCommand(tmp_path / "run", settings, {"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    code, out, err = run.run()
+    assert code == 0 and "logits to" in out, err
+    losses = [row["loss"] for row in run.record() if "loss" in row]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < losses[0] - 1e-3

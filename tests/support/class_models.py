@@ -1,0 +1,199 @@
+"""Small models of classes of transformers without a native family, saved as transformers saves them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from automoe.config.data_schema import DataConfig
+from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+from automoe.errors import ConfigError
+from automoe.hf.families.class_family import class_family
+from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.read import load_hf
+from automoe.model.init import default_dtype
+from automoe.model.transformers_model import TransformersModel
+from automoe.parallel.parallelize import build_decoder
+from automoe.verify.trajectory import Trajectory, run_trajectory
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=300, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, n_routed_experts=8, num_local_experts=8,
+    num_experts_per_tok=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+MLA: dict[str, Any] = dict(
+    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, num_key_value_heads=4,
+    head_dim=4, n_group=1, topk_group=1, first_k_dense_replace=1,
+)  # fmt: skip
+INDEXER: dict[str, Any] = dict(index_topk=8, index_n_heads=2, index_head_dim=8)
+MAMBA: dict[str, Any] = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_expand=2)
+KIMI_DELTA: dict[str, Any] = MLA | dict(
+    linear_head_dim=8, linear_num_heads=4, layer_types=["linear_attention", "full_attention", "linear_attention"]
+)
+# What a class wants beyond the sizes above.
+MORE: dict[str, dict[str, Any]] = {
+    "axk1": MLA,
+    "axk2": MLA | INDEXER,
+    "bailing_hybrid": KIMI_DELTA | dict(num_mtp_layers=0),
+    "dbrx": dict(
+        d_model=32, n_heads=4, n_layers=3, attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=16, moe_num_experts=8, moe_top_k=2, hidden_size=32),
+    ),
+    "deepseek_v2": MLA,
+    "deepseek_v3": MLA,
+    "deepseek_v32": MLA | INDEXER,
+    "dots1": dict(n_shared_experts=1, n_group=1, topk_group=1),
+    "dots3_note_text": MLA | INDEXER,
+    "gemma4_text": dict(
+        enable_moe_block=True, top_k_experts=2, hidden_size_per_layer_input=0, global_head_dim=8,
+        final_logit_softcapping=30.0,
+    ),
+    "glm4_moe_lite": MLA,
+    "glm_moe_dsa": MLA | INDEXER,
+    "granitemoehybrid": MAMBA | dict(layer_types=["mamba", "attention", "mamba"], shared_intermediate_size=16),
+    "kimi_linear": KIMI_DELTA,
+    "lfm2_moe": dict(layer_types=["full_attention", "conv", "full_attention"], num_dense_layers=1),
+    "longcat_flash": MLA | dict(
+        num_layers=2, ffn_hidden_size=48, expert_ffn_hidden_size=16, moe_topk=2, zero_expert_num=2
+    ),
+    "phimoe": dict(router_jitter_noise=0.0, input_jitter_noise=0.0, lm_head_bias=False),
+    "qwen3_5_moe_text": dict(
+        layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, shared_expert_intermediate_size=16,
+    ),
+    "zaya": dict(num_experts_per_tok=1, router_hidden_size=16),
+}  # fmt: skip
+
+
+def hf_class_config(model_type: str, **more: Any) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type](**(SIZES | MORE.get(model_type, {}) | more))
+
+
+def save_class(model_type: str, folder: Path, **more: Any) -> Any:
+    """Save a model with weights that tell experts apart; return it, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(hf_class_config(model_type, **more)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+class AllInFloat64(TorchFunctionMode):
+    """What a class of transformers computes in float32, it computes in float64 within this context."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+
+        def wide(value: Any) -> Any:
+            casts = value is torch.float32 and func is not torch.Tensor.view
+            return torch.float64 if casts else value
+
+        return func(*map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()})
+
+
+def trajectory_in_float64(*args: Any, **given: Any) -> Trajectory:
+    """Run ``run_trajectory`` with all parts of a class in float64."""
+    with AllInFloat64():
+        return run_trajectory(*args, **given)
+
+
+def tier_config(path: Path) -> ModelConfig:
+    """Return the configuration in the tier of any class, one with a native family too."""
+    return class_family(str(path)).read_config({}, str(path))
+
+
+def run_config(path: Path, mesh: MeshConfig, **train: object) -> Config:
+    """Return a run of 8 short rows a step, in float64, with random weights."""
+    sizes = dict(seq_len=24, global_batch_size=8, micro_batch_size=1, dtype="float64") | train
+    return Config(
+        mesh=mesh,
+        model=replace(tier_config(path), random_weights=True, initializer_range=0.1),
+        moe=MoEConfig(experts="loop"),
+        train=TrainConfig(**sizes),
+        data=DataConfig(tokenizer="byte", document_mask=False),
+    )
+
+
+def float64_of(config: ModelConfig) -> tuple[TransformersModel, torch.nn.Module]:
+    """Return the tier's model and that of transformers, with the weights of ``config.hf_path``."""
+    from transformers import AutoModelForCausalLM
+
+    with default_dtype(torch.float64):
+        ours = TransformersModel(config, MoEConfig(experts="loop"))
+    ours.to_empty(device="cpu")
+    load_hf(ours, str(config.hf_path))
+    theirs = AutoModelForCausalLM.from_pretrained(config.hf_path, dtype=torch.float64, experts_implementation="eager")
+    return ours.train(), theirs.train()
+
+
+def against_class(config: ModelConfig) -> tuple[TransformersModel, float]:
+    """Return the tier's model, and the worst relative difference of loss and gradients from the class."""
+    ours, theirs = float64_of(config)
+    tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
+    loss = ours(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum()
+    logits = theirs(tokens[:, :-1], use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten())
+    loss.backward()
+    expected.backward()
+    theirs_of = {name: one.grad for name, one in theirs.named_parameters() if one.grad is not None}
+    mine_of = {name: one.grad for name, one in ours.named_parameters() if one.grad is not None}
+    for name in mine_of.keys() - theirs_of.keys():  # of a parameter that no token reached
+        assert not mine_of.pop(name).any(), name
+    assert mine_of.keys() == theirs_of.keys()
+    off = [float((mine_of[name] - grad).norm() / grad.norm().clamp_min(1e-30)) for name, grad in theirs_of.items()]
+    worst = float(torch.tensor([abs(float(loss - expected)), *off], dtype=torch.float64).max())  # NaN if one is
+    return ours, worst
+
+
+def compare_with_class(model_type: str, folder: Path) -> dict[str, Any]:
+    """Save a small model; return the worst difference of the tier on one rank from the class, and if documents are apart."""
+    from tests.support.class_models import against_class, save_class, tier_config
+
+    save_class(model_type, folder)
+    try:
+        config = tier_config(folder)
+        with AllInFloat64():
+            ours, worst = against_class(config)
+    except ConfigError as error:
+        return {"refused": error.rule.partition(" either: ")[2] or error.rule}
+    row = {"one": worst, "experts": config.num_moe_layers > 0, "apart": True}
+    try:
+        ours.check_isolation()
+    except ConfigError:
+        row["apart"] = False
+    return row
+
+
+def step_ratio(model_type: str, folder: Path) -> float:
+    """Return CPU seconds of forward and backward in the tier over the native family's, best of five each, in turns."""
+    save_class(
+        model_type, folder, hidden_size=256, intermediate_size=512, moe_intermediate_size=128, head_dim=64,
+        vocab_size=1024, max_position_embeddings=1024,
+    )  # fmt: skip
+    parts = []
+    for config in (tier_config(folder), model_config_from_hf(folder)):
+        part = build_decoder(config, MoEConfig(experts="grouped_mm"), torch.float32)
+        part.to_empty(device="cpu")
+        load_hf(part, folder)
+        parts.append(part.train())
+    tokens = torch.randint(1024, (2, 513), generator=torch.Generator().manual_seed(2))
+    best = [inf, inf]
+    for _ in range(6):  # the first of them warms up
+        for number, part in enumerate(parts):
+            start = time.process_time()
+            part(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum().backward()
+            best[number] = min(best[number], time.process_time() - start)
+    return best[0] / best[1]
