@@ -20,6 +20,7 @@ from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import resolve_mesh, stays_unsharded
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
 from automoe.data.loader import StepBatch
+from automoe.model.causal_lm import Unit
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
 from automoe.moe.router import expert_weights, gate_ids, score_experts
@@ -264,15 +265,14 @@ class TransformersPart(nn.Module):
     """A ``transformers`` model with the signature of a decoder that predicts."""
 
     loss, reported = None, ()  # the cross-entropy that it returns, and nothing else
-    embed_tokens = None  # nothing is shared with another stage
+    embedding = None  # nothing is shared with another stage
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
-    @property
-    def layers(self) -> dict[str, nn.Module]:
-        return {str(number): layer for number, layer in enumerate(self.model.model.layers)}
+    def units(self) -> Iterator[Unit]:
+        return (Unit(number, layer) for number, layer in enumerate(self.model.model.layers))
 
     def moe_layers(self) -> Iterator[tuple[int, nn.Module]]:
         return iter(())  # none that counts its load
