@@ -42,7 +42,7 @@ _FOLDERS: dict[str, list[tuple[Any, ...]]] = {
             'ParamSpec("lora.B13", "E 2 I r", fsdp=2)',
             LORA_MESH,
         ),
-        ("params.py", 'in_layer = self.part not in ("embedding", "head")', "in_layer = True", MUON_MESH),
+        ("param_spec.py", 'in_layer = self.part not in ("embedding", "head")', "in_layer = True", MUON_MESH),
     ],
     "automoe/training": [
         ("preference.py", "return -sums, lengths", "return sums, lengths", TRL),
