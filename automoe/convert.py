@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _convert(source: str, out: str, **options: Any) -> Written:
+    from automoe.config.rules_model import TRANSFORMERS
     from automoe.hf.families.registry import model_config_from_hf
     from automoe.hf.folder import check_conversion
     from automoe.hf.identity import checkpoint_folder
@@ -64,7 +65,8 @@ def _convert(source: str, out: str, **options: Any) -> Written:
     check_conversion(config, user_path("--out", out), **asked)
     size = bytes_text(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
     parameters = short_number(count_params(config).total)
-    print(f"converting {source}: {config.family}, {parameters} parameters, {size}", flush=True)
+    kind = config.architecture if config.family == TRANSFORMERS else config.family
+    print(f"converting {source}: {kind}, {parameters} parameters, {size}", flush=True)
 
     from automoe.hf.write import convert_hf  # torch
 

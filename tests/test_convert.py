@@ -15,6 +15,7 @@ from automoe.errors import ConfigError
 from automoe.hf import save_plan, verify, write
 from automoe.hf.keys import INDEX_FILE
 from automoe.hf.write import convert_hf
+from tests.support.class_models import save_class
 from tests.support.hf_models import save_small_hf
 
 
@@ -33,6 +34,17 @@ def test_there_and_back_through_fused_experts(name: str, tmp_path: Path) -> None
         assert after[key].dtype == tensor.dtype and torch.equal(after[key], tensor), key
     assert not any(".experts.0." in key for key in between)
     assert (between.keys() == before.keys()) == (name in ("gpt_oss", "llama"))
+
+
+@pytest.mark.parametrize("name", ["olmoe", "minimax_m2"])
+def test_a_class_of_transformers_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    architecture = type(save_class(name, tmp_path / "in")).__name__
+    assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "fused"), "--layout", "fused"]) == 0
+    assert capsys.readouterr().out.startswith(f"converting {tmp_path / 'in'}: {architecture}, ")
+    assert convert.main([str(tmp_path / "fused"), "--out", str(tmp_path / "back")]) == 0
+    before, between, after = (stored(tmp_path / name) for name in ("in", "fused", "back"))
+    assert before.keys() == after.keys() != between.keys()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
 
 def test_what_transformers_fuses_is_what_is_fused_here(tmp_path: Path) -> None:

@@ -244,9 +244,9 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
     """Read the tensor of ``item``; each piece is read like a shard that holds only it."""
     whole = torch.empty(item.pieces[0].shape, dtype=item.dtype)
     for piece in item.pieces:
-        start = tuple(index or 0 for index in piece.select)
-        sizes = zip(piece.select, item.shard.shape, strict=True)
-        extent = tuple(size if index is None else 1 for index, size in sizes)
+        starts, sizes = iter(piece.origin or (0,) * len(piece.size)), iter(piece.size)
+        start = tuple(next(starts) if index is None else index for index in piece.select)
+        extent = tuple(next(sizes) if index is None else 1 for index in piece.select)
         found = piece.overlap(start, extent)
         assert found is not None
         local = piece.from_stored(whole[found[0]]).view(extent)
