@@ -37,7 +37,7 @@ _RANDOM = ("dropout", "jitter")  # words in keys of config.json that make traini
 
 def refused(path: object, what: str, remedy: str = "Choose another checkpoint") -> ConfigError:
     """Return the error for a model that neither tier computes, with the part that is in the way."""
-    rule = f"automoe has no native family for it, and the tier of transformers' own code not either: {what}"
+    rule = f"automoe has no native family for it, nor does the class of transformers serve: {what}"
     return ConfigError("model.hf_path", path, rule, remedy)
 
 
@@ -76,7 +76,8 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
         with torch.device("meta"):
             model = classes[type(config)](config)
     except Exception as error:  # a configuration class or a model's may raise any exception
-        raise refused(path, " ".join(f"{type(error).__name__}: {error}".split())[:400]) from error
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise refused(path, " ".join(f"{kind}{error}".split())[:400]) from error
     for module in model.modules():
         for key, parameter in list(module._parameters.items()):
             if parameter is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -262,13 +263,17 @@ def test_what_only_native_families_have_is_refused_before_ranks_start(
     ("model_type", "more", "why"),
     [
         ("olmoe", {"attention_dropout": 0.1}, "attention_dropout=0.1 draws random numbers"),
+        ("olmoe", {"num_experts_per_tok": 9}, "a token has 9 experts of 8"),
+        ("olmoe", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, and no model has more than 10000"),
         ("gemma4_text", {"final_logit_softcapping": 3.0}, "no multiple of hidden states times the head"),
     ],
 )
 def test_a_class_that_does_not_serve_is_refused_by_its_part(
     tmp_path: Path, model_type: str, more: dict[str, object], why: str
 ) -> None:
-    hf_class_config(model_type, **more).save_pretrained(tmp_path)
+    hf_class_config(model_type).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
     with pytest.raises(ConfigError, match=re.escape(why)):
         TransformersModel(model_config_from_hf(tmp_path), MoEConfig(experts="loop"))
 

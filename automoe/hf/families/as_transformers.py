@@ -29,6 +29,7 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "per_layer_config": (None,),
     "configuration_files": (None,),
 }
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _MOST_LAYERS = 10_000  # the class makes a list with an item per layer
 
 
@@ -48,11 +49,7 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
             raise not_computed(
                 path, f"{key}={hf[key]}, and every family here computes {computed[0]} alone"
             )
-    layers = hf.get("num_hidden_layers")
-    if isinstance(layers, int) and not 0 < layers <= _MOST_LAYERS:
-        raise damaged(
-            path, f"num_hidden_layers={layers}, and no model has more than {_MOST_LAYERS}, or none"
-        )
+    check_layers(hf, path)
     make = _class_of(model_type)
     with _without_warnings():  # the class warns of keys that it ignores
         try:
@@ -68,6 +65,16 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
                 path, f"values that {make.__name__} of transformers refuses: {reason}"
             ) from None
     return config
+
+
+def check_layers(hf: HFConfig, path: str) -> None:
+    """Refuse a number of layers that would take for ever to make; of the text model, too."""
+    for part in (hf, hf.get("text_config")):
+        for key in _LAYERS if isinstance(part, dict) else ():
+            layers = part.get(key)
+            if isinstance(layers, int) and not 0 < layers <= _MOST_LAYERS:
+                rule = f"{key}={layers}, and no model has more than {_MOST_LAYERS}, or none"
+                raise damaged(path, rule)
 
 
 def _class_of(model_type: str) -> type:

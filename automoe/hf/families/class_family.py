@@ -16,7 +16,7 @@ from torch import nn
 from automoe.config.hub import local_folder
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import AttentionConfig, ModelConfig
-from automoe.hf.families.as_transformers import HFConfig
+from automoe.hf.families.as_transformers import HFConfig, check_layers
 from automoe.hf.families.family import Family
 from automoe.hf.keys import KeyMap, Piece
 from automoe.model.hf_class import (
@@ -46,6 +46,7 @@ class ClassFamily(Family):
         Raises:
             ConfigError: the class does not serve; the message names the part.
         """
+        check_layers(hf, path)
         model = build_causal_lm(path)
         text = model.config
         layers = decoder_layers(model)
@@ -84,6 +85,8 @@ class ClassFamily(Family):
             if top_k is None:
                 what = f"none of {', '.join(_TOP_K)} says how many experts a token has"
                 raise refused(path, what)
+            if top_k > min(numbers):
+                raise refused(path, f"a token has {top_k} experts of {min(numbers)}")
             widths = [size for p in experts[0].parameters() for size in p.shape[1:]]
             config.num_experts = numbers.pop()
             config.num_experts_per_token = top_k
