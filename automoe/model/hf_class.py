@@ -32,7 +32,8 @@ _PART_WORDS = (
     ("", "dense_ffn"),
 )
 _PLACES = {"attention": 1, "router": 7, "dense_ffn": 7, "shared_experts": 7, "routed_experts": 7}
-_RANDOM = ("dropout", "jitter")  # words in keys of config.json that make training draw numbers
+# Words in keys of config.json that make training draw random numbers.
+_RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 
 
 def refused(path: object, what: str, remedy: str = "Choose another checkpoint") -> ConfigError:
@@ -69,9 +70,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
             config = text
         if type(config) not in classes:
             raise ValueError(f"model_type={model_type} has no causal language model")
-        for key, value in config.to_dict().items():
-            if any(word in key for word in _RANDOM) and isinstance(value, float) and value > 0:
-                raise ValueError(f"{key}={value} draws random numbers; set it to 0 in config.json")
+        _refuse_random(config.to_dict())
         config._experts_implementation = experts
         with torch.device("meta"):
             model = classes[type(config)](config)
@@ -88,6 +87,19 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
                 del module._parameters[key]
                 module.register_buffer(key, parameter.data)
     return model
+
+
+def _refuse_random(values: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for a setting, in parts of parts too, that draws random numbers."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _refuse_random(value)
+        elif (
+            any(word in str(key) for word in _RANDOM)
+            and isinstance(value, int | float)
+            and value > 0
+        ):
+            raise ValueError(f"{key}={value} draws random numbers; set it to 0 in config.json")
 
 
 def is_tied(model: Any) -> bool:
