@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import partial
+from fnmatch import translate
 from pathlib import Path
 from typing import Any
 
@@ -262,18 +261,13 @@ def _remove_unread(
     reasons["*.rotary_emb.inv_freq"] = "computed, not trained"
     if config.tie_embeddings:
         reasons[HEAD] = f"a copy of {EMBEDDING}"
-    for pattern in keys.unread:
-        reasons[pattern] = "beside what the class of transformers computes"
+    named = [(shown, rf"\A{translate(shown)}", reason) for shown, reason in reasons.items()]
+    of_class = "beside what the class of transformers computes"
     notes = []
-    for pattern, reason in reasons.items():
-        found_by = (
-            re.compile(pattern).search
-            if pattern in keys.unread
-            else partial(fnmatchcase, pat=pattern)
-        )
-        unread = [key for key in sources if found_by(key)]
+    for shown, pattern, reason in [*named, *((one, one, of_class) for one in keys.unread)]:
+        unread = [key for key in sources if re.search(pattern, key)]
         for key in unread:
             del sources[key]
         if unread:
-            notes.append(f"not read: {pattern} ({len(unread)}), {reason}")
+            notes.append(f"not read: {shown} ({len(unread)}), {reason}")
     return notes

@@ -15,7 +15,7 @@ from automoe.errors import ConfigError
 from automoe.hf.keys import our_tensors
 from automoe.model.causal_lm import CausalLM
 from automoe.moe.local_shard import global_offset, local_shard
-from automoe.parallel.fsdp import fsdp_modules
+from automoe.parallel.fsdp import reshard
 from automoe.quantize.packed import base_of, block_size, is_packed, unpack
 
 Parts = dict[int, CausalLM]
@@ -139,9 +139,7 @@ def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: fl
 def as_parts(parts: Parts | CausalLM) -> Parts:
     """Return a model's pipeline stages; reshard weights that a forward pass left unsharded."""
     parts = {0: parts} if isinstance(parts, CausalLM) else parts
-    for part in parts.values():
-        for module in fsdp_modules(part):
-            module.reshard()
+    reshard(parts.values())
     return parts
 
 

@@ -96,6 +96,16 @@ def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
+def reshard(model_parts: Iterable[nn.Module]) -> None:
+    """Free the gathered weights of every FSDP unit.
+
+    A forward pass without a backward pass leaves them behind, and a checkpoint would save them.
+    """
+    for part in model_parts:
+        for module in fsdp_modules(part):
+            module.reshard()
+
+
 def defer(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:
     """Decide before a micro-batch without pipelining whether to reduce and reshard after it.
 

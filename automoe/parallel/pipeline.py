@@ -34,7 +34,7 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.loss import Loss
 from automoe.moe.local_shard import local_shard
 from automoe.observe.metrics import is_taken
-from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, fsdp_modules
+from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, reshard
 from automoe.parallel.mesh import Meshes
 
 SENDS_KEPT = 2  # of each stage and direction, that may still be on their way
@@ -400,15 +400,6 @@ class PipelineRunner(StepRunner):
             for stage in self.stages:
                 stage.finish_sends()
         return found
-
-
-def reshard(model_parts: Iterable[nn.Module]) -> None:
-    """Free the gathered weights of every FSDP unit."""
-    # A forward without a backward leaves gathered weights behind, and a checkpoint would save
-    # those.
-    for part in model_parts:
-        for module in fsdp_modules(part):
-            module.reshard()
 
 
 def build_runner(

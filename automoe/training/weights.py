@@ -18,9 +18,9 @@ from automoe.hf.write import to_hf
 from automoe.model.causal_lm import CausalLM
 from automoe.model.transformers_model import TransformersModel
 from automoe.optim.ema import take_averages
+from automoe.parallel.fsdp import reshard
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.parallelize import allocate, build_parts, materialize
-from automoe.parallel.pipeline import reshard
 
 
 def first_weights(
