@@ -18,6 +18,7 @@ from automoe.verify.pool import RankPool
 from automoe.verify.run import make_runnable, passes, verify_pass
 
 
+@pytest.mark.exhaustive
 def test_the_broken_collective_is_found_in_gradients_behind_equal_losses(ranks: RankPool) -> None:
     config, shape, cuts = make_runnable(compose(parse_arguments(demo.STEP.split())))
     assert not cuts and shape.world_size == 4 and shape.ep == 4

@@ -30,6 +30,7 @@ def touch_before(path: Path, at: int, step: int, store: CheckpointStore) -> None
         path.touch()
 
 
+@pytest.mark.exhaustive
 def test_training_goes_on_while_the_state_of_the_step_is_written(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     """The save of step 1 is held before its first byte until steps 2 and 3 have changed every tensor."""
     release, run_dir = tmp_path / "release", tmp_path / "run"
@@ -52,6 +53,7 @@ def test_training_goes_on_while_the_state_of_the_step_is_written(ranks: RankPool
     assert resumed.losses == seen[0].losses[1:]
 
 
+@pytest.mark.exhaustive
 def test_one_save_is_in_flight_at_a_time(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     """The save of step 1 takes a second; those of steps 2 and 3 wait, in order, and none is lost."""
     fault = "sleep:at=shard_written:step=1:seconds=1"
@@ -103,6 +105,7 @@ def test_no_rank_goes_ahead_of_the_others(ranks: RankPool, text: Path, tmp_path:
     assert ranks.run(poll_around_a_save, 2, text, tmp_path / "run") == [[False, True]] * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("point", ["shard_written", "manifest_written"])
 def test_any_other_error_ends_the_run_on_every_rank(ranks: RankPool, text: Path, tmp_path: Path, point: str) -> None:
     """The peers do not wait for the rank that raised: each raises its error, with its number."""
@@ -110,6 +113,7 @@ def test_any_other_error_ends_the_run_on_every_rank(ranks: RankPool, text: Path,
         ranks.run(poll_until_over, 2, text, tmp_path / "run", f"raise:rank=1:at={point}")
 
 
+@pytest.mark.exhaustive
 def test_the_last_save_is_not_left_in_the_background(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     settings = config(text, async_save=True, **TWO)
     settings = replace(settings, train=replace(settings.train, steps=2))

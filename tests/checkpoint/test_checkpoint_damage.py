@@ -82,6 +82,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_the_newest_valid_step_is_taken_loudly(
     ranks: RankPool, text: Path, run_dir: Path, damage: Callable[[Path], object]
@@ -295,6 +296,7 @@ def test_an_existing_step_is_never_written_into(ranks: RankPool, text: Path, tmp
     assert names(tmp_path / "run" / "checkpoints") == ["LATEST", "step-0"]
 
 
+@pytest.mark.exhaustive
 def test_retention_keeps_the_newest(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     run(ranks, config(text, keep=2), tmp_path / "run", until=11, save_at=[2, 9, 10, 11])

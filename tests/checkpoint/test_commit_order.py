@@ -99,6 +99,7 @@ def place(events: list[Event], kind: str, path: Path, other: str | None = None, 
     raise AssertionError(f"no {kind} of {path} behind {events[max(after - 1, 0)]}")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("step", [1, 2])
 def test_everything_is_flushed_as_it_is_before_a_name_commits_it(events: tuple[Path, list[Event]], step: int) -> None:
     folder, done = events

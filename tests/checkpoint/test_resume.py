@@ -19,7 +19,6 @@ from automoe.config.schema import Config
 from automoe.data.loader import Loader
 from automoe.errors import CheckpointError
 from automoe.verify.pool import RankPool
-from tests.support.sampling import one_in
 
 PP2_DP2_EP2 = dict(pp=2, dp_shard=2, ep=2)
 TOLERANCE = 1e-10
@@ -46,7 +45,8 @@ def assert_everything_moved(before: Run, step: int) -> None:
     assert [name for name in later if torch.equal(start[name], later[name])] == []
 
 
-@pytest.mark.parametrize("dtype", one_in(4, ["muon", "bfloat16, stochastic, bfloat16", "float32", "bfloat16"]))
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("dtype", ["muon", "bfloat16, stochastic, bfloat16", "float32", "bfloat16"], ids=str)
 def test_same_mesh_to_the_bit(ranks: RankPool, text: Path, tmp_path: Path, dtype: str) -> None:
     dtype, *kept = dtype.split(", ")
     settings = config(text, "float32" if dtype == "muon" else dtype, **PP2_DP2_EP2)
@@ -70,13 +70,14 @@ def one_rank(ranks: RankPool, text: Path, tmp_path_factory: pytest.TempPathFacto
     return run(ranks, config(text), tmp_path_factory.mktemp("one") / "run", until=6, save_at=[2, 4])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "other",
     [
         pytest.param(dict(dp_shard=4, ep=4), id="dp4 x ep4"),
-        pytest.param({}, id="one rank", marks=pytest.mark.exhaustive),
-        pytest.param(dict(cp=2, dp_shard=2), id="cp2 x dp2", marks=pytest.mark.exhaustive),
-        pytest.param(dict(tp=2), id="tp2", marks=pytest.mark.exhaustive),
+        pytest.param({}, id="one rank"),
+        pytest.param(dict(cp=2, dp_shard=2), id="cp2 x dp2"),
+        pytest.param(dict(tp=2), id="tp2"),
     ],
 )
 def test_to_another_mesh_and_back(
@@ -123,6 +124,7 @@ def test_sharded_experts_and_replicas(ranks: RankPool, text: Path, tmp_path: Pat
     assert_equal_bits(loaded.states[1], saved.states[1])
 
 
+@pytest.mark.exhaustive
 def test_with_and_without_fsdp(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     """One rank without FSDP saves; with it, to sum micro-batches or over two ranks, the state is the same, and back."""
     summed = config(text, "bfloat16")
@@ -156,6 +158,7 @@ def test_resume_never_starts_over_beside_what_is_there(ranks: RankPool, text: Pa
     assert_equal_bits(resumed.states[2], again.states[2])
 
 
+@pytest.mark.exhaustive
 def test_another_dtype_is_said(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     settings = config(text, "float32", dp_shard=2)
     first = run(ranks, settings, tmp_path / "run", until=1, save_at=[1])

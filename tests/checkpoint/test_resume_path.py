@@ -30,6 +30,7 @@ def starting_from(settings: Config, path: Path) -> Config:
     return replace(settings, checkpoint=replace(settings.checkpoint, resume=str(path)))
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_from_another_and_then_from_itself(
     ranks: RankPool, text: Path, tmp_path: Path, source: tuple[Path, Run]
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_run_goes_on_from_another_and_then_from_itself(
     assert second.losses == pytest.approx(original.losses[3:], rel=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_a_step_of_another_run(ranks: RankPool, text: Path, tmp_path: Path, source: tuple[Path, Run]) -> None:
     run_dir, original = source
     settings = config(text, dp_shard=2, ep=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_runs import build_state, config, open_store
@@ -54,6 +55,7 @@ def plans_of_saves(settings: Config, run_dir: Path) -> tuple[list[int], list[int
     return counts, sent, all(torch.equal(local_shard(t), saved[name]) for name, t in state.tensors().items())
 
 
+@pytest.mark.exhaustive
 def test_ranks_send_their_plans_once_and_again_after_a_failure(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     outcomes = ranks.run(plans_of_saves, 2, config(text, dp_shard=2, ep=2), tmp_path / "run")
     assert [counts for counts, _, _ in outcomes] == [[1, 1, 1, 2, 2], [0] * 5]

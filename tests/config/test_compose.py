@@ -21,7 +21,6 @@ from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of
 from automoe.launch.prepare import compose
-from tests.support.sampling import one_in
 
 
 def test_a_primary_of_the_users_own_folder_wins_over_the_shipped_one_of_its_name(tmp_path: Path) -> None:
@@ -68,7 +67,10 @@ SMALL = [name for name in list_options("model") if name.startswith("small")]
 MESHES = [name for name in list_options("mesh") if not name.startswith(("paper_", "tuned_", "first_"))]
 
 
-@pytest.mark.parametrize(("model", "mesh"), one_in(4, list(product(SMALL, MESHES)), "-".join))
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    ("model", "mesh"), list(product(SMALL, MESHES)), ids=map("-".join, list(product(SMALL, MESHES)))
+)
 def test_every_small_model_fits_every_mesh_group(model: str, mesh: str) -> None:
     config = compose_config(overrides=[f"model={model}", f"mesh={mesh}"])
     if config.model.attention.linear_num_key_heads:  # a delta net's state runs through the whole row
@@ -159,6 +161,7 @@ def test_a_bare_off_in_yaml_means_off() -> None:
     assert config_from_dict(raw).observe.wandb == "off"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", list_options())
 def test_the_frozen_file_reads_back_equal(name: str, tmp_path: Path) -> None:
     config = compose_config(name)

@@ -23,6 +23,7 @@ def proxy_of(config: Config) -> Config:
     return proxy
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", list_options())
 def test_every_primary_has_a_valid_proxy_of_the_same_structure(name: str) -> None:
     config = compose_config(name, ["launch.num_ranks=4"])

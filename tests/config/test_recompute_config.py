@@ -39,6 +39,7 @@ def test_what_each_layer_recomputes(overrides: list[str], chosen: list[tuple[str
     assert parse_config(dump_config(config)) == config
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "overrides, words",
     [

@@ -18,7 +18,6 @@ from tests.config.test_validate import BAD
 from tests.support.chat import messages, save_tokenizer, write_chat
 from tests.support.hf_models import save_small_hf
 from tests.support.preference import write_pairs
-from tests.support.sampling import one_in
 
 _VALUE = r"(?:\[[^\]]*\]|\{[^}]*\}|[^\s,;()|]+)"
 _SETTING = re.compile(rf"(?<![\w.])((?:[a-z_]\w*\.)*[a-z_]\w*)=({_VALUE})")
@@ -106,7 +105,10 @@ def ends(
             way = choices(met.remedy)[0] if met is not None else []
 
 
-@pytest.mark.parametrize(("ranks", "overrides"), one_in(4, [one[:2] for one in BAD], lambda case: " ".join(case[1])))
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    ("ranks", "overrides"), [one[:2] for one in BAD], ids=map(lambda case: " ".join(case[1]), [one[:2] for one in BAD])
+)
 def test_what_an_error_says_to_set_passes(ranks: int, overrides: list[str], files: Files) -> None:
     overrides = [one.replace("my.txt", str(files.files["text"])) for one in overrides]
     ends(ranks, ["mesh=fsdp", *overrides], files)
@@ -145,7 +147,8 @@ MORE: dict[str, tuple[int, list[str], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", one_in(4, list(MORE)))
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("case", list(MORE), ids=str)
 def test_what_other_errors_say_to_set_passes(case: str, files: Files) -> None:
     ranks, overrides, name = MORE[case]
     given = {"CHAT": files.files["chat"], "ROUTING": files.folder / "routing"}
@@ -171,7 +174,8 @@ HF = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "overrides"), one_in(4, HF, lambda case: f"{case[0]} " + " ".join(case[1])))
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(("ranks", "overrides"), HF, ids=map(lambda case: f"{case[0]} " + " ".join(case[1]), HF))
 def test_no_error_over_a_checkpoint_says_to_change_its_model(ranks: int, overrides: list[str], files: Files) -> None:
     given = [
         "mesh=fsdp", f"model.hf_path={files.folder / 'hf'}", "data=text", f"data.path={files.files['text']}",

@@ -315,6 +315,7 @@ MENDED = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("ranks", "overrides"), MENDED, ids=[" ".join(m[1]) for m in MENDED])
 def test_the_remedies_are_valid(ranks: int, overrides: list[str]) -> None:
     check(ranks, *overrides)

@@ -311,6 +311,7 @@ def test_a_small_embedding_is_refused(config):
         Loader(config, 0, 1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
 def test_every_kind_with_an_hf_tokenizer(kind, tmp_path, library_texts, byte_level_dir):
     path = tmp_path / f"corpus.{kind}"
@@ -371,6 +372,7 @@ def exchange(path: Path) -> None:
         shutil.copy(file, path.parent)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "meta.json"])
 @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink, put_a_folder, exchange])
 def test_damaged_cache_is_found_and_made_anew(name, damage, config, cache, capsys):

@@ -89,6 +89,7 @@ def from_python(page: Path) -> tuple[Path, str]:
     return run_dir, said
 
 
+@pytest.mark.exhaustive
 def test_every_block_of_the_page_in_one_run_that_equals_one_with_what_is_built_in(
     page: Path, from_python: tuple[Path, str]
 ) -> None:
@@ -141,6 +142,7 @@ def difference_of_the_page() -> float:
     return worst_difference(model, whole)
 
 
+@pytest.mark.exhaustive
 def test_expert_parallelism_of_the_page_equals_one_process(
     page: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

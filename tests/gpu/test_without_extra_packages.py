@@ -47,6 +47,7 @@ def run_bare(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True, timeout=600)
 
 
+@pytest.mark.exhaustive
 def test_scripts_for_one_gpu_find_the_checkout(tmp_path: Path) -> None:
     missing = run_bare("import automoe.errors", tmp_path)  # conf/ and recipes/ may lie where packages do, and no module
     assert "No module named 'automoe" in missing.stderr

@@ -312,6 +312,7 @@ def export_loaded(path: Path, out: Path, mesh: MeshConfig) -> None:
     to_hf(parts, out)
 
 
+@pytest.mark.exhaustive
 def test_a_tied_embedding_of_two_stages_keeps_its_dtype(tmp_path: Path, ranks: RankPool) -> None:
     save_small_hf("qwen3_moe_tied", tmp_path / "source")
     convert_hf(tmp_path / "source", tmp_path / "half", dtype="bfloat16")
@@ -370,7 +371,8 @@ def _small_config(family: str, mesh: MeshConfig) -> Config:
 OTHERS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "llama", "qwen3", "gpt_oss", "qwen3_next")
 
 
-@pytest.mark.parametrize("family", ["dsv3"] + [pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["dsv3", *OTHERS])
 def test_export_from_a_mesh(family: str, tmp_path: Path, ranks: RankPool) -> None:
     mesh = MeshConfig(pp=2, dp_shard=2, ep=2)
     results = ranks.run(export_fresh, 4, tmp_path / "out", mesh, family)
@@ -412,6 +414,7 @@ def test_from_hf_and_to_hf_on_a_mesh(source: Path, tmp_path: Path, ranks: RankPo
         assert torch.equal(one, other), name
 
 
+@pytest.mark.exhaustive
 def test_from_hf_with_tensor_parallelism_gives_whole_logits(source: Path, tmp_path: Path, ranks: RankPool) -> None:
     tokens = torch.randint(96, (4, 20), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():

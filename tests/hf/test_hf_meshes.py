@@ -77,6 +77,7 @@ def exhaustive(*case: str) -> Any:
     return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -191,6 +192,7 @@ def check_gradients(name: str, tmp_path: Path, mesh: MeshConfig, ranks: RankPool
     assert compared == set(theirs)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

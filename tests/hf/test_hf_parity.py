@@ -37,6 +37,7 @@ def tokens_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.cat((tokens[:, 1:], torch.full((ROWS, 1), IGNORE)), dim=1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SMALL_MODELS)
 @pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
 def test_equal_to_transformers(name: str, fused: bool, tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def round_trip(path: Path, out: Path, mesh: MeshConfig) -> None:
     to_hf(parts, out, dtype="float32", verify=False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -190,6 +191,7 @@ def transformers_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -38,6 +38,7 @@ def preset(name: str) -> ModelConfig:
     return compose_config(overrides=[f"model={name}"]).model
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_config_is_our_preset(name: str, tmp_path: Path) -> None:
     read = model_config_from_hf(write(tmp_path, PUBLISHED[name]))

@@ -63,6 +63,7 @@ def off(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.exhaustive) for n in FAMILIES]
 )

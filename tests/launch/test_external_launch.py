@@ -48,6 +48,7 @@ def test_rank_0_composes_and_every_rank_runs_the_same(command: Command) -> None:
     assert '<span class="badge done">done</span>' in (command.run_dir / "report.html").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -55,16 +56,8 @@ def test_rank_0_composes_and_every_rank_runs_the_same(command: Command) -> None:
             ("mesh=fsdp", "mesh.dp_shard=4"),
             "torchrun started WORLD_SIZE=2 ranks, and the mesh holds pp*dp_replicate*dp_shard*cp*tp = 1*1*4*1*1 = 4",
         ),
-        pytest.param(
-            ("-m", "mesh.ep=1,2"),
-            "a sweep starts ranks of its own for every job, and torchrun has already",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            ("launch.max_restarts=1",),
-            "torchrun started the ranks, so only it can start them again",
-            marks=pytest.mark.exhaustive,
-        ),
+        pytest.param(("-m", "mesh.ep=1,2"), "a sweep starts ranks of its own for every job, and torchrun has already"),
+        pytest.param(("launch.max_restarts=1",), "torchrun started the ranks, so only it can start them again"),
     ],
     ids=["wrong world size", "multirun", "restarts"],
 )
@@ -94,6 +87,7 @@ def free_port() -> int:
             return port
 
 
+@pytest.mark.exhaustive
 def test_srun_tasks_meet_at_rank_0(command: Command) -> None:
     port = str(free_port())
     tasks: list[subprocess.Popen[str]] = []

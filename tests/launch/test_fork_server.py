@@ -40,11 +40,13 @@ def main(config, shape, context):
 """
 
 
+@pytest.mark.exhaustive
 def test_what_the_server_imports_starts_no_thread_and_asks_for_no_device() -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", ASKS_NO_DEVICE], env=env, check=True, timeout=PATIENCE_S)
 
 
+@pytest.mark.exhaustive
 def test_jobs_of_a_sweep_share_a_server_and_no_random_numbers(tmp_path: Path) -> None:
     (tmp_path / "recipe_draws.py").write_text(RECIPE)
     command = Command(tmp_path / "sweep")

@@ -25,6 +25,7 @@ def composed(check: Check) -> Config:
     return compose(parse_arguments([*check.overrides("cuda"), "run_dir=never"]))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_a_check_composes_and_fills_its_gpus(check: Check) -> None:
     config = composed(check)
@@ -33,6 +34,7 @@ def test_a_check_composes_and_fills_its_gpus(check: Check) -> None:
     assert check.proves and (not check.killed or config.checkpoint.every < gpu_first.STEPS // 2 + 1)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("check", [check for check in CHECKS if check.like], ids=lambda check: check.name)
 def test_a_check_trains_the_rows_and_weights_of_the_one_that_it_is_held_against(check: Check) -> None:
     """And that one comes before it, on no more GPUs: what differs is what the check proves."""

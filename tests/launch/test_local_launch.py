@@ -107,6 +107,7 @@ def test_a_request_to_stop_while_ranks_start_is_not_lost(command: Command, proce
     assert read_status(command.run_dir)["state"] == "preempted"
 
 
+@pytest.mark.exhaustive
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(command: Command) -> None:
     process = command.start("recipe_deaf", *TWO_RANKS)
     read_until(process, "sleeping")

@@ -25,6 +25,7 @@ def journal(command: TrainCommand) -> list[dict[str, Any]]:
     return json.loads((command.run_dir / "sweep.json").read_text())["jobs"]
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_skips_impossible_shapes_tabulates_and_resumes(command: Command, run: Run, tmp_path: Path) -> None:
     own = tmp_path / "it's mine"  # a primary of a shipped name, and an option of a shipped group
     (own / "optim").mkdir(parents=True)

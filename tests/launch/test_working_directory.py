@@ -14,7 +14,6 @@ import automoe
 from automoe.config.shipped import find_recipe, load_recipe, named_recipe
 from automoe.errors import ConfigError
 from tests.support.hf_models import save_small_hf
-from tests.support.sampling import one_in
 
 ROOT = Path(automoe.__file__).parents[1]
 # Modules that the commands import early, late, only if they are installed, or never.
@@ -52,12 +51,13 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("command", "status", "start"),
-    one_in(
-        3,
-        [(*command, start) for start in ("script", "module") for command in COMMANDS],
+    [(*command, start) for start in ("script", "module") for command in COMMANDS],
+    ids=map(
         lambda case: f"{case[0][0]}--{case[2]}",
+        [(*command, start) for start in ("script", "module") for command in COMMANDS],
     ),
 )
 def test_nothing_of_the_folder_is_imported(command: tuple[str, ...], status: int, start: str, folder: Path) -> None:
@@ -67,6 +67,7 @@ def test_nothing_of_the_folder_is_imported(command: tuple[str, ...], status: int
     assert not (folder / "MARK").exists(), (folder / "MARK").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_module_name_may_be_joined_to_its_flag(folder: Path) -> None:
     done = ended(folder, "-umautomoe.plan", "model.hf_path=.", "data=benchmark")
     assert done.returncode == 0 and not (folder / "MARK").exists(), done.stderr

@@ -44,7 +44,6 @@ from tests.support.class_models import (
     tier_config,
 )
 from tests.support.memory import build_allocator, measure_step
-from tests.support.sampling import one_in
 
 # Routers by softmax and by sigmoid, a tied head with a factor, delta nets, latents, shared experts, other names.
 CLASSES = ["olmoe", "minimax_m2", "cohere2_moe", "qwen3_5_moe_text", "glm4_moe_lite", "granitemoe", "ernie4_5_moe"]
@@ -67,7 +66,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     yield Saved()
 
 
-@pytest.mark.parametrize("model_type", one_in(6, CLASSES))
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("model_type", CLASSES, ids=str)
 def test_loss_and_gradients_are_those_of_the_class(saved: dict[str, Path], model_type: str) -> None:
     ours, worst = against_class(tier_config(saved[model_type]))
     assert worst <= (1e-6 if model_type in WIDE else 1e-12)
@@ -75,7 +75,8 @@ def test_loss_and_gradients_are_those_of_the_class(saved: dict[str, Path], model
     assert counts.sum() == 24 * 2 * len(counts)
 
 
-@pytest.mark.parametrize("model_type", one_in(2, ["qwen3_moe", "mixtral"]))
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"], ids=str)
 def test_native_families_train_to_the_same_losses(saved: dict[str, Path], model_type: str) -> None:
     path = saved[model_type]
     model = model_config_from_hf(path)
@@ -134,7 +135,8 @@ def load_and_write(path: Path, mesh: MeshConfig, out: Path) -> tuple[Loaded, int
     return loaded, held, str(written)
 
 
-@pytest.mark.parametrize("model_type", one_in(len(CLASSES), CLASSES))
+@pytest.mark.one_in(len(CLASSES))
+@pytest.mark.parametrize("model_type", CLASSES, ids=str)
 def test_published_files_stream_into_the_shards_and_back(
     ranks: RankPool, saved: dict[str, Path], model_type: str, tmp_path: Path
 ) -> None:
@@ -280,6 +282,7 @@ def test_a_class_that_does_not_serve_is_refused_by_its_part(
         TransformersModel(model_config_from_hf(tmp_path), MoEConfig(experts="loop"))
 
 
+@pytest.mark.exhaustive
 def test_balance_losses_take_the_router_logits_of_the_class(saved: dict[str, Path], ranks: RankPool) -> None:
     """The lagged loss is a multiple of transformers' own at the first step; on a mesh it is the same."""
     config = run_config(saved["olmoe"], MESHES["ep2_ep_shard2"])

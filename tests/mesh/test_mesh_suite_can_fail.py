@@ -13,7 +13,6 @@ from test_mesh_float64 import TOLERANCE
 
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import merge_trajectories
-from tests.support.sampling import one_in
 from tests.support.trajectories import differences
 
 # Meshes of the core, so that each of these mistakes would stop any change.
@@ -76,7 +75,8 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault, case, step, kind, name", one_in(6, FAULTS, lambda row: row[0].__name__))
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("fault, case, step, kind, name", FAULTS, ids=map(lambda row: row[0].__name__, FAULTS))
 def test_a_fault_is_seen_where_it_acts(
     ranks: RankPool, reference, fault: Fault, case: Case, step: int, kind: str, name: str
 ) -> None:
@@ -90,7 +90,8 @@ def test_a_fault_is_seen_where_it_acts(
 INTACT = [TWO, FOLDED, CONTEXT, STAGES, ALONE, TENSOR, FEW_HEADS, EXPERT_TENSOR, EXPERT_COPIES, GATED_TENSOR]
 
 
-@pytest.mark.parametrize("case", one_in(5, INTACT))
+@pytest.mark.one_in(10)
+@pytest.mark.parametrize("case", INTACT, ids=str)
 def test_without_the_fault_nothing_differs(ranks: RankPool, reference, case: Case) -> None:
     """Runs after the faults, on the same processes: none of them was left in."""
     assert not differences(run_case(ranks, case), reference(case), TOLERANCE)

@@ -113,6 +113,7 @@ def differing_shapes(sizes: tuple[int, ...], placements: list[Placement]) -> lis
     return differing
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sizes, placements", LAYOUTS, ids=str)
 def test_a_shard_is_bitwise_its_part_of_the_whole(
     ranks: RankPool, sizes: tuple[int, ...], placements: list[Placement]
@@ -147,6 +148,7 @@ def materialized(config: Config) -> tuple[int, dict[str, torch.Tensor]]:
     return dist.get_rank(), values
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "mesh, parallel",
     [

@@ -30,6 +30,7 @@ def few_layers(name: str) -> ModelConfig:
     return replace(model, num_layers=model.first_k_dense + LAYERS)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_names_shapes_and_buffers_are_those_of_the_modules(name: str) -> None:
     model = few_layers(name)
@@ -41,6 +42,7 @@ def test_names_shapes_and_buffers_are_those_of_the_modules(name: str) -> None:
     assert with_buffers == {name for name, _ in built.named_buffers() if name.endswith(".expert_bias")}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_agree_with_the_modules_that_own_the_parameters(name: str) -> None:
     model = few_layers(name)
@@ -66,6 +68,7 @@ def test_rows_agree_with_the_modules_that_own_the_parameters(name: str) -> None:
                 assert param.shape[spec.tp] % per_head == 0
 
 
+@pytest.mark.exhaustive
 def test_every_row_is_a_parameter_of_some_configuration() -> None:
     used = {param.spec.name for name in MODELS for param in model_params(few_layers(name), buffers=True)}
     assert used == {name for name in SPECS if ".lora." not in name}

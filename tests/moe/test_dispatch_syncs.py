@@ -54,6 +54,7 @@ def reads_of_a_step(config: Config) -> int:
     return reads.count
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("mesh", "moe", "syncs"),
     [

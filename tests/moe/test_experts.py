@@ -85,6 +85,7 @@ COMPUTED = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @COMPUTED
 def test_a_backend_computes_the_formula(backend: str, dtype: torch.dtype, tolerance: float, counts: list[int]) -> None:
@@ -96,6 +97,7 @@ def test_a_backend_computes_the_formula(backend: str, dtype: torch.dtype, tolera
         assert error <= tolerance * theirs.norm(), f"{name}: {error / theirs.norm():.1e}"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("counts", ["skewed", "first and last empty", "no rows"])
 @COMPUTED
 def test_biases_and_the_clamped_activation(backend: str, dtype: torch.dtype, tolerance: float, counts: str) -> None:

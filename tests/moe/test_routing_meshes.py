@@ -11,7 +11,6 @@ from routing_cases import ROWS, STEPS, routing_config, run_routing
 
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory
-from tests.support.sampling import one_in
 from tests.support.trajectories import differences
 
 TOLERANCE = 1e-10
@@ -81,7 +80,8 @@ def assert_equal(got: Trajectory, expected: Trajectory) -> None:
     assert not different, f"{len(different)} differ, first: {different[0]}"
 
 
-@pytest.mark.parametrize(("rules", "mesh"), one_in(4, PAIRS, "-".join))
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize(("rules", "mesh"), PAIRS, ids=map("-".join, PAIRS))
 def test_a_rule_means_the_same_on_every_mesh(ranks: RankPool, one_rank, rules: str, mesh: str) -> None:
     assert_equal(run_routing(ranks, routing_config(**MESHES[mesh], **RULES[rules])), one_rank(rules))
 
@@ -124,11 +124,11 @@ def test_dropping_is_repeated_and_not_counted_twice_by_recomputation(ranks: Rank
 CLASSICAL = dict(micro_batch_balance_coef=0.05)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "mesh",
-    one_in(
-        2, [dict(dp_replicate=2, ep=2), dict(dp_shard=2, cp=2, ep=4), dict(dp_shard=2, tp=2), dict(pp=2, dp_shard=2)]
-    ),
+    [dict(dp_replicate=2, ep=2), dict(dp_shard=2, cp=2, ep=4), dict(dp_shard=2, tp=2), dict(pp=2, dp_shard=2)],
+    ids=str,
 )
 def test_micro_batch_balance_is_equal_where_the_same_rows_meet(ranks: RankPool, mesh: dict[str, int]) -> None:
     """Two data-parallel ranks with micro-batches of one row, whatever the other axes."""
@@ -144,6 +144,7 @@ def test_micro_batch_balance_changes_with_accumulation_alone(ranks: RankPool) ->
     assert accumulated.losses[0] == pytest.approx(whole.losses[0], rel=TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_recorded_routing_is_repeated_on_other_meshes(ranks: RankPool, tmp_path: Path) -> None:
     directory = str(tmp_path)
     recording = routing_config(

@@ -17,7 +17,6 @@ from automoe.moe.row_sums import gather_rows, sum_in_order, sum_rows
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
-from tests.support.sampling import one_in
 from tests.support.trajectories import run_trajectory
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -115,7 +114,8 @@ def as_on_cuda(config: Config) -> Trajectory:
         return run_trajectory(config, batches, 2)
 
 
-@pytest.mark.parametrize("name", one_in(6, list(CASES)))
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("name", list(CASES), ids=str)
 @pytest.mark.parametrize("dtype, experts", [("float32", "grouped_mm"), ("float64", "loop")])
 def test_whole_steps_have_the_same_bits(ranks: RankPool, name: str, dtype: str, experts: str) -> None:
     mesh, moe = CASES[name]

@@ -32,7 +32,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mutants import MUTANTS, Mutant  # noqa: E402
 
 RESULTS = ROOT / "tests" / "mutation" / "results.json"
-LIMIT_S = 300  # of one mutant; only a hang reaches it
+LIMIT_S = 900  # of one mutant; only a hang reaches it
+BASELINE_LIMIT_S = 3600  # of all tests without a mutant
+HERE = "not gpu and not gpus and not tokenizers and not smoke"  # what runs on any machine
+QUICK = f"{HERE} and not exhaustive and not faults"  # what `make test` runs
 FOLDERS = ("automoe", "recipes", "conf", "tests", "benchmarks", "docs")
 LOG = "pytest.log"
 PASSED, BROKEN, TOO_LONG = 0, 3, -signal.SIGALRM  # exit statuses
@@ -69,13 +72,17 @@ def main() -> int:
         trees = [copy_tree(Path(scratch) / str(i)) for i in range(options.jobs)]
         if not options.skip_baseline:
             named = {test for mutant in chosen for test in mutant.tests}
-            single = {test for test in named if "[" in test}
-            for tests in filter(None, (sorted(named - single), sorted(single))):
-                pid, log = start(trees[0], tests)
+            single = {
+                test for test in named if "[" in test
+            }  # a case that is named runs even if `make test` leaves it out
+            for tests, marks in ((named - single, QUICK), (single, HERE)):
+                if not tests:
+                    continue
+                pid, log = start(trees[0], sorted(tests), marks, BASELINE_LIMIT_S)
                 _, status = wait([pid])
                 if status != PASSED:
                     by = first_failure(log)
-                    print(f"without a mutant, {by or tests} is red (pytest's status {status}): mend that first")
+                    print(f"without a mutant, {by or sorted(tests)} is red (pytest's status {status}): mend that first")
                     return 1
         outcomes = run_all(chosen, trees)
     if options.write:
@@ -118,15 +125,25 @@ def put_in(tree: Path, mutant: Mutant) -> None:
     path.write_text(before.replace(mutant.old, mutant.new))
 
 
-def start(tree: Path, tests: list[str]) -> tuple[int, Path]:
-    """A fork that runs pytest over ``tests`` in ``tree``: its process id, and the file that takes its output."""
+class ExhaustiveLast:
+    """Runs what ``make test`` leaves out after the rest: only mutants that the rest leaves alive pay for it."""
+
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        items.sort(key=lambda item: any(item.get_closest_marker(mark) for mark in ("exhaustive", "faults")))
+
+
+def start(tree: Path, tests: list[str], marks: str, limit_s: int) -> tuple[int, Path]:
+    """A fork that runs pytest over ``tests`` in ``tree``: its process id, and the file that takes its output.
+
+    ``marks`` selects tests as pytest's ``-m``. A fork that runs for longer than ``limit_s`` ends by SIGALRM.
+    """
     log = tree / LOG
     pid = os.fork()
     if pid:
         return pid, log
     try:  # the child
         os.setsid()
-        signal.alarm(LIMIT_S)
+        signal.alarm(limit_s)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -139,9 +156,8 @@ def start(tree: Path, tests: list[str]) -> tuple[int, Path]:
         import automoe
 
         assert Path(automoe.__file__).is_relative_to(tree)
-        # A case that is named with its parameters runs even if `make test` leaves it out.
-        marks = ["-m", "not gpu"] if all("[" in test for test in tests) else []
-        status = int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *marks, *tests]))
+        options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", marks]
+        status = int(pytest.main([*options, *tests], plugins=[ExhaustiveLast()]))
     except BaseException:
         status = BROKEN
     sys.stdout.flush()
@@ -182,7 +198,7 @@ def run_all(chosen: list[Mutant], trees: list[Path]) -> list[Outcome]:
         while waiting and free:
             (number, mutant), tree = waiting.pop(0), free.pop()
             put_in(tree, mutant)
-            pid, _ = start(tree, mutant.tests)
+            pid, _ = start(tree, mutant.tests, HERE, LIMIT_S)
             running[pid] = number, mutant, tree, time.monotonic()
         pid, status = wait(running)
         number, mutant, tree, began = running.pop(pid)

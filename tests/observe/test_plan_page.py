@@ -48,6 +48,7 @@ def test_a_page_holds_its_pictures_and_nothing_in_it_becomes_markup(tmp_path: Pa
         assert said in page.words
 
 
+@pytest.mark.exhaustive
 def test_html_replaces_a_page_and_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.html"
     path.write_text("<p>a letter</p>")

@@ -18,7 +18,6 @@ from automoe.config.schema import MeshConfig
 from automoe.observe.mesh_view import draw_mesh
 from automoe.observe.plot_style import save
 from automoe.observe.report import build_report, write_report
-from tests.support.sampling import one_in
 
 ERROR = {
     "rank": 2,
@@ -130,7 +129,8 @@ def test_a_run_that_died_before_its_first_step(tmp_path):
     assert len(page.images) == 1  # the meshes
 
 
-@pytest.mark.parametrize("steps", one_in(3, [1, 2, 3]))
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("steps", [1, 2, 3], ids=str)
 def test_a_run_that_died_early(tmp_path, steps):
     write_run(tmp_path, steps=steps, status={"state": "failed", "error": ERROR})
     page_of(tmp_path)
@@ -196,6 +196,7 @@ def test_the_heat_map_is_brightest_where_the_load_is(tmp_path):
     assert (orange.max(axis=0) - orange.min(axis=0))[1] < 0.15 * plot.shape[1]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "axes, ranks",
     [
@@ -255,6 +256,7 @@ def test_one_validation_does_not_push_the_training_out_of_the_picture() -> None:
     assert bits.get_xlim() == (39, 41)
 
 
+@pytest.mark.exhaustive
 def test_nothing_that_is_shown_can_become_a_part_of_the_page(tmp_path):
     """Names, values and messages that a folder from elsewhere may hold."""
     evil = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{7*7}}$\\frac{"

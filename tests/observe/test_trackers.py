@@ -101,6 +101,7 @@ def test_off_does_not_import_wandb(tmp_path):
     assert done.stdout == "trained to step 3 with nothing False\n\n", done.stderr
 
 
+@pytest.mark.exhaustive
 def test_offline_records_the_steps(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     done = run(tmp_path, "offline", WANDB_DIR=str(tmp_path / "elsewhere"))

@@ -125,6 +125,7 @@ def trained_on_mesh(placements: list, shape: tuple[int, ...], moments: str) -> l
         return trained(model, torch.bfloat16, moments)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_mesh_gives_them(ranks: RankPool, name: str) -> None:
     shape = (3, 5, 8) if "uneven" in name else (4, 6, 8)

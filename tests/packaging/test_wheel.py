@@ -122,6 +122,7 @@ def test_the_wheel_has_every_module_config_and_recipe(wheel: Path, source: Path)
     assert {"automoe/recipes/pretrain.py", "automoe/conf/model/small_dsv3.yaml"} <= packed
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_trains_outside_a_checkout(installed: Path, tmp_path: Path) -> None:
     assert package_folder(tmp_path, installed) == installed / "automoe"
     said = train(tmp_path, installed, *TINY, "observe.report=true")

@@ -108,6 +108,7 @@ LIMITED = replace(
 )
 
 
+@pytest.mark.exhaustive
 def test_hierarchical_dispatch_sends_one_copy_a_node(ranks: RankPool) -> None:
     """Plain all-to-all sends a token off its node once a choice, the hierarchical one at most topk_groups times."""
     across, top_k = {}, LIMITED.num_experts_per_token
@@ -223,6 +224,7 @@ def test_folding_ep_over_tp_needs_no_further_communication(ranks: RankPool) -> N
     assert sent(folded, "all_to_all", ep) - gathers_and_sums == LAYERS * ROWS * lines * HIDDEN * BYTES
 
 
+@pytest.mark.exhaustive
 def test_pipeline_borders_carry_activations_alone(ranks: RankPool) -> None:
     """s mbs h b / (TP CP) a border and micro-batch: forward from the first stage, backward from the last."""
     for parallel in (ParallelConfig(schedule="GPipe"), ParallelConfig(schedule="1F1B")):

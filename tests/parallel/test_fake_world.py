@@ -32,6 +32,7 @@ def world(*overrides: str, name: str = "config"):
     return config, mesh
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -78,6 +78,7 @@ def summed(ranks: RankPool) -> dict[str, torch.Tensor]:
     return total
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "settings",
     [

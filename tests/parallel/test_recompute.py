@@ -21,7 +21,6 @@ from automoe.parallel.parallelize import build_backend, build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
-from tests.support.sampling import one_in
 from tests.support.trajectories import differences, run_trajectory
 
 TOLERANCE = 1e-10
@@ -98,7 +97,8 @@ def reference(ranks: RankPool) -> Callable[[Config], Trajectory]:
     return get
 
 
-@pytest.mark.parametrize("config", one_in(6, CASES, name_of))
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("config", CASES, ids=name_of)
 def test_recomputed_layers_train_like_kept_ones(ranks: RankPool, reference, config: Config) -> None:
     got, expected = run(ranks, config), reference(config)
     different = differences(got, expected, TOLERANCE)
@@ -109,8 +109,11 @@ def test_recomputed_layers_train_like_kept_ones(ranks: RankPool, reference, conf
     assert all(torch.equal(bias, expected.biases[name]) for name, bias in got.biases.items())
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
-    ("recompute", "mesh"), one_in(4, list(product([EVERYTHING, "full"], [dict(pp=2), {}, dict(dp_shard=2, ep=2)])))
+    ("recompute", "mesh"),
+    list(product([EVERYTHING, "full"], [dict(pp=2), {}, dict(dp_shard=2, ep=2)])),
+    ids=map(str, list(product([EVERYTHING, "full"], [dict(pp=2), {}, dict(dp_shard=2, ep=2)]))),
 )
 def test_bfloat16_is_equal_to_the_bit(ranks: RankPool, recompute: list[str] | str, mesh: dict[str, int]) -> None:
     """Rounding is the same the second time, and no top-k flips: the router's unit and its weight are wide."""
@@ -125,7 +128,8 @@ def test_bfloat16_is_equal_to_the_bit(ranks: RankPool, recompute: list[str] | st
     assert not different, str(different[0])
 
 
-@pytest.mark.parametrize("mesh", one_in(2, [{}, dict(pp=2, dp_shard=2)]))
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("mesh", [{}, dict(pp=2, dp_shard=2)], ids=str)
 def test_outputs_made_otherwise_the_second_time_are_seen(ranks: RankPool, reference, mesh: dict[str, int]) -> None:
     config = make_config(DEEPSEEK, mesh, 2, recompute=DISCARDED)
     size = world_size(config)
@@ -141,7 +145,8 @@ FULL = make_config(DEEPSEEK, rows=2, recompute="full")
 STAGES = make_config(DEEPSEEK, dict(pp=2), 2, recompute="full")
 
 
-@pytest.mark.parametrize("config", one_in(2, [FULL, STAGES], name_of))
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("config", [FULL, STAGES], ids=name_of)
 def test_tokens_counted_again_are_seen(ranks: RankPool, reference, config: Config) -> None:
     broken = ranks.run(run_with_fault, world_size(config), config, batches, STEPS, cases.counted_again)
     found = differences(merge_trajectories(broken), reference(config), TOLERANCE)

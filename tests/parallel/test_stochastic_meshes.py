@@ -36,6 +36,7 @@ def run(pool: RankPool, config: Config) -> Trajectory:
     return merge_trajectories(pool.run(run_trajectory, world_size(config), config, batches, STEPS))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mesh", "other"),
     [

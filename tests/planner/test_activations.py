@@ -31,7 +31,6 @@ from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.planner.activations import DELTA_CHUNK, TokenLoad, layer_activation_bytes
 from automoe.planner.workspace import head_workspace_bytes, layer_workspaces
 from tests.support.gpu import one_rank
-from tests.support.sampling import one_in
 
 NUM_ROWS, SEQ_LEN = 2, 256
 TOKENS = NUM_ROWS * SEQ_LEN
@@ -139,6 +138,7 @@ LAYERS += [("small_qwen2_moe", 1), ("small_glm4_moe", 3)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("documents", [False, True], ids=["one_document", "documents"])
 @DTYPES
 @pytest.mark.parametrize(("model", "layer"), LAYERS)
@@ -189,18 +189,16 @@ def test_the_plan_copies_grouped_heads_for_cuda_and_torchs_choice_alone() -> Non
         assert TokenLoad.of(config, mesh, plan_batch(config, mesh)).copies_groups == expected
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("model", "layer", "dtype", "recompute"),
-    one_in(
-        3,
-        [
-            (*layer, dtype, recompute)
-            for layer in LAYERS
-            for dtype in (torch.float32, torch.bfloat16)
-            for recompute in (*RERUN, "full", "layernorm", "all regions")
-        ],
-        lambda case: "-".join(map(str, case)).replace("torch.", ""),
-    ),
+    [
+        (*layer, dtype, recompute)
+        for layer in LAYERS
+        for dtype in (torch.float32, torch.bfloat16)
+        for recompute in (*RERUN, "full", "layernorm", "all regions")
+    ],
+    ids=lambda value: str(value).replace("torch.", ""),
 )
 def test_a_recomputed_layer_keeps_what_the_plan_says(
     model: str, layer: int, dtype: torch.dtype, recompute: str
@@ -209,6 +207,7 @@ def test_a_recomputed_layer_keeps_what_the_plan_says(
     assert_kept_as_planned((f"model={model}",), layer, dtype, names)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("more", [[], ["core_attn"], ["layernorm", "core_attn", "shared_experts", "moe", "mlp"]])
 @pytest.mark.parametrize("q_lora_rank", ["8", "null"])
 @DTYPES
@@ -230,6 +229,7 @@ def test_the_experts_activation_is_kept_by_those_that_the_configuration_refuses(
     assert (surplus >= activation) == (experts == "loop")
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("fp8", ["tensorwise", "blockwise"])
 @pytest.mark.parametrize(("model", "layer"), [("small_dsv3", 0), ("small_dsv3", 3), ("small_qwen3_moe", 1)])
 def test_products_in_8_bits_keep_what_others_keep(model: str, layer: int, fp8: str) -> None:

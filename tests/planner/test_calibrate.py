@@ -107,6 +107,7 @@ def test_another_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixt
     assert plan.main(["calibrate=true", "world=4"]) == 2 and MOST_RANKS >= 2
 
 
+@pytest.mark.exhaustive
 def test_measured_steps_are_in_the_order_in_which_they_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the meshes in the results, on the cluster file that was made for them, by the model as it is now."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

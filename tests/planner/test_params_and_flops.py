@@ -60,6 +60,7 @@ def test_presets_have_the_published_sizes(name: str, total: float, active: float
     assert sum(count.by_part.values()) == count.total == sum(param.numel for param in model_params(preset(name)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "name",

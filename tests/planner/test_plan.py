@@ -24,7 +24,6 @@ from automoe.planner.plan import SHOWN, Plan, make_plan
 from automoe.planner.remedies import gib
 from automoe.planner.reserve import ALL_TO_ALL_PEER, COMMUNICATOR, NETWORK, Reserve, needed
 from automoe.planner.views.plan_view import print_plan
-from tests.support.sampling import one_in
 
 
 def plan_of(name: str, *overrides: str) -> Plan:
@@ -47,6 +46,7 @@ def test_the_load_at_which_experts_fill_the_memory_is_said() -> None:
     assert plan_of("dsv3_671b").full_at > 4 and plan_of("llama3_8b").full_at is None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", list_options())
 def test_every_primary_has_a_plan_that_adds_up(name: str) -> None:
     plan, without_adapters = plan_of(name), plan_of(name, "lora.rank=0")
@@ -72,7 +72,8 @@ write_plan = load_file(DOCS / "write_plan.py")
 FLAGSHIPS = write_plan.FLAGSHIPS
 
 
-@pytest.mark.parametrize("name", one_in(4, FLAGSHIPS))
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", FLAGSHIPS, ids=str)
 def test_the_table_of_recomputation_is_what_plans_say(name: str) -> None:
     assert write_plan.row(name) in (DOCS / "plan.md").read_text().splitlines(keepends=True), "run: make docs-config"
 
@@ -83,6 +84,7 @@ def test_the_table_of_recomputation_has_every_flagship() -> None:
     assert {"dsv3_671b", "kimi_k2_1t_a32b", "gpt_oss_120b", "glm45_355b_a32b"} < set(FLAGSHIPS)
 
 
+@pytest.mark.exhaustive
 def test_answers_are_what_plans_say() -> None:
     page = (DOCS / "plan.md").read_text()
     for question in write_plan.QUESTIONS:
@@ -98,6 +100,7 @@ def test_answers_are_what_searches_say(question: Any) -> None:
     assert write_plan.entry(question) in (DOCS / "plan.md").read_text(), "run: make docs-config"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mesh", ["tuned", "first"])
 @pytest.mark.parametrize("name", FLAGSHIPS)
 def test_flagships_fit_with_their_reserve_at_even_load_and_at_twice(name: str, mesh: str) -> None:
@@ -156,6 +159,7 @@ def test_a_rank_that_does_not_fit_is_named_with_what_would_help() -> None:
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [

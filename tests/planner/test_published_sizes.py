@@ -60,6 +60,7 @@ def prediction_module(model: ModelConfig) -> int:
     return layer + selection_biases(model, 1) + 2 * hidden**2 + 3 * hidden
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_preset_has_the_parameters_of_the_published_checkpoint(name: str) -> None:
     model = preset(name)
@@ -107,6 +108,7 @@ def numbers_of(name: str) -> tuple[float | None, float | None]:
     return in_all, float(active[1]) if active else None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*CHECKPOINTS, *ABOUT])
 def test_the_name_says_the_size(name: str) -> None:
     """Names leave out embedding and head, or count them; the ends of that range are rounded as names are."""
@@ -134,6 +136,7 @@ def test_upcycled_presets_are_their_source_with_more_ffns_or_more_of_the_router(
     assert count_params(preset("mixtral_8x22b_g8t8")).total == coarse + 56 * more_experts
 
 
+@pytest.mark.exhaustive
 def test_no_preset_of_these_families_is_left_out() -> None:
     known = {*CHECKPOINTS, *ABOUT, "llama3_8x70b", "mixtral_8x22b_g8t8"}
     families = {preset(name).family for name in known}

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from automoe.config.shipped import load_file
-from tests.support.sampling import one_in
 
 DOCS = Path(__file__).parents[2] / "docs"
 scaling = load_file(DOCS / "draw_scaling.py")
 
 
-@pytest.mark.parametrize("name", one_in(3, list(scaling.TABLES)))
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", list(scaling.TABLES), ids=str)
 def test_tables_are_what_the_code_says(name: str) -> None:
     text = (DOCS / "scaling.md").read_text().split(f"<!-- {name}: ")[1].split("-->\n")[1].split("<!--")[0]
     assert scaling.TABLES[name]() == text, "run: make docs-images"

@@ -69,6 +69,7 @@ def test_axes_that_are_typed_stay(config: Config) -> None:
     assert all(one.world_size == WORLD for one in shapes)
 
 
+@pytest.mark.exhaustive
 def test_the_best_is_the_best_of_all(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every legal candidate with every rung of recomputation, timed and planned one by one, under a tight limit."""
     monkeypatch.setattr(search_module, "ROWS", (1, 2))
@@ -151,6 +152,7 @@ def test_questions_that_cannot_be_asked(words: list[str], said: str, capsys: pyt
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.exhaustive
 def test_where_nothing_fits_the_status_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config-name", "mixtral_8x22b", "search=true", "world=2", f"out={tmp_path}"]
     assert plan.main(words) == 1

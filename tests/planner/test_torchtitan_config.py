@@ -46,6 +46,7 @@ def titan_config(folder: Path, name: str, *overrides: str) -> Any:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["dsv3_671b", "qwen3_235b_a22b"])
 def test_torchtitan_builds_the_planned_run(name: str, tmp_path: Path) -> None:
     config, mesh = planned(name)

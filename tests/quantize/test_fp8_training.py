@@ -28,7 +28,6 @@ from automoe.verify.compare import Comparison, compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories, micro_batch_order
 from tests.support.communication import CommunicationLog
-from tests.support.sampling import one_in
 from tests.support.trajectories import run_trajectory
 
 MODES = ("tensorwise", "delayed", "blockwise")
@@ -99,7 +98,8 @@ CODES = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(4, list(CODES)))
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("name", list(CODES), ids=str)
 def test_codes_are_those_of_one_rank(ranks: RankPool, name: str) -> None:
     """In float64 around the codes, where no order of sums tips one to its neighbour: every number is equal then."""
     mode, mesh, rows, options = CODES[name]
@@ -126,6 +126,7 @@ def collectives(settings: Config) -> int:
     return sum(message.op == "all_reduce" for message in log.messages)
 
 
+@pytest.mark.exhaustive
 def test_what_agreement_costs(ranks: RankPool) -> None:
     """One an operand and product in each of two micro-batches, of weights in the first; with a history one a step."""
     sent = {mode: ranks.run(collectives, 2, config(mode, TP_ETP, rows=2)) for mode in ("off", *MODES)}

@@ -22,7 +22,6 @@ from automoe.quantize.scaling import Blockwise, Tensorwise, W
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
-from tests.support.sampling import one_in
 from tests.support.trajectories import run_trajectory
 
 STEPS = 2
@@ -69,7 +68,8 @@ def steps(settings: Config, once: bool) -> tuple[Trajectory, list[int]]:
     return trajectory, list(calls.values())
 
 
-@pytest.mark.parametrize("name", one_in(5, list(CASES)))
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("name", list(CASES), ids=str)
 def test_once_a_step_and_to_the_bit(ranks: RankPool, name: str) -> None:
     made = settings(name)
     world = resolve_mesh(made.mesh, None).world_size

@@ -111,6 +111,7 @@ def test_a_run_leaves_its_record_its_report_and_wandb_files(straight: tuple[Path
     assert "<b>def" not in report and "&lt;b&gt;def" in report and "> import os" in said and "answered in" in said
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_pipeline_run_is_the_uninterrupted_one(straight: tuple[Path, str], resumed: tuple[Path, str]) -> None:
     run_dir, said = resumed
     assert "after step 3" in said and "warning" not in said

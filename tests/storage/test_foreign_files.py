@@ -203,6 +203,7 @@ def chat_corpus(tmp_path: Path, **chat: Any) -> None:
     open_corpus(data, load_tokenizer(folder), template=ChatTemplate(data.chat, folder))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("template", "needle"),
     [

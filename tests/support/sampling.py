@@ -1,6 +1,8 @@
-"""``pytest --sample``: of the tests marked ``exhaustive`` and ``faults``, a part that changes with the day.
+"""What of the cases runs when: ``@pytest.mark.one_in(n)`` and ``pytest --sample``.
 
-Each file's marked tests are dealt out over ``DAYS`` days in turn, so that whatever day one begins, all of them have
+``one_in(n)`` leaves every n-th case of a parametrised test to every change, the first among them, and marks the others
+``exhaustive``. With ``--sample``, of the tests marked ``exhaustive`` and ``faults`` a part runs that changes with the
+day. Each file's marked tests are dealt out over ``DAYS`` days in turn, so that whatever day one begins, all of them have
 run ``DAYS`` days later. Tests without these marks always run. ``AUTOMOE_SAMPLE_SEED=N`` repeats a day's part; the
 random meshes of the mesh suite are drawn from the same number.
 """
@@ -10,26 +12,17 @@ from __future__ import annotations
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
 
-DAYS = 4
+DAYS = 8
 VARIABLE = "AUTOMOE_SAMPLE_SEED"
 
 
 def sample_seed() -> int:
     """``AUTOMOE_SAMPLE_SEED``, or the number of today (UTC)."""
     return int(os.environ.get(VARIABLE, datetime.now(UTC).date().toordinal()))
-
-
-def one_in(count: int, cases: Sequence[Any], name: Callable[[Any], str] = str) -> list[Any]:
-    """Parameters of a test: every ``count``-th case for every change, the others exhaustive."""
-    marks = [() if i % count == 0 else pytest.mark.exhaustive for i in range(len(cases))]
-    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*row, marks=mark, id=name(case)) for row, mark, case in zip(rows, marks, cases, strict=True)]
 
 
 def todays(files: list[str], seed: int) -> list[bool]:
@@ -40,6 +33,17 @@ def todays(files: list[str], seed: int) -> list[bool]:
         runs.append((zlib.crc32(file.encode()) + seen[file] + seed) % DAYS == 0)
         seen[file] += 1
     return runs
+
+
+def mark_others_exhaustive(items: list[pytest.Item]) -> None:
+    """Mark ``exhaustive`` all but every n-th case of each test that is marked ``one_in(n)``."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker(pytest.mark.exhaustive)
+            seen[test] += 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,7 +59,9 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"{part} exhaustive and faults tests; {VARIABLE}={sample_seed()}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_others_exhaustive(items)
     if not config.option.sample:
         return
     marked = [item for item in items if any(item.get_closest_marker(mark) for mark in ("exhaustive", "faults"))]

@@ -75,6 +75,7 @@ def accepted(config: Config, shape: MeshShape) -> bool:
         return False
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
 def test_legal_is_what_validate_accepts(tmp_path: Path, name: str, world_size: int) -> None:

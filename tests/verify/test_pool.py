@@ -94,6 +94,7 @@ def let_go_of_a_kept_store() -> None:
     STORES.clear()
 
 
+@pytest.mark.exhaustive
 def test_a_store_that_outlives_its_case_reads_nothing_of_another_case() -> None:
     pool = RankPool(2, timeout_s=60.0)
     pool.run(keep_the_store, 2)
@@ -130,6 +131,7 @@ def wait_on_rank(rank: int) -> None:
         threading.Event().wait()
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_hang_are_named_and_replaced() -> None:
     pool = RankPool(max_ranks=3, timeout_s=20.0)
     try:

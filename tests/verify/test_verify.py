@@ -129,6 +129,7 @@ def ranks_alone(*args: Any, **options: Any) -> Trajectory:
         return run_trajectory(*args, **options)
 
 
+@pytest.mark.exhaustive
 def test_eight_bits_are_held_to_one_rank_in_float64_and_loosened_below(ranks: RankPool, small: list[str]) -> None:
     """Rows that meet in a micro-batch are the same in both runs, of which the mesh has two."""
     eight = [*small, "train.fp8=tensorwise", "mesh.dp_shard=2"]
@@ -193,6 +194,7 @@ def test_the_command_names_the_first_difference(
     assert "DIFFERENT" in out and "EQUAL" not in out
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_raise_are_reported(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
