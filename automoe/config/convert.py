@@ -16,6 +16,7 @@ from functools import cache
 from itertools import cycle
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from automoe.config.layout import with_layout
 from automoe.config.paths import PathText, checked_path
 from automoe.config.plugins import registered_names
 from automoe.config.recipe_args import CLASS, SECTION, args_class, default_args
@@ -39,7 +40,7 @@ def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
     Raises:
         ConfigError: an unknown key (with the nearest known one) or a value of the wrong type.
     """
-    config: Config = _to_dataclass(Config, raw, "")
+    config = with_layout(_to_dataclass(Config, raw, ""))
     return replace(config, recipe_args=_make_args(config)) if trusted else config
 
 

@@ -253,6 +253,9 @@ class ParallelConfig:
     stages_per_rank: int = 1  # pipeline stages per rank; more than 1 only with Interleaved1F1B
     # layers of each stage; null: equal numbers, the longer stages first if they cannot be equal
     layers_per_stage: list[int] | None = None
+    # the two keys above in Megatron-Core's notation, e.g. "Et*3|(tt|)*29L": E embedding, t layer, L
+    # head and loss, | border of two stages; stages may be empty
+    layout: str | None = None
     # FSDP frees gathered weights at the end of a step, or after every micro-batch
     reshard: Literal["step", "micro_batch"] = "step"
     # FSDP reduces gradients at the end of a step, or after every micro-batch

@@ -145,17 +145,25 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            f"Set {key}=1" + ("" if shape.world_size % 2 else ", or mesh.pp=2 or more"))
     num_layers = config.model.num_layers
     num_stages = pp * stages
-    yield ("model.num_layers", num_layers < num_stages, *too_many_stages(num_stages))
     sizes = parallel.layers_per_stage
-    if sizes is not None and num_layers >= num_stages:
-        even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
-        remedy = f"Set parallel.layers_per_stage=[{even}] or null"
+    yield ("model.num_layers", sizes is None and num_layers < num_stages, *too_many_stages(num_stages))
+    if sizes is not None:
+        remedy = "Set parallel.layers_per_stage=null"
+        if num_layers >= num_stages:
+            even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
+            remedy = f"Set parallel.layers_per_stage=[{even}] or null"
+        if parallel.layout is not None:
+            remedy = f"Write parallel.layout with {num_stages} stages and {num_layers} t"
         yield ("parallel.layers_per_stage", len(sizes) != num_stages,
                f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes",
                remedy)
-        least = min(sizes)
-        yield ("parallel.layers_per_stage", least < 1,
-               f"every pipeline stage holds at least 1 layer, and stage {sizes.index(least)} has {least}", remedy)
+        least = min(sizes, default=0)
+        yield ("parallel.layers_per_stage", least < 0, f"no stage has {least} layers", remedy)
+        # The first stage holds the embedding, the last one the head.
+        held = [[n + (i in (0, num_stages - 1)) for i, n in enumerate(sizes)][rank::pp] for rank in range(pp)]
+        empty = [rank for rank, own in enumerate(held) if not any(own)]
+        yield ("parallel.layers_per_stage", bool(empty),
+               f"every pipeline rank trains something, and the stages of rank {empty[:1]} are all empty", remedy)
         yield ("parallel.layers_per_stage", sum(sizes) != num_layers,
                f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
     if pp == 1:

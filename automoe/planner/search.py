@@ -33,7 +33,13 @@ STAGES = (2, 4, 8)
 # Meshes that a process times in one call; candidates fitted between two updates of the result.
 CHUNK = 128
 STRIDE = 64
-ONE_STAGE: dict[str, Any] = {"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": None}
+ONE_STAGE: dict[str, Any] = {
+    "schedule": "1F1B",
+    "stages_per_rank": 1,
+    "layers_per_stage": None,
+    "layout": None,
+}
+PIPELINE_KEYS = {f"parallel.{key}" for key in ONE_STAGE}
 PATIENCE = 512  # The search ends after this many candidates in a row without a new result.
 
 
@@ -212,7 +218,7 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
         micro = [train.micro_batch_size]
     turns = [n for n in STAGES if n * shape.pp <= config.model.num_layers]
     runs = [ONE_STAGE]
-    if {"parallel.stages_per_rank", "parallel.schedule", "parallel.layers_per_stage"} & set(fixed):
+    if PIPELINE_KEYS & set(fixed):
         runs = [{}]
     elif shape.pp > 1:
         runs += [{**ONE_STAGE, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in turns]

@@ -242,6 +242,14 @@ class StagePlan:
         # Without earlier gradients, those of the head come first.
         whole = self.gradients if adds else self.rest_gradients * self.last
         sharded = 0
+        if not self.layers:  # the embedding or the head alone, or nothing
+            yield Moment(
+                "backward",
+                [],
+                activations=below,
+                gathered_weights=weights,
+                unsharded_gradients=self.gradients if adds else self.rest_gradients,
+            )
         for layer in reversed(self.layers):
             common = dict(gathered_weights=weights, unsharded_gradients=whole, gradients=sharded)
             for work in layer.workspaces:

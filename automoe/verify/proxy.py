@@ -82,6 +82,7 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
         model = _cut_model(model, small, num_stages, num_token_ids, blocked)
     if parallel.layers_per_stage is not None:
         # Stages of different sizes keep different sizes.
+        parallel.layout = None
         parallel.layers_per_stage = [model.num_layers - num_stages + 1] + [1] * (num_stages - 1)
     if isinstance(parallel.recompute_layers, list):
         # The listed layers that exist recompute; if none exists, the last layer does.

@@ -16,7 +16,7 @@ from mesh_cases import MODELS, ROWS, Case
 from mesh_mappings import FULL, GPIPE, INTERLEAVED, MUON, PARTS, PER_MICRO_BATCH
 
 from automoe.config.mesh_shape import MeshShape
-from tests.support.mappings import is_legal, legal_meshes
+from tests.support.mappings import is_legal, leaves_no_rank_empty, legal_meshes
 from tests.support.sampling import sample_seed
 
 DRAWS = 16
@@ -77,9 +77,21 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
     weights = [2 ** sum(size > 1 for size in _sizes(shape).values()) for shape in shapes]
     [shape] = generator.choices(shapes, weights)
     mesh = {axis: size for axis, size in _sizes(shape).items() if size > 1}
+    if shape.pp > 1 and generator.random() < 0.5:
+        run["parallel"] = parallel | dict(layers_per_stage=_layout(generator, family, shape, parallel))
     case = Drawn(family, mesh, seed=seed, **run)
     assert case.world_size == world_size == prod(shape.sizes("moe")) and is_legal(shape, case.config)
     return case
+
+
+def _layout(generator: random.Random, family: str, shape: MeshShape, parallel: dict[str, Any]) -> list[int]:
+    """Layers of every stage, some of which may be none; no rank is left with nothing."""
+    layers, stages = MODELS[family].num_layers, shape.pp * parallel.get("stages_per_rank", 1)
+    while True:
+        cuts = sorted(generator.choices(range(layers + 1), k=stages - 1))
+        sizes = [after - before for before, after in zip([0, *cuts], [*cuts, layers], strict=True)]
+        if leaves_no_rank_empty(sizes, shape.pp):
+            return sizes
 
 
 def _sizes(shape: MeshShape) -> dict[str, int]:

@@ -23,7 +23,7 @@ CORE = [
     Case("mixtral", rows=2, parallel=PER_MICRO_BATCH),
     # two ranks: each axis alone, or with the one that folds over it
     Case("deepseek", dict(pp=2), rows=2),
-    Case("deepseek", dict(pp=2), rows=2, parallel=dict(schedule="1F1B", layers_per_stage=[4, 1])),
+    Case("deepseek", dict(pp=2), rows=2, parallel=dict(schedule="1F1B", layers_per_stage=[5, 0])),
     Case("deepseek", dict(dp_shard=2), rows=4),
     Case("qwen3", dict(dp_shard=2, ep=2), rows=1),
     Case("mixtral", dict(dp_shard=2, ep=2), rows=2, dispatcher="allgather", parallel=PER_MICRO_BATCH),
@@ -90,6 +90,9 @@ MORE = [
     Case("deepseek-direct", dict(pp=2, tp=2, ep=2), rows=2, parallel=FULL),
     Case("mixtral", dict(pp=2), rows=2, parallel=INTERLEAVED),
     Case("qwen3", dict(pp=2), rows=2, parallel=INTERLEAVED | dict(layers_per_stage=[1, 1, 1, 1])),
+    # an embedding alone, an empty stage, a head alone
+    Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layers_per_stage=[0, 5, 0, 0])),
+    Case("qwen3-tied", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layers_per_stage=[0, 3, 1, 0])),
     Case("deepseek", dict(cp=2), rows=8),
     Case("qwen3", dict(cp=2, ep=2), rows=2),
     Case("mixtral", dict(cp=2, ep=2), rows=2, dispatcher="allgather"),

@@ -86,7 +86,8 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
     sizes = parallel.layers_per_stage
     layers = config.model.num_layers
     if (sizes is None and layers < stages) or (
-        sizes is not None and (len(sizes) != stages or min(sizes) < 1 or sum(sizes) != layers)
+        sizes is not None
+        and (len(sizes) != stages or sum(sizes) != layers or not leaves_no_rank_empty(sizes, shape.pp))
     ):
         return False
     micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
@@ -95,6 +96,11 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
     if interleaved and micro_batches % shape.pp:
         return False
     return "micro_batch" not in (parallel.reshard, parallel.grad_sync)
+
+
+def leaves_no_rank_empty(sizes: list[int], pp: int) -> bool:
+    """Whether every pipeline rank holds a layer, the embedding or the head."""
+    return all(any(sizes[rank::pp]) or rank in (0, pp - 1) for rank in range(pp))
 
 
 def _divisors(number: int) -> list[int]:

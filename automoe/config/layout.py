@@ -1,0 +1,118 @@
+"""Pipeline layouts in the notation of Megatron-Core, e.g. ``Et*3|(tt|)*29L``.
+
+Letters: E embedding, t decoder layer, L final norm, head and loss; ``|`` ends a stage. ``t*3`` and
+``(tt|)*29`` repeat; commas and spaces mean nothing. A stage may be empty.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from automoe.config.schema import Config
+from automoe.errors import ConfigError
+
+KEY = "parallel.layout"
+# letters and borders of an expanded layout: more than any model has
+MAX_LENGTH = 20_000
+
+
+def parse_layout(text: str) -> list[str]:
+    """Return the letters of every pipeline stage, first stage first.
+
+    ``Et|(t|)*2L`` gives ``["Et", "t", "t", "L"]``.
+
+    Raises:
+        ConfigError: a foreign character, a parenthesis without its partner, a repetition of
+            nothing, or letters that are not one E, then any number of t, then one L.
+    """
+    stages = _expand(text).split("|")
+    order = "".join(stages)
+    if not re.fullmatch(r"Et*L", order):
+        raise ConfigError(
+            KEY,
+            text,
+            "a layout is one E, then a t for each layer, then one L, and this one has "
+            f"{order.count('E')} E, {order.count('t')} t and {order.count('L')} L"
+            + ("" if order.count("E") != 1 or order.count("L") != 1 else " in another order"),
+            "Write it as in Et*3|tt|t*3L",
+        )
+    return stages
+
+
+def _expand(text: str) -> str:
+    """Return ``text`` with repetitions written out."""
+    groups: list[list[str]] = [[]]
+    for token in re.findall(r"\*\s*\d*|[^,\s]", text):
+        last = groups[-1]
+        if token in ("E", "t", "L", "|"):
+            last.append(token)
+        elif token == "(":
+            groups.append([])
+        elif token == ")" and len(groups) > 1:
+            groups.pop()
+            groups[-1].append("".join(last))
+        elif token[0] == "*" and token[1:].strip().isdecimal() and last:
+            times = int(token[1:][:9])
+            if times * len(last[-1]) > MAX_LENGTH:
+                raise ConfigError(
+                    KEY, text, f"a layout has at most {MAX_LENGTH} letters", "Repeat less often"
+                )
+            last[-1] *= times
+        elif token == "m":
+            raise ConfigError(
+                KEY,
+                text,
+                "m is a multi-token-prediction module, which this model does not have",
+                "Leave it out",
+            )
+        else:
+            raise ConfigError(
+                KEY,
+                text,
+                f"{token!r} has no meaning there: a layout has E, t, L, |, (, ) and *n behind what it repeats",
+                "Write it as in Et*3|(tt|)*29L",
+            )
+    if len(groups) > 1:
+        raise ConfigError(KEY, text, "a ( has no )", "Close it")
+    return "".join(groups[0])
+
+
+def with_layout(config: Config) -> Config:
+    """Return ``config`` with the stages that ``parallel.layout`` describes.
+
+    It sets ``parallel.stages_per_rank`` and ``parallel.layers_per_stage``.
+
+    Raises:
+        ConfigError: the layout is not one (``parse_layout``), its stages do not divide by
+            ``mesh.pp``, or one of the two keys says something else.
+    """
+    text = config.parallel.layout
+    if text is None:
+        return config
+    sizes = [stage.count("t") for stage in parse_layout(text)]
+    pp = config.mesh.pp
+    if config.mesh.preset:
+        raise ConfigError(
+            KEY, text, "mesh.preset chooses mesh.pp by the number of ranks", "Set mesh.pp instead"
+        )
+    if pp < 1 or len(sizes) % pp:
+        divisors = [n for n in range(1, len(sizes) + 1) if len(sizes) % n == 0]
+        raise ConfigError(
+            KEY,
+            text,
+            f"every rank of mesh.pp={pp} holds equally many stages, and there are {len(sizes)}",
+            "Set mesh.pp to one of " + ", ".join(map(str, divisors)) + ", or add or remove a |",
+        )
+    described = {"stages_per_rank": len(sizes) // pp, "layers_per_stage": sizes}
+    unset = {"stages_per_rank": 1, "layers_per_stage": None}
+    for name, value in described.items():
+        given = getattr(config.parallel, name)
+        if given not in (unset[name], value):
+            raise ConfigError(
+                f"parallel.{name}",
+                given,
+                f"{KEY}={text} says {value}",
+                f"Set parallel.{name}={str(value).replace(chr(32), '')}, or leave out {KEY}",
+            )
+    return replace(config, parallel=replace(config.parallel, **described))

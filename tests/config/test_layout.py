@@ -1,0 +1,80 @@
+"""Pipeline layouts in Megatron-Core's notation."""
+
+from __future__ import annotations
+
+import pytest
+
+from automoe.config.compose import compose_config
+from automoe.config.convert import config_from_dict, config_to_dict
+from automoe.config.layout import parse_layout
+from automoe.config.mesh_shape import resolve_mesh, stage_layers
+from automoe.config.validate import validate
+from automoe.errors import ConfigError
+
+TWO_RANKS = ["mesh.pp=2", "mesh.ep=1", "mesh.dp_shard=1", "parallel.schedule=Interleaved1F1B"]
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [
+        ("Et*3|(tt|)*29|L", ["Ettt", *["tt"] * 29, "", "L"]),
+        ("E|t*2|t|L", ["E", "tt", "t", "L"]),
+        ("E,t*3 | (t|)*2, tL", ["Ettt", "t", "t", "tL"]),
+        ("E|(t(t|)*2)*2L", ["E", "tt", "t", "tt", "t", "L"]),
+        ("E(t*2)*3L", ["EttttttL"]),
+        ("E|t*0|L", ["E", "", "L"]),
+    ],
+)
+def test_stages_are_written_out(text: str, stages: list[str]) -> None:
+    assert parse_layout(text) == stages
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has 0 E, 0 t and 0 L"),
+        ("t|tL", "has 0 E, 2 t and 1 L"),
+        ("tE|tL", "in another order"),
+        ("EtL|t", "in another order"),
+        ("Et*3|(tt|)*29m|L", "m is a multi-token-prediction module"),
+        ("Et|(ttL", r"has no \)"),
+        ("Et)|tL", r"'\)' has no meaning"),
+        ("E*t|L", r"'\*' has no meaning"),
+        ("*3EtL", r"'\*3' has no meaning"),
+        ("Et*-1L", r"'\*' has no meaning"),
+        ("Et*²L", r"'²' has no meaning|'\*' has no meaning"),
+        ("Ex|L", "'x' has no meaning"),
+        ("E((((t*999)*999)*999)*999)L", "at most 20000 letters"),
+        ("Et*99999999999999999999L", "at most 20000 letters"),
+    ],
+)
+def test_what_is_no_layout_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"parallel.layout.*({says})"):
+        parse_layout(text)
+
+
+def test_a_layout_sets_the_stages_and_survives_the_frozen_file() -> None:
+    config = compose_config(overrides=[*TWO_RANKS, "parallel.layout='E|(t|)*2ttL'"])
+    assert (config.parallel.stages_per_rank, config.parallel.layers_per_stage) == (2, [0, 1, 1, 2])
+    mesh = resolve_mesh(config.mesh, None)
+    assert stage_layers(config, mesh) == [range(0), range(1), range(1, 2), range(2, 4)]
+    assert config_from_dict(config_to_dict(config)) == config
+    assert validate(config, None) == mesh
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["parallel.layout='E|t|ttL'", "mesh.pp=2"], "there are 3. Set mesh.pp to one of 1, 3"),
+        (["parallel.layout='E|t|tt|tL'", "parallel.stages_per_rank=4"], "says 2. Set parallel.stages_per_rank=2"),
+        (["parallel.layout='E|t|tt|tL'", "parallel.layers_per_stage=[1,1,1,1]"], r"says \[0, 1, 2, 1\]"),
+        (["parallel.layout='E|t|tt|tL'", "mesh.preset=fsdp"], "Set mesh.pp instead"),
+        (["parallel.layout='E|t|tt|tttL'"], "add up to 6, and model.num_layers is 4"),
+        (["parallel.layout='Etttt||L'", "mesh.pp=3", "parallel.schedule=1F1B"], r"rank \[1\] are all empty"),
+        (["parallel.layout='Ett|t|t|L'", "parallel.schedule=1F1B"], "only Interleaved1F1B runs several"),
+        (["parallel.layout='Ett|t|t|L'", "mesh.pp=1"], "with mesh.pp=1 the model is one stage"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        validate(compose_config(overrides=[*TWO_RANKS, *overrides]), None)
