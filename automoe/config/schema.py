@@ -256,6 +256,9 @@ class ParallelConfig:
     # the two keys above in Megatron-Core's notation, e.g. "Et*3|(tt|)*29L": E embedding, t layer, L
     # head and loss, | border of two stages; stages may be empty
     layout: str | None = None
+    # run the forward pass of one micro-batch together with the backward pass of another, so that
+    # each computes while the other's all-to-all over ep is on its way
+    overlap_all_to_all: bool = False
     # FSDP frees gathered weights at the end of a step, or after every micro-batch
     reshard: Literal["step", "micro_batch"] = "step"
     # FSDP reduces gradients at the end of a step, or after every micro-batch

@@ -21,7 +21,7 @@ from automoe.config.mesh_shape import (
 from automoe.config.paths import matches
 from automoe.config.plugins import registered_names
 from automoe.config.recipe_args import check_args
-from automoe.config.recompute import recompute_rows
+from automoe.config.recompute import recompute_rows, recomputed_names
 from automoe.config.rules import Row, check_rows, divides, number_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import model_rows, moe_rows
@@ -166,6 +166,8 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
                f"every pipeline rank trains something, and the stages of rank {empty[:1]} are all empty", remedy)
         yield ("parallel.layers_per_stage", sum(sizes) != num_layers,
                f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
+    if parallel.overlap_all_to_all:
+        yield from _overlap_rows(config, shape)
     if pp == 1:
         return
     yield (key, interleaved and stages < 2,
@@ -189,6 +191,34 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield (f"parallel.{name}", getattr(parallel, name) == "micro_batch",
                f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step",
                f"Set parallel.{name}=step, or mesh.pp=1")
+
+
+def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    key = "parallel.overlap_all_to_all"
+    parallel = config.parallel
+    train = config.train
+    off = f"or {key}=false"
+    yield (key, shape.ep == 1, "with mesh.ep=1 there is no all-to-all to hide", f"Set mesh.ep=2 or more, {off}")
+    yield ("moe.dispatcher", config.moe.dispatcher in ("allgather", "deepep"),
+           f"{key} hides all-to-alls, which this dispatcher does not start asynchronously",
+           f"Set moe.dispatcher=alltoall, {off}")
+    again = {"full", "moe"} & set(recomputed_names(parallel))
+    yield ("parallel.recompute", bool(again),
+           f"{' and '.join(sorted(again))} would repeat the exchange in the backward pass, where nothing hides it",
+           f"Recompute moe_act, layernorm, core_attn, mlp, shared_experts or mla_up_proj, {off}")
+    yield ("train.compile", train.compile, f"a compiled layer does not give way to another pass ({key})",
+           f"Set train.compile=false, {off}")
+    yield ("parallel.schedule", shape.pp > 1 and parallel.schedule != "Interleaved1F1B",
+           f"{key} with mesh.pp={shape.pp} merges the passes of Interleaved1F1B",
+           f"Set parallel.schedule=Interleaved1F1B with parallel.stages_per_rank=2 or more, {off}")
+    micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
+    yield ("train.micro_batch_size", micro_batches < 2,
+           f"{key} merges two micro-batches, and a data-parallel rank has {micro_batches} a step",
+           f"Set a smaller train.micro_batch_size, {off}")
+    for name in ("reshard", "grad_sync"):
+        yield (f"parallel.{name}", getattr(parallel, name) == "micro_batch",
+               f"{key} runs the passes of two micro-batches at once, which share their weights to the end of the step",
+               f"Set parallel.{name}=step, {off}")
 
 
 def _data_rows(config: Config) -> Iterator[Row]:

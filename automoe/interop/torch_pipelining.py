@@ -78,6 +78,81 @@ def replaced_waits(wait: Callable[[Works], None]) -> Iterator[None]:
         dist.recv = recv
 
 
+def merge_passes(
+    schedule: Any, run_both: Callable[[Callable[[], Any], Callable[[], Any]], Any]
+) -> None:
+    """Make an interleaved schedule run each steady forward pass together with a backward pass.
+
+    One more forward pass warms up; then forward k + 1 and backward k are one action. ``run_both``
+    is called with the backward and the forward pass, and returns what the forward pass returns.
+
+    2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` has ``register_custom_function`` for
+    ``OVERLAP_F_B``, an action of two others, for which it lowers sends and receives
+    (``_prepare_schedule_with_comms``); only its V-shaped schedules make such actions.
+    """
+    order = {rank: _merged(actions) for rank, actions in schedule.pipeline_order.items()}
+    schedule.pipeline_order = order
+    schedule._prepare_schedule_with_comms(order)
+    schedule.register_custom_function(
+        schedules._ComputationType.OVERLAP_F_B, partial(_run_merged, run_both)
+    )
+
+
+def _merged(actions: list[Any]) -> list[Any]:
+    kinds = schedules._ComputationType
+    actions = [action for action in actions if action is not None]
+    first = next(i for i, one in enumerate(actions) if one.computation_type == kinds.FULL_BACKWARD)
+    forwards = [one for one in actions[first:] if one.computation_type == kinds.FORWARD]
+    backwards = [one for one in actions[first:] if one.computation_type == kinds.FULL_BACKWARD]
+    both = [
+        schedules._Action(-1, kinds.OVERLAP_F_B, None, pair)
+        for pair in zip(forwards, backwards, strict=False)
+    ]
+    return actions[:first] + both + backwards[len(forwards) :]
+
+
+def _run_merged(run_both: Callable[..., Any], action: Any, context: Any) -> None:
+    """Run a merged action as ``_PipelineScheduleRuntime`` runs its two parts one by one."""
+    schedule = context.schedule_ref
+    stages = {stage.stage_index: stage for stage in schedule._stages}
+    ahead, back = action.sub_actions
+    forward_stage = stages[ahead.stage_index]
+    backward_stage = stages[back.stage_index]
+    here, there = ahead.microbatch_index, back.microbatch_index
+    for stage, index, received, from_stage in (
+        (forward_stage, here, schedule.fwd_recv_ops, -1),
+        (backward_stage, there, schedule.bwd_recv_ops, +1),
+    ):
+        schedule._assert_unsharded(stage)
+        end = stage.is_first if from_stage < 0 else stage.is_last
+        if not end and stage.stage_index + from_stage not in stages:
+            wait_as_schedules_do(received.pop((stage.stage_index, index)))
+
+    def forward() -> Any:
+        output = forward_stage.forward_one_chunk(
+            here, context.arg_mbs[here], context.kwarg_mbs[here]
+        )
+        schedule._maybe_compute_loss(forward_stage, output, context.target_mbs, here)
+        return output
+
+    def backward() -> None:
+        done = schedule.backward_counter
+        done[back.stage_index] += 1
+        backward_stage.backward_one_chunk(
+            there,
+            loss=schedule._maybe_get_loss(backward_stage, there),
+            full_backward=True,
+            last_backward=done[back.stage_index] == schedule._n_microbatches,
+        )
+
+    output = run_both(backward, forward)
+    if ahead.stage_index + 1 in stages:
+        stages[ahead.stage_index + 1].set_local_fwd_input(output, here)
+    if back.stage_index - 1 in stages:
+        gradient = backward_stage.get_local_bwd_output(there)
+        stages[back.stage_index - 1].set_local_bwd_input(gradient, there)
+
+
 class BufferlessStage(PipelineStage):
     """A stage whose receive buffers live from the receive until their tensor has been used.
 

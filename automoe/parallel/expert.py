@@ -35,6 +35,7 @@ from automoe.moe.experts import GroupedExperts
 from automoe.moe.local_shard import global_offset, local_shard
 from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.mesh import Meshes
+from automoe.parallel.overlap import OverlappedDispatch
 
 
 def _deepep(num_experts: int, ep: ProcessGroupDispatch) -> Dispatcher:
@@ -45,7 +46,7 @@ def _hierarchical(
     num_experts: int, ep: ProcessGroupDispatch, gpus_per_node: int, timeout: timedelta | None
 ) -> Dispatcher:
     groups = node_levels(ep.group, gpus_per_node, timeout)
-    return HierarchicalDispatcher(num_experts, [ProcessGroupDispatch(group) for group in groups])
+    return HierarchicalDispatcher(num_experts, [type(ep)(group) for group in groups])
 
 
 def node_levels(
@@ -134,6 +135,7 @@ class ExpertParallel(ParallelStyle):
             deepep, or the name of a plugin.
         gpus_per_node: consecutive ranks that hierarchical takes for a node.
         timeout: of the groups that hierarchical makes; None is torch's default.
+        overlap: all-to-alls give way to the other merged pass (``parallel.overlap_all_to_all``).
 
     Raises:
         BackendError: no such dispatcher, or one that this machine does not have.
@@ -146,6 +148,7 @@ class ExpertParallel(ParallelStyle):
         dispatcher: str = "alltoall",
         gpus_per_node: int = ClusterConfig.gpus_per_node,
         timeout: timedelta | None = None,
+        overlap: bool = False,
     ) -> None:
         dispatchers = DISPATCHERS | registered("moe.dispatcher")
         if dispatcher not in dispatchers:
@@ -159,6 +162,7 @@ class ExpertParallel(ParallelStyle):
         self._make = dispatchers[dispatcher]
         hierarchical = self._make is _hierarchical
         self._options = {"gpus_per_node": gpus_per_node, "timeout": timeout} if hierarchical else {}
+        self._group = OverlappedDispatch if overlap else ProcessGroupDispatch
         # Layers share a dispatcher, because groups and buffers are costly.
         self._dispatchers: dict[tuple[str, int], Dispatcher] = {}
 
@@ -188,9 +192,7 @@ class ExpertParallel(ParallelStyle):
         """Return the one dispatcher of ``group`` and ``num_experts``, made at the first call."""
         key = group.group_name, num_experts
         if key not in self._dispatchers:
-            self._dispatchers[key] = self._make(
-                num_experts, ProcessGroupDispatch(group), **self._options
-            )
+            self._dispatchers[key] = self._make(num_experts, self._group(group), **self._options)
         return self._dispatchers[key]
 
     def _shard(
@@ -367,7 +369,12 @@ class _RoutedCall(nn.Module):
 
 def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
     """Return the configured style, one object for all of a rank's parts. World collective."""
-    style = ExpertParallel(config.moe.dispatcher, config.cluster.gpus_per_node, meshes.timeout)
+    style = ExpertParallel(
+        config.moe.dispatcher,
+        config.cluster.gpus_per_node,
+        meshes.timeout,
+        config.parallel.overlap_all_to_all,
+    )
     if (ep := meshes.group("ep")) is not None:
         # NCCL makes groups by splitting the world's, so ranks of a pipeline stage without experts
         # take part.

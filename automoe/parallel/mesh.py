@@ -68,6 +68,11 @@ class Meshes:
         first = size * self.coordinate("pp")
         return _make_group("stage", list(range(first, first + size)), self.timeout)
 
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """Return the group along pp; with pp = 1 a new one of this rank alone."""
+        own = self.group("pp")
+        return own or _make_group("pp", [dist.get_rank()], self.timeout)
+
     @property
     def dp_rank(self) -> int:
         """Index of the slice of the global batch's rows that this rank reads, 0 ... dp - 1."""

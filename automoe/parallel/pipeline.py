@@ -24,6 +24,7 @@ from automoe.config.schema import Config
 from automoe.errors import ConfigError
 from automoe.interop.torch_pipelining import (
     BufferlessStage,
+    merge_passes,
     replaced_waits,
     starts_sends_one_by_one,
     unshard_every_stage_once,
@@ -36,6 +37,7 @@ from automoe.moe.local_shard import local_shard
 from automoe.observe.metrics import is_taken
 from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, reshard
 from automoe.parallel.mesh import Meshes
+from automoe.parallel.overlap import TURNS
 
 SENDS_KEPT = 2  # of each stage and direction, that may still be on their way
 
@@ -356,7 +358,9 @@ class PipelineRunner(StepRunner):
         tokens = meta(rows, seq, dtype=torch.int64)
         hidden = meta(rows, seq // meshes.shape.tp, config.model.hidden_size, dtype=compute)
         loss = meta(1, dtype=torch.promote_types(compute, torch.float32))
-        make_stage = partial(Stage, num_stages=num_stages, device=device, group=meshes.group("pp"))
+        make_stage = partial(
+            Stage, num_stages=num_stages, device=device, group=meshes.pipeline_group()
+        )
         stages = []
         for stage, part in model_parts.items():
             given = tokens if stage == 0 else hidden
@@ -365,12 +369,16 @@ class PipelineRunner(StepRunner):
         self.stages = stages
         self.first = 0 in model_parts
         self.last = num_stages - 1 in model_parts
-        self.schedule = SCHEDULES[config.parallel.schedule](
-            stages if config.parallel.schedule == "Interleaved1F1B" else stages[0],
+        merged = config.parallel.overlap_all_to_all
+        schedule = "Interleaved1F1B" if merged else config.parallel.schedule
+        self.schedule = SCHEDULES[schedule](
+            stages if schedule == "Interleaved1F1B" else stages[0],
             n_microbatches=train.global_batch_size // meshes.shape.dp // rows,
             loss_fn=lambda loss, _: loss.sum(),
             scale_grads=False,
         )
+        if merged:
+            merge_passes(self.schedule, TURNS.run)
         for one in stages:
             one.sends_itself = starts_sends_one_by_one(self.schedule)
 
@@ -406,6 +414,6 @@ def build_runner(
     model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
 ) -> StepRunner:
     """Return the runner of this rank's stages."""
-    if meshes.shape.pp == 1:
+    if meshes.shape.pp == 1 and not config.parallel.overlap_all_to_all:
         return SingleStageRunner(model_parts, meshes, config, device)
     return PipelineRunner(model_parts, meshes, config, device)

@@ -1,0 +1,151 @@
+"""Forward pass of one micro-batch and backward pass of another, merged: each hides the other's
+all-to-alls (DualPipe of DeepSeek-V3, section 3.2.1; Megatron-Core's 1F1B with A2A overlap).
+
+The two passes are functions of two threads, of which exactly one runs at any time. A pass gives the
+turn to the other one when it has started an all-to-all, and waits for the all-to-all when it has
+the turn again. So the order of kernels and collectives depends on the program alone, not on the
+scheduler of threads, and is the same on all ranks of an ep group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from automoe.parallel.collectives import ProcessGroupDispatch
+
+T = TypeVar("T")
+
+# Name of the thread of the backward pass; ``launch.stuck`` looks for it.
+BACKWARD_THREAD = "merged_backward"
+
+
+class _OtherPassFailed(Exception):
+    """Ends a pass whose peer has raised."""
+
+
+class Turns:
+    """Turn-taking of the two passes that this process merges; there is one such object."""
+
+    def __init__(self) -> None:
+        self._turn: int | None = None  # the pass that runs; None outside ``run``
+        self._done = [False, False]
+        self._wake = [threading.Semaphore(0), threading.Semaphore(0)]
+        self._errors: list[BaseException] = []
+
+    def run(self, first: Callable[[], object], second: Callable[[], T]) -> T:
+        """Run both functions to their ends, ``first`` in a thread of its own until it gives the
+        turn away.
+
+        Returns:
+            The result of ``second``.
+
+        Raises:
+            BaseException: the first error of either. The other function is ended where it next
+                takes its turn.
+        """
+        assert self._turn is None, "two passes are merged already"
+        self._turn = 0
+        self._done = [False, False]
+        self._wake = [threading.Semaphore(0), threading.Semaphore(0)]
+        self._errors = []
+        results: list[Any] = [None, None]
+        threads = torch.get_num_threads()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        stream = None if device is None else torch.cuda.current_stream()
+
+        def first_thread() -> None:
+            # Both settings are a thread's own.
+            torch.set_num_threads(threads)
+            if device is not None:
+                torch.cuda.set_device(device)
+                torch.cuda.set_stream(stream)
+            self._body(0, first, results)
+
+        thread = threading.Thread(target=first_thread, name=BACKWARD_THREAD, daemon=True)
+        thread.start()
+        self._wake[0].release()
+        try:
+            self._body(1, second, results)
+            thread.join()
+        finally:
+            self._turn = None
+        if self._errors:
+            raise self._errors[0]
+        return results[1]
+
+    def _body(self, me: int, function: Callable[[], object], results: list[Any]) -> None:
+        try:
+            self._wait(me)
+            results[me] = function()
+        except _OtherPassFailed:
+            pass
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            self._done[me] = True
+            self._turn = 1 - me
+            self._wake[1 - me].release()
+
+    def _wait(self, me: int) -> None:
+        self._wake[me].acquire()
+        self._turn = me
+        if self._errors:
+            raise _OtherPassFailed
+
+    def swap(self) -> None:
+        """Let the other pass run until it gives the turn back or ends.
+
+        Returns at once outside ``run``, and when the other pass has ended.
+        """
+        # Whoever runs has the turn, so this is right in autograd's own threads, too.
+        me = self._turn
+        if me is None or self._done[1 - me]:
+            return
+        self._turn = 1 - me
+        self._wake[1 - me].release()
+        self._wait(me)
+
+
+TURNS = Turns()
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows, during which the other pass runs; backward exchanges likewise."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        ctx.splits = output_splits, input_splits
+        ctx.group = group
+        x = x.contiguous()
+        out = x.new_empty((sum(output_splits), *x.shape[1:]))
+        work = dist.all_to_all_single(
+            out, x, output_splits, input_splits, group=group, async_op=True
+        )
+        TURNS.swap()
+        work.wait()
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        output_splits, input_splits = ctx.splits
+        return _Exchange.apply(grad, input_splits, output_splits, ctx.group), None, None, None
+
+
+class OverlappedDispatch(ProcessGroupDispatch):
+    """Dispatch group whose all-to-alls give the turn to the other merged pass."""
+
+    def all_to_all(
+        self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> torch.Tensor:
+        return _Exchange.apply(x, output_splits, input_splits, self.group)
