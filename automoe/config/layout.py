@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
@@ -104,7 +105,7 @@ def with_layout(config: Config) -> Config:
             f"every rank of mesh.pp={pp} holds equally many stages, and there are {len(sizes)}",
             "Set mesh.pp to one of " + ", ".join(map(str, divisors)) + ", or add or remove a |",
         )
-    described = {"stages_per_rank": len(sizes) // pp, "layers_per_stage": sizes}
+    described: dict[str, Any] = {"stages_per_rank": len(sizes) // pp, "layers_per_stage": sizes}
     unset = {"stages_per_rank": 1, "layers_per_stage": None}
     for name, value in described.items():
         given = getattr(config.parallel, name)

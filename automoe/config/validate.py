@@ -206,7 +206,7 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("parallel.recompute", bool(again),
            f"{' and '.join(sorted(again))} would repeat the exchange in the backward pass, where nothing hides it",
            f"Recompute moe_act, layernorm, core_attn, mlp, shared_experts or mla_up_proj, {off}")
-    yield ("train.compile", train.compile, f"a compiled layer does not give way to another pass ({key})",
+    yield ("train.compile", train.compile, f"compiled layers are not run in two threads ({key})",
            f"Set train.compile=false, {off}")
     yield ("parallel.schedule", shape.pp > 1 and parallel.schedule != "Interleaved1F1B",
            f"{key} with mesh.pp={shape.pp} merges the passes of Interleaved1F1B",

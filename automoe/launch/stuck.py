@@ -34,6 +34,9 @@ _NEARLY = 0.9  # fraction of the timeout; at the timeout itself NCCL ends the pr
 _ANSWER_S = 10.0  # time for the other ranks to answer
 # A rank inside this function of automoe waits for its peers, as in functions of torch.distributed.
 _WAITS = "wait_for_ranks"
+# A pass inside this function of automoe waits for the pass of this thread, which is merged with it.
+_GIVES_WAY = "wait_for_turn"
+_BACKWARD = "merged_backward"
 _SAVES = "checkpoint"  # process group of saves and loads
 _PACKAGE = Path(__file__).parents[1]
 _NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
@@ -182,7 +185,7 @@ class StuckWatch:
             if self.rank in self._standings(asked):
                 return
             # After an error the main thread is in ``explain``; the traceback has its position.
-            frames = _live_frames(threading.main_thread())
+            frames = _live_frames(_working_thread())
             pending = pending_collectives(self._first_seen)
             timed_out = False
             if error := self._error:
@@ -367,6 +370,18 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
         if inside:
             place = f"{inside[-1]}: {place}"
     return place, communicates
+
+
+def _working_thread() -> threading.Thread:
+    """Return the thread whose place tells where this rank is.
+
+    It is the main thread. While that waits for a merged backward pass (``parallel.overlap``), it is
+    the thread of the backward pass.
+    """
+    main = threading.main_thread()
+    waits = any(frame.f_code.co_name == _GIVES_WAY for frame in _live_frames(main)[-2:])
+    others = [one for one in threading.enumerate() if one.name == _BACKWARD] if waits else []
+    return others[0] if others else main
 
 
 def _live_frames(thread: threading.Thread) -> list[FrameType]:

@@ -80,7 +80,7 @@ class Turns:
 
     def _body(self, me: int, function: Callable[[], object], results: list[Any]) -> None:
         try:
-            self._wait(me)
+            self.wait_for_turn(me)
             results[me] = function()
         except _OtherPassFailed:
             pass
@@ -91,7 +91,8 @@ class Turns:
             self._turn = 1 - me
             self._wake[1 - me].release()
 
-    def _wait(self, me: int) -> None:
+    def wait_for_turn(self, me: int) -> None:
+        """Block until it is the turn of pass ``me``. ``launch.stuck`` knows this name."""
         self._wake[me].acquire()
         self._turn = me
         if self._errors:
@@ -108,7 +109,7 @@ class Turns:
             return
         self._turn = 1 - me
         self._wake[1 - me].release()
-        self._wait(me)
+        self.wait_for_turn(me)
 
 
 TURNS = Turns()

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 
 from automoe.config.batch import BatchPlan
 from automoe.config.mesh_shape import (
@@ -119,7 +121,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         )
         for stage, own in zip(numbers, held, strict=True)
     ]
-    if mesh.pp > 1:
+    if mesh.pp > 1 or parallel.overlap_all_to_all:
         moments = [*_pipeline_moments(config, mesh, batch, stages, pp_rank)]
     else:
         moments = [*_loop_moments(config, mesh, batch, stages[0], params)]
@@ -206,18 +208,24 @@ def _pipeline_moments(
     held = [0] * len(stages)
     done = [False] * len(stages)
     seen = set()
-    most = {
-        (i, adds): max(stage.backward(adds, False, mesh.ep_shard), key=lambda moment: moment.total)
-        for i, stage in enumerate(stages)
-        for adds in (False, True)
-    }
-    for is_forward, i in rank_actions(
-        parallel.schedule, mesh.pp, len(stages), num_micro_batches, pp_rank
-    ):
+
+    def largest(i: int, adds: bool, merged: int | None) -> Moment:
+        beside = None if merged is None else stages[merged]
+        moments = stages[i].backward(adds, False, mesh.ep_shard, beside)
+        return max(moments, key=lambda moment: moment.total)
+
+    most = cache(largest)
+    overlap = parallel.overlap_all_to_all
+    actions = rank_actions(
+        parallel.schedule, mesh.pp, len(stages), num_micro_batches, pp_rank, overlap
+    )
+    for (is_forward, i), (next_is_forward, following) in pairwise([*actions, (False, 0)]):
+        # The forward pass behind a backward pass runs together with it.
+        merged = following if overlap and next_is_forward and not is_forward else None
         stage = stages[i]
         held[i] += is_forward
         in_flight = list(held)
-        like = is_forward, i, *held, *done
+        like = is_forward, i, merged, *held, *done
         if like in seen:  # most rounds repeat the one before
             held[i] -= not is_forward
             continue
@@ -231,7 +239,7 @@ def _pipeline_moments(
             there = float(gradients)
             kept = now.activations
         else:
-            now = most[i, done[i]]
+            now = most(i, done[i], merged)
             there = gradients - stage.gradients * done[i] + now.unsharded_gradients
             kept = others + now.activations
             held[i] -= 1
@@ -305,13 +313,20 @@ def _resident_units(params: list[Param], mesh: MeshShape, size: int) -> int:
 
 
 def rank_actions(
-    schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, pp_rank: int
+    schedule: str,
+    pp: int,
+    stages_per_rank: int,
+    num_micro_batches: int,
+    pp_rank: int,
+    overlap: bool = False,
 ) -> Iterator[tuple[bool, int]]:
     """Yield (is_forward, local stage) for each action of one pp rank's step, in order.
 
     The orders are those of torch.distributed.pipelining. GPipe runs all forwards first. 1F1B starts
     ``pp - pp_rank`` forwards, then alternates. Interleaved1F1B takes rounds of up to ``pp``
-    micro-batches through its stages in turn (arXiv 2104.04473, section 2.2).
+    micro-batches through its stages in turn (arXiv 2104.04473, section 2.2). With ``overlap`` the
+    order is that of Interleaved1F1B with one more forward pass ahead, because each backward pass
+    runs together with the forward pass after it.
 
     Raises:
         ConfigError: the micro-batches of Interleaved1F1B do not divide into equal rounds, which
@@ -325,6 +340,7 @@ def rank_actions(
         raise ConfigError(
             "parallel.schedule", schedule, rule, f"Run a multiple of mesh.pp={pp} micro-batches"
         )
+    schedule = "Interleaved1F1B" if overlap else schedule
     if schedule == "GPipe":
         ahead = total
     elif schedule == "1F1B":

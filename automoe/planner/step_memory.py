@@ -227,7 +227,13 @@ class StagePlan:
     def sharded(self) -> int:
         return self.rest_sharded + sum(layer.sharded for layer in self.layers)
 
-    def backward(self, adds: bool, reduces: bool, experts_ranks: int) -> Iterator[Moment]:
+    def grown(self, num_layers: int) -> float:
+        """Bytes of activations that a micro-batch keeps after ``num_layers`` of its layers."""
+        return self.shared + sum(layer.kept for layer in self.layers[:num_layers])
+
+    def backward(
+        self, adds: bool, reduces: bool, experts_ranks: int, merged: StagePlan | None = None
+    ) -> Iterator[Moment]:
         """Yield the memory during one micro-batch's backward pass, without other micro-batches'
         activations.
 
@@ -235,6 +241,7 @@ class StagePlan:
             adds: gradients are added to existing unsharded gradients of earlier micro-batches.
             reduces: FSDP reduces the gradients of each layer at once and frees the layer's weights.
             experts_ranks: number of ranks over which FSDP shards the experts.
+            merged: stage of the forward pass that runs at the same time, layer by layer.
         """
         kept = self.shared + self.border * (not self.last)
         weights = self.weights
@@ -250,18 +257,19 @@ class StagePlan:
                 gathered_weights=weights,
                 unsharded_gradients=self.gradients if adds else self.rest_gradients,
             )
-        for layer in reversed(self.layers):
+        for index, layer in enumerate(reversed(self.layers)):
+            held = below + (0.0 if merged is None else merged.grown(index + 1))
             common = dict(gathered_weights=weights, unsharded_gradients=whole, gradients=sharded)
             for work in layer.workspaces:
                 yield Moment(
-                    "backward", [], activations=below - work.done,
+                    "backward", [], activations=held - work.done,
                     recompute=work.recompute, temporaries=work.temporaries, **common,
                 )  # fmt: skip
             if reduces and layer.experts:
                 # The reduction copies gradients into one tensor; with a single rank it copies once
                 # more.
                 copies = 1 + (experts_ranks == 1) + (not adds)
-                below_now = below - layer.workspaces[-1].done
+                below_now = held - layer.workspaces[-1].done
                 flat = layer.experts * copies
                 yield Moment("reduction", [], activations=below_now, temporaries=flat, **common)
             below -= layer.kept

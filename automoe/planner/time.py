@@ -132,13 +132,14 @@ def step_time(
         constants: model constants; None loads those that ship.
         num_mtp: number of multi-token-prediction modules after the last layer.
         overlap: all-to-alls overlap with another micro-batch (schedules with pairs: 1F1B kinds,
-            DualPipeV).
+            DualPipeV), whatever ``parallel.overlap_all_to_all`` is.
         fused: matmuls add to float32 gradients themselves (Megatron-Core); False: FSDP adds
             afterwards.
         gradient_bytes: bytes per gradient element in FSDP's reduction; 0: automoe's width.
         bubble: False assumes that pipeline ranks never wait: a lower bound, ten times as cheap.
     """
     batch = batch or plan_batch(config, mesh)
+    overlap = overlap or hides_all_to_alls(config)
     machine = Machine.of(config, constants or Constants.load())
     place = Place(config, mesh, machine, batch, fused, gradient_bytes)
     stages = _stages(place, num_mtp)
@@ -235,6 +236,14 @@ def _work(place: Place, held: list[list[_Stage]], count: int, border: Cost) -> f
     return place.mesh.world_size * (per_rank / place.mesh.pp + place.machine.constants.step)
 
 
+def hides_all_to_alls(config: Config) -> bool:
+    """Return True if all-to-alls overlap with computation.
+
+    On a CPU the same cores do both.
+    """
+    return config.parallel.overlap_all_to_all and config.cluster.gpu != "cpu"
+
+
 def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]]:
     """Return all simulated actions of a step, and each stage's share of recomputation in its
     backward.
@@ -245,7 +254,9 @@ def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]
     spans = list[Span]()
     border = _border(place).seconds
     times = tuple(stage.times for stage in stages)
-    simulate(config.parallel.schedule, times, mesh.pp, batch.num_micro_batches, border, spans=spans)
+    overlap = hides_all_to_alls(config)
+    count = batch.num_micro_batches
+    simulate(config.parallel.schedule, times, mesh.pp, count, border, overlap, spans)
     return spans, [
         stage.passes.backward.parts.get("again", 0.0) / stage.times.backward for stage in stages
     ]

@@ -43,6 +43,8 @@ CASES: dict[str, list[str]] = {
     "qwen ep2": [QWEN, TWO, "mesh.ep=2"],
     "qwen ep2 allgather": [QWEN, TWO, "mesh.ep=2", "moe.dispatcher=allgather"],
     "qwen ep_shard2 freed": [QWEN, TWO, *FREED, "model.num_layers=6"],
+    "qwen ep2 merged": [QWEN, TWO, "mesh.ep=2", "parallel.overlap_all_to_all=true"],
+    "dsv3 pp2 ep2 merged": [DSV3, TWO, PP2, *TWICE, "mesh.ep=2", BF16, "parallel.overlap_all_to_all=true", "train.global_batch_size=32"],
     "qwen etp2": [QWEN, TWO, "mesh.etp=2", BF16],
     "qwen capacity": [QWEN, TWO, "mesh.ep=2", "moe.capacity_factor=1.5", "moe.pad_to_capacity=true"],
     "qwen cp2": [QWEN, "mesh.dp_shard=1", "mesh.cp=2", "mesh.ep=2"],
