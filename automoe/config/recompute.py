@@ -56,6 +56,8 @@ def recompute_rows(config: Config) -> Iterator[Row]:
         yield (key, name not in (*MODULES, FULL),
                f"no module {name!r}: the modules are {', '.join(MODULES)}, or {FULL} for the whole layer",
                f"Set {key}=[{MODULES[2]}], or {FULL}")
+    overlap = config.parallel.overlap_all_to_all
+    again = "it repeats the exchange of tokens, which parallel.overlap_all_to_all then does not hide"
     once = list(dict.fromkeys(names))
     yield key, once != names, "names a module twice", f"Set {key}=[{','.join(once)}]"
     yield key, FULL in names and len(names) > 1, f"{FULL} is all of them and stands alone", f"Set {key}={FULL}"
@@ -63,6 +65,8 @@ def recompute_rows(config: Config) -> Iterator[Row]:
     for name, absent, why in (
         ("mlp", model.first_k_dense == 0, "no layer has a dense FFN (model.first_k_dense=0)"),
         ("moe", not model.num_moe_layers, no_experts),
+        ("moe", overlap, again),
+        (FULL, overlap, again),
         ("moe_act", not model.num_moe_layers, no_experts),
         ("moe_act", experts not in RECOMPUTING_EXPERTS,
          f"moe.experts={experts} keeps the activation; {', '.join(RECOMPUTING_EXPERTS)} never do"),

@@ -21,7 +21,7 @@ from automoe.config.mesh_shape import (
 from automoe.config.paths import matches
 from automoe.config.plugins import registered_names
 from automoe.config.recipe_args import check_args
-from automoe.config.recompute import recompute_rows, recomputed_names
+from automoe.config.recompute import recompute_rows
 from automoe.config.rules import Row, check_rows, divides, number_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import model_rows, moe_rows
@@ -202,10 +202,6 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("moe.dispatcher", config.moe.dispatcher in ("allgather", "deepep"),
            f"{key} hides all-to-alls, which this dispatcher does not start asynchronously",
            f"Set moe.dispatcher=alltoall, {off}")
-    again = {"full", "moe"} & set(recomputed_names(parallel))
-    yield ("parallel.recompute", bool(again),
-           f"{' and '.join(sorted(again))} would repeat the exchange in the backward pass, where nothing hides it",
-           f"Recompute moe_act, layernorm, core_attn, mlp, shared_experts or mla_up_proj, {off}")
     yield ("train.compile", train.compile, f"compiled layers are not run in two threads ({key})",
            f"Set train.compile=false, {off}")
     yield ("parallel.schedule", shape.pp > 1 and parallel.schedule != "Interleaved1F1B",

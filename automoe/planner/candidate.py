@@ -101,12 +101,12 @@ def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
     if RECOMPUTE_KEYS & set(fixed):
         return [config.parallel.recompute]
 
-    def legal(names: list[str]) -> bool:
+    def legal(names: list[str] | str) -> bool:
         tried = changed(config, parallel={"recompute": names, "recompute_layers": None})
         return not any(broken for _, broken, _, _ in recompute_rows(tried))
 
     names = [name for name in LADDER if legal([name])]
-    return [*(names[:count] for count in range(len(names) + 1)), FULL]
+    return [*(names[:count] for count in range(len(names) + 1)), *([FULL] if legal(FULL) else [])]
 
 
 def first_that_fits(rungs: Sequence[Candidate]) -> int | None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 
 from automoe.config.mesh_shape import MeshShape, largest_divisor
+from automoe.config.recompute import FULL
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows
 from automoe.planner.candidate import Candidate, first_that_fits, ladder
@@ -107,7 +108,7 @@ def _without_moe(config: Config) -> list[list[str] | str]:
 
     This choice helps if attention's memory alone is too large.
     """
-    *_, names, _ = ladder(config)
+    names = [names for names in ladder(config) if names != FULL][-1]
     return [[name for name in names if name != "moe"]] if "moe" in names else []
 
 

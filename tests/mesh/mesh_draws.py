@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from mesh_cases import MODELS, ROWS, Case
-from mesh_mappings import FULL, GPIPE, INTERLEAVED, MUON, PARTS, PER_MICRO_BATCH
+from mesh_mappings import FULL, GPIPE, INTERLEAVED, MERGED, MUON, PARTS, PER_MICRO_BATCH
 
 from automoe.config.mesh_shape import MeshShape
 from tests.support.mappings import is_legal, leaves_no_rank_empty, legal_meshes
@@ -49,7 +49,7 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
     """One case, or None where the way to run it that was drawn has no legal mapping."""
     choose = generator.choice
     world_size, family = choose(WORLDS), choose(FAMILIES)
-    parallel: dict[str, Any] = dict(choose(({}, {}, GPIPE, INTERLEAVED, PER_MICRO_BATCH)))
+    parallel: dict[str, Any] = dict(choose(({}, {}, GPIPE, INTERLEAVED, PER_MICRO_BATCH, MERGED, INTERLEAVED | MERGED)))
     parallel |= choose(({}, {}, {}, FULL, PARTS, dict(recompute="full", recompute_layers="every 2")))
     moe: dict[str, Any] = choose(
         (

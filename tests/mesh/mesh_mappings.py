@@ -16,6 +16,7 @@ NODES = dict(dispatcher="hierarchical", gpus_per_node=2)
 
 LORA = dict(rank=4, dropout=0.25)
 MUON = dict(algorithm="muon")
+MERGED = dict(overlap_all_to_all=True)
 
 CORE = [
     # one rank: accumulation
@@ -43,6 +44,8 @@ CORE = [
     # eight ranks
     Case("deepseek", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED, **NODES),
     Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED),
+    # each all-to-all behind the other micro-batch
+    Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED),
     # sinks, windows and biases
     Case("gpt-oss", dict(cp=2, etp=2), rows=4),
     Case("gpt-oss", dict(dp_shard=2, tp=2, etp=2), rows=2, document_mask=False),
@@ -90,6 +93,19 @@ MORE = [
     Case("deepseek-direct", dict(pp=2, tp=2, ep=2), rows=2, parallel=FULL),
     Case("mixtral", dict(pp=2), rows=2, parallel=INTERLEAVED),
     Case("qwen3", dict(pp=2), rows=2, parallel=INTERLEAVED | dict(layers_per_stage=[1, 1, 1, 1])),
+    Case("qwen3", dict(dp_shard=2, tp=2, ep=4), rows=1, parallel=MERGED),
+    Case(
+        "qwen3-next",
+        dict(dp_replicate=2, dp_shard=2, ep=4),
+        rows=1,
+        parallel=MERGED | dict(recompute=["core_attn"]),
+        **NODES,
+    ),
+    Case(
+        "deepseek", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED | MERGED | dict(layers_per_stage=[0, 4, 1, 0])
+    ),
+    Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, parallel=MERGED, lora=LORA),
+    Case("mixtral", dict(dp_shard=4, ep=2), rows=1, parallel=MERGED, moe=DROP),
     # an embedding alone, an empty stage, a head alone
     Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layers_per_stage=[0, 5, 0, 0])),
     Case("qwen3-tied", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layers_per_stage=[0, 3, 1, 0])),

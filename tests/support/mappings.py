@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.recompute import recomputed_names
 from automoe.config.schema import Config, ModelConfig
 
 
@@ -75,8 +76,23 @@ def _fits_batch(shape: MeshShape, config: Config) -> bool:
     )
 
 
+def _fits_overlap(shape: MeshShape, config: Config) -> bool:
+    """Whether there is an all-to-all to hide, a micro-batch to hide it behind, and nothing that forbids it."""
+    parallel, train = config.parallel, config.train
+    return (
+        shape.ep > 1
+        and config.moe.dispatcher in ("alltoall", "hierarchical")
+        and not {"full", "moe"} & set(recomputed_names(parallel))
+        and (shape.pp == 1 or parallel.schedule == "Interleaved1F1B")
+        and train.global_batch_size // (shape.dp * train.micro_batch_size) >= 2
+        and "micro_batch" not in (parallel.reshard, parallel.grad_sync)
+    )
+
+
 def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
     parallel, train = config.parallel, config.train
+    if parallel.overlap_all_to_all and not _fits_overlap(shape, config):
+        return False
     interleaved = parallel.schedule == "Interleaved1F1B"
     if shape.pp == 1:
         return parallel.stages_per_rank == 1 and parallel.layers_per_stage in (None, [config.model.num_layers])
