@@ -62,6 +62,12 @@ def test_a_layout_sets_the_stages_and_survives_the_frozen_file() -> None:
     assert validate(config, None) == mesh
 
 
+def test_a_rank_may_hold_the_head_alone() -> None:
+    config = compose_config(overrides=[*TWO_RANKS, "parallel.layout='Et||ttt|L'"])
+    assert config.parallel.layers_per_stage == [1, 0, 3, 0]
+    validate(config, None)
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

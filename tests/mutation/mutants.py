@@ -48,6 +48,8 @@ LOSS, MASKS = ["tests/model/test_cross_entropy.py"], ["tests/model/test_attentio
 ROPE = ["tests/model/test_rope.py"]
 FUSED = ["tests/hf/test_hf_parity.py::test_equal_to_transformers[fused-qwen3_moe]"]
 READ = ["tests/hf/test_hf_walk.py::test_what_was_once_read_otherwise"]
+OVERLAP, LAYOUT = ["tests/parallel/test_overlap.py"], ["tests/config/test_layout.py"]
+MEMORY = ["tests/planner/test_measured_memory.py"]
 MESH = "tests/mesh/test_mesh_float64.py::test_a_mesh_trains_like_one_rank"
 
 
@@ -375,6 +377,12 @@ _PARALLEL = [
     ("collectives.py", "dim=1)[self.rank]", "dim=1)[0]", [f"{MESH}[qwen3-tp4-ep4-mb4-allgather]"]),
     ("pipeline.py", "return total * self.reports_loss", "return total", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
 ]
+_MERGED = [
+    ("overlap.py", "        TURNS.swap()\n", "", OVERLAP),
+    ("overlap.py", "ctx.splits = output_splits, input_splits", "ctx.splits = input_splits, output_splits", OVERLAP),
+    ("overlap.py", "        if self._errors:\n            raise _OtherPassFailed\n", "", OVERLAP),
+    ("pipeline.py", "        if merged:\n            merge_passes(self.schedule, TURNS.run)\n", "", OVERLAP),
+]
 _CHECKPOINT = [
     ("hashed_files.py", "os.fsync(self._file.fileno())", "pass", COMMIT),
     ("automoe/storage/files.py", "os.fsync(file.fileno())", "pass", COMMIT),
@@ -469,9 +477,14 @@ _COST = [
         "once += NOTHING if once_gradients",
         TIME,
     ),
+    ("step_memory.py", "merged.grown(index + 1)", "merged.grown(index)", MEMORY),
     ("machine.py", "self.constants.grouped if groups > 1 else 1.0", "1.0", TIME),
 ]
 _CONFIG = [
+    ("layout.py", 'stage.count("t")', "len(stage)", LAYOUT),
+    ("layout.py", "last[-1] *= times", "last[-1] *= times + 1", LAYOUT),
+    ("layout.py", "len(sizes) // pp", "len(sizes) - pp", LAYOUT),
+    ("validate.py", "[rank::pp] for rank", "[rank::pp + 1] for rank", LAYOUT),
     ("context.py", "2 * num_ranks - rank)", "2 * num_ranks)", MASKS),
     ("context.py", "- window + 1, 0) if window", "- window + 2, 0) if window", MASKS),
 ]
@@ -484,7 +497,7 @@ _FOLDERS = {
     "automoe/data": _DATA,
     "automoe/moe": _MOE,
     "automoe/model": _MODEL,
-    "automoe/parallel": _PARALLEL,
+    "automoe/parallel": _PARALLEL + _MERGED,
     "automoe/checkpoint": _CHECKPOINT,
     "automoe/hf": _HF,
     "automoe/quantize": _QUANTIZE,
