@@ -215,10 +215,13 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
             **NO_ADAPTER,
             **safe,
         )
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        with torch.inference_mode():
+            logits = model(torch.zeros(1, 2, dtype=torch.long, device=model.device)).logits
     except Exception as error:  # of the folder's content, transformers may raise any
-        why = " ".join(str(error).split())
+        why = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(
-            f"{folder}: transformers cannot load it without code of its own ({why})"
+            f"{folder}: transformers cannot load it without code of its own, or compute it ({why})"
         ) from error
     # NaN logits would go unnoticed: argmax takes the first token, so the model still answers and
     # still gets a share of multiple choices right.
@@ -230,7 +233,11 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         raise CheckpointError(
             f"{folder}: numbers are NaN or infinite in {listed(odd)}. Take another checkpoint"
         )
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    if not is_finite(logits):
+        raise CheckpointError(
+            f"{folder}: the logits of its model are NaN or infinite. Compare its config.json with the published one"
+        )
+    return model, tokenizer
 
 
 def _generation_config(folder: Path) -> Any:

@@ -290,6 +290,11 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ),
         ("text", _is_text, "model_type tokenizer_class quant_method fmt"),
         (
+            "the name of a dtype",
+            lambda value: isinstance(value, str) and ("float" in value or value == "auto"),
+            "dtype torch_dtype",
+        ),
+        (
             "text, or a list of it",
             _several(_is_text),
             "architectures model_input_names stop_strings",
@@ -304,7 +309,8 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
             "eager, sdpa, flex_attention, batched_mm or grouped_mm",
             lambda value: value in ("eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"),
             "attn_implementation _attn_implementation experts_implementation "
-            "_experts_implementation",
+            "_experts_implementation _attn_implementation_internal "
+            "_experts_implementation_internal",
         ),
     )
     for key in keys.split()
@@ -329,6 +335,8 @@ def _check_settings(content: dict[str, Any], prefix: str) -> None:
         words, test = _SETTINGS.get(key, ("", None))
         if test is not None and value is not None and not test(value):
             raise ValueError(f"{prefix}{key}={brief(value)}, which has to be {words}")
+        if value != value:
+            raise ValueError(f"{prefix}{key} is NaN")
         if isinstance(value, dict):
             _check_settings(value, f"{prefix}{key}.")
 

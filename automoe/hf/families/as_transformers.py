@@ -13,6 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 from automoe.errors import ConfigError
+from automoe.storage.foreign import brief
 
 HFConfig = dict[str, Any]
 
@@ -58,6 +59,7 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
             )
             # Again, as where a model is built: only now are keys of the top level attributes.
             config.standardize_rope_params()
+            config.get_text_config(decoder=True)
             config.name_or_path = path
         except Exception as error:  # the class may raise any exception
             reason = " ".join(str(error).split())[:400]
@@ -70,11 +72,21 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
 def check_layers(hf: HFConfig, path: str) -> None:
     """Refuse a number of layers that would take for ever to make; of the text model, too."""
     for part in (hf, hf.get("text_config")):
-        for key in _LAYERS if isinstance(part, dict) else ():
-            layers = part.get(key)
-            if isinstance(layers, int) and not 0 < layers <= _MOST_LAYERS:
-                rule = f"{key}={layers}, and no model has more than {_MOST_LAYERS}, or none"
+        for key, size in part.items() if isinstance(part, dict) else ():
+            if key in _LAYERS and isinstance(size, int) and not 0 < size <= _MOST_LAYERS:
+                rule = f"{key}={size}, and no model has more than {_MOST_LAYERS}, or none"
                 raise damaged(path, rule)
+            if isinstance(size, int) and abs(size) >= 1 << 63:
+                raise damaged(path, f"{key}={brief(size)}, and no model has such a number")
+
+
+def number_of(config: Any, key: str) -> int | None:
+    """Return a whole number of ``config``; None if it has none, or another one for each layer."""
+    try:
+        value = getattr(config, key, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
+        return None
+    return value if isinstance(value, int) else None
 
 
 def _class_of(model_type: str) -> type:
