@@ -71,7 +71,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--temperature",
-        type=number_option(float, lambda number: 0 <= number < inf, "temperature: 0 or more"),
+        type=number_option(
+            float,
+            lambda number: number == 0 or 1e-6 <= number < inf,  # logits over it are finite
+            "temperature: 0, or 0.000001 or more",
+        ),
         default=0.0,
         help="0: the likeliest token each time (default)",
     )

@@ -341,8 +341,13 @@ def parquet_records(
                 )
         for batch in batches:
             arrays = {name: batch.column(name) for name in columns or names}
+            large = batch.nbytes > MAX_RECORD_BYTES
             for place in range(batch.num_rows):
                 row += 1
+                if large and (size := batch.slice(place, 1).nbytes) > MAX_RECORD_BYTES:
+                    raise DataError(
+                        f"{path}: row {row} has {size:,} bytes, of at most {MAX_RECORD_BYTES:,}. Write it again."
+                    )
                 yield row, {name: array[place].as_py() for name, array in arrays.items()}
     except UnicodeDecodeError as error:
         raise DataError(

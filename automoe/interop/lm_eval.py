@@ -11,6 +11,8 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from functools import wraps
+from inspect import unwrap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,9 +42,11 @@ def guard_harness(trusted: bool) -> None:
     plain = utils.env
     utils.env = ImmutableSandboxedEnvironment(undefined=plain.undefined, keep_trailing_newline=True)
     utils.env.filters.update(plain.filters)
-    utils.apply_template = in_time("a template of a task", utils.apply_template)
-    load, own = _yaml_loader.load_yaml, Path(lm_eval.__file__).parent
+    utils.apply_template = in_time("a template of a task", unwrap(utils.apply_template))
+    load, own = unwrap(_yaml_loader.load_yaml), Path(lm_eval.__file__).parent
+    unpickle = unwrap(pandas.read_pickle)  # by which datasets reads some files
 
+    @wraps(load)
     def checked(path: Any, **options: Any) -> dict[str, Any]:
         file = Path(path).expanduser().resolve()
         if not file.is_relative_to(own):
@@ -51,8 +55,12 @@ def guard_harness(trusted: bool) -> None:
 
     for module in (_yaml_loader, manager, _index, _factory):
         module.load_yaml = checked
-    if not trusted:  # datasets unpickles files through it
-        pandas.read_pickle = lambda *_, **__: _refuse("data", "a pickle, which runs code")
+
+    @wraps(unpickle)
+    def refused(*_: Any, **__: Any) -> None:
+        _refuse("data", "a pickle")
+
+    pandas.read_pickle = unpickle if trusted else refused
 
 
 def check_task_file(file: Path, trusted: bool) -> None:
@@ -137,6 +145,7 @@ def in_time(what: str, work: Callable[..., T]) -> Callable[..., T]:
         seconds = guarded.MAX_SECONDS
         raise DataError(f"{what} takes more than {seconds} seconds of processor time. Correct it")
 
+    @wraps(work)
     def timed(*args: Any, **options: Any) -> T:
         before = signal.signal(signal.SIGPROF, stop)
         # Again and again: Jinja's optimizer drops an error that it meets.

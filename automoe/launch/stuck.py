@@ -35,6 +35,7 @@ _ANSWER_S = 10.0  # time for the other ranks to answer
 # A rank inside this function of automoe waits for its peers, as in functions of torch.distributed.
 _WAITS = "wait_for_ranks"
 _SAVES = "checkpoint"  # process group of saves and loads
+NOWHERE = "the interpreter"  # place of a thread outside of any code but libraries
 _PACKAGE = Path(__file__).parents[1]
 _NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
 
@@ -194,7 +195,8 @@ class StuckWatch:
             standing = Standing(self.rank, place, communicates or timed_out, pending, asked)
             for thread in threading.enumerate():
                 if thread.name.startswith("save_"):  # ``CheckpointStore`` names its threads so
-                    standing.saving, _ = describe_place(_live_frames(thread))
+                    place, _ = describe_place(_live_frames(thread))
+                    standing.saving = None if place == NOWHERE else place  # it waits for work
             target.parent.mkdir(exist_ok=True)
             if "torch.distributed" in sys.modules:
                 from automoe.interop.torch_private import flight_records
@@ -345,7 +347,7 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
     Args:
         frames: a call stack, outermost frame first.
     """
-    place = "the interpreter"
+    place = NOWHERE
     communicates = False
     modules = []
     for frame in frames:
