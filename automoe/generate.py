@@ -211,9 +211,10 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype="auto",
+            output_loading_info=True,
             use_safetensors=True,
             generation_config=_generation_config(folder),
             **NO_ADAPTER,
@@ -227,6 +228,13 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         raise CheckpointError(
             f"{folder}: transformers cannot load it without code of its own, or compute it ({why})"
         ) from error
+    if missing := found["missing_keys"]:  # transformers draws them at random
+        raise CheckpointError(
+            f"{folder}: its files lack {len(missing)} tensors of {type(model).__name__}: {listed(missing)}. Compare its "
+            "config.json with the published one, and copy the missing files"
+        )
+    if unread := found["unexpected_keys"]:
+        print(f"note: {folder}: not read: {listed(unread)}", file=sys.stderr, flush=True)
     # NaN logits would go unnoticed: argmax takes the first token, so the model still answers and
     # still gets a share of multiple choices right.
     if odd := [

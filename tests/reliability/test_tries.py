@@ -66,6 +66,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("generate", {"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
     ("generate", {"num_experts_per_tok": 9}, "selected index k out of range"),
     ("generate", {"num_experts_per_tok": -1}, "selected index k out of range"),
+    ("generate", {"model_type": "granitemoe"}, "its files lack 9 tensors of GraniteMoeForCausalLM"),
+    ("generate", {"model_type": "bert"}, "tensors of BertLMHeadModel"),
     ("train", {"is_causal": False}, "is_causal=False"),
     ("train", {"vocab_size": 2**64}, "no model has such a number"),
     ("train", {"configuration_files": ["config.4.0.0.json"]}, "configuration_files"),
@@ -94,6 +96,27 @@ def test_a_class_without_files_that_takes_for_ever_to_make(attempt: Tries, tmp_p
     module, words = command(attempt, "train", folder)
     found = attempt(module, *words, "model.random_weights=true")
     assert found.outcome == "refused" and "config.json: its class of transformers: this takes more than" in found.said
+
+
+# Odd options
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "needle"),
+    [
+        (("generate", "HF", "--temperature", "1e-320", "Who?"), "1e-320 is no temperature"),
+        (("plan", "html=/dev/full"), "html=/dev/full: it is a device"),
+        (("plan", "html=PIPE"), "it is a FIFO"),
+        (("plan", "search=true", "world=100000000000000000000"), "a number of ranks, of at most"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_options_that_do_harm(attempt: Tries, words: tuple[str, ...], needle: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    given = [word.replace("HF", str(attempt.folder / "qwen3_moe")) for word in words[1:]]
+    found = attempt(f"automoe.{words[0]}", *(word.replace("PIPE", str(tmp_path / "pipe")) for word in given))
+    assert found.outcome == "refused" and needle in found.said, found
 
 
 # Task files of lm-eval-harness
