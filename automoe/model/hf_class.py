@@ -17,7 +17,6 @@ from torch import nn
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError
 from automoe.model.param_spec import Param, ParamSpec
-from automoe.storage.foreign import read_settings
 
 # The first of these words in a parameter's name tells its part of the model.
 _PART_WORDS = (
@@ -57,7 +56,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
     """
     import transformers
 
-    stated = read_settings(local_folder(path), "config.json")
+    stated, _ = transformers.PreTrainedConfig.get_config_dict(local_folder(path))
     model_type = str(stated.get("model_type"))
     if model_type not in transformers.CONFIG_MAPPING:
         what = f"transformers {transformers.__version__} has no model_type={model_type}"

@@ -30,9 +30,13 @@ _PR_SET_PDEATHSIG = 1
 _place: mmap.mmap | None = None  # in a child: text that says what it is doing
 
 
-def doing(what: str) -> None:
-    """Begin a step of guarded work: name it, and give it ``MAX_SECONDS``. No-op outside."""
-    if _place is not None:
+def doing(what: str, goes_on: bool = False) -> None:
+    """Begin a step of guarded work: name it, and give it ``MAX_SECONDS``. No-op outside.
+
+    Args:
+        goes_on: a step of the same name goes on, if there is one, and gets no new time.
+    """
+    if _place is not None and not (goes_on and _text_of(_place) == what):
         _place[:] = what.encode(errors="replace")[: len(_place)].ljust(len(_place), b"\0")
         signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
 

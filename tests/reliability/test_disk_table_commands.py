@@ -75,10 +75,9 @@ def test_each_file_of_a_command(commands: Commands, name: str, number: int, call
             continue
         if name == "pairs" and one.name != "reference.json":  # the others are those of every run
             continue
-        made = commands.folder / tmp_path.name / str(at) / "made"
+        made = commands.folder / tmp_path.name / str(at) / name
         made.parent.mkdir(parents=True)
-        part = one.part if name == "pairs" else f"/{one.name}"
-        code, said = commands.run(name, made, **commands.disk.fault(part, number, call))
+        code, said = commands.run(name, made, **commands.disk.fault(one.part, number, call))
         wrong = "Traceback" in said or ".py:" in said
         if code == 0 or wrong or os.strerror(number) not in said or one.name not in said:
             failed.append(f"{one.part}: {code}: {said}")

@@ -273,7 +273,23 @@ def call(**call: Any) -> str:
     return json.dumps({"messages": turn})
 
 
+def same_names() -> bytes:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["messages", "messages"])
+    sink = pa.BufferOutputStream()
+    pa.parquet.write_table(table, sink)
+    return sink.getvalue().to_pybytes()
+
+
 RECORDS: dict[str, tuple[str | bytes, str]] = {
+    "twice.jsonl": (
+        json.dumps({"messages": [{"role": "user"}]}).replace('"role"', '"role": "tool", "role"'),
+        "'role' is in it twice",
+    ),
+    "many.jsonl": (
+        json.dumps({"messages": messages("q", "a") * 10_000}),
+        ":1: chat template: this takes more than 1 seconds",
+    ),
+    "names.parquet": (same_names(), "columns with the same name: messages, messages"),
     "blanks.jsonl.gz": (gzip.compress(b" " * 3_000_000), ":1: "),
     "lines.jsonl.gz": (gzip.compress(b"\n" * 3_000_000), "bytes without the end of a record"),
     "endless.jsonl": ('{"messages": "' + "x" * 2_000_000, ":1: 1,048,576 bytes without the end"),

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+from automoe.config.hub import local_folder
 from automoe.errors import ConfigError
 from automoe.storage.foreign import brief
 
@@ -45,11 +46,7 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
     Raises:
         ConfigError: the class refuses a value, or this decoder computes a value in no family.
     """
-    for key, computed in _EVERYWHERE.items():
-        if key in hf and hf[key] not in computed:
-            raise not_computed(
-                path, f"{key}={hf[key]}, and every family here computes {computed[0]} alone"
-            )
+    _check_keys(hf, path, *_EVERYWHERE)
     check_layers(hf, path)
     make = _class_of(model_type)
     with _without_warnings():  # the class warns of keys that it ignores
@@ -59,14 +56,45 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
             )
             # Again, as where a model is built: only now are keys of the top level attributes.
             config.standardize_rope_params()
-            config.get_text_config(decoder=True)
             config.name_or_path = path
         except Exception as error:  # the class may raise any exception
-            reason = " ".join(str(error).split())[:400]
-            raise damaged(
-                path, f"values that {make.__name__} of transformers refuses: {reason}"
-            ) from None
+            raise _refused_value(path, make, error) from None
     return config
+
+
+def text_config(hf: HFConfig, path: str) -> Any:
+    """Return the configuration of the text model of a class that automoe has no family for.
+
+    None if ``transformers`` does not know the class. Raises ``ConfigError`` as ``as_transformers``.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    _check_keys(hf, path, "is_causal", "configuration_files")
+    check_layers(hf, path)
+    if (model_type := hf.get("model_type")) not in CONFIG_MAPPING:
+        return None
+    make = CONFIG_MAPPING[model_type]
+    with _without_warnings():
+        try:
+            # It decodes numbers that JSON lacks, such as infinity.
+            stated, _ = PreTrainedConfig.get_config_dict(local_folder(path))
+            stated = {key: value for key, value in stated.items() if key not in _OF_OTHERS}
+            return make.from_dict(stated).get_text_config(decoder=True)
+        except Exception as error:  # the class may raise any exception
+            raise _refused_value(path, make, error) from None
+
+
+def _refused_value(path: str, make: type, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())[:400]
+    return damaged(path, f"values that {make.__name__} of transformers refuses: {reason}")
+
+
+def _check_keys(hf: HFConfig, path: str, *keys: str) -> None:
+    for key in keys:
+        computed = _EVERYWHERE[key]
+        if key in hf and hf[key] not in computed:
+            what = f"{key}={brief(hf[key])}, and every family here computes {computed[0]} alone"
+            raise not_computed(path, what)
 
 
 def check_layers(hf: HFConfig, path: str) -> None:

@@ -19,9 +19,9 @@ from automoe.config.rules_model import TRANSFORMERS, model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
-from automoe.hf.families.as_transformers import as_transformers, damaged, not_computed, number_of
+from automoe.hf.families.as_transformers import damaged, not_computed, number_of, text_config
 from automoe.hf.families.family import Family
-from automoe.hf.headers import check_holds, has_own_head, missing_files, read_headers
+from automoe.hf.headers import check_holds, has_own_head, headers_of_all
 from automoe.storage.foreign import parse_settings, read_bytes
 from automoe.storage.guarded import guarded
 
@@ -104,16 +104,14 @@ def check_model(folder: Path) -> None:
 
 def _check_sizes(hf: dict[str, Any], folder: Path) -> None:
     """Refuse sizes of a model without a family that its files, if all are there, do not hold."""
-    theirs = as_transformers(hf, str(hf.get("model_type")), str(folder))
-    if missing_files(folder):
+    theirs = text_config(hf, str(folder))
+    tensors = headers_of_all(folder)
+    if theirs is None or not tensors:
         return
-    tensors = read_headers(folder)
-    widest = max((max(one.shape, default=1) for one in tensors.values()), default=1)
-    most = {"num_hidden_layers": len(tensors)}
-    most |= dict.fromkeys(("hidden_size", "vocab_size", "intermediate_size"), 4 * widest)
+    widest = max(max(one.shape, default=1) for one in tensors.values())
+    most = {"num_hidden_layers": len(tensors), "hidden_size": 4 * widest, "vocab_size": 4 * widest}
     for key, limit in most.items():
-        size = number_of(theirs.get_text_config(decoder=True), key) or 0
-        if not 0 <= size <= limit:
+        if not 0 <= (size := number_of(theirs, key) or 0) <= limit:
             what = f"{key}={size}, and its files hold {len(tensors):,} tensors, of {widest:,} rows"
             raise damaged(str(folder), what)
 
