@@ -189,7 +189,6 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from automoe.hf.catalog import quantization_of
     from automoe.hf.families.registry import check_model
     from automoe.hf.headers import NO_ADAPTER, read_headers, unread_adapter
-    from automoe.hf.read import is_finite
 
     disable_progress_bar()
     for name in _NOISY:
@@ -228,6 +227,14 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         raise CheckpointError(
             f"{folder}: transformers cannot load it without code of its own, or compute it ({why})"
         ) from error
+    _check_loaded(folder, model, found, logits)
+    return model, tokenizer
+
+
+def _check_loaded(folder: Path, model: Any, found: dict[str, Any], logits: Any) -> None:
+    """Refuse a model with tensors that no file holds, or numbers that are NaN or infinite."""
+    from automoe.hf.read import is_finite
+
     if missing := found["missing_keys"]:  # transformers draws them at random
         raise CheckpointError(
             f"{folder}: its files lack {len(missing)} tensors of {type(model).__name__}: {listed(missing)}. Compare its "
@@ -249,7 +256,6 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         raise CheckpointError(
             f"{folder}: the logits of its model are NaN or infinite. Compare its config.json with the published one"
         )
-    return model, tokenizer
 
 
 def _generation_config(folder: Path) -> Any:

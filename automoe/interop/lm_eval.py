@@ -12,6 +12,7 @@ import resource
 import signal
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from inspect import unwrap
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +35,6 @@ def guard_harness(trusted: bool) -> None:
         trusted: allow task files to name code.
     """
     import lm_eval
-    import pandas
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from lm_eval import utils
     from lm_eval.tasks import _factory, _index, _yaml_loader, manager
@@ -44,7 +44,8 @@ def guard_harness(trusted: bool) -> None:
     utils.env.filters.update(plain.filters)
     utils.apply_template = in_time("a template of a task", unwrap(utils.apply_template))
     load, own = unwrap(_yaml_loader.load_yaml), Path(lm_eval.__file__).parent
-    unpickle = unwrap(pandas.read_pickle)  # by which datasets reads some files
+    pandas = import_module("pandas")  # by which datasets reads some files
+    unpickle = unwrap(pandas.read_pickle)
 
     @wraps(load)
     def checked(path: Any, **options: Any) -> dict[str, Any]:
