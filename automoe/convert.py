@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _convert(source: str, out: str, **options: Any) -> Written:
     from automoe.config.rules_model import TRANSFORMERS
-    from automoe.hf.families.registry import model_config_from_hf
+    from automoe.hf.families.registry import model_of_stranger
     from automoe.hf.folder import check_conversion
     from automoe.hf.identity import checkpoint_folder
     from automoe.model.params import count_params
@@ -56,7 +56,7 @@ def _convert(source: str, out: str, **options: Any) -> Written:
             "SRC", source, "no such directory", "Name a HuggingFace checkpoint directory"
         )
     try:
-        config = model_config_from_hf(folder)
+        config = model_of_stranger(folder)
     except ConfigError as error:  # its message names training's key; name the argument SRC instead
         if error.key != "model.hf_path":
             raise

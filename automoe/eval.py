@@ -19,6 +19,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from automoe.errors import (
     number_option,
 )
 from automoe.generate import checkpoint_of, load_checkpoint
+from automoe.interop.lm_eval import guard_harness, in_time, rehearse
 from automoe.observe.metrics import jsonable
 from automoe.observe.summary import new_table
 from automoe.storage.files import free_name, named
@@ -44,9 +46,7 @@ _NO_CHOICE = "Label index was not in"  # quoted from a warning of the harness
 def main(argv: list[str] | None = None) -> int:
     """Run the tasks that ``argv`` names; return 0 if all ran and every number is finite."""
     parser = argparse.ArgumentParser(
-        prog="automoe eval",
-        description="Run tasks of lm-eval-harness on a run or a checkpoint. A task file is code: it can name functions "
-        "of Python files beside it. Run none that you do not trust.",
+        prog="automoe eval", description="Run tasks of lm-eval-harness on a run or a checkpoint."
     )
     parser.add_argument(
         "where", help="run directory, or a HuggingFace checkpoint such as automoe export writes"
@@ -79,6 +79,11 @@ def main(argv: list[str] | None = None) -> int:
         help="ask through the chat template",
     )
     parser.add_argument(
+        "--trust-task-code",
+        action="store_true",
+        help="run code that task files name: functions of Python files beside them, metrics",
+    )
+    parser.add_argument(
         "--out",
         metavar="FILE",
         help=f"results as JSON (default: WHERE/{RESULTS}, or the next number)",
@@ -91,6 +96,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     import_backend(
         "lm_eval.models.huggingface", "automoe eval", "Install automoe[eval], which brings lm_eval"
     )
+    guard_harness(args.trust_task_code)
     logger = logging.getLogger("lm_eval")
     logger.handlers = [heard := _Heard()]
     logger.propagate = False
@@ -223,9 +229,9 @@ def _group_in(path: Path) -> Any:
 
     The group's tasks are in the same folder, or are tasks of the harness.
     """
-    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks import TaskManager, _yaml_loader
 
-    if not re.search(r"^group:", path.read_text(encoding="utf-8"), re.M):
+    if "group" not in _yaml_loader.load_yaml(path, resolve_func=False, recursive=False):
         return None
     manager = TaskManager(include_path=str(path.parent), include_defaults=False)
     entries = manager.task_index
@@ -273,8 +279,8 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
         evaluator.add_env_info = lambda results: None
         # The harness would run git in the working directory, which may be no repository.
         evaluator.get_git_commit_hash = lambda: None
-        found = evaluator.simple_evaluate(
-            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
+        run = partial(
+            evaluator.simple_evaluate,
             tasks=tasks,
             # The tasks are built already: the manager has nothing to look up.
             task_manager=TaskManager(include_defaults=False),
@@ -283,6 +289,14 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
             limit=limit,
             apply_chat_template=args.apply_chat_template,
             log_samples=False,
+        )
+        rehearse(tokenizer, args.tasks, partial(run, bootstrap_iters=0))
+        for leaf in (leaf for task in tasks for leaf in _leaves(task)):
+            for part in ("apply_filters", "process_results"):
+                what = f"--tasks={args.tasks}: {leaf.task_name}: {part}"
+                setattr(leaf, part, in_time(what, getattr(leaf, part)))
+        found = run(
+            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
             # A single document has no standard error; the harness would divide by 0.
             **({"bootstrap_iters": 0} if fewest < 2 else {}),
         )
@@ -333,7 +347,7 @@ def _print_table(rows: list[tuple[Any, ...]]) -> None:
     table = new_table(("task", "metric"), ("shots", "value", "std. error"))
     for task, metric, shots, *numbers in rows:
         cells = [f"{n:.4f}" if isinstance(n, int | float) else str(n or "-") for n in numbers]
-        table.add_row(task, metric, "-" if shots is None else str(shots), *cells)
+        table.add_row(str(task), metric, "-" if shots is None else str(shots), *cells)
     Console(highlight=False, markup=False).print(table)
 
 

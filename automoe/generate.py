@@ -71,7 +71,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--temperature",
-        type=number_option(float, lambda number: 0 <= number < inf, "temperature: 0 or more"),
+        type=number_option(
+            float,
+            lambda number: number == 0 or 1e-6 <= number < inf,  # logits over it are finite
+            "temperature: 0, or 0.000001 or more",
+        ),
         default=0.0,
         help="0: the likeliest token each time (default)",
     )
@@ -185,7 +189,6 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from automoe.hf.catalog import quantization_of
     from automoe.hf.families.registry import check_model
     from automoe.hf.headers import NO_ADAPTER, read_headers, unread_adapter
-    from automoe.hf.read import is_finite
 
     disable_progress_bar()
     for name in _NOISY:
@@ -207,19 +210,38 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype="auto",
+            output_loading_info=True,
             use_safetensors=True,
             generation_config=_generation_config(folder),
             **NO_ADAPTER,
             **safe,
         )
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        with torch.inference_mode():
+            logits = model(torch.zeros(1, 2, dtype=torch.long, device=model.device)).logits
     except Exception as error:  # of the folder's content, transformers may raise any
-        why = " ".join(str(error).split())
+        why = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(
-            f"{folder}: transformers cannot load it without code of its own ({why})"
+            f"{folder}: transformers cannot load it without code of its own, or compute it ({why})"
         ) from error
+    _check_loaded(folder, model, found, logits)
+    return model, tokenizer
+
+
+def _check_loaded(folder: Path, model: Any, found: dict[str, Any], logits: Any) -> None:
+    """Refuse a model with tensors that no file holds, or numbers that are NaN or infinite."""
+    from automoe.hf.read import is_finite
+
+    if missing := found["missing_keys"]:  # transformers draws them at random
+        raise CheckpointError(
+            f"{folder}: its files lack {len(missing)} tensors of {type(model).__name__}: {listed(missing)}. Compare its "
+            "config.json with the published one, and copy the missing files"
+        )
+    if unread := found["unexpected_keys"]:
+        print(f"note: {folder}: not read: {listed(unread)}", file=sys.stderr, flush=True)
     # NaN logits would go unnoticed: argmax takes the first token, so the model still answers and
     # still gets a share of multiple choices right.
     if odd := [
@@ -230,7 +252,10 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         raise CheckpointError(
             f"{folder}: numbers are NaN or infinite in {listed(odd)}. Take another checkpoint"
         )
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    if not is_finite(logits):
+        raise CheckpointError(
+            f"{folder}: the logits of its model are NaN or infinite. Compare its config.json with the published one"
+        )
 
 
 def _generation_config(folder: Path) -> Any:

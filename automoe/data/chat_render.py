@@ -30,7 +30,7 @@ TEXT, _TOKEN = "\ufdd0", "\ufdd1"
 @contextmanager
 def refusing(where: str) -> Iterator[None]:
     """Report errors of rendering as those of the template and of the place ``where``."""
-    doing(f"{where}: chat template")
+    doing(f"{where}: chat template", goes_on=True)  # over all renders of a conversation
     try:
         yield
     except DataError:

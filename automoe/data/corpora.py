@@ -25,7 +25,7 @@ from automoe.config.hub import is_data_set
 from automoe.config.paths import matches
 from automoe.config.plugins import registered
 from automoe.errors import ConfigError, DataError, listed
-from automoe.storage.foreign import MAX_DEPTH, MAX_RECORD_BYTES, check_depth
+from automoe.storage.foreign import MAX_DEPTH, MAX_RECORD_BYTES, check_depth, unique
 from automoe.storage.guarded import doing
 
 T = TypeVar("T")
@@ -294,7 +294,7 @@ def jsonl_records(path: Path) -> NumberedRecords:
                     f"file (jq -c '.[]' {shlex.quote(str(path))} > lines.jsonl) and name that in data.path."
                 )
             try:
-                record = json.loads(line)
+                record = json.loads(line, object_pairs_hook=unique)
                 if line.count("{") + line.count("[") > MAX_DEPTH:
                     check_depth(record)
             except (ValueError, RecursionError) as error:
@@ -333,6 +333,10 @@ def parquet_records(
     kind = path.suffix.removeprefix(".") or "parquet"
     try:
         names, batches = _open_table(path, columns)
+        if len(set(names)) < len(names):
+            raise DataError(
+                f"{path}: columns with the same name: {listed(names, 10)}. Rename them."
+            )
         for column in columns or ():
             if column not in names:
                 raise DataError(
@@ -341,8 +345,13 @@ def parquet_records(
                 )
         for batch in batches:
             arrays = {name: batch.column(name) for name in columns or names}
+            large = batch.nbytes > MAX_RECORD_BYTES
             for place in range(batch.num_rows):
                 row += 1
+                if large and (size := batch.slice(place, 1).nbytes) > MAX_RECORD_BYTES:
+                    raise DataError(
+                        f"{path}: row {row} has {size:,} bytes, of at most {MAX_RECORD_BYTES:,}. Write it again."
+                    )
                 yield row, {name: array[place].as_py() for name, array in arrays.items()}
     except UnicodeDecodeError as error:
         raise DataError(

@@ -292,7 +292,7 @@ def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> D
     if not chosen.any():
         raise DataError(
             f"No document for the {split} split: {len(lengths)} documents, {int(lengths.sum())} tokens, "
-            f"data.val_fraction={val_fraction}. Add documents or change data.val_fraction; without a validation "
-            f"split set train.val_every=0."
+            f"data.val_fraction={val_fraction} (equal ones are on one side). Add documents, or set data.val_fraction=0 "
+            "train.val_every=0, which trains on all."
         )
     return starts[chosen], lengths[chosen]

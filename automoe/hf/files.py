@@ -15,6 +15,7 @@ from automoe.errors import CheckpointError
 from automoe.hf.headers import BITS, SINGLE_FILE, StoredTensor
 from automoe.hf.keys import FP8_BLOCK, INDEX_FILE, SCALE_SUFFIX
 from automoe.hf.quantized import quantize_fp8
+from automoe.storage.files import write_text
 
 DTYPES = {
     "F64": torch.float64,
@@ -160,7 +161,7 @@ def write_index(folder: Path, files: list[Contents], dtype: torch.dtype) -> Writ
     total = sum(stored.total_bytes for contents in files for stored in contents.values())
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_text(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
     return Written(folder, len(weight_map), len(files), total, dtype)
 
 

@@ -21,6 +21,7 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import KeyMap, fp8_config
+from automoe.storage.files import write_text
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.foreign import copy_file, open_inside, read_settings
 from automoe.storage.lock_file import take_lock
@@ -173,9 +174,9 @@ def write_settings(
         copy_file(where, name, folder / name)
     if tokenizer == "byte":
         for name, content in ByteTokenizer.files().items():
-            (folder / name).write_text(content)
+            write_text(folder / name, content)
     if tokenizer == NO_TOKENIZER:
-        (folder / "README.md").write_text(SYNTHETIC)
+        write_text(folder / "README.md", SYNTHETIC)
     if chat is not None:
         _write_chat(folder, chat)
 
@@ -238,7 +239,7 @@ def _is_own(tokenizer: str | None, source: Path | None) -> bool:
 def _write_chat(folder: Path, chat: ChatTemplate) -> None:
     for name, template in chat.exported().items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(template, encoding="utf-8")
+        write_text(folder / name, template)
     file = folder / "generation_config.json"
     stop_id = chat.stop_id()
     settings = read_settings(folder, file.name)
@@ -251,7 +252,7 @@ def _write_chat(folder: Path, chat: ChatTemplate) -> None:
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(content, indent=2) + "\n")
 
 
 def _token_ids(tokenizer: str | None) -> dict[str, int | None]:

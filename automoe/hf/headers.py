@@ -223,11 +223,7 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> dict[str, St
             twice as many parameters as the files have numbers.
         CheckpointError: as ``read_headers``.
     """
-    try:
-        complete = not missing_files(folder)
-    except OSError:  # an unreadable index: ``read_headers`` reports it
-        complete = True
-    tensors = read_headers(folder) if complete else {}
+    tensors = headers_of_all(folder)
     fused = keys.fused or any(name.endswith(f".{FUSED.gate}") for name in tensors)
     layers = config.num_moe_layers if tensors and not fused else min(1, config.num_moe_layers)
     counts = {"layers": config.num_layers, "experts": config.num_experts * layers}
@@ -247,6 +243,15 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> dict[str, St
         remedy = "Copy the checkpoint's own config.json"
         raise ConfigError("model.hf_path", folder, f"its config.json has {found[0]}", remedy)
     return tensors
+
+
+def headers_of_all(folder: Path) -> dict[str, StoredTensor]:
+    """Return the headers of ``folder``; empty while files are missing. Raises as ``read_headers``."""
+    try:
+        complete = not missing_files(folder)
+    except OSError:  # an unreadable index: ``read_headers`` reports it
+        complete = True
+    return read_headers(folder) if complete else {}
 
 
 def missing_files(folder: Path) -> list[str]:

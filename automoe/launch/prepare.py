@@ -79,7 +79,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
     path = config.model.hf_path
     if path is None:
         return config
-    from automoe.hf.families.registry import model_config_from_hf
+    from automoe.hf.families.registry import model_of_stranger
 
     if config.model.upcycle:
         from automoe.hf.upcycle import upcycled_model
@@ -88,7 +88,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
     else:
         mine = config.model
         kept = {key: getattr(mine, key) for key in ("initializer_range", "random_weights")}
-        model = replace(model_config_from_hf(path), **kept)
+        model = replace(model_of_stranger(path), **kept)
     named = {key_of(override): override.partition("=")[2] for override in overrides}
     ties = (config.model if "model.router.exact_ties" in named else model).router.exact_ties
     model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))

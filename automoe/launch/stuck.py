@@ -38,6 +38,7 @@ _WAITS = "wait_for_ranks"
 _GIVES_WAY = "wait_for_turn"
 _BACKWARD = "merged_backward"
 _SAVES = "checkpoint"  # process group of saves and loads
+NOWHERE = "the interpreter"  # place of a thread outside of any code but libraries
 _PACKAGE = Path(__file__).parents[1]
 _NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
 
@@ -197,7 +198,8 @@ class StuckWatch:
             standing = Standing(self.rank, place, communicates or timed_out, pending, asked)
             for thread in threading.enumerate():
                 if thread.name.startswith("save_"):  # ``CheckpointStore`` names its threads so
-                    standing.saving, _ = describe_place(_live_frames(thread))
+                    place, _ = describe_place(_live_frames(thread))
+                    standing.saving = None if place == NOWHERE else place  # it waits for work
             target.parent.mkdir(exist_ok=True)
             if "torch.distributed" in sys.modules:
                 from automoe.interop.torch_private import flight_records
@@ -348,7 +350,7 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
     Args:
         frames: a call stack, outermost frame first.
     """
-    place = "the interpreter"
+    place = NOWHERE
     communicates = False
     modules = []
     for frame in frames:

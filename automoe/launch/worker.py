@@ -41,21 +41,30 @@ _leaving = threading.Lock()
 
 
 class Outlet:
-    """Text stream that writes to one or more streams, and ignores their ``OSError``.
+    """Text stream that writes to one or more streams, and outlives their ``OSError``.
 
     A full disk or a closed terminal thus loses output but does not end the run. All other
     attributes are those of the first stream.
+
+    Args:
+        lost: called with the error and the text that the last stream did not take.
     """
 
-    def __init__(self, *streams: TextIO) -> None:
+    def __init__(
+        self, *streams: TextIO, lost: Callable[[OSError, str], None] = lambda *_: None
+    ) -> None:
         self._streams = streams
+        self._lost = lost
         for stream in streams:
             show_everything(stream)
 
     def write(self, text: str) -> int:
         for stream in self._streams:
-            with suppress(OSError):
+            try:
                 stream.write(text)
+            except OSError as error:
+                if stream is self._streams[-1]:
+                    self._lost(error, text)
         return len(text)
 
     def flush(self) -> None:
@@ -181,13 +190,22 @@ def _redirect(run_dir: Path, rank: int, terminal: TextIO) -> None:
     except OSError as error:
         print(f"warning: rank {rank} has no log: {in_words(error)}", file=terminal, flush=True)
         log = open(os.devnull, "w")
+    told = []
+
+    def lost(error: OSError, text: str) -> None:
+        if not told:
+            told.append(error)
+            what = f"{len(text):,} bytes have no room, and what follows may have none"
+            with suppress(OSError):
+                print(f"warning: {path}: {error.strerror}: {what}", file=terminal, flush=True)
+
     os.dup2(log.fileno(), 2)
-    sys.stderr = Outlet(sys.stderr)
+    sys.stderr = Outlet(sys.stderr, lost=lost)
     if rank == 0:
-        sys.stdout = Outlet(sys.stdout, log)
+        sys.stdout = Outlet(sys.stdout, log, lost=lost)
     else:
         os.dup2(log.fileno(), 1)
-        sys.stdout = Outlet(sys.stdout)
+        sys.stdout = Outlet(sys.stdout, lost=lost)
     faulthandler.enable(log)
 
 

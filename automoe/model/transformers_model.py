@@ -65,7 +65,10 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
         for name, module in reversed(modules):  # parts before the whole
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(stream_key(name, seed) % (1 << 63))
-                model._init_weights(module)
+                try:
+                    model._init_weights(module)
+                except RuntimeError as error:  # such as a negative initializer_range
+                    raise refused(path, f"it cannot initialise {name}: {error}") from error
         values.append({place: vars(place[0])[place[1]][place[2]].detach() for place in held})
     names = {module: name for name, module in modules}
     own: dict[nn.Module, dict[str, dict[str, torch.Tensor]]] = {}

@@ -27,6 +27,7 @@ from automoe.planner.memory import plan_memory
 from automoe.planner.output_file import write_out
 from automoe.planner.plan import gib, missing_speeds
 from automoe.planner.search import ONE_STAGE, Search, overrides_of, search
+from automoe.storage.foreign import brief
 
 KINDS = ("true", "fewest_gpus", "longest_context", "largest_batch")
 # Key of ``train`` that a search of this kind doubles until nothing fits.
@@ -94,8 +95,10 @@ def question_of(own: dict[str, str]) -> Question | None:
         return None
     if kind not in KINDS:
         raise ConfigError("search", kind, f"there are {', '.join(KINDS)}", "Write search=true")
-    if number and not (number.isdecimal() and int(number)):
-        raise ConfigError("world", number, "a number of ranks", "Write world=1024")
+    most = 8 * MAX_GPUS
+    if number and not (number.isdecimal() and len(number) < 10 and 0 < int(number) <= most):
+        rule = f"a number of ranks, of at most {most:,}"
+        raise ConfigError("world", brief(number), rule, "Write world=1024")
     if (kind == "fewest_gpus") == bool(number):
         rule = "a search is over the meshes of so many ranks"
         remedy = "Add world=1024"

@@ -78,6 +78,12 @@ def named(path: Path, size: int) -> Iterator[None]:
         raise OSError(error.errno, why, str(path)) from error
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a new file as UTF-8. Raises ``OSError`` that names it, as ``named`` does."""
+    with named(path, len(text)):
+        path.write_text(text, encoding="utf-8")
+
+
 def checksum(path: Path, method: Callable[[], Any] = xxhash.xxh3_128) -> str:
     """Return a checksum of a file's bytes in hexadecimal digits.
 

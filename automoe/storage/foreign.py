@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from automoe.errors import CheckpointError
-from automoe.storage.files import wrong_kind
+from automoe.storage.files import named, wrong_kind
 
 # No config.json or index comes near: that of a model with a hundred thousand tensors has 10 MB.
 MAX_JSON_BYTES = 100_000_000
@@ -115,7 +115,7 @@ def parse_json(raw: bytes) -> Any:
             )
             if pairs == raw.count(b":"):
                 return found
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
         raise _too_deep() from None
 
@@ -189,7 +189,8 @@ def parse_yaml(raw: bytes) -> Any:
     return None if node is None else loader.construct_document(node)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of a JSON text, for ``json.loads``; ``ValueError`` for a key twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = set()
@@ -206,8 +207,9 @@ def brief(value: object) -> str:
 
 def copy_file(folder: Path, name: str, target: Path) -> None:
     """Copy one file of ``folder``. Raises as ``open_inside``."""
-    with os.fdopen(open_inside(folder, name), "rb") as source, open(target, "xb") as copy:
-        shutil.copyfileobj(source, copy, 1 << 20)
+    with os.fdopen(open_inside(folder, name), "rb") as source:
+        with named(target, os.fstat(source.fileno()).st_size), open(target, "xb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
 
 
 # Settings of models and tokenizers
@@ -290,6 +292,11 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ),
         ("text", _is_text, "model_type tokenizer_class quant_method fmt"),
         (
+            "the name of a dtype",
+            lambda value: isinstance(value, str) and ("float" in value or value == "auto"),
+            "dtype torch_dtype",
+        ),
+        (
             "text, or a list of it",
             _several(_is_text),
             "architectures model_input_names stop_strings",
@@ -304,7 +311,8 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
             "eager, sdpa, flex_attention, batched_mm or grouped_mm",
             lambda value: value in ("eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"),
             "attn_implementation _attn_implementation experts_implementation "
-            "_experts_implementation",
+            "_experts_implementation _attn_implementation_internal "
+            "_experts_implementation_internal",
         ),
     )
     for key in keys.split()
@@ -329,6 +337,8 @@ def _check_settings(content: dict[str, Any], prefix: str) -> None:
         words, test = _SETTINGS.get(key, ("", None))
         if test is not None and value is not None and not test(value):
             raise ValueError(f"{prefix}{key}={brief(value)}, which has to be {words}")
+        if value != value:
+            raise ValueError(f"{prefix}{key} is NaN")
         if isinstance(value, dict):
             _check_settings(value, f"{prefix}{key}.")
 

@@ -30,9 +30,13 @@ _PR_SET_PDEATHSIG = 1
 _place: mmap.mmap | None = None  # in a child: text that says what it is doing
 
 
-def doing(what: str) -> None:
-    """Begin a step of guarded work: name it, and give it ``MAX_SECONDS``. No-op outside."""
-    if _place is not None:
+def doing(what: str, goes_on: bool = False) -> None:
+    """Begin a step of guarded work: name it, and give it ``MAX_SECONDS``. No-op outside.
+
+    Args:
+        goes_on: a step of the same name goes on, if there is one, and gets no new time.
+    """
+    if _place is not None and not (goes_on and _text_of(_place) == what):
         _place[:] = what.encode(errors="replace")[: len(_place)].ljust(len(_place), b"\0")
         signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
 
@@ -111,8 +115,7 @@ def _work(what: str, work: Callable[[], Any], writing: int, parent: int) -> NoRe
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MAX_BYTES, hard))
+        limit_memory()
         doing(what)
         answer: tuple[Any, BaseException | None] = work(), None
     except BaseException as error:
@@ -132,10 +135,13 @@ def _work(what: str, work: Callable[[], Any], writing: int, parent: int) -> NoRe
     os._exit(1)
 
 
-def _data_bytes() -> int:
-    """Return the private memory of this process, as ``RLIMIT_DATA`` counts it."""
+def limit_memory() -> tuple[int, int]:
+    """Let this process take ``MAX_BYTES`` more private memory; return the limits before."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+        now = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (now + MAX_BYTES, before[1]))
+    return before
 
 
 def die_with_parent(parent: int) -> None:

@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -74,6 +75,18 @@ def test_a_save_in_the_background_and_the_training_beside_it_are_told_apart() ->
     beside = {0: waits.of_thread(saves=False), 1: replace(stalls, pending=[gather]).of_thread(saves=False)}
     rank, message = who_is_missing(beside, 2, 0, 30.0)
     assert rank == 1 and "rank 1 did not join all_to_all 7" in message and "it is at file.py:1 in f" in message
+
+
+def test_a_saving_thread_that_waits_for_work_is_not_where_a_save_stands(tmp_path: Path) -> None:
+    """The main thread saves at the end of a run whose other saves were in the background."""
+    (tmp_path / "logs").mkdir()
+    watch = StuckWatch(tmp_path, 0, 1, io.StringIO())
+    watch._ask()
+    with ThreadPoolExecutor(1, thread_name_prefix="save_") as saves:
+        saves.submit(int).result()
+        watch._say_where()
+    [found] = watch._standings(watch._asked()).values()
+    assert found.saving is None and found.of_thread(saves=True).place == found.place
 
 
 def test_a_rank_whose_own_collective_had_no_more_time_did_join_it(tmp_path: Path) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -214,6 +218,25 @@ def test_a_server_that_is_not_there_costs_a_warning_without_its_login(
     trackers.finish("done")
     assert len(said) == 1 and "MLflow does not work" in said[0] and "training goes on without it" in said[0]
     assert "ses" not in said[0] and "hidden" not in said[0] and not (tmp_path / "trackers.json").exists()
+
+
+def test_a_server_that_sends_a_byte_now_and_then_holds_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("automoe.observe.trackers.mlflow.ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            with suppress(OSError):
+                taken, _ = server.accept()
+                taken.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                while True:
+                    taken.sendall(b"x")
+                    time.sleep(0.1)
+
+        threading.Thread(target=drip, daemon=True).start()
+        config, said = Config(), []
+        config.observe.mlflow = f"http://127.0.0.1:{server.getsockname()[1]}"
+        make_trackers(config, tmp_path, None, said.append).log({"step": 1, "loss": 1.0})
+    assert len(said) == 1 and "no whole answer to get_experiment_by_name within 0.5 s" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ import shutil
 import signal
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import transformers.utils.chat_template_utils  # noqa: F401  (no child spends its time on that)
 
@@ -272,7 +274,23 @@ def call(**call: Any) -> str:
     return json.dumps({"messages": turn})
 
 
+def same_names() -> bytes:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["messages", "messages"])
+    sink = pa.BufferOutputStream()
+    pa.parquet.write_table(table, sink)
+    return sink.getvalue().to_pybytes()
+
+
 RECORDS: dict[str, tuple[str | bytes, str]] = {
+    "twice.jsonl": (
+        json.dumps({"messages": [{"role": "user"}]}).replace('"role"', '"role": "tool", "role"'),
+        "'role' is in it twice",
+    ),
+    "many.jsonl": (
+        json.dumps({"messages": messages("q", "a") * 10_000}),
+        ":1: chat template: this takes more than 1 seconds",
+    ),
+    "names.parquet": (same_names(), "columns with the same name: messages, messages"),
     "blanks.jsonl.gz": (gzip.compress(b" " * 3_000_000), ":1: "),
     "lines.jsonl.gz": (gzip.compress(b"\n" * 3_000_000), "bytes without the end of a record"),
     "endless.jsonl": ('{"messages": "' + "x" * 2_000_000, ":1: 1,048,576 bytes without the end"),
@@ -315,6 +333,20 @@ def test_arrow_offsets_outside_their_buffer(offsets: list[int], tmp_path: Path) 
     read = corpora.parquet_records(path, ["text"])
     refused(lambda: list(read), str(path), "not a readable arrow file")
     assert data.kind == "hub"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_row_of_a_table_has_a_limit_as_a_line_has(nested: bool, tmp_path: Path) -> None:
+    texts = ["a", "x" * 2_000_000, "b"]
+    column = [[{"role": "user", "content": text}] for text in texts] if nested else texts
+    for name, write in (
+        ("x.parquet", pa.parquet.write_table),
+        ("y.parquet", partial(pa.parquet.write_table, row_group_size=1)),
+    ):
+        write(pa.table({"text": column}), tmp_path / name)
+        read = corpora.parquet_records(tmp_path / name, ["text"])
+        assert next(read)[1] == {"text": column[0]}
+        refused(lambda read=read: list(read), f"{tmp_path / name}: row 2 has 2,000,0", "at most 1,048,576")
 
 
 # A folder that transformers would load

@@ -84,7 +84,7 @@ class OwnServer:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             become(job, rank, parent, [os.dup(stdout), os.dup(2)], unused, Imports())
 
-        return _fork(target)
+        return fork(target)
 
     def close(self) -> None:
         pass
@@ -111,15 +111,15 @@ class ForkedRank:
         self.send_signal(signal.SIGKILL)
 
 
-def _fork(target: Callable[[], int]) -> int:
+def fork(target: Callable[[], int]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
         return pid
-    _end(target)
+    end(target)
 
 
-def _end(target: Callable[[], int]) -> NoReturn:
+def end(target: Callable[[], int]) -> NoReturn:
     status = 1
     try:
         status = target()
@@ -134,9 +134,9 @@ def _end(target: Callable[[], int]) -> NoReturn:
         os._exit(status)
 
 
-def _command(request: Mapping[str, object]) -> int:
+def command(request: Mapping[str, object]) -> int:
     out, err = request["files"]
-    _streams(os.devnull, out, err)
+    _streams(request.get("stdin", os.devnull), out, err)
     _environment(os.environ | request["env"])
     obey_permissions()
     fork_server.ForkServer = OwnServer
@@ -190,10 +190,10 @@ def main() -> int:
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
-        pid = _fork(lambda request=request: _command(request))
+        pid = fork(lambda request=request: command(request))
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    _end(main)
+    end(main)

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+from automoe.config.hub import local_folder
 from automoe.errors import ConfigError
+from automoe.storage.foreign import brief
 
 HFConfig = dict[str, Any]
 
@@ -44,11 +46,7 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
     Raises:
         ConfigError: the class refuses a value, or this decoder computes a value in no family.
     """
-    for key, computed in _EVERYWHERE.items():
-        if key in hf and hf[key] not in computed:
-            raise not_computed(
-                path, f"{key}={hf[key]}, and every family here computes {computed[0]} alone"
-            )
+    _check_keys(hf, path, *_EVERYWHERE)
     check_layers(hf, path)
     make = _class_of(model_type)
     with _without_warnings():  # the class warns of keys that it ignores
@@ -60,21 +58,63 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
             config.standardize_rope_params()
             config.name_or_path = path
         except Exception as error:  # the class may raise any exception
-            reason = " ".join(str(error).split())[:400]
-            raise damaged(
-                path, f"values that {make.__name__} of transformers refuses: {reason}"
-            ) from None
+            raise _refused_value(path, make, error) from None
     return config
+
+
+def text_config(hf: HFConfig, path: str) -> Any:
+    """Return the configuration of the text model of a class that automoe has no family for.
+
+    None if ``transformers`` does not know the class. Raises ``ConfigError`` as ``as_transformers``.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    _check_keys(hf, path, "is_causal", "configuration_files")
+    check_layers(hf, path)
+    if (model_type := hf.get("model_type")) not in CONFIG_MAPPING:
+        return None
+    make = CONFIG_MAPPING[model_type]
+    with _without_warnings():
+        try:
+            # It decodes numbers that JSON lacks, such as infinity.
+            stated, _ = PreTrainedConfig.get_config_dict(local_folder(path))
+            stated = {key: value for key, value in stated.items() if key not in _OF_OTHERS}
+            return make.from_dict(stated).get_text_config(decoder=True)
+        except Exception as error:  # the class may raise any exception
+            raise _refused_value(path, make, error) from None
+
+
+def _refused_value(path: str, make: type, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())[:400]
+    return damaged(path, f"values that {make.__name__} of transformers refuses: {reason}")
+
+
+def _check_keys(hf: HFConfig, path: str, *keys: str) -> None:
+    for key in keys:
+        computed = _EVERYWHERE[key]
+        if key in hf and hf[key] not in computed:
+            what = f"{key}={brief(hf[key])}, and every family here computes {computed[0]} alone"
+            raise not_computed(path, what)
 
 
 def check_layers(hf: HFConfig, path: str) -> None:
     """Refuse a number of layers that would take for ever to make; of the text model, too."""
     for part in (hf, hf.get("text_config")):
-        for key in _LAYERS if isinstance(part, dict) else ():
-            layers = part.get(key)
-            if isinstance(layers, int) and not 0 < layers <= _MOST_LAYERS:
-                rule = f"{key}={layers}, and no model has more than {_MOST_LAYERS}, or none"
+        for key, size in part.items() if isinstance(part, dict) else ():
+            if key in _LAYERS and isinstance(size, int) and not 0 < size <= _MOST_LAYERS:
+                rule = f"{key}={size}, and no model has more than {_MOST_LAYERS}, or none"
                 raise damaged(path, rule)
+            if isinstance(size, int) and abs(size) >= 1 << 63:
+                raise damaged(path, f"{key}={brief(size)}, and no model has such a number")
+
+
+def number_of(config: Any, key: str) -> int | None:
+    """Return a whole number of ``config``; None if it has none, or another one for each layer."""
+    try:
+        value = getattr(config, key, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
+        return None
+    return value if isinstance(value, int) else None
 
 
 def _class_of(model_type: str) -> type:

@@ -16,7 +16,7 @@ from torch import nn
 from automoe.config.hub import local_folder
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import AttentionConfig, ModelConfig
-from automoe.hf.families.as_transformers import HFConfig, check_layers
+from automoe.hf.families.as_transformers import HFConfig, number_of
 from automoe.hf.families.family import Family
 from automoe.hf.keys import KeyMap, Piece
 from automoe.model.hf_class import (
@@ -46,7 +46,6 @@ class ClassFamily(Family):
         Raises:
             ConfigError: the class does not serve; the message names the part.
         """
-        check_layers(hf, path)
         model = build_causal_lm(path)
         text = model.config
         layers = decoder_layers(model)
@@ -73,15 +72,15 @@ class ClassFamily(Family):
             num_layers=len(layers),
             first_k_dense=len(layers) - len(experts),
             tie_embeddings=is_tied(model),
-            intermediate_size=_whole(text, "intermediate_size") or 1,
+            intermediate_size=number_of(text, "intermediate_size") or 1,
             attention=AttentionConfig(num_heads=1, num_kv_heads=1),
         )
-        heads = _whole(text, "num_attention_heads")
+        heads = number_of(text, "num_attention_heads")
         if heads:  # for counts of FLOPs
-            dim = _whole(text, "head_dim") or head.in_features // heads
+            dim = number_of(text, "head_dim") or head.in_features // heads
             config.attention = AttentionConfig(num_heads=heads, num_kv_heads=heads, head_dim=dim)
         if experts:
-            top_k = next(filter(None, (_whole(text, key) for key in _TOP_K)), None)
+            top_k = next(filter(None, (number_of(text, key) for key in _TOP_K)), None)
             if top_k is None:
                 what = f"none of {', '.join(_TOP_K)} says how many experts a token has"
                 raise refused(path, what)
@@ -104,18 +103,9 @@ class ClassFamily(Family):
         return kept | {"architectures": [config.architecture]}
 
 
-def _whole(config: Any, key: str) -> int | None:
-    """Return a whole number of ``config``; None if it has none, or another one for each layer."""
-    try:
-        value = getattr(config, key, None)
-    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
-        return None
-    return value if isinstance(value, int) else None
-
-
 def class_family(path: str, config: ModelConfig | None = None) -> ClassFamily:
     """Return the family of the class of a ``config.json``; with ``config``, its layouts too."""
-    keys = KeyMap()
+    keys = KeyMap(fused=True)  # sizes are checked by numbers, not by names
     if config is not None:
         keys = _layouts(path, (local_folder(path) / "config.json").read_bytes())
     architecture = config.architecture if config is not None else ""

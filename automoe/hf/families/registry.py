@@ -19,10 +19,11 @@ from automoe.config.rules_model import TRANSFORMERS, model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
-from automoe.hf.families.as_transformers import as_transformers, damaged, not_computed
+from automoe.hf.families.as_transformers import damaged, not_computed, number_of, text_config
 from automoe.hf.families.family import Family
-from automoe.hf.headers import check_holds, has_own_head, read_headers
+from automoe.hf.headers import check_holds, has_own_head, headers_of_all
 from automoe.storage.foreign import parse_settings, read_bytes
+from automoe.storage.guarded import guarded
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -95,20 +96,43 @@ def check_model(folder: Path) -> None:
         ConfigError, CheckpointError: as ``model_config_from_hf``.
     """
     hf = read_hf_config(folder)
-    model_type = str(hf.get("model_type"))
-    if model_type in known_families():
+    if str(hf.get("model_type")) in known_families():
         model_config_from_hf(folder)
+    else:
+        _check_sizes(hf, folder)
+
+
+def _check_sizes(hf: dict[str, Any], folder: Path) -> None:
+    """Refuse sizes of a model without a family that its files, if all are there, do not hold."""
+    theirs = text_config(hf, str(folder))
+    tensors = headers_of_all(folder)
+    if theirs is None or not tensors:
         return
-    tensors = read_headers(folder)
-    theirs = as_transformers(hf, model_type, str(folder))
-    layers = getattr(theirs, "num_hidden_layers", 0)
-    if not 0 <= layers <= len(tensors):
-        rule = f"num_hidden_layers={layers}, and its files hold {len(tensors):,} tensors"
-        raise damaged(str(folder), rule)
-    widest = max(max(tensor.shape, default=1) for tensor in tensors.values())
-    for key in ("hidden_size", "vocab_size", "intermediate_size"):
-        if getattr(theirs, key, 0) > 4 * widest:
-            raise damaged(str(folder), f"{key}={getattr(theirs, key)}, and no tensor is as large")
+    widest = max(max(one.shape, default=1) for one in tensors.values())
+    most = {"num_hidden_layers": len(tensors), "hidden_size": 4 * widest, "vocab_size": 4 * widest}
+    for key, limit in most.items():
+        if not 0 <= (size := number_of(theirs, key) or 0) <= limit:
+            what = f"{key}={size}, and its files hold {len(tensors):,} tensors, of {widest:,} rows"
+            raise damaged(str(folder), what)
+
+
+def model_of_stranger(path: str | Path) -> ModelConfig:
+    """Return ``model_config_from_hf(path)``; a class is built in a child with limits first.
+
+    Raises:
+        DataError: the class takes too long or too much memory.
+        ConfigError, CheckpointError: as ``model_config_from_hf``.
+    """
+    if str(read_hf_config(path).get("model_type")) in known_families():
+        return model_config_from_hf(path)
+    from automoe.hf.families import class_family  # noqa: F401  (no child spends its time on that)
+
+    def build() -> ModelConfig:
+        config = model_config_from_hf(path)
+        family_of(config)
+        return config
+
+    return guarded(f"{local_folder(path) / 'config.json'}: its class of transformers", build)
 
 
 def model_config_from_hf(path: str | Path) -> ModelConfig:
@@ -125,6 +149,7 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     if family is None:
         from automoe.hf.families.class_family import class_family
 
+        _check_sizes(hf, local_folder(path))
         family = class_family(str(path))
     config = family.read_config(hf, str(path))
     # The weights are read, not drawn, so initializer_range may be 0.
@@ -139,7 +164,7 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     except ConfigError as error:
         raise not_computed(path, f"{error.key}={error.value}: {error.rule}") from None
     folder = local_folder(path)
-    tensors = check_holds(folder, config, family_of(config).keys)
+    tensors = check_holds(folder, config, family.keys)
     if config.tie_embeddings and has_own_head(folder, tensors):
         # As transformers: files that hold two matrices outweigh config.json.
         return replace(config, tie_embeddings=False)

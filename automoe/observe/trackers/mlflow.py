@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,40 @@ STATUS: dict[Outcome, str] = {"done": "FINISHED", "preempted": "KILLED", "failed
 # Limits of one request, during which training waits. MLflow's own are two minutes and seven
 # retries.
 WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+
+ANSWER_S = 60.0  # of one call, with its retries
+
+
+class _Answering:
+    """A client whose calls end: a server may send a byte now and then, for ever.
+
+    A call raises ``TimeoutError`` after ``ANSWER_S``; its thread is left behind.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            answer: list[Any] = []
+
+            def work() -> None:
+                try:
+                    answer.append((getattr(self._client, name)(*args, **options), None))
+                except Exception as error:
+                    answer.append((None, error))
+
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            thread.join(ANSWER_S)
+            if not answer:
+                raise TimeoutError(f"no whole answer to {name} within {ANSWER_S:g} s")
+            value, error = answer[0]
+            if error is not None:
+                raise error
+            return value
+
+        return call
 
 
 class MlflowTracker(Tracker):
@@ -62,7 +97,7 @@ def start(config: Config, about: About) -> MlflowTracker:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         uri = str(Path(uri).expanduser().absolute())
     mlflow = import_backend("mlflow", f"observe.mlflow={shown}", "pip install mlflow-skinny")
-    client = mlflow.MlflowClient(tracking_uri=str(uri))
+    client = _Answering(mlflow.MlflowClient(tracking_uri=str(uri)))
     if about.earlier:
         try:
             client.update_run(about.earlier, status="RUNNING")

@@ -17,7 +17,7 @@ from automoe.observe.page import MESH_CAPTION, picture, render
 from automoe.observe.summary import bytes_text, short_number
 from automoe.planner.plan import Plan
 from automoe.planner.views.plan_view import plan_tables
-from automoe.storage.files import replace_file
+from automoe.storage.files import replace_file, wrong_kind
 
 TEMPLATE_FILE = "plan_template.html"
 MARK = '<meta name="generator" content="automoe plan">'
@@ -30,8 +30,9 @@ def check_page(path: Path) -> None:
         ConfigError: the page cannot be written, or it would overwrite a file that is not a plan's
             page.
     """
-    if path.is_dir():
-        raise ConfigError("html", str(path), "it is a folder", f"Write html={path}/plan.html")
+    if (kind := wrong_kind(path)) is not None:
+        name = f"{path}/plan.html" if kind == "a folder" else "plan.html"
+        raise ConfigError("html", str(path), f"it is {kind}", f"Write html={name}")
     if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
         raise ConfigError(
             "html",
