@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ from automoe.model.hf_class import (
     refused,
 )
 from automoe.model.params import model_params
+from automoe.model.wrapper import names_in
 
 _TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"
 )  # fmt: skip
 # What describes the source's files and stays out of a written config.json.
 _OF_FILES = ("auto_map", "dtype", "torch_dtype", "quantization_config", "transformers_version")
-_BESIDE_TEXT = r"(^|\.)(visual|vision|audio|image|multi_modal|mm_)\w*\."  # of a wrapper's files
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ClassFamily(Family):
         """
         check_layers(hf, path)
         model = build_causal_lm(path)
-        text = model.config
+        text = model.config.get_text_config(decoder=True)
         layers = decoder_layers(model)
         experts = list(experts_modules(model).values())
         per_layer = [sum(module in experts for module in layer.modules()) for layer in layers]
@@ -97,11 +98,12 @@ class ClassFamily(Family):
 
     def write_config(self, config: ModelConfig, base: HFConfig | None = None) -> HFConfig:
         """Return the ``config.json`` of the text model, with the source's keys."""
-        text = build_causal_lm(str(config.hf_path)).config
+        text = build_causal_lm(str(config.hf_path)).config.get_text_config(decoder=True)
         if base is None or base.get("model_type") != text.model_type:
             base = text.to_dict()
         kept = {key: value for key, value in base.items() if key not in _OF_FILES}
-        return kept | {"architectures": [config.architecture]}
+        tied = {"tie_word_embeddings": config.tie_embeddings}
+        return kept | {"architectures": [config.architecture]} | tied
 
 
 def _whole(config: Any, key: str) -> int | None:
@@ -152,9 +154,21 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
         )
         for name, one in tensors.items()
     }
-    unread = tuple(model._keys_to_ignore_on_load_unexpected or ()) + (_BESIDE_TEXT,)
-    layouts = [KeyMap(table=table, unread=unread) for table in (*tables, own) if table is not None]
+    unread = tuple(model._keys_to_ignore_on_load_unexpected or ())
+    layouts = [
+        KeyMap(table=_plain(table), unread=unread) for table in (*tables, own) if table is not None
+    ]
     return replace(layouts[0], layouts=tuple(layouts))
+
+
+def _plain(table: dict[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
+    """Return the pieces with the plain names of their tensors."""
+    keys = [piece.key for pieces in table.values() for piece in pieces]
+    names = names_in(Path(), {}, keys)
+    return {
+        name: tuple(piece._replace(key=names.plain(piece.key) or piece.key) for piece in pieces)
+        for name, pieces in table.items()
+    }
 
 
 def _published(

@@ -21,7 +21,8 @@ from automoe.errors import ConfigError
 from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
 from automoe.hf.families.as_transformers import as_transformers, damaged, not_computed
 from automoe.hf.families.family import Family
-from automoe.hf.headers import check_holds, has_own_head, read_headers
+from automoe.hf.headers import check_holds, complete_headers, has_own_head, read_headers
+from automoe.model.wrapper import ALONE, names_in, text_config
 from automoe.storage.foreign import parse_settings, read_bytes
 
 FAMILIES: dict[str, Family] = {
@@ -94,7 +95,7 @@ def check_model(folder: Path) -> None:
     Raises:
         ConfigError, CheckpointError: as ``model_config_from_hf``.
     """
-    hf = read_hf_config(folder)
+    hf = text_config(read_hf_config(folder))
     model_type = str(hf.get("model_type"))
     if model_type in known_families():
         model_config_from_hf(folder)
@@ -120,7 +121,8 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
             sizes.
         CheckpointError: all files of the weights exist, and one is damaged.
     """
-    hf = read_hf_config(path)
+    whole = read_hf_config(path)
+    hf = text_config(whole)
     family = known_families().get(str(hf.get("model_type")))
     if family is None:
         from automoe.hf.families.class_family import class_family
@@ -139,8 +141,11 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     except ConfigError as error:
         raise not_computed(path, f"{error.key}={error.value}: {error.rule}") from None
     folder = local_folder(path)
-    tensors = check_holds(folder, config, family_of(config).keys)
-    if config.tie_embeddings and has_own_head(folder, tensors):
+    tensors = complete_headers(folder)
+    names = names_in(folder, whole, tensors) if tensors else ALONE
+    check_holds(folder, config, family_of(config).keys, tensors)
+    plain = {name: one for key, one in tensors.items() if (name := names.plain(key)) is not None}
+    if config.tie_embeddings and has_own_head(folder, plain):
         # As transformers: files that hold two matrices outweigh config.json.
         return replace(config, tie_embeddings=False)
     return config

@@ -1,0 +1,48 @@
+"""Small checkpoints of wrappers: a text model with a vision tower and modules for multi-token prediction beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.class_models import MORE, SIZES
+
+_VISION: dict[str, Any] = dict(
+    depth=1, num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32,
+    num_position_embeddings=16, deepstack_visual_indexes=[0],
+)  # fmt: skip
+PROCESSOR = {"preprocessor_config.json": {"patch_size": 16}, "video_preprocessor_config.json": {"fps": 2}}
+INDEX = "model.safetensors.index.json"
+
+
+def save_wrapper(model_type: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    """Save a wrapper as published: several files, vision and text in one of them, ``mtp.*``, a processor's files."""
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    text = SIZES | MORE.get(f"{model_type}_text", {}) | {"model_type": f"{model_type}_text"} | more
+    tied = {"tie_word_embeddings": text.get("tie_word_embeddings", False)}
+    config = CONFIG_MAPPING[model_type](text_config=text, vision_config=_VISION, **tied)
+    torch.manual_seed(1)
+    model = AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, max_shard_size="60KB")
+    first = "model-00001-of-" + sorted(folder.glob("*.safetensors"))[-1].name.rpartition("-")[2]
+    mtp = {"mtp.fc.weight": torch.randn(32, 64).to(dtype), "mtp.norm.weight": torch.randn(32).to(dtype)}
+    save_file(load_file(folder / first) | mtp, folder / first, {"format": "pt"})
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] |= dict.fromkeys(mtp, first)
+    (folder / INDEX).write_text(json.dumps(index))
+    for name, content in PROCESSOR.items():
+        (folder / name).write_text(json.dumps(content))
+    return model
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a folder, by their names in its files."""
+    return {key: one for file in folder.glob("*.safetensors") for key, one in load_file(file).items()}
