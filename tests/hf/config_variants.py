@@ -78,6 +78,7 @@ BASES: dict[str, Variant] = {
     "glm4_moe": _GROUPED | {"head_dim": 16, "use_qk_norm": True},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 8, "sliding_window": 5},
     "qwen3_next": _EXPERTS | _LINEAR | {"head_dim": 16, "shared_expert_intermediate_size": 16},
+    "qwen3_5_moe_text": _EXPERTS | _LINEAR | {"head_dim": 16, "shared_expert_intermediate_size": 16},
     "llama": {"head_dim": 8},
     "qwen3": {"head_dim": 8, "max_window_layers": 2},
 }

@@ -368,6 +368,27 @@ QWEN3_NEXT_80B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+# The text_config of the published wrapper.
+QWEN3_5_35B = {
+    key: value
+    for key, value in QWEN3_NEXT_80B.items()
+    if key not in ("decoder_sparse_step", "intermediate_size", "mlp_only_layers", "norm_topk_prob", "rope_scaling")
+} | {
+    "model_type": "qwen3_5_moe_text",
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "vocab_size": 248320,
+    "mtp_num_hidden_layers": 1,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "moonlight_16b_a3b": MOONLIGHT,
     "dsv3_671b": DSV3,
@@ -382,6 +403,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt_oss_20b": GPT_OSS_20B,
     "gpt_oss_120b": GPT_OSS_120B,
     "qwen3_next_80b_a3b": QWEN3_NEXT_80B,
+    "qwen3_5_35b_a3b": QWEN3_5_35B,
     "glm45_355b_a32b": GLM45,
     "glm45_air_106b_a12b": GLM45_AIR,
     "glm46_355b_a32b": GLM45 | {"max_position_embeddings": 202752},

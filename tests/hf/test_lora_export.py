@@ -35,7 +35,7 @@ from tests.support.hf_models import save_small_hf
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 TOKENS = torch.arange(48).view(2, 24)
-FAMILIES = ["dsv3", "qwen3_moe", "mixtral", "gpt_oss", "llama", "qwen2_moe", "glm4_moe", "qwen3_next"]
+FAMILIES = ["dsv3", "qwen3_moe", "mixtral", "gpt_oss", "llama", "qwen2_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe"]
 ALWAYS = FAMILIES[:5]
 
 

@@ -122,6 +122,12 @@ MODELS["qwen3-next"] = ModelConfig(
     rope=RopeConfig(partial_rotary_factor=0.5),
     **_SIZES,
 )
+# Projections of delta nets split as in Qwen3.5.
+MODELS["qwen3.5"] = replace(
+    MODELS["qwen3-next"],
+    family="qwen3_5_moe_text",
+    attention=replace(MODELS["qwen3-next"].attention, linear_split_projections=True),
+)
 MODELS["qwen3-tied"] = replace(MODELS["qwen3"], tie_embeddings=True)
 # Kimi's form: one direct query projection, no groups of experts; and more heads, for tp4.
 MODELS["deepseek-direct"] = replace(

@@ -122,7 +122,7 @@ def test_meshes_compute_the_step_of_one_process(
 
 
 def load_and_write(path: Path, mesh: MeshConfig, out: Path) -> tuple[Loaded, int, str]:
-    config = replace(run_config(path, mesh, dtype="float32"), model=model_config_from_hf(path))
+    config = replace(run_config(path, mesh, dtype="float32"), model=tier_config(path))
     parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
     for part in parts.values():
         part.to_empty(device="cpu")
@@ -173,7 +173,7 @@ def test_the_function_of_the_package_gives_the_logits_of_the_class(saved: dict[s
 def test_the_table_of_parameters_is_the_class(saved: dict[str, Path]) -> None:
     path = saved["qwen3_5_moe_text"]
     _, theirs = float64_of(tier_config(path))
-    counted = count_params(model_config_from_hf(path))
+    counted = count_params(tier_config(path))
     experts = sum(p.numel() for name, p in theirs.named_parameters() if ".experts." in name)
     assert counted.total == sum(p.numel() for p in theirs.parameters())
     assert counted.by_part["routed_experts"] == experts

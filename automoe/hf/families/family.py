@@ -26,6 +26,7 @@ _OPTIONAL = (
     "attention.output_gate",
     "attention.full_attention_interval",
     "attention.linear_num_key_heads",
+    "attention.linear_split_projections",
     "biased_experts",
     "expert_activation",
     "router.logit_bias",

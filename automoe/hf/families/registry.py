@@ -35,6 +35,7 @@ FAMILIES: dict[str, Family] = {
         glm4_moe.FAMILY,
         gpt_oss.FAMILY,
         qwen.QWEN3_NEXT,
+        qwen.QWEN3_5_MOE,
         llama.FAMILY,
         qwen.QWEN3,
     )
