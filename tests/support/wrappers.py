@@ -9,24 +9,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.class_models import MORE, SIZES
+from tests.support.class_models import hf_class_config
 
-_VISION: dict[str, Any] = dict(
-    depth=1, num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32,
-    num_position_embeddings=16, deepstack_visual_indexes=[0],
-)  # fmt: skip
 PROCESSOR = {"preprocessor_config.json": {"patch_size": 16}, "video_preprocessor_config.json": {"fps": 2}}
 INDEX = "model.safetensors.index.json"
 
 
 def save_wrapper(model_type: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """Save a wrapper as published: several files, vision and text in one of them, ``mtp.*``, a processor's files."""
-    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
-    text = SIZES | MORE.get(f"{model_type}_text", {}) | {"model_type": f"{model_type}_text"} | more
-    tied = {"tie_word_embeddings": text.get("tie_word_embeddings", False)}
-    config = CONFIG_MAPPING[model_type](text_config=text, vision_config=_VISION, **tied)
     torch.manual_seed(1)
+    config = hf_class_config(model_type, **more)
     model = AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -17,6 +17,7 @@ from torch import nn
 from automoe.config.hub import local_folder
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import AttentionConfig, ModelConfig
+from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import HFConfig, check_layers
 from automoe.hf.families.family import Family
 from automoe.hf.keys import KeyMap, Piece
@@ -97,8 +98,17 @@ class ClassFamily(Family):
         return config
 
     def write_config(self, config: ModelConfig, base: HFConfig | None = None) -> HFConfig:
-        """Return the ``config.json`` of the text model, with the source's keys."""
-        text = build_causal_lm(str(config.hf_path)).config.get_text_config(decoder=True)
+        """Return the ``config.json`` of the text model, with the source's keys.
+
+        Raises:
+            ConfigError: other parts are needed for it, and weights are random.
+        """
+        whole = build_causal_lm(str(config.hf_path)).config
+        text = whole.get_text_config(decoder=True)
+        if config.random_weights and text is not whole:
+            rule = f"an export would be the text model of {config.architecture}, which has no class of its own"
+            remedy = "Set checkpoint.export_hf=false, or model.random_weights=false"
+            raise ConfigError("model.random_weights", True, rule, remedy)
         if base is None or base.get("model_type") != text.model_type:
             base = text.to_dict()
         kept = {key: value for key, value in base.items() if key not in _OF_FILES}
