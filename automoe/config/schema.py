@@ -148,6 +148,7 @@ class ModelConfig:
         "mixtral",
         "qwen2_moe",
         "glm4_moe",
+        "glm4_moe_lite",
         "gpt_oss",
         "qwen3_next",
         "qwen3_5_moe_text",

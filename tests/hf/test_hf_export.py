@@ -367,7 +367,18 @@ def _small_config(family: str, mesh: MeshConfig) -> Config:
     return Config(mesh=mesh, model=replace(model, hidden_size=96, moe_intermediate_size=32, intermediate_size=64))
 
 
-OTHERS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "llama", "qwen3", "gpt_oss", "qwen3_next", "qwen3_5_moe")
+OTHERS = (
+    "qwen3_moe",
+    "mixtral",
+    "qwen2_moe",
+    "glm4_moe",
+    "llama",
+    "qwen3",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "glm4_moe_lite",
+)
 
 
 @pytest.mark.parametrize("family", ["dsv3"] + [pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS])

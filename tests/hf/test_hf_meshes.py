@@ -105,6 +105,7 @@ def exhaustive(*case: str) -> Any:
         exhaustive("qwen3_next_yarn", "hsdp2x2_ep2"),
         exhaustive("qwen3_5_moe", "tp2_dp2_ep2_etp2"),
         exhaustive("qwen3_5_moe_odd", "pp2"),
+        exhaustive("glm4_moe_lite_odd", "dp4_ep2_ep_shard2"),
         exhaustive("qwen2_moe", "tp2_dp2_ep2_etp2"),
         ("qwen2_moe_odd", "ep_shard2"),
         ("glm4_moe", "pp2_dp2_ep2"),

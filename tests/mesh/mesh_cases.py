@@ -138,6 +138,8 @@ MODELS["deepseek-direct"] = replace(
     router=replace(MODELS["deepseek"].router, num_groups=1, topk_groups=1),
 )
 
+MODELS["glm-flash"] = replace(MODELS["deepseek"], family="glm4_moe_lite")
+
 # Biases on queries, keys and values, a gated shared expert, weights that do not sum to one.
 MODELS["qwen2"] = ModelConfig(
     family="qwen2_moe",

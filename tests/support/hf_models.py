@@ -187,6 +187,14 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "norm_topk_prob": False}
         | {"attention_bias": False, "first_k_dense_replace": 0, "rope_scaling": _YARN},
     ),
+    "glm4_moe_lite": ("glm4_moe_lite", {key: value for key, value in _MLA.items() if key != "first_k_dense_replace"}),
+    "glm4_moe_lite_odd": (
+        "glm4_moe_lite",
+        {key: value for key, value in _MLA.items() if key != "first_k_dense_replace"}
+        | {"vocab_size": 101, "kv_lora_rank": 18, "intermediate_size": 37, "n_routed_experts": 6, "q_lora_rank": None}
+        | {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "rope_interleave": False}
+        | {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}, "norm_topk_prob": False},
+    ),
     "gpt_oss": ("gpt_oss", _GPT_OSS | {"rope_scaling": _YARN | {"truncate": False}}),
     # Every third layer is full; a limit that some gates and ups exceed.
     "gpt_oss_odd": (

@@ -33,6 +33,7 @@ FAMILIES: dict[str, Family] = {
         qwen.QWEN2_MOE,
         mixtral.FAMILY,
         glm4_moe.FAMILY,
+        glm4_moe.LITE,
         gpt_oss.FAMILY,
         qwen.QWEN3_NEXT,
         qwen.QWEN3_5_MOE,
