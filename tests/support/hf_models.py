@@ -230,7 +230,7 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_num_key_heads": 1, "linear_num_value_heads": 4, "num_hidden_layers": 3, "num_experts": 4}
         | {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "rope_scaling": _YARN},
     ),
-    "qwen3_5_moe": ("qwen3_5_moe_text", _QWEN3_5),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _QWEN3_5 | {"rms_norm_eps": 1e-2}),
     "qwen3_5_moe_odd": (
         "qwen3_5_moe_text",
         _QWEN3_5
