@@ -137,7 +137,7 @@ def _stated(folder: Path) -> dict[str, Any]:
 def quantization_of(folder: Path) -> tuple[Encoding, tuple[int, int]]:
     """Return encoding and block size from config.json's ``quantization_config``."""
     stated = quantization_in(_stated(folder))
-    if not stated:
+    if stated is None:
         return "plain", FP8_BLOCK
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
     if method == "mxfp4":

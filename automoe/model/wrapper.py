@@ -69,7 +69,7 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
         return hf
     from transformers import CONFIG_MAPPING
 
-    kind = hf.get("model_type")
+    kind = str(hf.get("model_type"))
     known = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None
     tied = hf.get("tie_word_embeddings", getattr(known, "tie_word_embeddings", False))
     return hf[TEXT] | {"tie_word_embeddings": tied}
@@ -77,8 +77,10 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 def quantization_in(hf: Mapping[str, Any]) -> Any:
     """Return ``quantization_config`` of a ``config.json``, which may stand at its text model."""
-    inner = hf[TEXT] if is_wrapper(hf) else {}
-    return hf.get("quantization_config") or inner.get("quantization_config")
+    stated = hf.get("quantization_config")
+    if stated is None and is_wrapper(hf):
+        stated = hf[TEXT].get("quantization_config")
+    return stated
 
 
 def wrapped_config(base: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
