@@ -182,13 +182,14 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
             or infinite, or ``transformers`` cannot load it without the checkpoint's own code.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     from automoe.data.tokenizer_files import check_files
     from automoe.hf.catalog import quantization_of
     from automoe.hf.families.registry import check_model
     from automoe.hf.headers import NO_ADAPTER, read_headers, unread_adapter
+    from automoe.model.hf_class import loading_class
 
     disable_progress_bar()
     for name in _NOISY:
@@ -210,7 +211,8 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
-        model, found = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(folder, **safe)
+        model, found = loading_class(config).from_pretrained(
             folder,
             dtype="auto",
             output_loading_info=True,

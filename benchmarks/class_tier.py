@@ -33,16 +33,16 @@ BEGIN, END = "<!-- classes: written by benchmarks/class_tier.py -->\n", "<!-- en
 EXACT = 1e-10
 PATIENCE_S = 120.0
 COMPARED = ("qwen3_moe", "mixtral")  # whose step is timed in both tiers
-NOT_CAUSAL = "no causal language model, or its text model has no class of its own"
+NOT_CAUSAL = "no causal language model"
 _EXPERTS = re.compile(r"^class \w*Experts\(", re.MULTILINE)
 
 
 def moe_classes() -> dict[str, bool]:
     """Return {model_type: whether it is a causal language model} of each folder of transformers with experts.
 
-    Of a folder with a wrapper and its text model the text model is taken.
+    Of a folder with a wrapper and its text model the text model is taken, if it has a class of its own.
     """
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __file__
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, __file__
 
     folders: dict[str, list[str]] = {}
     for name in CONFIG_MAPPING:
@@ -54,6 +54,7 @@ def moe_classes() -> dict[str, bool]:
         here = folders[source.parent.name]
         causal = [name for name in here if CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING]
         texts = [name for name in causal if name.endswith("_text")]
+        causal += [name for name in here if CONFIG_MAPPING[name] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
         found[(texts or causal or here)[0]] = bool(causal)
     return found
 

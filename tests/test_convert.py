@@ -158,8 +158,8 @@ def test_a_config_that_says_something_else_is_found(
     save_small_hf("qwen3_moe", tmp_path / "in")
     real = write.write_settings
 
-    def other_angles(target: Path, *args) -> None:
-        real(target, *args)
+    def other_angles(target: Path, *args, **given: object) -> None:
+        real(target, *args, **given)
         config = json.loads((target / "config.json").read_text())
         rope = {"rope_type": "default", "rope_theta": 10.0}
         (target / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
@@ -179,8 +179,8 @@ def test_a_number_that_the_disk_changed_is_found(
     fused, expert = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.3.up_proj.weight"
     key = fused if "fused" in options else expert
 
-    def damaging(target: Path, *args) -> None:
-        real(target, *args)
+    def damaging(target: Path, *args, **given: object) -> None:
+        real(target, *args, **given)
         tensors = load_file(target / "model.safetensors")
         tensors[key].view(-1)[7] = 100.0
         save_file(tensors, target / "model.safetensors")

@@ -267,3 +267,5 @@ def _cut_sizes(model: ModelConfig, tp: int) -> Iterator[tuple[str, int]]:
         values = a.linear_num_value_heads * a.linear_value_head_dim
         yield "a delta net's keys and values", (2 * keys + 2 * values) // tp
         yield "a delta net's output projection", values // tp
+        if a.linear_split_projections:
+            yield "a delta net's keys", keys // tp

@@ -110,6 +110,9 @@ class AttentionConfig:
     linear_key_head_dim: int = 0  # delta net: width of a key head
     linear_value_head_dim: int = 0  # delta net: width of a value head
     linear_conv_kernel_dim: int = 4  # delta net: tokens under its causal convolution
+    # delta net: queries, keys and values have one projection, gates, betas and decays one each
+    # (Qwen3.5); false: all have two, which go from key head to key head (Qwen3-Next)
+    linear_split_projections: bool = False
 
 
 @dataclass
@@ -145,8 +148,10 @@ class ModelConfig:
         "mixtral",
         "qwen2_moe",
         "glm4_moe",
+        "glm4_moe_lite",
         "gpt_oss",
         "qwen3_next",
+        "qwen3_5_moe_text",
         "llama",
         "qwen3",
         "transformers",

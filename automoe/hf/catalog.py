@@ -6,8 +6,9 @@ Headers are read and checked once, on one rank.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from fnmatch import translate
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from automoe.hf.headers import (
 )
 from automoe.hf.keys import FP8_BLOCK, SCALE_SUFFIX, KeyMap, hf_tensors
 from automoe.hf.quantized import MXFP4_BLOCK
+from automoe.model.wrapper import ALONE, Names, names_in, part_of, quantization_in, said_of
 from automoe.parallel.agreement import Ranks
 from automoe.storage.foreign import brief, is_there
 
@@ -41,8 +43,11 @@ class Catalog:
     Attributes:
         folder: the directory.
         keys: key map of its layout.
-        sources: stored tensors by name.
+        sources: stored tensors by plain name.
         block: rows and columns that share a scale in block-FP8.
+        names: plain names in the names of the files.
+        beside: tensors of other parts than the model, by the names in the files; they are not read,
+            and an export holds copies.
         notes: sentences for the user: what is not read of the directory, or is taken otherwise than
             its config.json says.
     """
@@ -52,6 +57,13 @@ class Catalog:
     sources: dict[str, StoredTensor]
     block: tuple[int, int] = FP8_BLOCK
     notes: tuple[str, ...] = ()
+    names: Names = ALONE
+    beside: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    @property
+    def parts_beside(self) -> tuple[str, ...]:
+        """Prefixes of the names in ``beside``."""
+        return tuple(dict.fromkeys(map(part_of, self.beside)))
 
 
 @without_collection()
@@ -77,10 +89,15 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     folder = local_folder(path)
     tensors = read_headers(folder)
     encoding, block = quantization_of(folder)
-    sources = _pair_scales(folder, tensors, encoding)
-    keys = (keys or family_of(config).keys).fitting(sources)
+    names = names_in(folder, _stated(folder), tensors)
+    keys = keys or family_of(config).keys
+    text, beside = _split(tensors, names, config, keys)
+    sources = _pair_scales(folder, text, encoding)
+    keys = keys.fitting(sources)
     wanted = hf_tensors(config, keys)
-    notes = [*unread_adapter(folder), *_remove_unread(sources, config, keys)]
+    notes = [*unread_adapter(folder), *_remove_unread(sources, config)]
+    beside, left = _without_codes(folder, beside, encoding)
+    notes += [*said_of({key: one.num_bytes for key, one in beside.items()}), *left]
     missing = [key for key in wanted if key not in sources]
     unexpected = [key for key in sources if key not in wanted]
     wrong = [
@@ -104,25 +121,22 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
             "Compare the model's configuration with its config.json"
         )
     _check_encodings(folder, sources, encoding, block)
-    if not config.tie_embeddings and HEAD in sources and _says_tied(folder):
+    if not config.tie_embeddings and HEAD in sources and _stated(folder).get("tie_word_embeddings"):
         notes.append(
             f"config.json says tie_word_embeddings=true, and the files hold a {HEAD} with other numbers than "
             f"{EMBEDDING}: the two stay apart, as in transformers"
         )
-    return Catalog(folder, keys, sources, block, tuple(notes))
+    return Catalog(folder, keys, sources, block, tuple(notes), names, beside)
 
 
-def _says_tied(folder: Path) -> bool:
-    if not is_there(folder, "config.json"):
-        return False
-    return bool(read_hf_config(folder).get("tie_word_embeddings"))
+def _stated(folder: Path) -> dict[str, Any]:
+    """Return config.json; empty if there is none."""
+    return read_hf_config(folder) if is_there(folder, "config.json") else {}
 
 
 def quantization_of(folder: Path) -> tuple[Encoding, tuple[int, int]]:
     """Return encoding and block size from config.json's ``quantization_config``."""
-    if not is_there(folder, "config.json"):
-        return "plain", FP8_BLOCK
-    stated = read_hf_config(folder).get("quantization_config")
+    stated = quantization_in(_stated(folder))
     if stated is None:
         return "plain", FP8_BLOCK
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
@@ -246,26 +260,62 @@ def _check_experts(
         )
 
 
-def _remove_unread(
-    sources: dict[str, StoredTensor], config: ModelConfig, keys: KeyMap
-) -> list[str]:
-    """Remove the stored tensors that the model never reads; return notes that name them all.
+def _split(
+    tensors: dict[str, StoredTensor], names: Names, config: ModelConfig, keys: KeyMap
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Return the model's tensors by plain name, and those of other parts by stored name.
 
     MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
     projection that joins their two inputs. Without it, such a layer belongs to a larger model.
     """
+    plain = {key: names.plain(key) for key in tensors}
     projection = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
-    found = [match for key in sources if (match := projection.fullmatch(key))]
+    found = [match for name in plain.values() if (match := projection.fullmatch(name or ""))]
     modules = ("mtp.", *(match[1] for match in found if int(match[2]) >= config.num_layers))
-    reasons = {f"{prefix}*": "a module for multi-token prediction" for prefix in modules}
-    reasons["*.rotary_emb.inv_freq"] = "computed, not trained"
+    ignored = [re.compile(pattern) for pattern in keys.unread]
+    text, beside = {}, {}
+    for key, name in plain.items():
+        other = name is None or name.startswith(modules)
+        if other or any(pattern.search(name) for pattern in ignored):
+            beside[key] = tensors[key]
+        else:
+            text[name] = tensors[key]
+    return text, beside
+
+
+def _without_codes(
+    folder: Path, beside: dict[str, StoredTensor], encoding: Encoding
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Return the tensors that an export can hold copies of, and notes of those it cannot.
+
+    An export states its own quantization, so codes of the source would be misread in it. Modules
+    for multi-token prediction are left out then.
+
+    Raises:
+        CheckpointError: a part of a wrapper is quantized.
+    """
+    coded = {} if encoding == "plain" else {
+        part_of(key): key for key, one in beside.items() if one.dtype not in FLOAT_DTYPES
+    }  # fmt: skip
+    for part, key in coded.items():
+        if part != "mtp." and "layers." not in part:
+            raise CheckpointError(
+                f"{folder}: {key} is quantized ({beside[key].dtype}), and a part beside the text model is copied into "
+                "an export, which is quantized otherwise or not at all. Take the checkpoint in bfloat16"
+            )
+    kept = {key: one for key, one in beside.items() if part_of(key) not in coded}
+    notes = [f"not read, and not in an export, since it is quantized: {part}*" for part in coded]
+    return kept, notes
+
+
+def _remove_unread(sources: dict[str, StoredTensor], config: ModelConfig) -> list[str]:
+    """Remove what the model computes or has elsewhere; return notes that name all of it."""
+    reasons = {"*.rotary_emb.inv_freq": "computed, not trained"}
     if config.tie_embeddings:
         reasons[HEAD] = f"a copy of {EMBEDDING}"
-    named = [(shown, rf"\A{translate(shown)}", reason) for shown, reason in reasons.items()]
-    of_class = "beside what the class of transformers computes"
     notes = []
-    for shown, pattern, reason in [*named, *((one, one, of_class) for one in keys.unread)]:
-        unread = [key for key in sources if re.search(pattern, key)]
+    for shown, reason in reasons.items():
+        unread = [key for key in sources if fnmatchcase(key, shown)]
         for key in unread:
             del sources[key]
         if unread:

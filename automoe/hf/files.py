@@ -45,6 +45,7 @@ class Written:
         base: packed base (``lora.base``) that adapters were merged into; empty if none.
         rounded: True if the files' numbers are those of the model after rounding to ``dtype``.
         notes: of a conversion, those of the source's ``Catalog``.
+        num_copied: number of tensors of other parts (``Catalog.beside``), copied bit for bit.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class Written:
     base: str = ""
     rounded: bool = False
     notes: tuple[str, ...] = ()
+    num_copied: int = 0
 
     def __str__(self) -> str:
         files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
@@ -78,6 +80,8 @@ class Written:
             text += f", logits to transformers' within {self.logits_error:.0e}"
         if self.dense_error is not None:
             text += f" and to the dense model's within {self.dense_error:.0e}"
+        if self.num_copied:
+            text += f"; {self.num_copied:,} tensors of other parts copied bit for bit"
         return f"{text})"
 
 
@@ -134,9 +138,11 @@ def write_files(files: Iterable[tuple[Path, Contents]], tensors: Iterator[torch.
                 for key, stored in contents.items():
                     tensor = next(tensors)
                     when = f"while {key} was written"
-                    parts = (tensor.to(DTYPES[stored.dtype]),)
+                    parts = (tensor,)  # bytes are those of the file already
                     if stored.scales is not None:
                         parts = quantize_fp8(tensor)
+                    elif tensor.dtype != torch.uint8:
+                        parts = (tensor.to(DTYPES[stored.dtype]),)
                     for part in parts:
                         flat = part.cpu().contiguous().view(-1)
                         stream.write(flat.view(torch.uint8).numpy().data)

@@ -21,6 +21,7 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import KeyMap, fp8_config
+from automoe.model.wrapper import TEXT, is_wrapper, text_config, wrapped_config
 from automoe.storage.files import write_text
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.foreign import copy_file, open_inside, read_settings
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from automoe.data.chat_template import ChatTemplate
+    from automoe.hf.catalog import Catalog
     from automoe.parallel.agreement import Ranks
 
 _TOKENIZER_FILES = (  # patterns
@@ -47,6 +49,8 @@ _TOKENIZER_FILES = (  # patterns
     "chat_template.jinja",
     "chat_template.json",
 )
+_PROCESSOR_FILES = ("*processor_config.json",)  # of images, videos and sound
+_MTP = ("num_nextn_predict_layers",)  # modules that are copied, not trained
 
 SYNTHETIC = "# Trained on synthetic ids\n\nRandom numbers (data=benchmark), no text: these weights know nothing.\n"
 
@@ -146,8 +150,9 @@ def write_settings(
     tokenizer: str | None,
     quantization: HFConfig | None = None,
     chat: ChatTemplate | None = None,
+    source: Catalog | None = None,
 ) -> None:
-    """Write config.json, generation_config.json and the tokenizer's files.
+    """Write config.json, generation_config.json and the tokenizer's and processor's files.
 
     Args:
         dtype: dtype of the parameters.
@@ -156,19 +161,28 @@ def write_settings(
         quantization: ``quantization_config`` of the written config.json.
         chat: chat template of the training; it is written too, and its end of an answer stops
             generation.
+        source: checkpoint that other parts were copied from. If it is a wrapper, its config.json is
+            written again.
     """
-    source = local_folder(config.hf_path) if config.hf_path is not None else None
-    base = read_hf_config(source) if source is not None else None
-    hf = family_of(config).write_config(config, base)
-    if base is None or not _is_own(tokenizer, source):
-        hf |= _token_ids(tokenizer)
-    hf["dtype"] = str(dtype).removeprefix("torch.")
+    own = local_folder(config.hf_path) if config.hf_path is not None else None
+    base = read_hf_config(own) if own is not None else None
+    hf = text = family_of(config).write_config(config, base and text_config(base))
+    if source is not None and base is not None and is_wrapper(base):
+        hf = wrapped_config(base, text)
+        text = hf[TEXT]
+    if source is not None and any("mtp." in one or "layers." in one for one in source.parts_beside):
+        text |= {key: value for key, value in text_config(base or {}).items() if key in _MTP}
+    if base is None or not _is_own(tokenizer, own):
+        text |= _token_ids(tokenizer)
+    hf["dtype"] = text["dtype"] = str(dtype).removeprefix("torch.")
     if quantization is not None:
-        hf["quantization_config"] = quantization
+        hf["quantization_config"] = (
+            quantization if source is None else _renamed(quantization, source)
+        )
     _write_json(folder / "config.json", hf)
     files = copied_files(config, tokenizer)
     if all(name != "generation_config.json" for _, name in files):
-        ids = {key: hf.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        ids = {key: text.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
     for where, name in files:
         copy_file(where, name, folder / name)
@@ -184,7 +198,7 @@ def write_settings(
 def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path, str]]:
     """List (folder, name) of the files that an export copies.
 
-    They are the generation settings and the tokenizer's files.
+    They are the generation settings and the files of tokenizer and processor.
 
     Args:
         tokenizer: as ``write_settings`` takes it.
@@ -195,19 +209,20 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
             called JSON and is no JSON object.
     """
     source = local_folder(config.hf_path) if config.hf_path is not None else None
-    patterns = _TOKENIZER_FILES
+    patterns = {} if source is None else {source: _PROCESSOR_FILES}
     if _is_own(tokenizer, source):
-        place = source
-        patterns = (*patterns, "generation_config.json")
-    else:
-        place = None if tokenizer in ("byte", NO_TOKENIZER) else local_folder(str(tokenizer))
-    if place is None:
-        return []
-    if not place.is_dir():
-        remedy = "Name one with a tokenizer's files"
-        raise ConfigError("tokenizer", place, "there is no such directory", remedy)
-    names = sorted(os.listdir(place))  # includes broken links, which are refused below
-    found = [(place, name) for name in names if any(fnmatch(name, one) for one in patterns)]
+        patterns = {source: (*_TOKENIZER_FILES, *_PROCESSOR_FILES, "generation_config.json")}
+    elif tokenizer not in ("byte", NO_TOKENIZER):
+        patterns[local_folder(str(tokenizer))] = _TOKENIZER_FILES
+    found = []
+    for place, kinds in patterns.items():
+        if place is None:
+            continue
+        if not place.is_dir():
+            remedy = "Name one with a tokenizer's files"
+            raise ConfigError("tokenizer", place, "there is no such directory", remedy)
+        names = sorted(os.listdir(place))  # includes broken links, which are refused below
+        found += [(place, name) for name in names if any(fnmatch(name, one) for one in kinds)]
     for _, name in found:
         try:
             os.close(open_inside(place, name))
@@ -224,6 +239,13 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
                 f"{place / name}: {error}, and an export copies this file. Copy it again"
             ) from None
     return found
+
+
+def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
+    """Return ``quantization`` with the names of the files; parts that are copied stay as they are."""
+    kept = [source.names.stored(f"{name}.")[:-1] for name in quantization["modules_to_not_convert"]]
+    beside = [part.removesuffix(".") for part in source.parts_beside]
+    return quantization | {"modules_to_not_convert": kept + beside}
 
 
 def _is_own(tokenizer: str | None, source: Path | None) -> bool:

@@ -194,19 +194,45 @@ def has_own_head(folder: Path, tensors: dict[str, StoredTensor]) -> bool:
     head = tensors.get(HEAD)
     if embedding is None or head is None:
         return False
-    if (embedding.dtype, embedding.shape) != (head.dtype, head.shape):
-        return True
-    with (
-        os.fdopen(open_inside(folder, embedding.file), "rb") as first,
-        os.fdopen(open_inside(folder, head.file), "rb") as second,
-    ):
-        first.seek(embedding.start)
-        second.seek(head.start)
-        sizes = [min(_PART, head.num_bytes - at) for at in range(0, head.num_bytes, _PART)]
-        return any(first.read(size) != second.read(size) for size in sizes)
+    return not are_equal(folder, embedding, folder, head)
 
 
-def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> dict[str, StoredTensor]:
+def are_equal(folder: Path, one: StoredTensor, other_folder: Path, other: StoredTensor) -> bool:
+    """Return whether two stored tensors have one dtype and shape, and the same bytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    pairs = zip(raw_bytes(folder, one), raw_bytes(other_folder, other), strict=True)
+    return all(mine == theirs for mine, theirs in pairs)
+
+
+def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
+    """Yield the bytes of a stored tensor, a few megabytes at a time.
+
+    Raises:
+        CheckpointError: its file became shorter since its header was read.
+        OSError: its file cannot be read.
+    """
+    with os.fdopen(open_inside(folder, tensor.file), "rb") as stream:
+        stream.seek(tensor.start)
+        for at in range(0, tensor.num_bytes, _PART):
+            found = stream.read(min(_PART, tensor.num_bytes - at))
+            if len(found) < min(_PART, tensor.num_bytes - at):
+                raise CheckpointError(f"{folder / tensor.file} was shortened. Copy the file again")
+            yield found
+
+
+def complete_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Return the headers of ``folder``; empty while files are missing. Raises ``CheckpointError``."""
+    try:
+        complete = not missing_files(folder)
+    except OSError:  # an unreadable index: ``read_headers`` reports it
+        complete = True
+    return read_headers(folder) if complete else {}
+
+
+def check_holds(
+    folder: Path, config: ModelConfig, keys: KeyMap, tensors: dict[str, StoredTensor]
+) -> None:
     """Refuse a model far larger than the files of ``folder``, before its tensors are listed.
 
     The check is arithmetic only. While files are missing, only sizes that no model has are refused.
@@ -214,16 +240,12 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> dict[str, St
     Args:
         config: configuration read from config.json.
         keys: tensor names of the family.
-
-    Returns:
-        The headers of ``folder``; empty while files are missing.
+        tensors: ``complete_headers`` of ``folder``.
 
     Raises:
         ConfigError: the model has more layers or experts than the files have tensors, or more than
             twice as many parameters as the files have numbers.
-        CheckpointError: as ``read_headers``.
     """
-    tensors = headers_of_all(folder)
     fused = keys.fused or any(name.endswith(f".{FUSED.gate}") for name in tensors)
     layers = config.num_moe_layers if tensors and not fused else min(1, config.num_moe_layers)
     counts = {"layers": config.num_layers, "experts": config.num_experts * layers}
@@ -242,16 +264,6 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> dict[str, St
     if found:
         remedy = "Copy the checkpoint's own config.json"
         raise ConfigError("model.hf_path", folder, f"its config.json has {found[0]}", remedy)
-    return tensors
-
-
-def headers_of_all(folder: Path) -> dict[str, StoredTensor]:
-    """Return the headers of ``folder``; empty while files are missing. Raises as ``read_headers``."""
-    try:
-        complete = not missing_files(folder)
-    except OSError:  # an unreadable index: ``read_headers`` reports it
-        complete = True
-    return read_headers(folder) if complete else {}
 
 
 def missing_files(folder: Path) -> list[str]:

@@ -34,7 +34,7 @@ from automoe.parallel.agreement import Ranks
 WEIGHTS_FILE = "adapter_model.safetensors"
 LAYOUTS = ("auto", "published", "fused")
 # peft 0.21 cannot stack per-expert adapters of these families.
-_FUSED_ALONE = ("qwen2_moe",)
+_FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe_text")
 _TOLERANCE = 1e-5  # relative to the delta that an adapter adds to a matrix
 _PREFIX = "base_model.model."
 _WEIGHTS = {"13": "gate_up_proj", "2": "down_proj", "": "weight"}  # by suffix of the adapter's name

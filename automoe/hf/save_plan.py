@@ -9,9 +9,9 @@ rank reads its shard. One tensor of the checkpoint is in memory at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
 
@@ -22,18 +22,19 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from automoe.config.schema import ModelConfig
-from automoe.errors import CheckpointError
+from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog
 from automoe.hf.families.as_transformers import kept_in_float32
 from automoe.hf.families.registry import family_of
 from automoe.hf.files import DTYPES, Written, file_names, split, stored_as, write_files, write_index
-from automoe.hf.headers import StoredTensor
+from automoe.hf.headers import StoredTensor, are_equal, raw_bytes
 from automoe.hf.keys import KeyMap, Piece, hf_pieces, is_quantized_in_fp8, our_tensors
 from automoe.hf.quantized import dequantize_fp8, quantize_fp8
 from automoe.hf.read import Reader, num_not_finite
 from automoe.hf.shards import LocalShard, stage_ranks
 from automoe.hf.upcycle import fill_upcycled
 from automoe.interop.torch_private import is_strided_shard
+from automoe.model.wrapper import ALONE
 from automoe.parallel.agreement import Ranks
 from automoe.parallel.collectives import all_gather
 
@@ -156,31 +157,42 @@ def write_tensors(
     ranks: Ranks,
     folder: Path,
     max_shard_bytes: int,
+    source: Catalog | None = None,
 ) -> Written:
     """Write the tensors of ``plan`` to safetensors files, with an index if there are several files.
 
     Collective over ``ranks``.
 
     Args:
+        source: checkpoint whose names the tensors get, and whose other parts are copied.
         make: returns the whole tensor of an item; called by all its holders in the order of the
             plan.
         max_shard_bytes: largest file, unless one tensor alone is larger.
     """
-    written = ((item.key, item.target) for item in plan if item.writer == ranks.rank)
-    mine = split(written, max_shard_bytes)
+    names, beside = (source.names, source.beside) if source else (ALONE, {})
+    copied = ranks.share({key: stored.num_bytes for key, stored in beside.items()})
+    written = {
+        names.stored(item.key): item.target for item in plan if item.writer == ranks.rank
+    } | {key: beside[key] for key in copied}
+    mine = split(written.items(), max_shard_bytes)
     everyone = ranks.all(lambda: mine)
     files = [contents for theirs in everyone for contents in theirs]
     first = sum(len(theirs) for theirs in everyone[: ranks.rank])
     names = file_names(len(files))[first : first + len(mine)]
     paths = [folder / name for name in names]
 
+    def bytes_of(key: str) -> torch.Tensor:
+        assert source is not None
+        raw = bytearray(b"".join(raw_bytes(source.folder, beside[key])))
+        return (
+            torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        )
+
     def stream() -> None:
         made = ((item, make(item)) for item in plan if ranks.rank in item.holders)
+        tensors = (tensor for item, tensor in made if item.writer == ranks.rank)
         try:
-            write_files(
-                zip(paths, mine, strict=True),
-                (tensor for item, tensor in made if item.writer == ranks.rank),
-            )
+            write_files(zip(paths, mine, strict=True), chain(tensors, map(bytes_of, copied)))
         # A rank that fails to write still takes part in gathering; its error is raised at the end.
         finally:
             for _ in made if ranks.size > 1 else ():
@@ -188,7 +200,8 @@ def write_tensors(
 
     ranks.all(stream)
     dtype = next(item.dtype for item in plan if item.shard.trained)
-    return ranks.lead(lambda: write_index(folder, files, dtype))
+    done = ranks.lead(lambda: write_index(folder, files, dtype))
+    return replace(done, num_copied=len(beside))
 
 
 @torch.no_grad()
@@ -206,7 +219,12 @@ def rewrite_tensors(
     """
     with Reader(source, advance) as reader:
         return write_tensors(
-            plan, lambda item: _read(item, reader), Ranks(alone=True), folder, max_shard_bytes
+            plan,
+            lambda item: _read(item, reader),
+            Ranks(alone=True),
+            folder,
+            max_shard_bytes,
+            source,
         )
 
 
@@ -217,6 +235,7 @@ def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) 
         CheckpointError: a tensor is not finite or differs (in FP8: differs from the quantized
             source); the first one is named.
     """
+    compare_beside(source, written, source.beside)
     with Reader(source) as from_source, Reader(written) as from_written:
         for item in plan:
             wanted = _read(item, from_source)
@@ -230,6 +249,25 @@ def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) 
                     f"{written.folder}: {item.key} is not what {source.folder} holds: "
                     f"{int((wanted != found).sum())} of {wanted.numel()} numbers differ"
                 )
+
+
+def compare_beside(source: Catalog, written: Catalog, keys: Iterable[str]) -> None:
+    """Compare the copies of other parts in ``written``, and the bytes of ``keys`` among them.
+
+    Raises:
+        CheckpointError: one is missing, too many or differs.
+    """
+    odd = sorted(source.beside.keys() ^ written.beside.keys())
+    odd += [
+        key
+        for key in keys
+        if not odd
+        and not are_equal(source.folder, source.beside[key], written.folder, written.beside[key])
+    ]
+    if odd:
+        raise CheckpointError(
+            f"{written.folder}: {listed(odd)} is not what {source.folder} holds, byte for byte"
+        )
 
 
 def not_exported(folder: Path, key: str, count: int) -> CheckpointError:

@@ -21,6 +21,7 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf, read_hf_config
 from automoe.hf.keys import KeyMap
+from automoe.model.wrapper import is_wrapper
 
 if TYPE_CHECKING:
     from automoe.hf.shards import LocalShard
@@ -94,6 +95,9 @@ def upcycled(
             has no mixture counterpart.
     """
     dense = model_config_from_hf(path)
+    if is_wrapper(read_hf_config(path)):
+        rule = "the mixture of a text model would not fit the parts beside it"
+        raise ConfigError("upcycle", path, rule, "Name a checkpoint of the text model alone")
     G = granularity
     width = dense.intermediate_size
 

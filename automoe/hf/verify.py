@@ -27,9 +27,10 @@ from automoe.hf.folder import write_settings
 from automoe.hf.headers import NO_ADAPTER, switched_off
 from automoe.hf.keys import hf_tensors
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
-from automoe.hf.save_plan import not_exported, plan_rewrite, rewrite_tensors
+from automoe.hf.save_plan import compare_beside, not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
 from automoe.model.causal_lm import CausalLM
+from automoe.model.hf_class import loading_class, names_in_class
 from automoe.model.params import count_params
 from automoe.moe.router import recorded_choices
 from automoe.parallel.agreement import Ranks
@@ -51,6 +52,7 @@ def verify_hf(
     *,
     dtype: Mapping[str, torch.dtype] | None = None,
     fp8: bool = False,
+    source: Catalog | None = None,
 ) -> float | None:
     """Compare a checkpoint directory with the live model and with ``transformers``. Collective.
 
@@ -59,6 +61,7 @@ def verify_hf(
         dtype: expected dtypes of exported tensors by name; tensors without one have the model's
             own.
         fp8: the export is in block-FP8, whose numbers are compared within the error of rounding.
+        source: checkpoint whose other parts the export holds copies of.
 
     Returns:
         Relative error of the logits; None for a model that is too large to run.
@@ -71,6 +74,9 @@ def verify_hf(
     ranks = Ranks()
     catalog = open_catalog(folder, config)
     ranks.all(lambda: _compare_shards(parts, catalog, dtype or {}, fp8))
+    if source is not None:
+        copied = ranks.share({key: stored.num_bytes for key, stored in source.beside.items()})
+        ranks.all(lambda: compare_beside(source, catalog, copied))
     return ranks.lead(lambda: verify_with_transformers(config, catalog))
 
 
@@ -147,12 +153,17 @@ def _compare_shards(
 
 def _compare_census(config: ModelConfig, folder: Path) -> None:
     """Check that transformers' model of the exported config has our tensors and no others."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
-    theirs = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+        model = loading_class(hf_config, whole=True).from_config(hf_config)
+    names = names_in_class(model)
+    theirs = {
+        plain: tuple(value.shape)
+        for key, value in model.state_dict().items()
+        if (plain := names.plain(key)) is not None
+    }
     if config.tie_embeddings:
         theirs.pop("lm_head.weight", None)
     ours = hf_tensors(config, family_of(config).keys.in_memory)
@@ -176,7 +187,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
         return None
     tokens = _tokens(config)
     with _unquantized(catalog, config) as folder:
-        theirs, choices = _run_transformers(folder, tokens, config)
+        theirs, choices = _run_transformers(folder, tokens, config, catalog.parts_beside)
     model = build_decoder(config, MoEConfig(experts="loop"), torch.float32)
     model.to_empty(device="cpu")
     load_hf(model, catalog.folder, catalog)
@@ -268,22 +279,28 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
         folder = Path(copy)
         plan = plan_rewrite(catalog, config, family_of(config).keys, torch.float32)
         rewrite_tensors(plan, catalog, folder)
-        write_settings(folder, replace(config, hf_path=str(catalog.folder)), torch.float32, None)
+        of_folder = replace(config, hf_path=str(catalog.folder))
+        write_settings(folder, of_folder, torch.float32, None, source=catalog)
         yield folder
 
 
 def _run_transformers(
-    folder: Path, tokens: torch.Tensor, config: ModelConfig
+    folder: Path, tokens: torch.Tensor, config: ModelConfig, beside: tuple[str, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits [B, S, V] and the chosen experts [B, S, moe layers, K]."""
-    from transformers import AutoModelForCausalLM, __version__
+    """Return logits [B, S, V] and the chosen experts [B, S, moe layers, K].
+
+    Args:
+        beside: prefixes of tensors that transformers may leave over.
+    """
+    from transformers import AutoConfig, __version__
     from transformers.utils import logging as bars
 
     # transformers' progress bars would overwrite this run's own line.
     with switched_off(
         bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
     ):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        model, info = loading_class(hf_config, whole=True).from_pretrained(
             folder,
             dtype=torch.float32,
             local_files_only=True,
@@ -291,9 +308,10 @@ def _run_transformers(
             **NO_ADAPTER,
         )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
+        odd = [key for key in info[kind] if kind[0] != "u" or not key.startswith(beside)]
+        if odd:
             raise CheckpointError(
-                f"{folder}: transformers reports {len(info[kind])} {kind.replace('_', ' ')}: {listed(info[kind])}"
+                f"{folder}: transformers reports {len(odd)} {kind.replace('_', ' ')}: {listed(odd)}"
             )
     constants = config.swiglu_alpha, config.swiglu_limit
     for module in model.modules():

@@ -86,23 +86,27 @@ def to_hf(
     # ``keep`` takes the dtypes of the weights that training started from: parameters are wider
     # while they are trained.
     source = None
-    if dtype == "keep" and config.hf_path is not None and not config.random_weights:
+    if config.hf_path is not None and not config.random_weights:
         dense_keys = upcycled_model(config)[1] if config.upcycle else None
         source = open_catalog(config.hf_path, config, dense_keys)
     with new_folder(path, overwrite, ranks) as folder:
         for part in parts.values():
             merge_adapters(part)
         wide = kept_in_float32(family_of(config).architecture)
-        plan = plan_writes(list(local_shards(parts)), keys, out_dtype, fp8, source, wide)
-        written = write_tensors(plan, gather, ranks, folder, max_shard_bytes)
+        kept = source if dtype == "keep" else None
+        plan = plan_writes(list(local_shards(parts)), keys, out_dtype, fp8, kept, wide)
+        written = write_tensors(plan, gather, ranks, folder, max_shard_bytes, source)
         bases = {item.shard.base for item in plan}
         rounded = any(item.dtype.itemsize < item.shard.dtype.itemsize for item in plan)
         written = replace(written, base="".join(bases), rounded=any(ranks.all(lambda: rounded)))
         ranks.lead(
-            lambda: write_settings(folder, config, written.dtype, tokenizer, quantization, chat)
+            lambda: write_settings(
+                folder, config, written.dtype, tokenizer, quantization, chat, source
+            )
         )
         if verify:
-            error = verify_hf(parts, folder, dtype={item.key: item.dtype for item in plan}, fp8=fp8)
+            dtypes = {item.key: item.dtype for item in plan}
+            error = verify_hf(parts, folder, dtype=dtypes, fp8=fp8, source=source)
             written = replace(written, checked=True, fp8=fp8, logits_error=error)
     return replace(written, path=path)
 
@@ -149,7 +153,8 @@ def convert_hf(
     with new_folder(path, overwrite, Ranks(alone=True)) as folder:
         with show_progress(catalog.folder.name, num_bytes) as advance:
             done = rewrite_tensors(plan, catalog, folder, max_shard_bytes, advance)
-        write_settings(folder, config, done.dtype, None, fp8_config(config, keys) if fp8 else None)
+        quantization = fp8_config(config, keys) if fp8 else None
+        write_settings(folder, config, done.dtype, None, quantization, source=catalog)
         written = check_catalog(folder, config)
         compare_rewritten(plan, catalog, written)
         logits_error = verify_with_transformers(config, written)

@@ -171,12 +171,13 @@ def _check_fp8_base(config: Config) -> None:
     if config.lora.base != "fp8" or path is None:
         return
     from automoe.hf.families.registry import family_of, read_hf_config
+    from automoe.model.wrapper import quantization_in
 
     remedy = "Set lora.base=nf4 or weights"
     if family_of(config.model).keys.transposed:
         rule = f"it keeps matrices as they are stored, and {config.model.family} stores those of experts transposed"
         raise ConfigError("lora.base", "fp8", rule, remedy)
-    stated = read_hf_config(path).get("quantization_config") or {}
+    stated = quantization_in(read_hf_config(path)) or {}
     block = stated.get("weight_block_size") or [None, None]
     if stated.get("quant_method") != "fp8" or block[1] != BASE_BLOCKS["fp8"][0]:
         rule = f"it keeps a checkpoint's own block-FP8, of [128, 128], and config.json of {path} has quant_method="

@@ -16,7 +16,7 @@ from automoe.config.context import expanded_width, gathers_latents, query_blocks
 from automoe.config.schema import ModelConfig, window_of
 from automoe.model.attention_kernels import prepare_cuda
 from automoe.model.backend import BackendConfig
-from automoe.model.linear import Linear
+from automoe.model.linear import Linear, Rows
 from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
 from automoe.moe.local_shard import local_shard
 from automoe.moe.process_groups import SINGLE_RANK, Communicator, first_of_rank
@@ -145,7 +145,7 @@ class GroupedQueryAttention(nn.Module):
         self.attend = AttentionContext.attend  # parallel.recompute=[core_attn] wraps it
         self.scale = softmax_scale(config.rope, self.head_dim)
 
-    def _kv_rows(self, num_heads: int) -> slice | None:
+    def _kv_rows(self, num_heads: int) -> Rows:
         """Return the output rows that this rank uses of key and value projections.
 
         If ranks outnumber key and value heads, every rank keeps all heads and uses one. None
@@ -154,7 +154,7 @@ class GroupedQueryAttention(nn.Module):
         if num_heads >= self.sequence.num_ranks:
             return None
         start = first_of_rank(self.sequence, num_heads) * self.head_dim
-        return slice(start, start + self.head_dim)
+        return (slice(start, start + self.head_dim),)
 
     def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Return the attention output [B, s, H] for hidden states [B, s, H]."""

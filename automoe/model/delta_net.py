@@ -18,7 +18,7 @@ from torch import nn
 from automoe.config.schema import ModelConfig
 from automoe.model.attention import AttentionContext
 from automoe.model.backend import BackendConfig
-from automoe.model.linear import Linear
+from automoe.model.linear import Linear, Rows, take_rows
 from automoe.moe.local_shard import local_shard
 from automoe.moe.process_groups import first_of_rank
 
@@ -120,8 +120,10 @@ class GatedDeltaNet(nn.Module):
     """Projections, a short convolution over queries, keys and values, delta rule and gated norm.
 
     in_proj_qkvz holds for each key head K rows of queries, K of keys, r V of values and r V of
-    output gates; in_proj_ba holds for each key head r rows of betas and r of decays. The
-    convolution's channels are all queries, all keys, all values.
+    output gates; in_proj_ba holds for each key head r rows of betas and r of decays. With
+    ``linear_split_projections`` in_proj_qkv holds all queries, all keys, all values, and gates,
+    betas and decays have projections of their own. The convolution's channels are all queries, all
+    keys, all values.
     """
 
     first_values = {"dt_bias": "ones", "A_log": "log_uniform"}
@@ -137,9 +139,18 @@ class GatedDeltaNet(nn.Module):
         self.repeats = self.value_heads // self.key_heads
         keys = self.key_heads * self.key_dim
         values = self.value_heads * self.value_dim
-        self.in_proj_qkvz = Linear(hidden, 2 * keys + 2 * values)
-        self.in_proj_ba = Linear(hidden, 2 * self.value_heads)
+        self.sequence = backend.pg_collection.sequence
+        self.rows = self._own_rows()
         channels = 2 * keys + values
+        self.is_split = a.linear_split_projections
+        if self.is_split:
+            self.in_proj_qkv = Linear(hidden, channels, rows=self.rows)
+            self.in_proj_z = Linear(hidden, values)
+            self.in_proj_b = Linear(hidden, self.value_heads)
+            self.in_proj_a = Linear(hidden, self.value_heads)
+        else:
+            self.in_proj_qkvz = Linear(hidden, 2 * keys + 2 * values)
+            self.in_proj_ba = Linear(hidden, 2 * self.value_heads)
         self.conv1d = nn.Conv1d(
             channels, channels, a.linear_conv_kernel_dim, groups=channels, bias=False
         )
@@ -147,8 +158,6 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.value_heads))
         self.norm = backend.norm(self.value_dim, config.norm_eps)
         self.out_proj = Linear(values, hidden)
-        self.sequence = backend.pg_collection.sequence
-        self.first_key_head = first_of_rank(self.sequence, self.key_heads)
         self.attend = gated_delta_rule
 
     def forward(self, x_BSH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
@@ -158,41 +167,49 @@ class GatedDeltaNet(nn.Module):
         )
         x_BSH = self.sequence.all_gather(x_BSH)
         width = self.repeats * self.value_dim
-        qkvz_BSGD = self.in_proj_qkvz(x_BSH).unflatten(-1, (-1, 2 * self.key_dim + 2 * width))
-        q, k, v, z = qkvz_BSGD.split((self.key_dim, self.key_dim, width, width), dim=-1)
-        b, a = self.in_proj_ba(x_BSH).unflatten(-1, (-1, 2 * self.repeats)).chunk(2, dim=-1)
-        heads = q.shape[2]
-        mixed_BSD = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
-        mixed_BSD = F.silu(causal_conv(mixed_BSD, self._conv_weight(heads)))
+        mixed_BSD, z, b_BSN, a_BSN = self._project(x_BSH, width)
+        heads = b_BSN.shape[2] // self.repeats
+        conv_weight = take_rows(local_shard(self.conv1d.weight), self.rows)
+        mixed_BSD = F.silu(causal_conv(mixed_BSD, conv_weight))
         q, k, v = mixed_BSD.split(
             (heads * self.key_dim, heads * self.key_dim, heads * width), dim=-1
         )
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
-        step_BSN = F.softplus(a.flatten(2).to(wide) + local_shard(self.dt_bias).to(wide))
+        step_BSN = F.softplus(a_BSN.to(wide) + local_shard(self.dt_bias).to(wide))
         out_BSNV = self.attend(
             q.unflatten(-1, (heads, -1)),
             k.unflatten(-1, (heads, -1)),
             v.unflatten(-1, (heads * self.repeats, -1)),
             -local_shard(self.A_log).to(wide).exp() * step_BSN,
-            b.flatten(2).sigmoid(),
+            b_BSN.sigmoid(),
         )
         gate_BSNV = z.reshape(out_BSNV.shape).to(wide)
         out_BSNV = (self.norm(out_BSNV).to(wide) * F.silu(gate_BSNV)).to(x_BSH.dtype)
         return self.out_proj.reduce_scatter(out_BSNV.flatten(2), self.sequence)
 
-    def _conv_weight(self, heads: int) -> torch.Tensor:
-        """Return the weight [channels of ``heads`` key heads, 1, W].
+    def _project(self, x_BSH: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+        """Return the convolution's input, output gates, betas and decays of this rank's heads."""
+        if self.is_split:
+            return tuple(
+                project(x_BSH)
+                for project in (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+            )
+        qkvz_BSGD = self.in_proj_qkvz(x_BSH).unflatten(-1, (-1, 2 * self.key_dim + 2 * width))
+        q, k, v, z = qkvz_BSGD.split((self.key_dim, self.key_dim, width, width), dim=-1)
+        b, a = self.in_proj_ba(x_BSH).unflatten(-1, (-1, 2 * self.repeats)).chunk(2, dim=-1)
+        mixed_BSD = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
+        return mixed_BSD, z, b.flatten(2), a.flatten(2)
 
-        If tp shards heads, it consists of this rank's three pieces.
-        """
-        weight = local_shard(self.conv1d.weight)
-        if heads == self.key_heads:
-            return weight
-        keys = self.key_heads * self.key_dim
-        values = self.value_heads * self.value_dim
-        pieces = [
-            piece.unflatten(0, (self.key_heads, -1)) for piece in weight.split((keys, keys, values))
-        ]
-        return torch.cat(
-            [piece.narrow(0, self.first_key_head, heads).flatten(0, 1) for piece in pieces]
-        )
+    def _own_rows(self) -> Rows:
+        """Return the channels of this rank's heads: queries, keys and values."""
+        ranks = self.sequence.num_ranks
+        if ranks == 1:
+            return None
+        first = first_of_rank(self.sequence, self.key_heads)
+        rows = []
+        start = 0
+        for width in (self.key_dim, self.key_dim, self.repeats * self.value_dim):
+            own = start + first * width
+            rows.append(slice(own, own + self.key_heads // ranks * width))
+            start += self.key_heads * width
+        return tuple(rows)

@@ -17,6 +17,7 @@ from torch import nn
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError
 from automoe.model.param_spec import Param, ParamSpec
+from automoe.model.wrapper import ALONE, TEXT, Names, is_wrapper, text_config
 
 # The first of these words in a parameter's name tells its part of the model.
 _PART_WORDS = (
@@ -64,19 +65,26 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
     stated.pop("quantization_config", None)
     classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     try:
-        config = transformers.CONFIG_MAPPING[model_type].from_dict(stated)
+        kind = transformers.CONFIG_MAPPING[model_type]
+        if TEXT in kind.sub_configs and not is_wrapper(stated):
+            raise ValueError(f"its config.json has no {TEXT}, and that is the part that is trained")
+        config = kind.from_dict(stated)
         text = config.get_text_config(decoder=True)
-        if type(text) in classes:  # of a wrapper with vision or audio, the text model
+        if text is not config and type(text) in classes:  # of a wrapper with vision or audio
+            text.tie_word_embeddings = text_config(stated)["tie_word_embeddings"]
             config = text
         if type(config) not in classes:
+            classes = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if type(config) not in classes:
             raise ValueError(f"model_type={model_type} has no causal language model")
-        _refuse_random(config.to_dict())
-        config._experts_implementation = experts
+        _refuse_random(text.to_dict())
+        config._experts_implementation = text._experts_implementation = experts
         with torch.device("meta"):
             model = classes[type(config)](config)
+        _remove_beside(model)
     except Exception as error:  # a configuration class or a model's may raise any exception
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise refused(path, " ".join(f"{kind}{error}".split())[:400]) from error
+        what = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise refused(path, " ".join(f"{what}{error}".split())[:400]) from error
     for module in model.modules():
         for key, parameter in list(module._parameters.items()):
             if parameter is None:
@@ -87,6 +95,48 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
                 del module._parameters[key]
                 module.register_buffer(key, parameter.data)
     return model
+
+
+def loading_class(config: Any, whole: bool = False) -> Any:
+    """Return the automatic class of ``transformers`` that loads a checkpoint with this config.
+
+    Args:
+        whole: a wrapper is loaded with its other parts; else its text model alone, if that has a
+            class of its own.
+    """
+    import transformers
+
+    wrapper = config.get_text_config(decoder=True) is not config
+    if (wrapper and whole) or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def _text_path(model: Any) -> str:
+    """Return the name of a wrapper's module that is the text model; empty if ``model`` is."""
+    kind = type(model.config.get_text_config(decoder=True))
+    named = ((name, getattr(module, "config", None)) for name, module in model.named_modules())
+    return next((name for name, config in named if type(config) is kind), "")
+
+
+def names_in_class(model: Any) -> Names:
+    """Return the names of the text model's parameters in a class of ``transformers``."""
+    path = _text_path(model)
+    if not path:
+        return ALONE
+    if model.get_submodule(path).get_output_embeddings() is not None:
+        return Names(((f"{path}.", ""),))
+    return Names(((f"{path}.", "model."), ("lm_head.", "lm_head.")))
+
+
+def _remove_beside(model: Any) -> None:
+    """Remove from a wrapper the modules that are neither text model nor head."""
+    owner = model
+    for name in filter(None, _text_path(model).split(".")):
+        for other, module in list(owner.named_children()):
+            if other != name and module is not model.get_output_embeddings():
+                setattr(owner, other, None)
+        owner = getattr(owner, name)
 
 
 def _refuse_random(values: dict[str, Any]) -> None:

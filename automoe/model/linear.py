@@ -16,6 +16,15 @@ from automoe.moe.local_shard import local_shard
 from automoe.moe.process_groups import Communicator
 from automoe.quantize.packed import linear
 
+Rows = tuple[slice, ...] | None  # None: all
+
+
+def take_rows(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return these rows of x, one range after the other."""
+    if rows is None:
+        return x
+    return x[rows[0]] if len(rows) == 1 else torch.cat([x[each] for each in rows])
+
 
 class Linear(nn.Module):
     """Linear layer ``x @ weight.T + bias`` with weight [O, I] and an optional bias [O].
@@ -25,7 +34,7 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = False, rows: slice | None = None
+        self, in_features: int, out_features: int, bias: bool = False, rows: Rows = None
     ) -> None:
         super().__init__()
         self.rows = rows
@@ -46,8 +55,7 @@ class Linear(nn.Module):
 
     def shard(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the output features of weight or bias that this rank uses."""
-        local = local_shard(parameter)
-        return local if self.rows is None else local[self.rows]
+        return take_rows(local_shard(parameter), self.rows)
 
 
 class _Lookup(torch.autograd.Function):

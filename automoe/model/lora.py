@@ -19,7 +19,7 @@ from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
 from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
 from automoe.model.init import indexed_blocks
-from automoe.model.linear import Linear
+from automoe.model.linear import Linear, Rows, take_rows
 from automoe.model.params import Param, layer_params, model_params
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.local_shard import global_offset, local_shard, take_over
@@ -42,11 +42,11 @@ class Lora(Adapter):
         self.A = nn.Parameter(torch.empty(lora.rank, in_features))
         self.B = nn.Parameter(torch.empty(out_features, lora.rank))
 
-    def forward(self, x_BSI: torch.Tensor, rows: slice | None) -> torch.Tensor:
+    def forward(self, x_BSI: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Return the adapter's term of the output [B, S, O], or of these ``rows`` of it."""
         b_Or = self.weight("B", x_BSI.dtype)
         low_BSr = F.linear(x_BSI, self.weight("A", x_BSI.dtype)) * self.scale
-        return F.linear(low_BSr, b_Or if rows is None else b_Or[rows])
+        return F.linear(low_BSr, take_rows(b_Or, rows))
 
 
 class LoRALinear(Linear):

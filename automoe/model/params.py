@@ -90,10 +90,16 @@ _MLA = (
     _colwise("kv_b_proj", "N*C+N*W Rkv", 3),
     _rowwise("o_proj", "H N*W", 5),
 )
+_SPLIT = "attention.linear_split_projections"
 _DELTA_NET = (
-    _colwise("in_proj_qkvz", "2*Nk*Dk+2*Nv*Dv H", 1),
-    # it gives one number per head, so it has neither an adapter nor 8 bits
-    ParamSpec("in_proj_ba.weight", "2*Nv H", 1, tp=0),
+    _colwise("in_proj_qkvz", "2*Nk*Dk+2*Nv*Dv H", 1, when=f"not {_SPLIT}"),
+    # one number per head, so neither an adapter nor 8 bits
+    ParamSpec("in_proj_ba.weight", "2*Nv H", 1, tp=0, when=f"not {_SPLIT}"),
+    # rows of a tp rank's heads lie in three places, so it keeps the matrix whole
+    _linear("in_proj_qkv", "2*Nk*Dk+Nv*Dv H", 1, when=_SPLIT),
+    _colwise("in_proj_z", "Nv*Dv H", 1, when=_SPLIT),
+    ParamSpec("in_proj_b.weight", "Nv H", 1, tp=0, when=_SPLIT),
+    ParamSpec("in_proj_a.weight", "Nv H", 1, tp=0, when=_SPLIT),
     ParamSpec("conv1d.weight", "2*Nk*Dk+Nv*Dv 1 K", 2, "conv"),
     _vector("dt_bias", "Nv", 2, tp=0),
     _vector("A_log", "Nv", 2, tp=0),

@@ -57,6 +57,10 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
         for key, one in vars(module)[kind].items()
         if one is not None and (kind == "_buffers" or one.numel() <= SMALL)
     }
+    # as in transformers, a model within the model initialises its own modules
+    owner = {
+        part: one for _, one in modules if hasattr(one, "_init_weights") for part in one.modules()
+    }
     values: list[dict[Any, torch.Tensor]] = []
     for fill in (0, 1):
         for (module, kind, key), one in held.items():
@@ -66,7 +70,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(stream_key(name, seed) % (1 << 63))
                 try:
-                    model._init_weights(module)
+                    owner[module]._init_weights(module)
                 except RuntimeError as error:  # such as a negative initializer_range
                     raise refused(path, f"it cannot initialise {name}: {error}") from error
         values.append({place: vars(place[0])[place[1]][place[2]].detach() for place in held})

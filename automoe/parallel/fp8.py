@@ -58,9 +58,9 @@ def apply_fp8(model: CausalLM, meshes: Meshes, config: Config) -> None:
         # one.
         differs = isinstance(linear.weight, DTensor) or linear.rows is not None
         hook = None
-        if linear.rows is not None:
+        if linear.rows is not None and len(linear.rows) == 1:  # of a delta net, no two ranks' meet
             assert tp is not None
-            hook = _sum_of_terms(linear.rows, linear.weight.shape[0], tp)
+            hook = _sum_of_terms(linear.rows[0], linear.weight.shape[0], tp)
         scaling = _scaling(config, E5M2, meshes, tp if differs else None)
         model.set_submodule(name, FP8Linear(linear, QuantizedProduct(scaling, hook)))
 

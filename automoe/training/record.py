@@ -15,6 +15,7 @@ from automoe.config.schema import Config
 from automoe.errors import in_words
 from automoe.hf.families.registry import read_hf_config
 from automoe.model.adapters import describe_training
+from automoe.model.wrapper import text_config
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog
 from automoe.observe.trackers import make_trackers
@@ -103,7 +104,8 @@ def _describe_length(config: Config) -> list[str]:
     rope = config.model.rope
     longest = round(rope.original_seq_len * (1 if rope.scaling == "none" else rope.factor))
     if config.model.hf_path is not None:
-        stated = read_hf_config(config.model.hf_path).get("max_position_embeddings")
+        hf = text_config(read_hf_config(config.model.hf_path))
+        stated = hf.get("max_position_embeddings")
         longest = max(longest, stated or 0)
     length = config.train.seq_len
     if length <= longest:

@@ -232,6 +232,7 @@ def _without_checkpoint(config: Config, device: Device) -> Config:
     return replace(
         config,
         model=model,
+        checkpoint=replace(config.checkpoint, export_hf=False),
         lora=replace(
             config.lora, export="merged", base="weights"
         ),  # other values need a checkpoint

@@ -76,8 +76,10 @@ BASES: dict[str, Variant] = {
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 32, "max_window_layers": 2},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
     "glm4_moe": _GROUPED | {"head_dim": 16, "use_qk_norm": True},
+    "glm4_moe_lite": {key: value for key, value in (_GROUPED | _MLA).items() if key != "first_k_dense_replace"},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 8, "sliding_window": 5},
     "qwen3_next": _EXPERTS | _LINEAR | {"head_dim": 16, "shared_expert_intermediate_size": 16},
+    "qwen3_5_moe_text": _EXPERTS | _LINEAR | {"head_dim": 16, "shared_expert_intermediate_size": 16},
     "llama": {"head_dim": 8},
     "qwen3": {"head_dim": 8, "max_window_layers": 2},
 }
@@ -199,6 +201,9 @@ def _others(key: str, value: Any, start: Variant) -> list[Any]:
     if key == "layer_types":
         kinds = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
         return [ABSENT, None, [], *([list(pair) for pair in product(kinds, repeat=layers)])]
+    if key == "mlp_layer_types":
+        kinds = "dense", "sparse", "other"
+        return [ABSENT, None, [], ["dense"], ["dense"] * 3, *([list(pair) for pair in product(kinds, repeat=layers)])]
     if key == "mlp_only_layers":
         return [ABSENT, None, [0], [1], [0, 1], [5], [0, 0], 1]
     if isinstance(value, bool):

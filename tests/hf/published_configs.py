@@ -368,6 +368,59 @@ QWEN3_NEXT_80B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+# The text_config of the published wrapper.
+QWEN3_5_35B = {
+    key: value
+    for key, value in QWEN3_NEXT_80B.items()
+    if key not in ("decoder_sparse_step", "intermediate_size", "mlp_only_layers", "norm_topk_prob", "rope_scaling")
+} | {
+    "model_type": "qwen3_5_moe_text",
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "vocab_size": 248320,
+    "mtp_num_hidden_layers": 1,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+}
+GLM47_FLASH = {
+    "model_type": "glm4_moe_lite",
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "moonlight_16b_a3b": MOONLIGHT,
     "dsv3_671b": DSV3,
@@ -382,8 +435,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt_oss_20b": GPT_OSS_20B,
     "gpt_oss_120b": GPT_OSS_120B,
     "qwen3_next_80b_a3b": QWEN3_NEXT_80B,
+    "qwen3_5_35b_a3b": QWEN3_5_35B,
     "glm45_355b_a32b": GLM45,
     "glm45_air_106b_a12b": GLM45_AIR,
+    "glm47_flash_30b_a3b": GLM47_FLASH,
     "glm46_355b_a32b": GLM45 | {"max_position_embeddings": 202752},
     "llama3_8b": LLAMA3_8B,
     "llama3_70b": LLAMA3_8B | _70B,

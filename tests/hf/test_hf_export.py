@@ -368,7 +368,18 @@ def _small_config(family: str, mesh: MeshConfig) -> Config:
     return Config(mesh=mesh, model=replace(model, hidden_size=96, moe_intermediate_size=32, intermediate_size=64))
 
 
-OTHERS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "llama", "qwen3", "gpt_oss", "qwen3_next")
+OTHERS = (
+    "qwen3_moe",
+    "mixtral",
+    "qwen2_moe",
+    "glm4_moe",
+    "llama",
+    "qwen3",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "glm4_moe_lite",
+)
 
 
 @pytest.mark.exhaustive

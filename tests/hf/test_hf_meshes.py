@@ -104,6 +104,9 @@ def exhaustive(*case: str) -> Any:
         exhaustive("qwen3_next_odd", "pp2"),
         exhaustive("qwen3_next_odd", "ep_shard2"),
         exhaustive("qwen3_next_yarn", "hsdp2x2_ep2"),
+        exhaustive("qwen3_5_moe", "tp2_dp2_ep2_etp2"),
+        exhaustive("qwen3_5_moe_odd", "pp2"),
+        exhaustive("glm4_moe_lite_odd", "dp4_ep2_ep_shard2"),
         exhaustive("qwen2_moe", "tp2_dp2_ep2_etp2"),
         ("qwen2_moe_odd", "ep_shard2"),
         ("glm4_moe", "pp2_dp2_ep2"),
@@ -225,6 +228,8 @@ def check_gradients(name: str, tmp_path: Path, mesh: MeshConfig, ranks: RankPool
         exhaustive("qwen3_next_odd", "pp2"),
         exhaustive("qwen3_next_odd", "ep_shard2"),
         exhaustive("qwen3_next_yarn", "hsdp2x2_ep2"),
+        exhaustive("qwen3_5_moe", "tp2_dp2_ep2_etp2"),
+        exhaustive("qwen3_5_moe_odd", "ep_shard2"),
     ],
 )
 def test_round_trip_keeps_every_bit(name: str, mesh: str, tmp_path: Path, ranks: RankPool) -> None:
@@ -262,7 +267,7 @@ def check_round_trip(path: Path, out: Path, mesh: MeshConfig, ranks: RankPool) -
     "name",
     ["qwen2_moe"]
     + [exhaustive(name) for name in ("dsv3", "qwen3_moe", "mixtral", "glm4_moe", "llama", "qwen3")]
-    + [exhaustive(name) for name in ("gpt_oss", "qwen3_next")],
+    + [exhaustive(name) for name in ("gpt_oss", "qwen3_next", "qwen3_5_moe")],
 )
 def test_what_was_trained_leaves_equal_to_transformers(name: str, tmp_path: Path, ranks: RankPool) -> None:
     save_small_hf(name, tmp_path / "in")

@@ -12,8 +12,10 @@ from automoe.config.schema import MoEConfig
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.model.decoder import Decoder
+from automoe.model.init import default_dtype
 from automoe.moe.tokens import IGNORE
 from automoe.parallel.parallelize import build_decoder
+from tests.support.class_models import AllInFloat64
 from tests.support.hf_models import SMALL_MODELS, as_our_tensor, save_small_hf
 
 TOLERANCE = 1e-5
@@ -35,6 +37,37 @@ def load(path: Path, experts: str = "loop", dtype: torch.dtype = torch.float32) 
 def tokens_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(vocab_size, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
     return tokens, torch.cat((tokens[:, 1:], torch.full((ROWS, 1), IGNORE)), dim=1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "qwen3_5_moe_odd" else pytest.mark.exhaustive) for name in SMALL_MODELS],
+)
+def test_equal_in_float64(name: str, tmp_path: Path) -> None:
+    """Of what transformers computes in float32 the same in float64, loss and every gradient are equal to 1e-12."""
+    from transformers import AutoModelForCausalLM
+
+    save_small_hf(name, tmp_path)
+    with AllInFloat64():
+        hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
+    with default_dtype(torch.float64):
+        model = Decoder(model_config_from_hf(tmp_path), MoEConfig(experts="loop"))
+    load_hf(model, tmp_path)
+    tokens, labels = tokens_and_labels(model.config.vocab_size)
+    with AllInFloat64():
+        logits = hf(tokens).logits
+        expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        expected.backward()
+        with torch.no_grad():
+            assert relative(model.eval()(tokens), logits) < 1e-12
+        loss = model.train()(tokens, labels=labels).sum()
+        loss.backward()
+    assert abs(loss.item() - expected.item()) < 1e-12 * expected.item()
+    theirs = {key: parameter.grad for key, parameter in hf.named_parameters()}
+    with default_dtype(torch.float64):
+        for ours, parameter in model.named_parameters():
+            wanted = as_our_tensor(ours, parameter.shape, theirs, model.config)
+            assert relative(parameter.grad, wanted) < 1e-12, ours
 
 
 @pytest.mark.one_in(2)

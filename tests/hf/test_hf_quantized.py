@@ -269,7 +269,7 @@ def test_fp8_export_is_the_quantization_of_the_weights(mesh: MeshConfig, tmp_pat
         assert torch.equal(tensor.float(), after[key].float()), key
 
 
-@pytest.mark.parametrize("name", ["dsv3", "qwen2_moe", "qwen3_next", "mixtral"])
+@pytest.mark.parametrize("name", ["dsv3", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "mixtral"])
 def test_matrices_without_scales_are_those_that_config_json_names(name: str, tmp_path: Path) -> None:
     """Readers expect scales for every linear layer that is not named."""
     save_small_hf(name, tmp_path / "in")

@@ -58,7 +58,7 @@ def test_written_config_reads_back(name: str, tmp_path: Path) -> None:
     written = family_of(config).write_config(config, PUBLISHED[name])
     assert model_config_from_hf(write(tmp_path, written)) == config
     for key, value in PUBLISHED[name].items():
-        if key not in ("rope_scaling", "num_nextn_predict_layers", "model_type", "auto_map"):
+        if key not in ("rope_scaling", "rope_parameters", "num_nextn_predict_layers", "model_type", "auto_map"):
             assert written[key] == value, key
     # A family has one name of its own, and modelling code of the source's is not needed.
     assert written["model_type"] == config.family
@@ -91,7 +91,9 @@ def test_rotated_share_in_both_spellings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "llama", "qwen3"]
+    "family",
+    ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next", "qwen3_5_moe"]
+    + ["llama", "qwen3"],
 )
 def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) -> None:
     config = preset(f"small_{family}")
@@ -195,6 +197,8 @@ def test_model_that_the_family_cannot_express() -> None:
         ("llama", "zero_centered_norms", True),
         ("qwen2_moe", "attention.linear_num_key_heads", 2),
         ("qwen3_next", "attention.output_gate", False),
+        ("qwen3_next", "attention.linear_split_projections", True),
+        ("qwen3_5_moe", "router.norm_topk_prob", False),
         ("qwen3_moe", "biased_experts", True),
         ("gpt_oss", "expert_activation", "swiglu"),
         ("gpt_oss", "attention.sinks", False),

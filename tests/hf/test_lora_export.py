@@ -35,8 +35,20 @@ from tests.support.hf_models import save_small_hf
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 TOKENS = torch.arange(48).view(2, 24)
-FAMILIES = ["dsv3", "qwen3_moe", "mixtral", "gpt_oss", "llama", "qwen2_moe", "glm4_moe", "qwen3_next"]
+FAMILIES = [
+    "dsv3",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "llama",
+    "qwen2_moe",
+    "glm4_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "glm4_moe_lite",
+]
 ALWAYS = FAMILIES[:5]
+FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe")
 
 
 def trained(source: Path, lora: LoraConfig = LORA, seed: int = 5) -> Decoder:
@@ -77,10 +89,10 @@ def test_adapters_leave_exactly(name: str, tmp_path: Path) -> None:
     expected = logits(model)
     assert off(logits(plain), expected) > 0.05, "the adapters have to matter"
     before = {n: p.clone() for n, p in model.named_parameters()}
-    if name == "qwen2_moe":
+    if name in FUSED_ALONE:
         with pytest.raises(ConfigError, match="Use fused"):
             to_peft(model, tmp_path / "none", LORA, layout="published")
-    for layout in ("auto" if name == "qwen2_moe" else "published", "fused"):
+    for layout in ("auto" if name in FUSED_ALONE else "published", "fused"):
         written = to_peft(model, tmp_path / layout, LORA, layout=layout)
         assert re.search(r"an adapter of [\d,]+ numbers, as peft loads it \(\d+ of attention", written)
         assert {path.stat().st_mode & 0o777 for path in (tmp_path / layout).iterdir()} == {allowed}

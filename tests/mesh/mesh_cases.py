@@ -122,6 +122,12 @@ MODELS["qwen3-next"] = ModelConfig(
     rope=RopeConfig(partial_rotary_factor=0.5),
     **_SIZES,
 )
+# Projections of delta nets split as in Qwen3.5.
+MODELS["qwen3.5"] = replace(
+    MODELS["qwen3-next"],
+    family="qwen3_5_moe_text",
+    attention=replace(MODELS["qwen3-next"].attention, linear_split_projections=True),
+)
 MODELS["qwen3-tied"] = replace(MODELS["qwen3"], tie_embeddings=True)
 # Kimi's form: one direct query projection, no groups of experts; and more heads, for tp4.
 MODELS["deepseek-direct"] = replace(
@@ -131,6 +137,8 @@ MODELS["deepseek-direct"] = replace(
     attention=replace(MODELS["deepseek"].attention, q_lora_rank=None, kv_lora_rank=24, num_heads=4, num_kv_heads=4),
     router=replace(MODELS["deepseek"].router, num_groups=1, topk_groups=1),
 )
+
+MODELS["glm-flash"] = replace(MODELS["deepseek"], family="glm4_moe_lite")
 
 # Biases on queries, keys and values, a gated shared expert, weights that do not sum to one.
 MODELS["qwen2"] = ModelConfig(

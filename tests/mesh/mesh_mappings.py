@@ -148,6 +148,10 @@ MORE = [
     Case("gpt-oss", dict(dp_shard=2, cp=2, tp=2, etp=2), rows=2, moe=DROP),
     # delta nets
     Case("qwen3-next", dict(tp=4, etp=2), rows=8),
+    Case("qwen3.5", dict(tp=4, etp=2), rows=8, parallel=PARTS),
+    Case("qwen3.5", dict(dp_shard=2, tp=2, ep=2), rows=2, lora=LORA),
+    Case("glm-flash", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2),
+    Case("qwen3.5", dict(pp=2, dp_shard=2, ep=2), rows=2, optim=MUON),
     Case("qwen3-next", dict(dp_shard=4, ep=2), rows=1, dispatcher="allgather"),
     Case("qwen3-next", dict(dp_replicate=2, dp_shard=2, tp=2, ep=4), rows=2, parallel=FULL),
     Case("qwen3-next", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED),

@@ -123,7 +123,7 @@ def test_meshes_compute_the_step_of_one_process(
 
 
 def load_and_write(path: Path, mesh: MeshConfig, out: Path) -> tuple[Loaded, int, str]:
-    config = replace(run_config(path, mesh, dtype="float32"), model=model_config_from_hf(path))
+    config = replace(run_config(path, mesh, dtype="float32"), model=tier_config(path))
     parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
     for part in parts.values():
         part.to_empty(device="cpu")
@@ -172,28 +172,10 @@ def test_the_function_of_the_package_gives_the_logits_of_the_class(saved: dict[s
         torch.testing.assert_close(found, theirs.eval()(tokens, use_cache=False).logits, rtol=0, atol=1e-12)
 
 
-@pytest.mark.exhaustive
-def test_of_a_wrapper_with_vision_the_text_model_is_read(tmp_path: Path) -> None:
-    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
-
-    vision = dict(
-        depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16
-    )
-    text = hf_class_config("qwen3_5_moe_text").to_dict()
-    torch.manual_seed(1)
-    wrapper = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=vision)).eval()
-    wrapper.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"not read: \^model.visual.\* \(\d+\), beside what the class"):
-        ours = automoe.from_hf(tmp_path)
-    tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), wrapper(input_ids=tokens, use_cache=False).logits)
-
-
 def test_the_table_of_parameters_is_the_class(saved: dict[str, Path]) -> None:
     path = saved["qwen3_5_moe_text"]
     _, theirs = float64_of(tier_config(path))
-    counted = count_params(model_config_from_hf(path))
+    counted = count_params(tier_config(path))
     experts = sum(p.numel() for name, p in theirs.named_parameters() if ".experts." in name)
     assert counted.total == sum(p.numel() for p in theirs.parameters())
     assert counted.by_part["routed_experts"] == experts

@@ -15,7 +15,7 @@ from tests.support.hf_models import SMALL_MODELS, small_hf_model
 
 DECAYS = re.compile(
     r"(embed_tokens|lm_head|(q|k|v|o|gate|up|down|output_gate)(_a|_b)?(_proj)?(_with_mqa)?|kv_[ab]_proj(_with_mqa)?"
-    r"|router|conv1d|in_proj_qkvz|in_proj_ba|out_proj)\.weight$|\.experts\.(gate_up|down)_proj$"
+    r"|router|conv1d|in_proj_(qkvz|ba|qkv|z|b|a)|out_proj)\.weight$|\.experts\.(gate_up|down)_proj$"
 )
 STAYS = re.compile(r"norm\.weight$|\.bias$|\.experts\.(gate_up|down)_proj_bias$|\.sinks$|\.A_log$|\.dt_bias$")
 

@@ -44,8 +44,8 @@ LAYERS = (
     ("automoe.model",),
     ("automoe.moe",),
     ("automoe.kernels", "automoe.quantize"),
-    # the table of parameters, without torch; that of a class of transformers
-    ("automoe.model.params", "automoe.model.param_spec", "automoe.model.hf_class"),
+    # the table of parameters, without torch; that of a class of transformers; where a wrapper has its text model
+    ("automoe.model.params", "automoe.model.param_spec", "automoe.model.hf_class", "automoe.model.wrapper"),
     ("automoe.config", "automoe.storage", *PRIVATE_TO_TORCH),
     ("automoe.errors",),
 )

@@ -98,6 +98,13 @@ def test_qwen3_next_has_the_sizes_of_its_model_card() -> None:
     assert (count.total + prediction_module(model)) / 1e9 == pytest.approx(81.3, abs=0.05)
 
 
+def test_qwen3_5_has_the_sizes_of_its_model_card() -> None:
+    """35 B and 3 B active; transformers' class of the wrapper has as many numbers beside its vision tower."""
+    count = count_params(preset("qwen3_5_35b_a3b"))
+    assert (round(count.total / 1e9), round(count.active / 1e9)) == (35, 3)
+    assert count.total == 34_660_610_688
+
+
 def numbers_of(name: str) -> tuple[float | None, float | None]:
     """Billions in all and active, as the name says them: 8x7b says neither."""
     total = re.search(r"_(\d+(?:_\d+)?)([bt])(?:_|$)", name)

@@ -17,6 +17,7 @@ from automoe.errors import ConfigError
 from automoe.hf.families.class_family import class_family
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
+from automoe.model.hf_class import loading_class
 from automoe.model.init import default_dtype
 from automoe.model.transformers_model import TransformersModel
 from automoe.parallel.parallelize import build_decoder
@@ -36,6 +37,10 @@ MAMBA: dict[str, Any] = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16,
 KIMI_DELTA: dict[str, Any] = MLA | dict(
     linear_head_dim=8, linear_num_heads=4, layer_types=["linear_attention", "full_attention", "linear_attention"]
 )
+VISION: dict[str, Any] = dict(
+    depth=1, num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32,
+    num_position_embeddings=16, deepstack_visual_indexes=[0],
+)  # fmt: skip
 # What a class wants beyond the sizes above.
 MORE: dict[str, dict[str, Any]] = {
     "axk1": MLA,
@@ -55,6 +60,12 @@ MORE: dict[str, dict[str, Any]] = {
         final_logit_softcapping=30.0,
     ),
     "glm4_moe_lite": MLA,
+    "glm4v_moe_text": dict(
+        head_dim=16, n_group=1, topk_group=1,
+        rope_parameters=dict(
+            rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[2, 1, 1]
+        ),
+    ),
     "glm_moe_dsa": MLA | INDEXER,
     "granitemoehybrid": MAMBA | dict(layer_types=["mamba", "attention", "mamba"], shared_intermediate_size=16),
     "kimi_linear": KIMI_DELTA,
@@ -72,17 +83,22 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def hf_class_config(model_type: str, **more: Any) -> Any:
+    """Return a configuration of small sizes; of a wrapper, around a text model of these sizes."""
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[model_type](**(SIZES | MORE.get(model_type, {}) | more))
+    kind = CONFIG_MAPPING[model_type]
+    if "text_config" not in kind.sub_configs:
+        return kind(**(SIZES | MORE.get(model_type, {}) | more))
+    text_type = kind.sub_configs["text_config"].model_type
+    text = SIZES | MORE.get(text_type, {}) | {"model_type": text_type} | more
+    return kind(text_config=text, vision_config=VISION, tie_word_embeddings=text.get("tie_word_embeddings", False))
 
 
 def save_class(model_type: str, folder: Path, **more: Any) -> Any:
     """Save a model with weights that tell experts apart; return it, in evaluation mode."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(hf_class_config(model_type, **more)).eval()
+    config = hf_class_config(model_type, **more)
+    model = loading_class(config, whole=True).from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -129,13 +145,14 @@ def run_config(path: Path, mesh: MeshConfig, **train: object) -> Config:
 
 def float64_of(config: ModelConfig) -> tuple[TransformersModel, torch.nn.Module]:
     """Return the tier's model and that of transformers, with the weights of ``config.hf_path``."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    kind = loading_class(AutoConfig.from_pretrained(config.hf_path), whole=True)
     with default_dtype(torch.float64):
         ours = TransformersModel(config, MoEConfig(experts="loop"))
     ours.to_empty(device="cpu")
     load_hf(ours, str(config.hf_path))
-    theirs = AutoModelForCausalLM.from_pretrained(config.hf_path, dtype=torch.float64, experts_implementation="eager")
+    theirs = kind.from_pretrained(config.hf_path, dtype=torch.float64, experts_implementation="eager")
     return ours.train(), theirs.train()
 
 

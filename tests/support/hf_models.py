@@ -100,6 +100,7 @@ _QWEN3_NEXT: dict[str, Any] = {
     # let the norm behind it blow rounding up.
     "rms_norm_eps": 1e-3,
 }
+_QWEN3_5 = {key: value for key, value in _QWEN3_NEXT.items() if key not in ("intermediate_size", "norm_topk_prob")}
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 8.0,
@@ -186,6 +187,14 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "norm_topk_prob": False}
         | {"attention_bias": False, "first_k_dense_replace": 0, "rope_scaling": _YARN},
     ),
+    "glm4_moe_lite": ("glm4_moe_lite", {key: value for key, value in _MLA.items() if key != "first_k_dense_replace"}),
+    "glm4_moe_lite_odd": (
+        "glm4_moe_lite",
+        {key: value for key, value in _MLA.items() if key != "first_k_dense_replace"}
+        | {"vocab_size": 101, "kv_lora_rank": 18, "intermediate_size": 37, "n_routed_experts": 6, "q_lora_rank": None}
+        | {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "rope_interleave": False}
+        | {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}, "norm_topk_prob": False},
+    ),
     "gpt_oss": ("gpt_oss", _GPT_OSS | {"rope_scaling": _YARN | {"truncate": False}}),
     # Every third layer is full; a limit that some gates and ups exceed.
     "gpt_oss_odd": (
@@ -220,6 +229,21 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _QWEN3_NEXT
         | {"linear_num_key_heads": 1, "linear_num_value_heads": 4, "num_hidden_layers": 3, "num_experts": 4}
         | {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "rope_scaling": _YARN},
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _QWEN3_5 | {"rms_norm_eps": 1e-2}),
+    "qwen3_5_moe_odd": (
+        "qwen3_5_moe_text",
+        _QWEN3_5
+        | {"vocab_size": 101, "hidden_size": 40, "num_key_value_heads": 1, "num_experts": 5, "head_dim": 20}
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 13}
+        | {"linear_value_head_dim": 7, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-2}
+        | {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20, "tie_word_embeddings": True}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2}
+        # Sections of positions in time, height and width, which text has alike.
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
+            | {"mrope_interleaved": True, "mrope_section": [2, 2, 1]}
+        },
     ),
     "llama": ("llama", _DENSE | {"head_dim": 8}),
     "llama_odd": (

@@ -62,7 +62,7 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
     return config
 
 
-def text_config(hf: HFConfig, path: str) -> Any:
+def config_of_class(hf: HFConfig, path: str) -> Any:
     """Return the configuration of the text model of a class that automoe has no family for.
 
     None if ``transformers`` does not know the class. Raises ``ConfigError`` as ``as_transformers``.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from automoe.config.hub import local_folder
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import AttentionConfig, ModelConfig
+from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import HFConfig, number_of
 from automoe.hf.families.family import Family
 from automoe.hf.keys import KeyMap, Piece
@@ -27,13 +29,13 @@ from automoe.model.hf_class import (
     refused,
 )
 from automoe.model.params import model_params
+from automoe.model.wrapper import names_in
 
 _TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"
 )  # fmt: skip
 # What describes the source's files and stays out of a written config.json.
 _OF_FILES = ("auto_map", "dtype", "torch_dtype", "quantization_config", "transformers_version")
-_BESIDE_TEXT = r"(^|\.)(visual|vision|audio|image|multi_modal|mm_)\w*\."  # of a wrapper's files
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class ClassFamily(Family):
             ConfigError: the class does not serve; the message names the part.
         """
         model = build_causal_lm(path)
-        text = model.config
+        text = model.config.get_text_config(decoder=True)
         layers = decoder_layers(model)
         experts = list(experts_modules(model).values())
         per_layer = [sum(module in experts for module in layer.modules()) for layer in layers]
@@ -95,12 +97,22 @@ class ClassFamily(Family):
         return config
 
     def write_config(self, config: ModelConfig, base: HFConfig | None = None) -> HFConfig:
-        """Return the ``config.json`` of the text model, with the source's keys."""
-        text = build_causal_lm(str(config.hf_path)).config
+        """Return the ``config.json`` of the text model, with the source's keys.
+
+        Raises:
+            ConfigError: other parts are needed for it, and weights are random.
+        """
+        whole = build_causal_lm(str(config.hf_path)).config
+        text = whole.get_text_config(decoder=True)
+        if config.random_weights and text is not whole:
+            rule = f"an export would be the text model of {config.architecture}, which has no class of its own"
+            remedy = "Set checkpoint.export_hf=false, or model.random_weights=false"
+            raise ConfigError("model.random_weights", True, rule, remedy)
         if base is None or base.get("model_type") != text.model_type:
             base = text.to_dict()
         kept = {key: value for key, value in base.items() if key not in _OF_FILES}
-        return kept | {"architectures": [config.architecture]}
+        tied = {"tie_word_embeddings": config.tie_embeddings}
+        return kept | {"architectures": [config.architecture]} | tied
 
 
 def class_family(path: str, config: ModelConfig | None = None) -> ClassFamily:
@@ -142,9 +154,21 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
         )
         for name, one in tensors.items()
     }
-    unread = tuple(model._keys_to_ignore_on_load_unexpected or ()) + (_BESIDE_TEXT,)
-    layouts = [KeyMap(table=table, unread=unread) for table in (*tables, own) if table is not None]
+    unread = tuple(model._keys_to_ignore_on_load_unexpected or ())
+    layouts = [
+        KeyMap(table=_plain(table), unread=unread) for table in (*tables, own) if table is not None
+    ]
     return replace(layouts[0], layouts=tuple(layouts))
+
+
+def _plain(table: dict[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
+    """Return the pieces with the plain names of their tensors."""
+    keys = [piece.key for pieces in table.values() for piece in pieces]
+    names = names_in(Path(), {}, keys)
+    return {
+        name: tuple(piece._replace(key=names.plain(piece.key) or piece.key) for piece in pieces)
+        for name, pieces in table.items()
+    }
 
 
 def _published(

@@ -26,6 +26,7 @@ _OPTIONAL = (
     "attention.output_gate",
     "attention.full_attention_interval",
     "attention.linear_num_key_heads",
+    "attention.linear_split_projections",
     "biased_experts",
     "expert_activation",
     "router.logit_bias",
@@ -308,7 +309,7 @@ def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> 
     )
     keys |= dict.fromkeys(f"rope.{name}" for name in names)
     if ours.first_k_dense == 0:
-        del keys["intermediate_size"]
+        keys.pop("intermediate_size", None)
     if ours.attention.full_attention_interval == 1:
         keys.pop("attention.sliding_window", None)
     return (key for key in keys if value_of(ours, key) != value_of(theirs, key))

@@ -1,7 +1,12 @@
-"""GLM-4.5 and 4.6 (arXiv 2508.06471): ``config.json`` and key map."""
+"""GLM-4.5 and 4.6 (arXiv 2508.06471), and GLM-4.7-Flash: ``config.json`` and key maps."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+from automoe.hf.families import deepseek_v3
+from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import (
     COMMON_FIELDS,
     GQA,
@@ -9,6 +14,7 @@ from automoe.hf.families.family import (
     GROUPED_ROUTER,
     HEAD_DIM,
     Family,
+    Field,
 )
 
 FAMILY = Family(
@@ -25,4 +31,37 @@ FAMILY = Family(
     only={"hidden_act": "silu"},
     written={"num_nextn_predict_layers": 0},  # MTP modules are neither read nor written
     partial_rotary=True,
+)
+
+
+def _kinds(dense: int, num_layers: int) -> list[str]:
+    return ["dense"] * dense + ["sparse"] * (num_layers - dense)
+
+
+def _read_leading_dense(kinds: list[str], theirs: Any) -> int:
+    """Return the number of layers without experts; this decoder has them before all others."""
+    dense = kinds.count("dense")
+    if kinds != _kinds(dense, theirs.num_hidden_layers):
+        raise not_computed(
+            theirs.name_or_path,
+            f"mlp_layer_types={kinds}, and layers without experts here come before all others",
+        )
+    return dense
+
+
+# GLM-4.7-Flash has the attention and experts of DeepSeek-V3.
+LITE = replace(
+    deepseek_v3.FAMILY,
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    fields=deepseek_v3.FAMILY.fields
+    | {
+        "first_k_dense": Field(
+            "mlp_layer_types",
+            read=_read_leading_dense,
+            write=lambda dense, config: _kinds(dense, config.num_layers),
+        )
+    },
+    only={"hidden_act": "silu", "attention_bias": False},
+    known_as=(),
 )

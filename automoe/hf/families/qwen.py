@@ -1,12 +1,13 @@
-"""Qwen2-MoE, Qwen3-MoE, dense Qwen3 and Qwen3-Next: ``config.json`` and key maps.
+"""Qwen2-MoE, Qwen3-MoE, dense Qwen3, Qwen3-Next and Qwen3.5-MoE: ``config.json`` and key maps.
 
 Qwen2-MoE is described in arXiv 2407.10671, Qwen3 in arXiv 2505.09388.
 
-Qwen3-Next's multi-token-prediction module is neither read nor written.
+Multi-token-prediction modules of Qwen3-Next and Qwen3.5 are copied, not trained.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from automoe.hf.families.as_transformers import not_computed
@@ -117,6 +118,20 @@ QWEN3_NEXT = Family(
     written={"decoder_sparse_step": 1},
     keys=KeyMap(shared_experts="mlp.shared_expert"),
     partial_rotary=True,
+)
+
+# The text model of Qwen3.5 and 3.6: weights of a token's experts always sum to one, and every layer
+# has experts.
+_IN_NEXT_ALONE = ("first_k_dense", "intermediate_size", "router.norm_topk_prob")
+QWEN3_5_MOE = replace(
+    QWEN3_NEXT,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    fields={key: one for key, one in QWEN3_NEXT.fields.items() if key not in _IN_NEXT_ALONE},
+    fixed=QWEN3_NEXT.fixed
+    | {"first_k_dense": 0, "router.norm_topk_prob": True}
+    | {"attention.linear_split_projections": True},
+    written={},
 )
 
 QWEN3 = Family(

@@ -19,9 +19,10 @@ from automoe.config.rules_model import TRANSFORMERS, model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
-from automoe.hf.families.as_transformers import damaged, not_computed, number_of, text_config
+from automoe.hf.families.as_transformers import config_of_class, damaged, not_computed, number_of
 from automoe.hf.families.family import Family
-from automoe.hf.headers import check_holds, has_own_head, headers_of_all
+from automoe.hf.headers import check_holds, complete_headers, has_own_head
+from automoe.model.wrapper import ALONE, names_in, text_config
 from automoe.storage.foreign import parse_settings, read_bytes
 from automoe.storage.guarded import guarded
 
@@ -33,8 +34,10 @@ FAMILIES: dict[str, Family] = {
         qwen.QWEN2_MOE,
         mixtral.FAMILY,
         glm4_moe.FAMILY,
+        glm4_moe.LITE,
         gpt_oss.FAMILY,
         qwen.QWEN3_NEXT,
+        qwen.QWEN3_5_MOE,
         llama.FAMILY,
         qwen.QWEN3,
     )
@@ -96,7 +99,7 @@ def check_model(folder: Path) -> None:
         ConfigError, CheckpointError: as ``model_config_from_hf``.
     """
     hf = read_hf_config(folder)
-    if str(hf.get("model_type")) in known_families():
+    if str(text_config(hf).get("model_type")) in known_families():
         model_config_from_hf(folder)
     else:
         _check_sizes(hf, folder)
@@ -104,8 +107,8 @@ def check_model(folder: Path) -> None:
 
 def _check_sizes(hf: dict[str, Any], folder: Path) -> None:
     """Refuse sizes of a model without a family that its files, if all are there, do not hold."""
-    theirs = text_config(hf, str(folder))
-    tensors = headers_of_all(folder)
+    theirs = config_of_class(hf, str(folder))
+    tensors = complete_headers(folder)
     if theirs is None or not tensors:
         return
     widest = max(max(one.shape, default=1) for one in tensors.values())
@@ -123,7 +126,7 @@ def model_of_stranger(path: str | Path) -> ModelConfig:
         DataError: the class takes too long or too much memory.
         ConfigError, CheckpointError: as ``model_config_from_hf``.
     """
-    if str(read_hf_config(path).get("model_type")) in known_families():
+    if str(text_config(read_hf_config(path)).get("model_type")) in known_families():
         return model_config_from_hf(path)
     from automoe.hf.families import class_family  # noqa: F401  (no child spends its time on that)
 
@@ -144,12 +147,13 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
             sizes.
         CheckpointError: all files of the weights exist, and one is damaged.
     """
-    hf = read_hf_config(path)
+    whole = read_hf_config(path)
+    hf = text_config(whole)
     family = known_families().get(str(hf.get("model_type")))
     if family is None:
         from automoe.hf.families.class_family import class_family
 
-        _check_sizes(hf, local_folder(path))
+        _check_sizes(whole, local_folder(path))
         family = class_family(str(path))
     config = family.read_config(hf, str(path))
     # The weights are read, not drawn, so initializer_range may be 0.
@@ -164,8 +168,11 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     except ConfigError as error:
         raise not_computed(path, f"{error.key}={error.value}: {error.rule}") from None
     folder = local_folder(path)
-    tensors = check_holds(folder, config, family.keys)
-    if config.tie_embeddings and has_own_head(folder, tensors):
+    tensors = complete_headers(folder)
+    names = names_in(folder, whole, tensors) if tensors else ALONE
+    check_holds(folder, config, family.keys, tensors)
+    plain = {name: one for key, one in tensors.items() if (name := names.plain(key)) is not None}
+    if config.tie_embeddings and has_own_head(folder, plain):
         # As transformers: files that hold two matrices outweigh config.json.
         return replace(config, tie_embeddings=False)
     return config

@@ -1,0 +1,143 @@
+"""Checkpoints that wrap a text model: parts for vision or audio beside it. Needs no torch.
+
+``config.json`` of a wrapper has the text model's own configuration at ``text_config``, and its
+files hold the text model's tensors under a prefix. The text model is trained. This project knows
+its tensors by their plain names, those in a checkpoint of the text model alone; ``Names`` has the
+names in files. Tensors of other parts go from a source to its export byte for byte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from automoe.errors import CheckpointError, listed
+
+TEXT = "text_config"
+# Other spellings of what an export states about its weights, and code that is not copied.
+_RESTATED = ("auto_map", "torch_dtype", "quantization_config", "transformers_version")
+
+
+class Names(NamedTuple):
+    """Names of the text model's tensors in files.
+
+    Attributes:
+        prefixes: pairs of a prefix in files and the plain prefix that it stands for.
+    """
+
+    prefixes: tuple[tuple[str, str], ...]
+
+    def plain(self, key: str) -> str | None:
+        """Return the plain name of a tensor in files; None if it is of another part."""
+        for stored, plain in self.prefixes:
+            if key.startswith(stored):
+                return plain + key.removeprefix(stored)
+        return None
+
+    def stored(self, key: str) -> str:
+        """Return the name in files of the text model's tensor ``key``."""
+        pairs = (pair for pair in self.prefixes if key.startswith(pair[1]))
+        stored, plain = next(pairs, ("", ""))
+        return stored + key.removeprefix(plain)
+
+
+ALONE = Names((("", ""),))
+# The text model lies in the module ``model``, and the head beside it; or both lie in one module.
+_WRAPPED = (
+    Names((("model.language_model.", "model."), ("lm_head.", "lm_head."))),
+    Names((("language_model.", ""),)),
+)
+# A part of a wrapper, or a module behind the last layer.
+_PART = re.compile(r"(language_model\.)?model\.(language_model\.)?(layers\.\d+\.|\w+\.)|\w+\.")
+_FLAT = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+
+
+def is_wrapper(hf: Mapping[str, Any]) -> bool:
+    """Return whether a ``config.json`` describes a text model within a wrapper."""
+    return bool(hf.get(TEXT)) and isinstance(hf[TEXT], dict)
+
+
+def text_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the text model in a ``config.json``, which may be the whole.
+
+    As in transformers, the wrapper decides whether the head is the embedding.
+    """
+    if not is_wrapper(hf):
+        return hf
+    from transformers import CONFIG_MAPPING
+
+    kind = str(hf.get("model_type"))
+    known = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None
+    tied = hf.get("tie_word_embeddings", getattr(known, "tie_word_embeddings", False))
+    return hf[TEXT] | {"tie_word_embeddings": tied}
+
+
+def quantization_in(hf: Mapping[str, Any]) -> Any:
+    """Return ``quantization_config`` of a ``config.json``, which may stand at its text model."""
+    stated = hf.get("quantization_config")
+    if stated is None and is_wrapper(hf):
+        stated = hf[TEXT].get("quantization_config")
+    return stated
+
+
+def wrapped_config(base: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``config.json`` of an export: the wrapper's own, around the same text model.
+
+    Args:
+        base: config.json of the source.
+        text: configuration of the exported text model.
+    """
+    kept, inner = (
+        {key: value for key, value in part.items() if key not in _RESTATED}
+        for part in (base, base[TEXT])
+    )
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    if tied.items() <= text_config(base).items():
+        tied = {}
+    return kept | tied | {TEXT: inner | tied}
+
+
+def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:
+    """Return the names of the text model's tensors in files that hold the tensors ``keys``.
+
+    Raises:
+        CheckpointError: config.json describes a wrapper, and the text model is not in the files.
+    """
+    for names in _WRAPPED:
+        if any(key.startswith(names.prefixes[0][0]) for key in keys):
+            return names
+    if not is_wrapper(hf):
+        return ALONE
+    if not any(key.startswith(_FLAT[:2]) for key in keys):
+        known = listed([*(names.prefixes[0][0] for names in _WRAPPED), _FLAT[1]])
+        raise CheckpointError(
+            f"{folder}: its config.json has a {TEXT}, and its files lack the text model, the part that is trained: of "
+            f"{len(keys):,} tensors ({listed(keys)}) none begins with {known}. Copy the checkpoint again"
+        )
+    return Names(tuple((prefix, prefix) for prefix in _FLAT))
+
+
+def part_of(key: str) -> str:
+    """Return the prefix that names the part of a wrapper which the stored tensor ``key`` is of."""
+    found = _PART.match(key)
+    return found[0] if found else key
+
+
+def said_of(beside: Mapping[str, int]) -> list[str]:
+    """Return a sentence that names the parts which pass through; none if there are none.
+
+    Args:
+        beside: bytes by name in files.
+    """
+    sizes = defaultdict(list)
+    for key, num_bytes in beside.items():
+        sizes[part_of(key)].append(num_bytes)
+    parts = [
+        f"{part}* ({len(found)} tensors, {sum(found) / 1e6:,.1f} MB)"
+        for part, found in sizes.items()
+    ]
+    text = "not trained, and copied bit for bit into an export: "
+    return [text + listed(parts)] if parts else []
