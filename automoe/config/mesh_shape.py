@@ -271,10 +271,17 @@ def split_layers(
 
 
 def stage_layers(config: Config, mesh: MeshShape) -> list[range]:
-    """Return the layers of every pipeline stage of ``config`` on ``mesh`` (``split_layers``)."""
+    """Return the layers of every pipeline stage of ``config`` on ``mesh`` (``split_layers``).
+
+    Modules for multi-token prediction are on the stage of the last layer.
+    """
     parallel = config.parallel
+    model = config.model
     num_stages = mesh.pp * parallel.stages_per_rank
-    return split_layers(config.model.num_layers, num_stages, parallel.layers_per_stage)
+    stages = split_layers(model.num_layers, num_stages, parallel.layers_per_stage)
+    last = max(stage for stage, layers in enumerate(stages) if layers)
+    stages[last] = range(stages[last].start, model.all_layers.stop)
+    return stages
 
 
 def stage_of_rank(pp: int, stages_per_rank: int) -> list[list[int]]:

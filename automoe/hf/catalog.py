@@ -24,7 +24,7 @@ from automoe.hf.headers import (
     unread_adapter,
     without_collection,
 )
-from automoe.hf.keys import FP8_BLOCK, SCALE_SUFFIX, KeyMap, hf_tensors
+from automoe.hf.keys import FP8_BLOCK, SCALE_SUFFIX, KeyMap, hf_pieces, hf_tensors, mtp_copies
 from automoe.hf.quantized import MXFP4_BLOCK
 from automoe.parallel.agreement import Ranks
 from automoe.storage.foreign import brief, is_there
@@ -81,7 +81,9 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     keys = (keys or family_of(config).keys).fitting(sources)
     wanted = hf_tensors(config, keys)
     notes = [*unread_adapter(folder), *_remove_unread(sources, config, keys)]
-    missing = [key for key in wanted if key not in sources]
+    # Embedding and head may be in the files once, or once more for each module.
+    copies = {hf_pieces(name, (), keys)[0].key for name in mtp_copies(config)}
+    missing = [key for key in wanted if key not in sources and key not in copies]
     unexpected = [key for key in sources if key not in wanted]
     wrong = [
         key for key in wanted if key in sources and sources[key].full_shape != tuple(wanted[key])
@@ -256,7 +258,7 @@ def _remove_unread(
     """
     projection = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
     found = [match for key in sources if (match := projection.fullmatch(key))]
-    modules = ("mtp.", *(match[1] for match in found if int(match[2]) >= config.num_layers))
+    modules = ("mtp.", *(match[1] for match in found if int(match[2]) not in config.all_layers))
     reasons = {f"{prefix}*": "a module for multi-token prediction" for prefix in modules}
     reasons["*.rotary_emb.inv_freq"] = "computed, not trained"
     if config.tie_embeddings:

@@ -8,6 +8,7 @@ hidden by the same error of the reader.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         CheckpointError: the first difference, or the reason why transformers does not load it.
     """
     try:
-        read = model_config_from_hf(catalog.folder)
+        read = model_config_from_hf(catalog.folder, mtp=True)
         native = config.family != TRANSFORMERS
         for key in differing_values(config, read, family_of(config)) if native else ():
             raise CheckpointError(
@@ -155,7 +156,8 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
     theirs = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     if config.tie_embeddings:
         theirs.pop("lm_head.weight", None)
-    ours = hf_tensors(config, family_of(config).keys.in_memory)
+    without = replace(config, num_mtp_layers=0)  # transformers has no such modules
+    ours = hf_tensors(without, family_of(config).keys.in_memory)
     if theirs != ours:
         differ = {key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)}
         raise CheckpointError(
@@ -290,10 +292,16 @@ def _run_transformers(
             output_loading_info=True,
             **NO_ADAPTER,
         )
+    modules = re.compile(r"model\.layers\.(\d+)\.")
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
+        keys = [
+            key
+            for key in info[kind]
+            if not (found := modules.match(str(key))) or int(found[1]) < config.num_layers
+        ]
+        if keys:
             raise CheckpointError(
-                f"{folder}: transformers reports {len(info[kind])} {kind.replace('_', ' ')}: {listed(info[kind])}"
+                f"{folder}: transformers reports {len(keys)} {kind.replace('_', ' ')}: {listed(keys)}"
             )
     constants = config.swiglu_alpha, config.swiglu_limit
     for module in model.modules():

@@ -111,8 +111,11 @@ def check_model(folder: Path) -> None:
             raise damaged(str(folder), f"{key}={getattr(theirs, key)}, and no tensor is as large")
 
 
-def model_config_from_hf(path: str | Path) -> ModelConfig:
+def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     """Return the configuration of the model in a checkpoint directory, with ``hf_path`` set.
+
+    Args:
+        mtp: with as many modules for multi-token prediction as config.json says; else without.
 
     Raises:
         ConfigError: config.json is missing or unreadable, its model_type is unknown (the known ones
@@ -127,6 +130,7 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
 
         family = class_family(str(path))
     config = family.read_config(hf, str(path))
+    config = config if mtp else replace(config, num_mtp_layers=0)
     # The weights are read, not drawn, so initializer_range may be 0.
     alone = Config(
         model=replace(config, initializer_range=1.0), data=DataConfig(document_mask=False)
