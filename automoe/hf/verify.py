@@ -11,8 +11,9 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -281,9 +282,16 @@ def _run_transformers(
     from transformers import AutoModelForCausalLM, __version__
     from transformers.utils import logging as bars
 
+    quiet: AbstractContextManager[None] = nullcontext()
+    if model_config_from_hf(folder, mtp=True).num_mtp_layers:  # it would list them as unexpected
+        loud = partial(bars.set_verbosity, bars.get_verbosity())
+        quiet = switched_off(lambda: True, bars.set_verbosity_error, loud)
     # transformers' progress bars would overwrite this run's own line.
-    with switched_off(
-        bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
+    with (
+        quiet,
+        switched_off(
+            bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
+        ),
     ):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -18,7 +18,7 @@ from torch import nn
 from automoe.config.schema import ModelConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_losses
-from automoe.model.mtp import count_shifted
+from automoe.model.mtp import MTP_METRICS, count_shifted
 from automoe.moe.local_shard import local_shard
 from automoe.moe.process_groups import first_of_rank
 from automoe.moe.router import BalancedRouter
@@ -108,7 +108,7 @@ class CausalLM(nn.Module, ABC):
     def metrics(self) -> tuple[str, ...]:
         """Names of ``reported`` after a forward pass with labels."""
         depths = range(1, self.config.num_mtp_layers + 1)
-        mtp = (f"{name}.{depth}" for depth in depths for name in ("mtp_loss", "mtp_acceptance"))
+        mtp = (f"{name}.{depth}" for depth in depths for name in MTP_METRICS)
         return *getattr(self.loss, "metrics", ()), *mtp
 
     @abstractmethod
@@ -236,7 +236,7 @@ class CausalLM(nn.Module, ABC):
             count = trained_D[depth].clamp_min(1)
             losses.append(loss / count)
             inputs.report(f"mtp_loss.{depth + 1}", losses[-1])
-            inputs.report(f"mtp_acceptance.{depth + 1}", hits / count)
+            inputs.report(f"mtp_acceptance.{depth + 1}", hits.to(torch.float64) / count)
         return backend.mtp_loss_weight / depths * torch.stack(losses).sum()
 
     def _predict(

@@ -18,6 +18,7 @@ from automoe.model.block import Block
 from automoe.model.linear import Linear
 from automoe.moe.tokens import IGNORE, Tokens
 
+MTP_METRICS = ("mtp_loss", "mtp_acceptance")  # of depth k, with ".k" behind
 NO_TOKEN = -1  # in shifted tokens: the document has ended
 
 

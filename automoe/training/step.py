@@ -22,7 +22,7 @@ from automoe.checkpoint.train_state import TrainState
 from automoe.config.schema import Config, TrainConfig
 from automoe.data.loader import Loader, StepBatch
 from automoe.model.lora import set_dropout_step
-from automoe.model.mtp import count_shifted, shift_rows
+from automoe.model.mtp import MTP_METRICS, count_shifted, shift_rows
 from automoe.moe.tokens import TokenCounts, num_documents
 from automoe.observe.metrics import perplexity
 from automoe.optim.adamw import learning_rate, set_learning_rate
@@ -295,6 +295,7 @@ def _validation_sums(
     """Return sums over all ranks: ``nats``, ``count`` (tokens or documents), ``bytes``,
     ``val_NAME``."""
     sums: dict[str, float] = {"count": 0.0}
+    labels = dict[str, int]()  # of each value that the losses report
     # one rank for each row
     reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))
     for batch in batches:
@@ -307,8 +308,15 @@ def _validation_sums(
             share, float(batch.num_bytes * reads_text), *reported.values(), device=device
         )
         added = {"nats": loss * count, "count": count, "bytes": num_bytes}
-        added |= {f"val_{name}": value * count for name, value in zip(reported, more, strict=True)}
+        for name, value in zip(reported, more, strict=True):
+            kind, _, depth = name.partition(".")
+            of_depth = kind in MTP_METRICS
+            number = int(inputs["token_counts"].mtp[int(depth) - 1, 0]) if of_depth else count
+            added[f"val_{name}"] = value * number
+            labels[f"val_{name}"] = labels.get(f"val_{name}", 0) + number
         sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
+    for name, number in labels.items():  # as if it had as many labels as the loss
+        sums[name] *= sums["count"] / max(number, 1)
     return sums
 
 
