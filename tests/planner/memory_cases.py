@@ -66,7 +66,7 @@ CASES: dict[str, list[str]] = {
     "dsv3 mtp": [DSV3, ONE, MTP, "model.num_layers=2"],
     "dsv3 mtp, one micro-batch": [DSV3, TWO, "mesh.ep=2", MTP, BF16, "model.num_layers=2", "train.global_batch_size=4"],
     "dsv3 two mtp full, wide vocabulary": [
-        DSV3, ONE, BF16, again("full"), "model.num_mtp_layers=2", "model.num_layers=2", "model.vocab_size=8192",
+        DSV3, ONE, again("full"), "model.num_mtp_layers=2", "model.num_layers=2", "model.vocab_size=8192",
     ],
     "dsv3 mtp pp2 tp2": [DSV3, "mesh.dp_shard=1", PP2, "mesh.tp=2", "mesh.ep=2", MTP, BF16, "train.global_batch_size=16"],
     "glm mtp as tuned": [GLM, TWO, "mesh.ep=2", MTP, BF16, again("layernorm", "mlp", "moe")],
