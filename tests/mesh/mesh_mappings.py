@@ -54,12 +54,12 @@ CORE = [
     # modules for multi-token prediction, whose embedding a pipeline holds twice
     Case("deepseek-mtp", dict(pp=2), rows=2, parallel=dict(schedule="1F1B", layers_per_stage=[4, 1])),
     Case("deepseek-mtp", dict(cp=2, ep=2), rows=4),
-    Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED),
     # matrices that come whole to one owner each
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
 ]
 
 MORE = [
+    Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED),
     Case("deepseek-mtp", rows=1),
     Case("deepseek-mtp", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED | FULL, **NODES),
     Case("deepseek-mtp", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
