@@ -39,7 +39,7 @@ def test_both_stages_keep_the_same_embedding_and_moments(ranks: RankPool, text: 
     first, last = stages[0], stages[2]
     for step in SAVES:
         held = {name for name in first.states[step] if name.endswith("embed_tokens.weight")}
-        assert len(held) == 4  # the weight, two moments, an average
+        assert len(held) == 5  # the weight, two moments and their step, an average
         assert all(torch.equal(first.states[step][name], last.states[step][name]) for name in held)
     moved = first.states[SAVES[-1]]["model.embed_tokens.weight"] - first.states[0]["model.embed_tokens.weight"]
     assert moved.norm() > 0
