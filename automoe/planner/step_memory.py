@@ -296,6 +296,10 @@ def plan_stage(
     plans: dict[Any, LayerPlan] = {}
     planned = []
     head_kept = 2 * hidden + head
+    # Modules for multi-token prediction have angles and masks of their own.
+    again: dict[bool, dict[int, frozenset[str]]] = {} if kinds else {False: {}}
+    for layer, kind in kinds.items():
+        again.setdefault(kind.mtp, {})[layer] = kind.recomputed
     for layer in layers:
         # Equal layers are planned once. If names select the trained parameters, no two layers are
         # equal.
@@ -312,15 +316,7 @@ def plan_stage(
         first=first,
         last=last,
         border=compute * load.tokens * model.hidden_size * (mesh.pp > 1),
-        # Modules for multi-token prediction have masks of their own.
-        shared=sum(
-            mask_bytes(config, load, {layer: kind.recomputed for layer, kind in alike.items()})
-            for alike in (
-                {layer: kind for layer, kind in kinds.items() if kind.mtp == mtp}
-                for mtp in (False, True)
-            )
-            if alike or not kinds
-        ),
+        shared=sum(mask_bytes(config, load, alike) for alike in again.values()),
         head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained, load.on_cpu)
         * last,
         head_kept=head_kept,
