@@ -33,7 +33,6 @@ class Run:
     fit: bool
     config: Config
     mesh: MeshShape
-    num_mtp: int
     overlap: bool
     gradient_bytes: int  # of a number that FSDP reduces; 0: as automoe does
     tokens_per_second: float
@@ -43,7 +42,6 @@ class Run:
             self.config,
             self.mesh,
             constants=constants,
-            num_mtp=self.num_mtp,
             overlap=self.overlap,
             fused=self.source != "A",
             gradient_bytes=self.gradient_bytes,
@@ -84,8 +82,8 @@ def runs() -> list[Run]:
     found = []
     for row in table["run"]:
         config, mesh = configured(row["model"], table["defaults"] | row["set"], row["gpus"])
-        num_mtp = row.get("num_mtp", 0)
-        flops = train_flops_per_token(config.model, config.train.seq_len, num_mtp)
+        config.model.num_mtp_layers = row.get("num_mtp", 0)
+        flops = train_flops_per_token(config.model, config.train.seq_len)
         per_token = flops.full_attention if row.get("flops") == "full" else flops.causal
         flops_per_second = row["mfu"] * config.cluster.peak_flops if "mfu" in row else 1e12 * row.get("tflops", 0)
         speed = row.get("tokens") or flops_per_second / per_token
@@ -98,7 +96,6 @@ def runs() -> list[Run]:
                 row.get("fit", True),
                 config,
                 mesh,
-                num_mtp,
                 overlap,
                 row.get("gradient_bytes", 0),
                 speed,

@@ -271,10 +271,18 @@ def split_layers(
 
 
 def stage_layers(config: Config, mesh: MeshShape) -> list[range]:
-    """Return the layers of every pipeline stage of ``config`` on ``mesh`` (``split_layers``)."""
+    """Return the layers of every pipeline stage of ``config`` on ``mesh`` (``split_layers``).
+
+    Modules for multi-token prediction are on the last stage; on paper, where that may hold the head
+    alone, on the one before.
+    """
     parallel = config.parallel
+    model = config.model
     num_stages = mesh.pp * parallel.stages_per_rank
-    return split_layers(config.model.num_layers, num_stages, parallel.layers_per_stage)
+    stages = split_layers(model.num_layers, num_stages, parallel.layers_per_stage)
+    after = len(stages) - (1 if stages[-1] or len(stages) == 1 else 2)
+    stages[after] = range(stages[after].start, model.all_layers.stop)
+    return stages
 
 
 def stage_of_rank(pp: int, stages_per_rank: int) -> list[list[int]]:

@@ -78,7 +78,7 @@ def recompute_rows(config: Config) -> Iterator[Row]:
         rest = ",".join(other for other in names if other != name)
         yield key, name in names and absent, f"{name}: {why}", f"Set {key}=[{rest}]"
     key = "parallel.recompute_layers"
-    num_layers = model.num_layers
+    num_layers = len(model.all_layers)
     layers = config.parallel.recompute_layers
     yield (key, layers is not None and not names,
            "parallel.recompute names nothing to recompute", f"Set parallel.recompute={FULL}")
@@ -91,6 +91,7 @@ def recompute_rows(config: Config) -> Iterator[Row]:
     kept = sorted({layer for layer in layers if 0 <= layer < num_layers})
     nearest = f"Nearest valid choice: {key}=[{','.join(map(str, kept))}]"
     for layer in layers:
-        rule = f"layer {layer} is outside 0..{num_layers - 1} (model.num_layers={num_layers})"
+        modules = f" and num_mtp_layers={model.num_mtp_layers}" * bool(model.num_mtp_layers)
+        rule = f"layer {layer} is outside 0..{num_layers - 1} (model.num_layers={model.num_layers}{modules})"
         yield key, not 0 <= layer < num_layers, rule, nearest
     yield key, len(set(layers)) < len(layers), "names a layer twice", nearest

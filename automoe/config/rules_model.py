@@ -9,8 +9,11 @@ from pathlib import Path
 
 from automoe.config.mesh_shape import MeshShape, uses_ring
 from automoe.config.rules import Row, divides
-from automoe.config.schema import Config, ModelConfig
+from automoe.config.schema import Config, ModelConfig, TrainConfig
 
+MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
+BY_CROSS_ENTROPY = "modules for multi-token prediction learn the next tokens by cross-entropy"
+NO_MODULES = "peft loads an adapter into the classes of transformers, which have no modules for multi-token prediction"
 TRANSFORMERS = "transformers"  # ``model.family`` of a class without a declaration
 # Settings that the decoder of native families computes.
 _NATIVE_ALONE = """
@@ -31,6 +34,7 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     if model.family == TRANSFORMERS:
         yield from _transformers_rows(config, shape)
         return
+    yield from _mtp_rows(config)
     yield ("model.first_k_dense", model.first_k_dense > model.num_layers,
            f"there are {model.num_layers} layers in all (model.num_layers)",
            f"Set model.first_k_dense={model.num_layers} or less")
@@ -64,6 +68,28 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield ("model.hidden_size", config.train.dtype == "bfloat16" and hidden % 2 != 0,
                f"rows travel with float32 weights behind them, so a row of bfloat16 holds whole ones: {hidden} % 2 = 1",
                f"Nearest valid choices: {hidden - 1} or {hidden + 1}")
+
+
+def _mtp_rows(config: Config) -> Iterator[Row]:
+    model = config.model
+    weight = config.train.mtp_loss_weight
+    yield ("train.mtp_loss_weight", not model.num_mtp_layers and weight != TrainConfig.mtp_loss_weight,
+           "there are no modules for multi-token prediction", "Set model.num_mtp_layers=1, or leave it out")
+    if not model.num_mtp_layers:
+        return
+    off = "model.num_mtp_layers=0"
+    yield ("model.num_mtp_layers", model.family not in MTP_FAMILIES,
+           f"a {model.family} checkpoint has no place for modules of multi-token prediction; {' and '.join(MTP_FAMILIES)} "
+           "have", f"Set {off}")
+    yield ("model.num_mtp_layers", model.first_k_dense >= model.num_layers,
+           "a module has experts, and no layer of the model has", f"Set {off}, or a lower model.first_k_dense")
+    yield ("model.upcycle", model.upcycle, "a dense checkpoint has no modules for multi-token prediction",
+           f"Set {off}, or upcycle first and train from the result")
+    for key, value, plain in (("recipe", config.recipe == "dpo", "pretrain"),
+                              ("train.loss", config.train.loss != "cross_entropy", "cross_entropy")):
+        yield (key, value, BY_CROSS_ENTROPY, f"Set {key}={plain}, or {off}")
+    yield ("lora.export", config.lora.rank > 0 and config.lora.export == "adapter", NO_MODULES,
+           f"Set lora.export=merged, or {off}")
 
 
 def _transformers_rows(config: Config, shape: MeshShape) -> Iterator[Row]:

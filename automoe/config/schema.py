@@ -169,6 +169,8 @@ class ModelConfig:
     vocab_size: int = 264  # rows of the embedding; at least the number of the tokenizer's ids
     hidden_size: int = 256
     num_layers: int = 4
+    # modules for multi-token prediction after the last layer; 0: none (docs/mtp.md)
+    num_mtp_layers: int = 0
     intermediate_size: int = 512  # FFN width of the dense layers
     first_k_dense: int = 0  # number of first layers that have a dense FFN instead of experts
     num_experts: int = 8  # routed experts per layer
@@ -197,8 +199,16 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """Number of layers with experts: all after the dense ones; 0 for a dense model."""
-        return self.num_layers - self.first_k_dense
+        """Number of layers with experts: all after the dense ones; 0 for a dense model.
+
+        Modules for multi-token prediction count.
+        """
+        return len(self.all_layers) - self.first_k_dense
+
+    @property
+    def all_layers(self) -> range:
+        """Numbers of all decoder layers, and of the modules for multi-token prediction last."""
+        return range(self.num_layers + self.num_mtp_layers)
 
     @property
     def shared_width(self) -> int:
@@ -313,6 +323,8 @@ class TrainConfig:
     compile: bool = False
     # loss function: cross_entropy, or the name of one that a plugin registers (docs/extend.md)
     loss: Literal["cross_entropy"] = "cross_entropy"
+    # model.num_mtp_layers: weight of the mean of the modules' losses beside the main loss
+    mtp_loss_weight: float = 0.3
     grad_clip: float = 1.0  # maximum global gradient norm; 0: no clipping
     max_skipped: int = 10  # the run ends after this many skipped steps in a row
     # skip a step whose loss is this many standard deviations above recent losses; 0: never

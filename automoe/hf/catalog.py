@@ -25,7 +25,7 @@ from automoe.hf.headers import (
     unread_adapter,
     without_collection,
 )
-from automoe.hf.keys import FP8_BLOCK, SCALE_SUFFIX, KeyMap, hf_tensors
+from automoe.hf.keys import FP8_BLOCK, SCALE_SUFFIX, KeyMap, hf_pieces, hf_tensors, mtp_copies
 from automoe.hf.quantized import MXFP4_BLOCK
 from automoe.model.wrapper import ALONE, Names, names_in, part_of, quantization_in, said_of
 from automoe.parallel.agreement import Ranks
@@ -98,7 +98,9 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     notes = [*unread_adapter(folder), *_remove_unread(sources, config)]
     beside, left = _without_codes(folder, beside, encoding)
     notes += [*said_of({key: one.num_bytes for key, one in beside.items()}), *left]
-    missing = [key for key in wanted if key not in sources]
+    # Embedding and head may be in the files once, or once more for each module.
+    copies = {hf_pieces(name, (), keys)[0].key for name in mtp_copies(config)}
+    missing = [key for key in wanted if key not in sources and key not in copies]
     unexpected = [key for key in sources if key not in wanted]
     wrong = [
         key for key in wanted if key in sources and sources[key].full_shape != tuple(wanted[key])
@@ -271,7 +273,7 @@ def _split(
     plain = {key: names.plain(key) for key in tensors}
     projection = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
     found = [match for name in plain.values() if (match := projection.fullmatch(name or ""))]
-    modules = ("mtp.", *(match[1] for match in found if int(match[2]) >= config.num_layers))
+    modules = ("mtp.", *(match[1] for match in found if int(match[2]) not in config.all_layers))
     ignored = [re.compile(pattern) for pattern in keys.unread]
     text, beside = {}, {}
     for key, name in plain.items():

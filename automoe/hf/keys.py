@@ -20,6 +20,8 @@ INDEX_FILE = "model.safetensors.index.json"  # tensor -> file
 FP8_BLOCK = (128, 128)  # rows and columns under one scale
 SCALE_SUFFIX = "_scale_inv"  # suffix of a block-FP8 tensor's name in the name of its scales
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+# Matrices of a module for multi-token prediction that block-FP8 checkpoints leave as they are.
+_MTP_KEPT = ("eh_proj", "embed_tokens", "shared_head.head")
 
 
 def _published(name: str, tensor: int = 0) -> str:
@@ -265,9 +267,29 @@ def hf_pieces(
     return pieces
 
 
+def mtp_copies(config: ModelConfig) -> dict[str, str]:
+    """Return the tensors that files hold once more for each module for multi-token prediction.
+
+    Modules share embedding and head with the model, and published layouts repeat both. The result
+    maps the name of a copy, such as ``layers.61.embed_tokens.weight``, to that of the tensor.
+    """
+    embedding = "embed_tokens.weight"
+    own = {
+        embedding: embedding,
+        "shared_head.head.weight": embedding if config.tie_embeddings else "lm_head.weight",
+    }
+    modules = config.all_layers[config.num_layers :]
+    return {f"layers.{layer}.{copy}": name for layer in modules for copy, name in own.items()}
+
+
 def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and full shape of every tensor that a checkpoint holds, buffers included."""
-    return ((param.name, param.shape) for param in model_params(config, buffers=True))
+    """Yield name and full shape of every tensor that a checkpoint holds.
+
+    Buffers are included, and so are ``mtp_copies``.
+    """
+    yield from ((param.name, param.shape) for param in model_params(config, buffers=True))
+    for name in mtp_copies(config):
+        yield name, (config.vocab_size, config.hidden_size)
 
 
 def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
@@ -282,9 +304,10 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
 def is_quantized_in_fp8(key: str, shape: Sequence[int], keys: KeyMap) -> bool:
     """Return True if block-FP8 checkpoints quantize the tensor ``key``.
 
-    They quantize the matrices of layers, but not routers, gates, the embedding or the head.
+    They quantize the matrices of layers, but not routers, gates, the embedding or the head, and of
+    a module for multi-token prediction neither copies of these nor the projection of its inputs.
     """
-    kept = (keys.router, keys.shared_gate)
+    kept = (keys.router, keys.shared_gate, *(f"{name}.weight" for name in _MTP_KEPT))
     return (
         key.startswith("model.layers.")
         and len(shape) == 2
@@ -306,10 +329,12 @@ def fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
             "block-FP8 stores matrices, and this family stores all experts of a layer in one tensor",
             "Export it in bfloat16",
         )
-    layers = range(config.first_k_dense, config.num_layers)
+    layers = config.all_layers[config.first_k_dense :]
     names = [keys.router] + ([keys.shared_gate] if config.shared_expert_gate else [])
     kept = [
-        f"model.layers.{layer}.{name.removesuffix('.weight')}" for layer in layers for name in names
+        f"model.layers.{layer}.{name.removesuffix('.weight')}"
+        for layer in layers
+        for name in (*names, *(_MTP_KEPT if layer >= config.num_layers else ()))
     ]
     return {
         "quant_method": "fp8",

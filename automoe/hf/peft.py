@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automoe.config.hub import id_and_commit, local_folder
+from automoe.config.rules_model import NO_MODULES
 from automoe.config.schema import LoraConfig, ModelConfig
 from automoe.errors import CheckpointError, ConfigError, import_backend, listed
 from automoe.hf.families.registry import family_of
@@ -79,6 +80,10 @@ def to_peft(
     if config.hf_path is None:
         raise ConfigError(
             "model.hf_path", None, "an adapter is for a checkpoint", "Export the merged model"
+        )
+    if config.num_mtp_layers:
+        raise ConfigError(
+            "model.num_mtp_layers", config.num_mtp_layers, NO_MODULES, "Export it merged"
         )
     import_backend(
         "peft",

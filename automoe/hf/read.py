@@ -111,7 +111,8 @@ def load_hf(
         reset_buffers(part)
     ranks = Ranks(alone=catalog is not None)
     with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts), keys)) as reader:
-        shards = list(local_shards(parts))
+        own = list(local_shards(parts))
+        shards = [shard for shard in own if not shard.again]
         rounded = [shard for shard in shards if shard.base == "nf4"]
         direct = [shard for shard in shards if shard.base != "nf4"]
 
@@ -133,6 +134,7 @@ def load_hf(
                         shard.local[index].copy_(pack_nf4(one.local.to(shard.local.device)))
             for shard in shards:
                 fill_upcycled(shard, reader.catalog.keys)
+            _check_copies(reader, [shard for shard in own if shard.again])
             return reader.bytes_read, time.perf_counter() - started, odd
 
         read, seconds, odd = zip(*ranks.all(fill), strict=True)
@@ -144,6 +146,26 @@ def load_hf(
     catalog = reader.catalog
     granularity = catalog.keys.ffn_parts
     return Loaded(Path(source), sum(read), max(seconds), granularity, not_finite, catalog.notes)
+
+
+def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
+    """Raise ``CheckpointError`` if files hold other copies than what was read before.
+
+    Args:
+        copies: shards of ``mtp_copies``, with the model's own numbers.
+    """
+    catalog = reader.catalog
+    keys = {one.name: hf_pieces(one.name, one.shape, catalog.keys)[0].key for one in copies}
+    there = [one for one in copies if keys[one.name] in catalog.sources]
+
+    def compare(one: ReadItem, numbers: torch.Tensor, own: torch.Tensor) -> None:
+        if not torch.equal(numbers.to(own.dtype), own.cpu()):
+            raise CheckpointError(
+                f"{catalog.folder}: {one.key} has other numbers than the model's own tensor, which modules for "
+                "multi-token prediction share. Set model.num_mtp_layers=0"
+            )
+
+    reader.visit(reader.plan(there), compare)
 
 
 def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:

@@ -143,8 +143,9 @@ def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
     """
     expert = next((at for at in piece.select if at is not None), 0)
     pieces = hf_pieces(shard.name, shard.shape, catalog.keys, range(expert, expert + 1))
-    # A tensor that upcycling adds is in no file: any stored tensor's dtype is taken.
-    source = catalog.sources[pieces[0].key] if pieces else next(iter(catalog.sources.values()))
+    # What upcycling adds is in no file, and copies may be in none: any tensor's dtype is taken.
+    stored = catalog.sources.get(pieces[0].key) if pieces else None
+    source = stored or next(iter(catalog.sources.values()))
     return DTYPES[source.dtype] if source.encoding == "plain" else torch.bfloat16
 
 

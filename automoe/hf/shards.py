@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
-from automoe.hf.keys import our_tensors
+from automoe.hf.keys import mtp_copies, our_tensors
 from automoe.model.causal_lm import CausalLM
 from automoe.moe.local_shard import global_offset, local_shard
 from automoe.parallel.fsdp import reshard
@@ -50,7 +50,8 @@ class LocalShard:
         local: this rank's storage of the tensor.
         start: index of the storage's first element in the full tensor, on every dim.
         trained: True for parameters, False for buffers.
-        copy: True for the tied head's embedding on the last stage; the first stage has it too.
+        copy: True for an embedding on the last stage; the first stage has it too.
+        again: True for a tensor of ``mtp_copies``, whose storage is that of the model's own.
         columns: columns of the full matrix if it is packed, else 0.
         added: adapter that an export adds to a packed matrix, as scale B A: A [..., r, I], B
             [..., O, r] of this shard, and the scale.
@@ -62,6 +63,7 @@ class LocalShard:
     start: tuple[int, ...]
     trained: bool = True
     copy: bool = False
+    again: bool = False
     columns: int = 0
     added: tuple[torch.Tensor, torch.Tensor, float] | None = None
 
@@ -161,6 +163,7 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
     """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts.values():
+        copies = mtp_copies(part.config) if part.predicts else {}
         for name, parameter in part.named_parameters():
             if is_packed(parameter):
                 shapes = shapes or dict(our_tensors(part.config))
@@ -170,6 +173,8 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
             elif ".lora." not in name:
                 tied = name == "embed_tokens.weight" and not part.embeds
                 yield _shard(name, parameter, copy=tied)
+            for again in (copy for copy, own in copies.items() if own == name):
+                yield _shard(again, parameter, again=True)
         stored = dict(our_tensors(part.config)) if part.config.family == TRANSFORMERS else ()
         for name, buffer in part.named_buffers():
             if name in stored or (not stored and name.endswith(".expert_bias")):

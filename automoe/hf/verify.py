@@ -8,10 +8,12 @@ hidden by the same error of the reader.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -90,7 +92,10 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         CheckpointError: the first difference, or the reason why transformers does not load it.
     """
     try:
-        read = model_config_from_hf(catalog.folder)
+        read = model_config_from_hf(catalog.folder, mtp=True)
+        # Modules beyond those that are trained are copies of the source's.
+        trained = min(read.num_mtp_layers, config.num_mtp_layers)
+        read = replace(read, num_mtp_layers=trained)
         native = config.family != TRANSFORMERS
         for key in differing_values(config, read, family_of(config)) if native else ():
             raise CheckpointError(
@@ -166,7 +171,8 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
     }
     if config.tie_embeddings:
         theirs.pop("lm_head.weight", None)
-    ours = hf_tensors(config, family_of(config).keys.in_memory)
+    without = replace(config, num_mtp_layers=0)  # transformers has no such modules
+    ours = hf_tensors(without, family_of(config).keys.in_memory)
     if theirs != ours:
         differ = {key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)}
         raise CheckpointError(
@@ -295,9 +301,16 @@ def _run_transformers(
     from transformers import AutoConfig, __version__
     from transformers.utils import logging as bars
 
+    quiet: AbstractContextManager[None] = nullcontext()
+    if model_config_from_hf(folder, mtp=True).num_mtp_layers:  # it would list them as unexpected
+        loud = partial(bars.set_verbosity, bars.get_verbosity())
+        quiet = switched_off(lambda: True, bars.set_verbosity_error, loud)
     # transformers' progress bars would overwrite this run's own line.
-    with switched_off(
-        bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
+    with (
+        quiet,
+        switched_off(
+            bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
+        ),
     ):
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
         model, info = loading_class(hf_config, whole=True).from_pretrained(
@@ -307,8 +320,14 @@ def _run_transformers(
             output_loading_info=True,
             **NO_ADAPTER,
         )
+    modules = re.compile(r"model\.layers\.(\d+)\.")
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        odd = [key for key in info[kind] if kind[0] != "u" or not key.startswith(beside)]
+        odd = [
+            key
+            for key in info[kind]
+            if not (kind[0] == "u" and key.startswith(beside))
+            and not ((found := modules.match(str(key))) and int(found[1]) >= config.num_layers)
+        ]
         if odd:
             raise CheckpointError(
                 f"{folder}: transformers reports {len(odd)} {kind.replace('_', ' ')}: {listed(odd)}"

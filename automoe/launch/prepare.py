@@ -21,7 +21,7 @@ from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
 from automoe.config.rules import check_rows
 from automoe.config.rules_kernels import BASE_BLOCKS
 from automoe.config.rules_model import TRANSFORMERS
-from automoe.config.schema import Config, export_name, sources_of, tokenizer_of
+from automoe.config.schema import Config, ModelConfig, export_name, sources_of, tokenizer_of
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.errors import ConfigError
@@ -32,6 +32,7 @@ from automoe.model.params import count_params
 
 LARGE = 1e9  # parameters
 # Fields of a model that must be those of its checkpoint if an override names the group ``model``.
+_KEPT = ("initializer_range", "random_weights", "num_mtp_layers")
 _TELLING = ("family", "num_layers", "hidden_size", "num_experts")
 
 
@@ -79,7 +80,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
     path = config.model.hf_path
     if path is None:
         return config
-    from automoe.hf.families.registry import model_of_stranger
+    from automoe.hf.families.registry import model_config_from_hf, model_of_stranger
 
     if config.model.upcycle:
         from automoe.hf.upcycle import upcycled_model
@@ -87,8 +88,10 @@ def settle(config: Config, overrides: list[str]) -> Config:
         model, _ = upcycled_model(config.model)
     else:
         mine = config.model
-        kept = {key: getattr(mine, key) for key in ("initializer_range", "random_weights")}
+        kept = {key: getattr(mine, key) for key in _KEPT}
         model = replace(model_of_stranger(path), **kept)
+        if mine.num_mtp_layers and not mine.random_weights:
+            _check_modules(mine.num_mtp_layers, model_config_from_hf(path, mtp=True))
     named = {key_of(override): override.partition("=")[2] for override in overrides}
     ties = (config.model if "model.router.exact_ties" in named else model).router.exact_ties
     model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))
@@ -120,6 +123,16 @@ def settle(config: Config, overrides: list[str]) -> Config:
             f"Set {_own_data(config)}, or data={kind} to train on it",
         )
     return replace(config, model=model)
+
+
+def _check_modules(asked: int, there: ModelConfig) -> None:
+    if asked > there.num_mtp_layers:
+        raise ConfigError(
+            "model.num_mtp_layers",
+            asked,
+            f"the checkpoint model.hf_path={there.hf_path} holds {there.num_mtp_layers} modules",
+            f"Set model.num_mtp_layers={there.num_mtp_layers}",
+        )
 
 
 def missing_data(config: Config) -> ConfigError | None:

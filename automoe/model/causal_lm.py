@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from automoe.config.schema import ModelConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_losses
+from automoe.model.mtp import MTP_METRICS, count_shifted
 from automoe.moe.local_shard import local_shard
 from automoe.moe.process_groups import first_of_rank
 from automoe.moe.router import BalancedRouter
@@ -62,7 +64,7 @@ class CausalLM(nn.Module, ABC):
 
     Attributes:
         loss: reduction of per-token losses, by default the backend's; a recipe may set its own.
-        reported: sums of the values that the loss reports, by name.
+        reported: sums of the values that the losses report, by name.
         first_id: token id of the first row of embedding and head on this rank.
     """
 
@@ -89,6 +91,25 @@ class CausalLM(nn.Module, ABC):
         Args:
             x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the part before.
         """
+
+    def deeper_states(
+        self, x_BsH: torch.Tensor, given_BSD: torch.Tensor, tokens: Tokens, counts_D: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Yield what the head multiplies at every depth of multi-token prediction, [B, s, H].
+
+        Args:
+            x_BsH: what it multiplies for the next token.
+            given_BSD: the token that a depth is given at a position (``automoe.model.mtp``).
+            counts_D: number of these in the global batch.
+        """
+        raise NotImplementedError
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of ``reported`` after a forward pass with labels."""
+        depths = range(1, self.config.num_mtp_layers + 1)
+        mtp = (f"{name}.{depth}" for depth in depths for name in MTP_METRICS)
+        return *getattr(self.loss, "metrics", ()), *mtp
 
     @abstractmethod
     def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
@@ -125,6 +146,8 @@ class CausalLM(nn.Module, ABC):
         row_ids: torch.Tensor | None = None,
         not_padding: torch.Tensor | None = None,
         next_token_at: torch.Tensor | None = None,
+        mtp_tokens: torch.Tensor | None = None,
+        mtp_labels: torch.Tensor | None = None,
         **given: torch.Tensor,
     ) -> torch.Tensor:
         """Run this part.
@@ -139,6 +162,9 @@ class CausalLM(nn.Module, ABC):
                 row is one document.
             next_token_at: [B, S] bool, equal on all ranks that share the vocabulary: positions to
                 generate from.
+            mtp_tokens, mtp_labels: [B, S, D] of every depth of multi-token prediction
+                (``automoe.model.mtp.shift_rows``): train the modules too. Their losses have
+                gradients and are reported, but are not in the loss that is returned.
             given: [B, ...] further inputs of the loss, by name.
 
         Returns:
@@ -152,6 +178,8 @@ class CausalLM(nn.Module, ABC):
         if row_ids is None:
             row_ids = torch.arange(x.shape[0], device=x.device).unsqueeze(1).expand_as(index)
         counts = token_counts or self._own_counts(index, doc_ids, labels)
+        if mtp_tokens is not None and counts.mtp is None:
+            counts = replace(counts, mtp=count_shifted(mtp_tokens, mtp_labels))
         positions = index if positions is None else positions
         tokens = Tokens(
             positions, index, doc_ids, counts.non_padding, forced_ids, row_ids, not_padding
@@ -165,15 +193,59 @@ class CausalLM(nn.Module, ABC):
             if labels is None
             else LossInputs(labels, doc_ids, counts, row, given, self.reported)
         )
-        return self._predict(x, inputs, next_token_at)
+        x = self.last_norm(x)
+        predicted = self._predict(x, inputs, next_token_at)
+        if mtp_tokens is None or inputs is None or next_token_at is not None:
+            return predicted
+        loss = self._mtp_loss(x, mtp_tokens, mtp_labels, tokens, inputs)
+        # The difference is zero, and has the gradient of the modules' losses.
+        return predicted + (loss - loss.detach())
+
+    def _mtp_loss(
+        self,
+        x_BsH: torch.Tensor,
+        given_BSD: torch.Tensor,
+        labels_BSD: torch.Tensor,
+        tokens: Tokens,
+        inputs: LossInputs,
+    ) -> torch.Tensor:
+        """Return this rank's share of weight / D * sum over depths of mean cross-entropy.
+
+        Reported of each depth: its mean cross-entropy, and its acceptance: the share of its labels
+        that no token is likelier than.
+        """
+        backend = self.backend
+        sequence = backend.pg_collection.sequence
+        weight_VH = local_shard(self.head_weight)
+        depths = labels_BSD.shape[-1]
+        assert inputs.counts.mtp is not None
+        trained_D, given_D = inputs.counts.mtp.unbind(-1)
+        losses = []
+        states = self.deeper_states(x_BsH, given_BSD, tokens, given_D)
+        for depth, state_BsH in enumerate(states):
+            hits = torch.zeros((), dtype=torch.int64, device=x_BsH.device)
+            loss = cross_entropy_sum(
+                sequence.all_gather(state_BsH).flatten(0, 1),
+                weight_VH,
+                labels_BSD[..., depth].flatten(),
+                self.first_id,
+                sequence,
+                backend.chunk_loss,
+                hits,
+            )
+            count = trained_D[depth].clamp_min(1)
+            losses.append(loss / count)
+            inputs.report(f"mtp_loss.{depth + 1}", losses[-1])
+            inputs.report(f"mtp_acceptance.{depth + 1}", hits.to(torch.float64) / count)
+        return backend.mtp_loss_weight / depths * torch.stack(losses).sum()
 
     def _predict(
         self, x_BsH: torch.Tensor, inputs: LossInputs | None, next_token_at: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return next tokens, logits, or (with labels) the loss of the last hidden states."""
+        """Return next tokens, logits, or (with labels) the loss of what the head multiplies."""
         sequence = self.backend.pg_collection.sequence
         weight_VH = local_shard(self.head_weight)
-        x_BSH = sequence.all_gather(self.last_norm(x_BsH))
+        x_BSH = sequence.all_gather(x_BsH)
         if next_token_at is not None:
             tokens_BS = torch.full_like(next_token_at, IGNORE, dtype=torch.int64)
             if next_token_at.any():

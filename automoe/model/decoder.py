@@ -6,6 +6,7 @@ Letters: B rows, S positions, s positions of this rank between two blocks, H hid
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from automoe.model.backend import BackendConfig
 from automoe.model.block import Block
 from automoe.model.causal_lm import CausalLM, Unit
 from automoe.model.linear import Embedding, Linear
+from automoe.model.mtp import MTPBlock
 from automoe.moe.layer import MoE
 from automoe.moe.tokens import Tokens
 
@@ -27,7 +29,8 @@ class Decoder(CausalLM):
     checkpoints and training state need no renaming.
 
     Args:
-        layers: which of the model's layers this part holds; None means all.
+        layers: which of ``ModelConfig.all_layers`` this part holds; None means all. Modules for
+            multi-token prediction are with the head, and read a copy of the embedding there.
         embeds, predicts, backend: see ``CausalLM``.
     """
 
@@ -41,15 +44,17 @@ class Decoder(CausalLM):
         backend: BackendConfig | None = None,
     ) -> None:
         super().__init__(config, backend, embeds, predicts)
-        layers = range(config.num_layers) if layers is None else layers
+        layers = config.all_layers if layers is None else layers
         vocab = config.vocab_size
         hidden = config.hidden_size
         tied = config.tie_embeddings
+        embeds_again = predicts and (tied or config.num_mtp_layers > 0)
         self.embed_tokens = (
-            Embedding(vocab, hidden, self.first_id) if embeds or (predicts and tied) else None
+            Embedding(vocab, hidden, self.first_id) if embeds or embeds_again else None
         )
+        kinds = {layer: MTPBlock if layer >= config.num_layers else Block for layer in layers}
         self.layers = nn.ModuleDict(
-            {str(layer): Block(config, moe, layer, self.backend) for layer in layers}
+            {str(layer): kind(config, moe, layer, self.backend) for layer, kind in kinds.items()}
         )
         norm = self.backend.norm
         self.norm = norm(hidden, config.norm_eps, config.zero_centered_norms) if predicts else None
@@ -68,16 +73,31 @@ class Decoder(CausalLM):
     def run_layers(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         sequence = self.backend.pg_collection.sequence
         if self.embeds:
-            assert self.embed_tokens is not None
-            x = sequence.reduce_scatter(self.embed_tokens(x))
+            x = self._embed(x)
             if torch.is_grad_enabled() and not (x.requires_grad or self.predicts):
                 # a frozen embedding needs no gradient, but the next pipeline stage always sends one
                 x.requires_grad_()
         context = AttentionContext(self.config, tokens, self.backend, x.dtype)
         local_tokens = tokens.local_shard(sequence)
         for block in self.layers.values():
-            x = block(x, context, local_tokens)
+            if not isinstance(block, MTPBlock):
+                x = block(x, context, local_tokens)
         return x
+
+    def deeper_states(
+        self, x_BsH: torch.Tensor, given_BSD: torch.Tensor, tokens: Tokens, counts_D: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        context = AttentionContext(self.config, tokens, self.backend, x_BsH.dtype)
+        modules = (block for block in self.layers.values() if isinstance(block, MTPBlock))
+        for block, given_BS, count in zip(modules, given_BSD.unbind(-1), counts_D, strict=True):
+            here = replace(tokens, not_padding=given_BS >= 0, num_tokens=count.clamp_min(1))
+            local_tokens = here.local_shard(self.backend.pg_collection.sequence)
+            x_BsH = block(x_BsH, context, local_tokens, self._embed(given_BS.clamp_min(0)))
+            yield x_BsH
+
+    def _embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        assert self.embed_tokens is not None
+        return self.backend.pg_collection.sequence.reduce_scatter(self.embed_tokens(ids_BS))
 
     def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
         assert self.norm is not None

@@ -41,18 +41,13 @@ class TokenFlops:
 
 
 def train_flops_per_token(
-    model: ModelConfig,
-    seq_len: int,
-    num_mtp: int = 0,
-    made: Callable[[list[Param]], list[Param]] = list,
+    model: ModelConfig, seq_len: int, made: Callable[[list[Param]], list[Param]] = list
 ) -> TokenFlops:
     """Return forward and backward FLOPs per token of rows with ``seq_len`` tokens.
 
     Args:
-        model: the architecture.
+        model: the architecture; a module for multi-token prediction uses the head once more.
         seq_len: tokens per row; attention is counted over whole rows, for any documents in them.
-        num_mtp: multi-token-prediction modules, each one more (last) layer, a 2H -> H projection
-            and another use of the head (arXiv 2412.19437, section 2.2).
         made: function that turns the model's parameters into the ones to multiply by, with frozen
             parameters marked and adapters added.
     """
@@ -64,7 +59,7 @@ def train_flops_per_token(
     embedding, *tail = by_layer[None]
     flows = embedding.trained  # whether the input of the next parameters needs a gradient
     matmul = causal = full = 0.0
-    for layer in [*range(model.num_layers), *[model.num_layers - 1] * num_mtp]:
+    for layer in model.all_layers:
         for place in range(NUM_PLACES):
             here = [param for param in by_layer[layer] if param.spec.place == place]
             matmul += sum(_active(model, param) * _passes(param, flows) for param in here)
@@ -85,8 +80,8 @@ def train_flops_per_token(
             full += passes * _score_dims(attention) * keys
     flows = flows or tail[0].trained
     head = model.hidden_size * model.vocab_size
-    matmul += head * (1 + num_mtp) * _passes(tail[-1] if len(tail) > 1 else embedding, flows)
-    matmul += num_mtp * 2 * model.hidden_size**2 * 6
+    uses = 1 + model.num_mtp_layers
+    matmul += head * uses * _passes(tail[-1] if len(tail) > 1 else embedding, flows)
     return TokenFlops(causal=matmul + causal, full_attention=matmul + full)
 
 
@@ -113,7 +108,8 @@ def _active(model: ModelConfig, param: Param) -> int:
         return 0
     if param.part == "routed_experts":
         return param.numel * model.num_experts_per_token // model.num_experts
-    return param.numel if param.part in ("attention", "dense_ffn", "shared_experts") else 0
+    counted = ("attention", "dense_ffn", "shared_experts", "mtp")
+    return param.numel if param.part in counted else 0
 
 
 def _score_dims(attention: AttentionConfig) -> int:

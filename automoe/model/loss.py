@@ -29,6 +29,7 @@ def chunk_loss(
     first_id: int,
     vocab: Communicator,
     wanted: bool,
+    hits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the sum of a chunk's losses, and if ``wanted`` its gradient by the logits.
 
@@ -39,6 +40,8 @@ def chunk_loss(
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
     target_logit_T1 = vocab.all_reduce(logits_TV.gather(1, target_T1).to(wide) * here_T1)
+    if hits is not None:
+        hits += (trained_T1 & (target_logit_T1 == largest_T1)).sum()
     # This is softmax without its divisor. The cost is passes over memory: the subtraction also
     # widens, and the product also narrows.
     grad_TV = (
@@ -95,7 +98,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x_TH, weight_VH, labels_T, first_id: int, vocab: Communicator, chunk_fn: ChunkLoss
+        ctx,
+        x_TH,
+        weight_VH,
+        labels_T,
+        first_id: int,
+        vocab: Communicator,
+        chunk_fn: ChunkLoss,
+        hits,
     ) -> torch.Tensor:
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -104,11 +114,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Many chunks are added up, so the sum is kept wide for any dtype of the weight.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
         step = chunk_tokens(*x_TH.shape)
+        more = () if hits is None else (hits,)
         for start in range(0, x_TH.shape[0], step):
             chunk = x_TH[start : start + step]
             chunk_labels = labels_T[start : start + step]
             loss, grad_TV = chunk_fn(
-                chunk, weight_VH, chunk_labels, first_id, vocab, needs_x or needs_weight
+                chunk, weight_VH, chunk_labels, first_id, vocab, needs_x or needs_weight, *more
             )
             total += loss
             if grad_TV is None:
@@ -124,7 +135,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scaled = (
             None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors
         )
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 def cross_entropy_sum(
@@ -134,6 +145,7 @@ def cross_entropy_sum(
     first_id: int = 0,
     vocab: Communicator = SINGLE_RANK,
     chunk_fn: ChunkLoss = chunk_loss,
+    hits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the sum over trained tokens of -log softmax(x @ weight.T)[label].
 
@@ -145,11 +157,12 @@ def cross_entropy_sum(
         vocab: the ranks that hold the other rows, all with the same x and labels. Each of these
             ranks returns the whole loss; their gradients of x are terms of a sum.
         chunk_fn: function that computes a chunk, possibly compiled.
+        hits: int64 scalar, to which the number of labels is added that no token is likelier than.
 
     Returns:
         Scalar in at least float32, in nats; not divided by any count.
     """
-    return _ChunkedCrossEntropy.apply(x_TH, weight_VH, labels_T, first_id, vocab, chunk_fn)
+    return _ChunkedCrossEntropy.apply(x_TH, weight_VH, labels_T, first_id, vocab, chunk_fn, hits)
 
 
 class _TokenLosses(torch.autograd.Function):

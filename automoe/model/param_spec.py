@@ -21,6 +21,7 @@ PARTS = (
     "router",
     "norms",
     "head",
+    "mtp",
 )
 # These are places of a layer (``ParamSpec.place``). Attention itself follows the place SCORES.
 NUM_PLACES, SCORES = 9, 3
@@ -34,10 +35,10 @@ class ParamSpec:
         name: of the parameter within its module; in ``SPECS`` within its layer.
         shape: one word for each dim: a sum of products of sizes.
         place: where in its layer a token meets the parameter. Those of one place do not wait for
-            each other. 0: first norm. 1: projections of its output. 2: norms, convolution and
-            decays. 3: projections of latents, sinks. 4: norm of the heads' output. 5: output
-            projection. 6: second norm. 7: router and projections into FFNs. 8: projections out of
-            FFNs.
+            each other. 0: first norm, and what joins an MTP module's inputs. 1: projections of
+            its output. 2: norms, convolution and decays. 3: projections of latents, sinks. 4: norm
+            of the heads' output. 5: output projection. 6: second norm. 7: router and projections
+            into FFNs. 8: projections out of FFNs.
         kind: ``matrix``: tokens are multiplied by it; ``conv``: a convolution over a few positions;
             ``vector``: added or compared; ``norm``: scales of a norm; ``buffer``: not trained.
         tp: the dim that tensor parallelism shards; None: every rank keeps the whole tensor.

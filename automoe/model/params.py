@@ -131,6 +131,12 @@ _EXPERTS = (
     ),
     _expert_bias("down_proj_bias", "E H", 8, etp=1, fsdp=1, hf="mlp.experts.down_proj_bias"),
 )
+_MTP = (
+    _norm("enorm", "H", 0),
+    _norm("hnorm", "H", 0),
+    ParamSpec("eh_proj.weight", "H 2*H", 0),  # whole over tp, and neither an adapter nor 8 bits
+    _norm("shared_head.norm", "H", 8),
+)
 _SHARED_EXPERTS = (
     _colwise("gate_proj", "S H", 7),
     _colwise("up_proj", "S H", 7),
@@ -203,7 +209,12 @@ def _has_shared_experts(model: ModelConfig, layer: int) -> bool:
     return _is_moe(model, layer) and model.shared_width > 0
 
 
+def _is_mtp(model: ModelConfig, layer: int) -> bool:
+    return layer >= model.num_layers
+
+
 _MODULES = (
+    _Module("", "mtp", _MTP, _is_mtp),
     _Module("", "norms", _NORMS, lambda model, layer: True),
     _Module("linear_attn", "attention", _DELTA_NET, _has_delta_net, "attention"),
     _Module("self_attn", "attention", _GQA, _has_gqa, "attention"),
@@ -342,8 +353,9 @@ def stage_params(
 ) -> list[Param]:
     """Return the parameters of pipeline stage ``stage`` in order; its layers are ``layers[stage]``.
 
-    A tied head is the embedding and adds nothing, or is a copy of it in a stage of its own. A class
-    of ``transformers`` is one stage.
+    A tied head is the embedding and adds nothing, or is a copy of it in a stage of its own. So is
+    the embedding that modules for multi-token prediction read. A class of ``transformers`` is one
+    stage.
     """
     if model.family == TRANSFORMERS:
         from automoe.model.hf_class import class_params  # with torch
@@ -360,14 +372,14 @@ def stage_params(
         params.append(Param("norm.weight", (model.hidden_size,), _FINAL_NORM))
         if not model.tie_embeddings:
             params.append(Param("lm_head.weight", table, _HEAD))
-        elif not first:
-            params.append(replace(embedding, spec=_HEAD))
+        if not first and (model.tie_embeddings or model.num_mtp_layers):
+            params.append(replace(embedding, spec=_HEAD if model.tie_embeddings else _EMBEDDING))
     return params
 
 
 def model_params(model: ModelConfig, buffers: bool = False) -> list[Param]:
     """Return all parameters of the model, in order: embedding, layers, final norm, head."""
-    return stage_params(model, [range(model.num_layers)], 0, buffers)
+    return stage_params(model, [model.all_layers], 0, buffers)
 
 
 def count_params(model: ModelConfig) -> ParamCount:

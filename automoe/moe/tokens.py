@@ -26,11 +26,14 @@ class TokenCounts:
         non_padding: number of tokens that are not padding; the divisor of balance losses.
         documents: number of documents with a label; the divisor of losses that are means over
             documents.
+        mtp: [D, 2] of every depth of multi-token prediction: tokens with a label, and tokens that
+            are not padding; None: these are not known.
     """
 
     trained: torch.Tensor
     non_padding: torch.Tensor
     documents: torch.Tensor
+    mtp: torch.Tensor | None = None
 
 
 def num_documents(labels: torch.Tensor, doc_ids: torch.Tensor | None) -> torch.Tensor:

@@ -110,7 +110,7 @@ def jsonable(value: Any) -> Any:
 def is_taken(name: str) -> bool:
     """Return True if a step's record may use the key ``name``, so that no other metric can."""
     taken = (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL)
-    return name in taken or name.startswith("val_loss.")
+    return name in taken or name.startswith(("val_loss.", "mtp_loss.", "mtp_acceptance."))
 
 
 class AppendLog:

@@ -40,10 +40,11 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     shared = f" + {model.num_shared_experts} shared" if model.num_shared_experts else ""
     if model.shared_intermediate_size:
         shared = f" + one shared of width {model.shared_intermediate_size}"
-    layers = ((model.first_k_dense, "dense"), (model.num_moe_layers, "MoE"))
+    layers = ((model.first_k_dense, "dense"), (model.num_layers - model.first_k_dense, "MoE"))
     kinds = " + ".join(f"{count} {kind}" for count, kind in layers if count)
+    modules = f", {model.num_mtp_layers} MTP" * bool(model.num_mtp_layers)
     facts = {
-        "model": f"{model.family}, {kinds} layers, hidden {model.hidden_size}, "
+        "model": f"{model.family}, {kinds} layers{modules}, hidden {model.hidden_size}, "
         f"{model.attention.kind.upper()} attention",
         "experts": f"{model.num_experts_per_token} of {model.num_experts}{shared}, width {model.moe_intermediate_size}",
         "parameters": f"{short_number(params.total)} total, {short_number(params.active)} active per token",

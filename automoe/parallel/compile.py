@@ -19,6 +19,7 @@ from torch import nn
 
 from automoe.model.block import MLP, Block
 from automoe.model.decoder import Decoder
+from automoe.model.mtp import MTPBlock
 from automoe.model.norm import RMSNorm
 from automoe.moe.router import Router
 from automoe.parallel.collectives import wait_tensor
@@ -27,6 +28,7 @@ from automoe.parallel.collectives import wait_tensor
 # repeats it.
 COMPILED: dict[type[nn.Module], tuple[str, ...]] = {
     Block: ("mix",),
+    MTPBlock: ("mix",),
     MLP: ("forward",),
     Router: ("score", "select", "weigh", "count"),
 }

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from automoe.config.schema import ParallelConfig
 from automoe.model.causal_lm import CausalLM
+from automoe.model.mtp import MTPBlock
 from automoe.parallel.collectives import GlooReduceScatter, over_gloo
 from automoe.parallel.mesh import Meshes
 
@@ -88,6 +89,8 @@ def _gather_ahead(model: CausalLM) -> None:
     parts = (module for unit in model.units() for module in (unit.layer, unit.router, unit.experts))
     units = [module for module in parts if isinstance(module, FSDPModule)]
     for unit, following in zip(units, units[1:], strict=False):
+        if isinstance(following, MTPBlock):
+            continue  # a forward pass that only generates ends before it
         unit.set_modules_to_forward_prefetch([following])
 
 

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from torch.distributed.tensor import DTensor
 
 from automoe.config.mesh_shape import DEFAULT_AXES
+from automoe.config.rules_model import BY_CROSS_ENTROPY
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
 from automoe.interop.torch_pipelining import (
@@ -56,7 +57,7 @@ Inputs = dict[str, Any]
 def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter]:
     """Yield the parameters of these parts so that all stages together yield each one once."""
     for part in model_parts:
-        # This stage only predicts with the embedding.
+        # The first stage has this one too.
         copies = part.embedding is not None and not part.embeds
         skipped = {id(p) for p in part.embedding.parameters()} if copies else set()
         yield from (parameter for parameter in part.parameters() if id(parameter) not in skipped)
@@ -68,7 +69,7 @@ class SharedGradients:
     Three kinds: under tensor parallelism, parameters that every tp rank keeps whole (norms,
     routers, latent projections) while it sees only its shard of the tokens; under expert tensor
     parallelism, adapters that its ranks keep whole while each has a part of the width; under a
-    pipeline with tied embeddings, the first and the last stage's copies of one parameter. Copies
+    pipeline with tied embeddings or multi-token prediction, both copies of the embedding. Copies
     start equal, since initialisation and checkpoints go by name, and stay equal, since all of them
     take the sum. Every rank builds it: all ranks make groups together.
     """
@@ -88,15 +89,16 @@ class SharedGradients:
                 p for e in experts for name, p in e.named_parameters() if e.WIDTH_DIMS[name] is None
             ]
             self._by_group.append((etp, whole))
-        if meshes.shape.pp > 1 and any(part.config.tie_embeddings for part in model_parts.values()):
-            tied = [
+        models = [part.config for part in model_parts.values()]
+        if meshes.shape.pp > 1 and any(m.tie_embeddings or m.num_mtp_layers for m in models):
+            copies = [
                 part.embedding.weight for part in model_parts.values() if part.embedding is not None
             ]
             for stages in meshes.shape.groups("default", "pp"):
                 ends = [stages[0], stages[-1]]
                 group = dist.new_group(ends, timeout=meshes.timeout)
                 if dist.get_rank() in ends:
-                    self._by_group.append((group, tied))
+                    self._by_group.append((group, copies))
 
     def sum(self) -> None:
         """Replace every shared gradient by its sum over the ranks that hold a term of it.
@@ -183,6 +185,9 @@ class StepRunner(ABC):
         """
         loss = checked_loss(loss, "the recipe's")
         for part in self.model_parts.values():
+            if loss is not None and (depths := part.config.num_mtp_layers):
+                remedy = "Set model.num_mtp_layers=0"
+                raise ConfigError("model.num_mtp_layers", depths, BY_CROSS_ENTROPY, remedy)
             part.loss = loss
 
     @abstractmethod
@@ -209,11 +214,11 @@ class StepRunner(ABC):
         """
 
     def take_reported(self) -> dict[str, torch.Tensor]:
-        """Return this rank's shares of the loss's reported values since the last call, by name."""
+        """Return this rank's shares of the losses' reported values since the last call, by name."""
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         found = dict[str, torch.Tensor]()
         for part in self.model_parts.values():
-            for name in getattr(part.loss, "metrics", ()):
+            for name in part.metrics:
                 found[name] = (
                     found.get(name, zero) + part.reported.pop(name, zero) * self.reports_loss
                 )

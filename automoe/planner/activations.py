@@ -15,6 +15,7 @@ width, K top-k, R = T K routed rows.
                                                                copies of w >= 4 bytes, scores
     gate of shared experts     b T (H + 1)                     the experts' output, the gate
     routed experts             b R (H + 2 I) + router          gathered rows, gate, up
+    an MTP module's inputs     4 b T H                         both, and both joined
 
 With parallel.context=gather, Tk counts the keys and values of whole rows, whatever cp is. An
 attention mask is kept as numbers, one [S, S] matrix per row. The product gate * up of the experts
@@ -144,9 +145,10 @@ def layer_activation_bytes(
     wide = max(4, size)
     routed = layer >= model.first_k_dense
     top_k = model.num_experts_per_token
+    mtp = layer >= model.num_layers
     if FULL in recompute:
         choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
-        kept = {"norms": float(size * tokens * hidden)}
+        kept = {"norms": float(size * tokens * hidden * (1 + mtp))}
         return kept | ({"router": 8.0 * choices * tokens * top_k} if routed else {})
     # Inputs of tp-sharded weights are kept gathered over tp. Routers and MLA's down projections
     # read only the rank's own tokens.
@@ -155,7 +157,8 @@ def layer_activation_bytes(
     outputs += 1 + gathered * bool(model.shared_width) if routed else load.tp
     outputs *= "layernorm" not in recompute
     parts = {
-        "norms": tokens * float(2 * _norm_input(hidden, size) + outputs * size * hidden),
+        "norms": tokens * float(2 * _norm_input(hidden, size) + outputs * size * hidden)
+        + tokens * mtp * float(2 * _norm_input(hidden, size) + 2 * size * hidden),
         "attention": _attention_bytes(model.attention, layer, load, recompute),
     }
     ffn_width = model.shared_width if routed else model.intermediate_size

@@ -5,7 +5,7 @@ Matmuls are timed one by one at the rank's shapes with ``Machine.gemm``, and att
 All other operators only read and write memory, so they are timed by their bytes. A forward pass
 moves these bytes, with b bytes per element:
 
-    norms, residual stream       10 b T H
+    norms, residual stream       10 b T H; of an MTP module 20 b T H
     rotation, norms of heads     2 b T D N (1 + qk_norm) of queries and keys
     activation of width I        3 b T I
     router                       24 T E
@@ -165,7 +165,9 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
     _attention(place, layer, passes)
     machine = place.machine
     size = machine.number_bytes
-    norms = machine.pass_over(10.0 * size * place.tokens * model.hidden_size)
+    # A module for multi-token prediction has three more norms, and joins its inputs.
+    moved = 20.0 if layer >= model.num_layers else 10.0
+    norms = machine.pass_over(moved * size * place.tokens * model.hidden_size)
     passes.add("layernorm", norms, 2 * norms)
     width = model.shared_width if routed else model.intermediate_size
     act = machine.pass_over(3.0 * size * place.tokens * width)

@@ -42,6 +42,7 @@ UNITS_RESIDENT = 2  # FSDP units gathered at once with resharding: the current o
 SENDS_KEPT = 2
 # Bytes per token: six int64 (ids, labels, positions, document, index, row) and a padding flag.
 INPUT_BYTES = 6 * 8 + 1
+MTP_BYTES = 2 * 8  # more of each depth of multi-token prediction: ids and labels
 # Additional bytes on a CPU: the first four tensors, as the loader delivered them.
 BATCH_BYTES = 4 * 8
 # A stochastically rounded update on the CPU works on blocks of UPDATE_BLOCK elements. Each element
@@ -142,7 +143,9 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         moments=sizes.moments(params),
         averages=sizes.total(local_numel, trained(params), sizes.wide)
         * bool(config.optim.ema_decay),
-        inputs=(INPUT_BYTES // mesh.cp + BATCH_BYTES * load.on_cpu)
+        inputs=(
+            (INPUT_BYTES + MTP_BYTES * model.num_mtp_layers) // mesh.cp + BATCH_BYTES * load.on_cpu
+        )
         * batch.rows_per_rank
         * config.train.seq_len,
         **most.parts,

@@ -9,7 +9,7 @@ reduces each layer at once, gradients and activations both shrink in the last ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import Any, NamedTuple
@@ -60,6 +60,7 @@ class LayerKind(NamedTuple):
     linear: bool
     window: int
     recomputed: frozenset[str]
+    mtp: bool = False  # a module for multi-token prediction
 
 
 def layer_kind(config: Config, layer: int) -> LayerKind:
@@ -69,6 +70,7 @@ def layer_kind(config: Config, layer: int) -> LayerKind:
         is_linear(model.attention, layer),
         window_of(model.attention, layer),
         recomputed_modules(config.parallel, layer),
+        layer >= model.num_layers,
     )
 
 
@@ -184,12 +186,13 @@ class StagePlan:
     last: bool
     border: float
     shared: float  # bytes that a micro-batch keeps once for all layers: angles and masks
-    head: float
+    head: float  # workspace of a loss
     # Kept from the loss to the backward pass: the last norm's input, both gradients of the head.
     head_kept: float
     rest_weights: int  # gathered weights outside layers: embedding, last norm, head
     rest_gradients: int
     rest_sharded: int
+    mtp: int = 0  # the last layers that are modules for multi-token prediction
 
     @cached_property
     def kept(self) -> float:
@@ -257,8 +260,10 @@ class StagePlan:
                 gathered_weights=weights,
                 unsharded_gradients=self.gradients if adds else self.rest_gradients,
             )
-        for index, layer in enumerate(reversed(self.layers)):
-            held = below + (0.0 if merged is None else merged.grown(index + 1))
+        for place, layer in enumerate(reversed(self.layers)):
+            # Modules for multi-token prediction come before the main loss.
+            held = below + self.head_kept * (place < self.mtp)
+            held += 0.0 if merged is None else merged.grown(place + 1)
             common = dict(gathered_weights=weights, unsharded_gradients=whole, gradients=sharded)
             for work in layer.workspaces:
                 yield Moment(
@@ -306,26 +311,35 @@ def plan_stage(
     head = -(-model.vocab_size // mesh.tp) * model.hidden_size * compute * head_trained
     plans: dict[Any, LayerPlan] = {}
     planned = []
+    head_kept = 2 * hidden + head
+    # Modules for multi-token prediction have angles and masks of their own.
+    again: dict[bool, dict[int, frozenset[str]]] = {} if kinds else {False: {}}
+    for layer, kind in kinds.items():
+        again.setdefault(kind.mtp, {})[layer] = kind.recomputed
     for layer in layers:
         # Equal layers are planned once. If names select the trained parameters, no two layers are
         # equal.
         key = layer if config.lora.rank or config.train.freeze else kinds[layer]
         if key not in plans:
             recomputed = kinds[layer].recomputed
-            plans[key] = _plan_layer(config, sizes, load, layer, of_layer[layer], recomputed)
+            plan = _plan_layer(config, sizes, load, layer, of_layer[layer], recomputed)
+            if kinds[layer].mtp:
+                plan = replace(plan, kept=plan.kept + head_kept)
+            plans[key] = plan
         planned.append(plans[key])
     return StagePlan(
         layers=planned,
         first=first,
         last=last,
         border=compute * load.tokens * model.hidden_size * (mesh.pp > 1),
-        shared=mask_bytes(config, load, {layer: kind.recomputed for layer, kind in kinds.items()}),
+        shared=sum(mask_bytes(config, load, alike) for alike in again.values()),
         head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained, load.on_cpu)
         * last,
-        head_kept=2 * hidden + head,
+        head_kept=head_kept,
         rest_weights=sizes.whole(rest, compute),
         rest_gradients=sizes.whole_gradients(rest),
         rest_sharded=sizes.sharded_gradients(rest),
+        mtp=sum(kind.mtp for kind in kinds.values()),
     )
 
 

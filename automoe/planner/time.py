@@ -119,7 +119,6 @@ def step_time(
     batch: BatchPlan | None = None,
     *,
     constants: Constants | None = None,
-    num_mtp: int = 0,
     overlap: bool = False,
     fused: bool = False,
     gradient_bytes: int = 0,
@@ -130,7 +129,6 @@ def step_time(
     Args:
         batch: result of ``plan_batch``; None computes it.
         constants: model constants; None loads those that ship.
-        num_mtp: number of multi-token-prediction modules after the last layer.
         overlap: all-to-alls overlap with another micro-batch (schedules with pairs: 1F1B kinds,
             DualPipeV), whatever ``parallel.overlap_all_to_all`` is.
         fused: matmuls add to float32 gradients themselves (Megatron-Core); False: FSDP adds
@@ -142,7 +140,7 @@ def step_time(
     overlap = overlap or hides_all_to_alls(config)
     machine = Machine.of(config, constants or Constants.load())
     place = Place(config, mesh, machine, batch, fused, gradient_bytes)
-    stages = _stages(place, num_mtp)
+    stages = _stages(place)
     count = batch.num_micro_batches
     schedule = config.parallel.schedule
     pp = mesh.pp
@@ -250,7 +248,7 @@ def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]
     """
     batch = plan_batch(config, mesh)
     place = Place(config, mesh, Machine.of(config, Constants.load()), batch)
-    stages = _stages(place, 0)
+    stages = _stages(place)
     spans = list[Span]()
     border = _border(place).seconds
     times = tuple(stage.times for stage in stages)
@@ -286,29 +284,24 @@ def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, f
     ]
 
 
-def _stages(place: Place, num_mtp: int) -> list[_Stage]:
+def _stages(place: Place) -> list[_Stage]:
     """Return every pipeline stage; stages with equal layers are one object."""
     config = place.config
     split = stage_layers(config, place.mesh)
-    kinds = [layer_kind(config, layer) for layer in range(config.model.num_layers)]
-    # The multi-token-prediction layers belong to the stage before the head, if the head is a stage
-    # of its own.
-    extra = len(split) - 1 - (len(split) > 1 and not split[-1])
+    kinds = [layer_kind(config, layer) for layer in config.model.all_layers]
     example = {kind: layer for layer, kind in enumerate(kinds)}
     known = {kind: layer_time(place, layer, kind.recomputed) for kind, layer in example.items()}
     made: dict[tuple[Any, ...], _Stage] = {}
     stages = []
     for index, layers in enumerate(split):
         counts = Counter(kinds[layer] for layer in layers)
-        if num_mtp and index == extra:
-            counts[kinds[-1]] += num_mtp
         ends = index == 0, index == len(split) - 1
         key = (ends, *sorted(counts.items(), key=str))
         if key not in made:
             stage = made[key] = _Stage(Passes(Pass(), Pass()))
             for kind, number in counts.items():
                 _add(place, stage, example[kind], number, known[kind])
-            _add_ends(place, stage, *ends, num_mtp)
+            _add_ends(place, stage, *ends)
             _fsdp(place, stage)
         stages.append(made[key])
     return stages
@@ -341,7 +334,7 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) ->
     stage.experts_trained += cut * found.expert_trained
 
 
-def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, num_mtp: int) -> None:
+def _add_ends(place: Place, stage: _Stage, first: bool, last: bool) -> None:
     """Add the embedding to the first stage, and the head with its loss to the last."""
     model = place.config.model
     mesh = place.mesh
@@ -349,17 +342,16 @@ def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, num_mtp: int
     numel = model.vocab_size * model.hidden_size // mesh.tp
     trained = place.config.lora.rank == 0
     ends = int(first) + int(last and not (model.tie_embeddings and first))
+    # modules for multi-token prediction read a copy of the embedding
+    ends += int(last and not first and model.num_mtp_layers > 0 and not model.tie_embeddings)
     stage.dense += ends * numel * DTYPE_BYTES[place.config.train.dtype][1]
     stage.dense_trained += ends * numel * trained
     gradient = machine.pass_over(10.0 * numel * trained)
     if first:  # The embedding's gradient has the size of the embedding.
         stage.passes.backward.add("ends", gradient)
     if last:
-        forward, backward = head_time(place, 1 + num_mtp)
-        joined = machine.gemm(place.tokens, model.hidden_size, 2 * model.hidden_size)
-        stage.passes.add(
-            "ends", forward + num_mtp * joined, backward + num_mtp * 2 * joined + gradient
-        )
+        forward, backward = head_time(place, 1 + model.num_mtp_layers)
+        stage.passes.add("ends", forward, backward + gradient * max(1, ends - int(first)))
 
 
 def _fsdp(place: Place, stage: _Stage) -> None:

@@ -22,6 +22,7 @@ from automoe.checkpoint.train_state import TrainState
 from automoe.config.schema import Config, TrainConfig
 from automoe.data.loader import Loader, StepBatch
 from automoe.model.lora import set_dropout_step
+from automoe.model.mtp import MTP_METRICS, count_shifted, shift_rows
 from automoe.moe.tokens import TokenCounts, num_documents
 from automoe.observe.metrics import perplexity
 from automoe.optim.adamw import learning_rate, set_learning_rate
@@ -89,6 +90,11 @@ def prepare_inputs(
     counts = torch.tensor(
         [int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum()), int(documents)]
     )
+    shifted: Inputs = {}
+    if depths := config.model.num_mtp_layers:
+        shifts = shift_rows(batch.tokens, batch.labels, batch.doc_ids, depths)
+        counts = torch.cat((counts, count_shifted(*shifts).flatten()))
+        shifted = dict(zip(("mtp_tokens", "mtp_labels"), shifts, strict=True))
     for axis in ("dp_shard", "dp_replicate"):
         if (group := meshes.group(axis)) is not None:
             dist.all_reduce(counts, group=group)
@@ -96,6 +102,7 @@ def prepare_inputs(
     if meshes.shape.cp > 1:
         index = head_tail_index(seq_len, meshes.shape.cp, meshes.coordinate("cp"))
     whole = {"tokens": batch.tokens, "labels": batch.labels, "positions": batch.positions}
+    whole |= shifted
     whole["not_padding"] = batch.doc_ids >= 0
     if config.data.document_mask:
         whole["doc_ids"] = batch.doc_ids
@@ -105,7 +112,8 @@ def prepare_inputs(
     inputs["index"] = send(index.expand(num_rows, -1), device)
     row_ids = torch.arange(batch.first_row, batch.first_row + num_rows).unsqueeze(1)
     inputs["row_ids"] = send(row_ids.expand(-1, len(index)), device)
-    inputs["token_counts"] = TokenCounts(*send(counts, device))
+    sent = send(counts, device)
+    inputs["token_counts"] = TokenCounts(sent[0], sent[1], sent[2], sent[3:].view(-1, 2))
     return inputs, int(counts[0])
 
 
@@ -287,6 +295,7 @@ def _validation_sums(
     """Return sums over all ranks: ``nats``, ``count`` (tokens or documents), ``bytes``,
     ``val_NAME``."""
     sums: dict[str, float] = {"count": 0.0}
+    labels = dict[str, int]()  # of each value that the losses report
     # one rank for each row
     reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))
     for batch in batches:
@@ -299,8 +308,15 @@ def _validation_sums(
             share, float(batch.num_bytes * reads_text), *reported.values(), device=device
         )
         added = {"nats": loss * count, "count": count, "bytes": num_bytes}
-        added |= {f"val_{name}": value * count for name, value in zip(reported, more, strict=True)}
+        for name, value in zip(reported, more, strict=True):
+            kind, _, depth = name.partition(".")
+            of_depth = kind in MTP_METRICS
+            number = int(inputs["token_counts"].mtp[int(depth) - 1, 0]) if of_depth else count
+            added[f"val_{name}"] = value * number
+            labels[f"val_{name}"] = labels.get(f"val_{name}", 0) + number
         sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
+    for name, number in labels.items():  # as if it had as many labels as the loss
+        sums[name] *= sums["count"] / max(number, 1)
     return sums
 
 

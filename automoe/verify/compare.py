@@ -17,6 +17,7 @@ NUMBERS = {  # kind of quantity -> attribute of ``Trajectory``
     "micro-batch balance loss": "micro_batch_balance_loss",
     "z-loss": "z_loss",
     "dropped share": "dropped_share",
+    "reported metrics": "metrics",
     "expert counts": "expert_counts",
 }
 

@@ -46,6 +46,7 @@ class Trajectory:
     micro_batch_balance_loss: list[float] = field(default_factory=list)
     z_loss: list[float] = field(default_factory=list)
     dropped_share: list[list[float]] = field(default_factory=list)  # [L] a step
+    metrics: list[list[float]] = field(default_factory=list)  # that losses report, in order
     grad_norms: list[float] = field(default_factory=list)
     expert_counts: list[torch.Tensor] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # one dict a step
@@ -133,6 +134,7 @@ def run_trajectory(
         update = optimizer_step(state, stats, trained, meshes, config)
         seen.losses.append(stats.loss)
         seen.grad_norms.append(update.grad_norm)
+        seen.metrics.append([*stats.metrics.values()])
         facts = vars(stats) | stats.balance_losses
         for name in BALANCE:
             getattr(seen, name).append(facts[name])

@@ -164,6 +164,9 @@ MODELS["glm"] = ModelConfig(
     router=RouterConfig(score="sigmoid", expert_bias=True, routed_scaling_factor=2.5),
     **_SIZES,
 )
+# One and two modules for multi-token prediction; the latter read a tied embedding, which is the head too.
+MODELS["deepseek-mtp"] = replace(MODELS["deepseek"], num_mtp_layers=1)
+MODELS["glm-mtp"] = replace(MODELS["glm"], num_layers=4, num_mtp_layers=2, tie_embeddings=True)
 # No experts at all.
 MODELS["llama"] = ModelConfig(
     family="llama",

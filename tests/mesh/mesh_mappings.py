@@ -54,11 +54,24 @@ CORE = [
     Case("qwen3-next", dict(tp=2, ep=2), rows=4, parallel=PARTS),
     # adapters of every kind on a frozen model
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, lora=LORA),
+    # modules for multi-token prediction, whose embedding a pipeline holds twice
+    Case("deepseek-mtp", dict(pp=2), rows=2, parallel=dict(schedule="1F1B", layers_per_stage=[4, 1])),
+    Case("deepseek-mtp", dict(cp=2, ep=2), rows=4),
     # matrices that come whole to one owner each
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
 ]
 
 MORE = [
+    Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED),
+    Case("deepseek-mtp", rows=1),
+    Case("deepseek-mtp", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED | FULL, **NODES),
+    Case("deepseek-mtp", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
+    Case("deepseek-mtp", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, lora=LORA),
+    Case("deepseek-mtp", dict(pp=4, cp=2, ep=2), rows=2, parallel=dict(schedule="1F1B", layers_per_stage=[2, 1, 1, 1])),
+    Case("deepseek-mtp", dict(dp_replicate=2, tp=2, ep=2, ep_replicate=2), rows=2, parallel=PARTS, moe=PADDED),
+    Case("glm-mtp", dict(pp=2, dp_shard=2, tp=2, etp=2, ep=2), rows=1, parallel=GPIPE, document_mask=False),
+    Case("glm-mtp", dict(pp=2, cp=2, tp=2, ep=4), rows=4, lora=LORA),
+    Case("glm-mtp", dict(dp_shard=2, cp=2, etp=2), rows=2, parallel=PER_MICRO_BATCH),
     Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED, optim=MUON),
     Case("qwen3-next", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1, optim=MUON),
     Case("gpt-oss", dict(cp=2, tp=2, ep=2), rows=2, optim=MUON),

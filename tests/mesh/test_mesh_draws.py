@@ -48,3 +48,4 @@ def test_draws_reach_every_axis_and_every_option() -> None:
     for key in ("capacity_factor", "router_jitter", "pad_to_capacity"):
         assert sum(key in case.moe for case in drawn) > len(drawn) / 20, key
     assert sum(bool(case.optim) for case in drawn) > len(drawn) / 20
+    assert sum(case.config.model.num_mtp_layers > 0 for case in drawn) > len(drawn) / 20

@@ -52,7 +52,7 @@ PARTS = ("embed_tokens", "self_attn", "layernorm", "norm")
 def test_the_reference_has_something_to_compare(reference, family: str) -> None:
     """Gradients that are zero, balance losses that vanish or counts that tie would compare equal for nothing."""
     run, model = reference(Case(family)), MODELS[family]
-    moe_layers = model.num_layers - model.first_k_dense
+    moe_layers = model.num_layers - model.first_k_dense + model.num_mtp_layers
     parts = {
         "mlp.router": moe_layers,
         "mlp.experts": moe_layers,
@@ -60,19 +60,22 @@ def test_the_reference_has_something_to_compare(reference, family: str) -> None:
         "output_gate": model.shared_expert_gate,
         "mlp.gate_proj": model.first_k_dense,
         "_proj.bias": model.attention.qkv_bias,
+        "eh_proj": model.num_mtp_layers,
     }
     for step in range(STEPS):
         assert run.gradients[step].keys() == run.parameters.keys()
         for part in (*PARTS, *parts):
             found = any(part in name for name in run.gradients[step])
             assert found == bool(parts.get(part, True)), part
-        assert ("lm_head.weight" in run.gradients[step]) == (family != "qwen3-tied")
+        assert ("lm_head.weight" in run.gradients[step]) == (not model.tie_embeddings)
+        assert len(run.metrics[step]) == 2 * model.num_mtp_layers and all(run.metrics[step][::2])
         assert all(gradient.norm() > 1e-6 for gradient in run.gradients[step].values())
         if not moe_layers:
             continue
         assert run.seq_balance_loss[step] > 1e-3 and run.global_balance_loss[step] > 1e-3
         assert run.z_loss[step] > 1e-3
         assert run.expert_counts[step].std(dim=1).min() > 1
+    assert not model.num_mtp_layers or sum(sum(shares[1::2]) for shares in run.metrics) > 0
     assert run.grad_norms[0] > 1, "clipping has to act"
     assert all(bias.abs().max() > 0 for bias in run.biases.values())
     assert len(run.biases) == (moe_layers if model.router.expert_bias else 0)

@@ -477,7 +477,7 @@ _COST = [
         "once += NOTHING if once_gradients",
         TIME,
     ),
-    ("step_memory.py", "merged.grown(index + 1)", "merged.grown(index)", MEMORY),
+    ("step_memory.py", "merged.grown(place + 1)", "merged.grown(place)", MEMORY),
     ("machine.py", "self.constants.grouped if groups > 1 else 1.0", "1.0", TIME),
 ]
 _CONFIG = [

@@ -73,6 +73,8 @@ DELTA_NET = replace(
 )
 CASES = {  # name: what is run, graphs
     "recompute": (make_config(replace(DEEPSEEK, num_layers=3), rows=2, recompute=EVERYTHING), 9),
+    # attention of a module's own class, and a loss that also counts hits
+    "modules": (make_config(replace(DEEPSEEK, num_layers=2, num_mtp_layers=1), dict(tp=2, ep=2), 4), 11),
     "tp2-ep2-windows-full": (make_config(WINDOWS, dict(tp=2, ep=2), 4, recompute="full"), 8),
     "cp2-ep2-recompute": (make_config(ONE_LAYER, dict(cp=2, ep=2), 4, recompute=EVERYTHING), 8),
     "delta-net": (whole_documents(make_config(DELTA_NET, rows=2)), 8),

@@ -13,6 +13,7 @@ COMMON = ["moe.gate=balanced", "train.seq_len=512", "model.hidden_size=256", "tr
 COMMON += ["cluster=laptop", "train.global_batch_size=8", "launch.num_ranks=null", "model.vocab_size=1024"]
 COMMON += [f"mesh.{axis}=1" for axis in ("pp", "ep", "dp_shard")]
 
+GLM, MTP = "model=small_glm4_moe", "model.num_mtp_layers=1"
 QWEN, DSV3, GPT_OSS, MIXTRAL, LLAMA = (f"model=small_{n}" for n in ("qwen3_moe", "dsv3", "gpt_oss", "mixtral", "llama"))
 ONE, TWO, FOUR = "mesh.dp_shard=1", "mesh.dp_shard=2", "mesh.dp_shard=4"
 BF16, NARROW = "train.dtype=bfloat16", "optim.master_weights=stochastic"
@@ -65,6 +66,13 @@ CASES: dict[str, list[str]] = {
     "dsv3 pp2 interleaved as tuned": [
         DSV3, ONE, PP2, *TWICE, BF16, again("layernorm", "mla_up_proj", "mlp", "moe"), "train.global_batch_size=16",
     ],
+    "dsv3 mtp": [DSV3, ONE, MTP, "model.num_layers=2"],
+    "dsv3 mtp, one micro-batch": [DSV3, TWO, "mesh.ep=2", MTP, BF16, "model.num_layers=2", "train.global_batch_size=4"],
+    "dsv3 two mtp full, wide vocabulary": [
+        DSV3, ONE, again("full"), "model.num_mtp_layers=2", "model.num_layers=2", "model.vocab_size=8192",
+    ],
+    "dsv3 mtp pp2 tp2": [DSV3, "mesh.dp_shard=1", PP2, "mesh.tp=2", "mesh.ep=2", MTP, BF16, "train.global_batch_size=16"],
+    "glm mtp as tuned": [GLM, TWO, "mesh.ep=2", MTP, BF16, again("layernorm", "mlp", "moe")],
     "gpt_oss": [GPT_OSS, ONE],
     "gpt_oss moe bfloat16": [GPT_OSS, ONE, BF16, again("layernorm", "moe")],
     "gpt_oss ep2": [GPT_OSS, TWO, "mesh.ep=2", BF16],

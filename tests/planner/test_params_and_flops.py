@@ -109,7 +109,7 @@ def test_flops_per_token_match_published_figures(
     model: ModelConfig | str, num_mtp: int, causal: float | None, full: float | None
 ) -> None:
     model = preset(model) if isinstance(model, str) else model
-    flops = train_flops_per_token(model, seq_len=4096, num_mtp=num_mtp)
+    flops = train_flops_per_token(replace(model, num_mtp_layers=num_mtp), seq_len=4096)
     if causal is not None:
         assert flops.causal / 1e9 == pytest.approx(causal, abs=0.06)
     if full is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -68,6 +69,17 @@ def test_a_preset_has_the_parameters_of_the_published_checkpoint(name: str) -> N
     ours = count_params(model).total + selection_biases(model, model.num_layers - model.first_k_dense)
     ours += (plain + with_tables) * prediction_module(model) + with_tables * tables(model)
     assert ours == published
+
+
+def test_models_with_modules_have_the_parameters_of_published_checkpoints() -> None:
+    """Scales apart, and with the copies of embedding and head that the files hold."""
+    for name, published in (
+        ("dsv3_671b_mtp", 684_489_845_504),
+        ("glm45_355b_a32b", CHECKPOINTS["glm45_355b_a32b"][0]),
+        ("glm45_air_106b_a12b", CHECKPOINTS["glm45_air_106b_a12b"][0]),
+    ):
+        model = replace(preset(name), num_mtp_layers=1)
+        assert count_params(model).total + selection_biases(model, model.num_moe_layers) + tables(model) == published
 
 
 def test_moonlight_has_its_parameters_to_a_ten_millionth() -> None:
@@ -145,7 +157,7 @@ def test_upcycled_presets_are_their_source_with_more_ffns_or_more_of_the_router(
 
 @pytest.mark.exhaustive
 def test_no_preset_of_these_families_is_left_out() -> None:
-    known = {*CHECKPOINTS, *ABOUT, "llama3_8x70b", "mixtral_8x22b_g8t8"}
+    known = {*CHECKPOINTS, *ABOUT, "llama3_8x70b", "mixtral_8x22b_g8t8", "dsv3_671b_mtp"}
     families = {preset(name).family for name in known}
     names = {path.stem for path in CONF.glob("*.yaml") if not path.stem.startswith("small_")}
     assert {name for name in names if preset(name).family in families} == known

@@ -56,12 +56,13 @@ def config(
     rows: int = ROWS,
     attention: AttentionConfig = MODEL.attention,
     gate: Any = "learned",
+    num_mtp_layers: int = 0,
     **train: Any,
 ) -> Config:
     """``rows`` rows a micro-batch on ``mesh``."""
     return Config(
         mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))),
-        model=replace(MODEL, attention=attention),
+        model=replace(MODEL, attention=attention, num_mtp_layers=num_mtp_layers),
         moe=MoEConfig(experts="grouped_mm", gate=gate),
         parallel=ParallelConfig(),
         train=TrainConfig(global_batch_size=ROWS, seq_len=SEQ_LEN, micro_batch_size=rows, fp8=fp8, **train),  # type: ignore[arg-type]

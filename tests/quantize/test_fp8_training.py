@@ -94,6 +94,7 @@ CODES = {
         1,
         dict(attention=GQA),
     ),
+    "tensorwise pp2 tp2 etp2, a module": ("tensorwise", dict(pp=2, tp=2, etp=2), 2, dict(num_mtp_layers=1)),
     "no rows": ("tensorwise", DP_EP, 2, dict(gate="one_hot")),  # a rank without a row to multiply
 }
 

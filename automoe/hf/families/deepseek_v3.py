@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from automoe.hf.families.as_transformers import not_computed
-from automoe.hf.families.family import COMMON_FIELDS, GROUPED_MOE, GROUPED_ROUTER, Family, Field
+from automoe.hf.families.family import (
+    COMMON_FIELDS,
+    GROUPED_MOE,
+    GROUPED_ROUTER,
+    MTP,
+    Family,
+    Field,
+)
 
 
 def _read_turning(dims: int, theirs: Any) -> int:
@@ -23,6 +30,7 @@ FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     fields=COMMON_FIELDS
     | GROUPED_MOE
+    | MTP
     | {
         "attention.q_lora_rank": "q_lora_rank",
         "attention.kv_lora_rank": "kv_lora_rank",
@@ -39,7 +47,6 @@ FAMILY = Family(
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
     },
-    written={"num_nextn_predict_layers": 0},  # MTP modules are neither read nor written
     mscale=True,
     known_as=("kimi_k2",),
 )

@@ -33,6 +33,7 @@ _OPTIONAL = (
     "shared_expert_gate",
     "shared_intermediate_size",
     "zero_centered_norms",
+    "num_mtp_layers",
     "rope.partial_rotary_factor",
 )
 # What would contradict the rest of a written config if it stayed from a source's: other spellings,
@@ -398,6 +399,8 @@ GROUPED_MOE: dict[str, Field | str] = {
     "router.num_groups": "n_group",
     "router.topk_groups": "topk_group",
 }
+# Layers behind the last one, with the names of DeepSeek-V3's.
+MTP: dict[str, Field | str] = {"num_mtp_layers": Field("num_nextn_predict_layers", 0)}
 
 # Several families share these fields and fixed values.
 HEAD_DIM = Field(

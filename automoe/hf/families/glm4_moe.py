@@ -13,6 +13,7 @@ from automoe.hf.families.family import (
     GROUPED_MOE,
     GROUPED_ROUTER,
     HEAD_DIM,
+    MTP,
     Family,
     Field,
 )
@@ -22,6 +23,7 @@ FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
     fields=COMMON_FIELDS
     | GROUPED_MOE
+    | MTP
     | {
         "attention.head_dim": HEAD_DIM,
         "attention.qk_norm": "use_qk_norm",
@@ -29,7 +31,6 @@ FAMILY = Family(
     },
     fixed=GQA | GROUPED_ROUTER,
     only={"hidden_act": "silu"},
-    written={"num_nextn_predict_layers": 0},  # MTP modules are neither read nor written
     partial_rotary=True,
 )
 

@@ -138,8 +138,11 @@ def model_of_stranger(path: str | Path) -> ModelConfig:
     return guarded(f"{local_folder(path) / 'config.json'}: its class of transformers", build)
 
 
-def model_config_from_hf(path: str | Path) -> ModelConfig:
+def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     """Return the configuration of the model in a checkpoint directory, with ``hf_path`` set.
+
+    Args:
+        mtp: with as many modules for multi-token prediction as config.json says; else without.
 
     Raises:
         ConfigError: config.json is missing or unreadable, its model_type is unknown (the known ones
@@ -156,6 +159,7 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
         _check_sizes(whole, local_folder(path))
         family = class_family(str(path))
     config = family.read_config(hf, str(path))
+    config = config if mtp else replace(config, num_mtp_layers=0)
     # The weights are read, not drawn, so initializer_range may be 0.
     alone = Config(
         model=replace(config, initializer_range=1.0), data=DataConfig(document_mask=False)

@@ -1,0 +1,83 @@
+"""Modules for multi-token prediction (MTP): DeepSeek-V3, arXiv 2412.19437, section 2.2.
+
+Module k of D takes, at position i, what the head multiplies at depth k - 1 (depth 0 is the model)
+and the embedding of token i + k, and predicts token i + k + 1 with the model's own head. As in
+Megatron-Core and in engines that draft with these modules, a state is passed on behind its norm.
+
+Letters: B rows, S positions, s positions of this rank between two blocks, H hidden, D modules.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.model.attention import AttentionContext
+from automoe.model.backend import BackendConfig
+from automoe.model.block import Block
+from automoe.model.linear import Linear
+from automoe.moe.tokens import IGNORE, Tokens
+
+MTP_METRICS = ("mtp_loss", "mtp_acceptance")  # of depth k, with ".k" behind
+NO_TOKEN = -1  # in shifted tokens: the document has ended
+
+
+class MTPBlock(Block):
+    """Decoder layer of one module, with what joins its two inputs; parameters have HF's names."""
+
+    def __init__(
+        self, config: ModelConfig, moe: MoEConfig, layer: int, backend: BackendConfig
+    ) -> None:
+        super().__init__(config, moe, layer, backend)
+        hidden = config.hidden_size
+        of_norm = hidden, config.norm_eps, config.zero_centered_norms
+        self.enorm = backend.norm(*of_norm)
+        self.hnorm = backend.norm(*of_norm)
+        self.eh_proj = Linear(2 * hidden, hidden)
+        self.shared_head = torch.nn.ModuleDict({"norm": backend.norm(*of_norm)})
+
+    def forward(  # type: ignore[override]
+        self,
+        x_BsH: torch.Tensor,
+        context: AttentionContext,
+        tokens: Tokens,
+        embedded_BsH: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return what the head multiplies at this depth [B, s, H]; x is that of the depth before.
+
+        Args:
+            tokens: those of this depth; positions whose document has ended are padding.
+            embedded_BsH: embeddings of the tokens that this depth is given.
+        """
+        joined = torch.cat((self.enorm(embedded_BsH), self.hnorm(x_BsH)), dim=-1)
+        x_BsH = super().forward(self.eh_proj(joined), context, tokens)
+        return self.shared_head["norm"](x_BsH).clone()  # a view could lose FSDP's hooks
+
+
+def shift_rows(
+    tokens_BS: torch.Tensor, labels_BS: torch.Tensor, doc_ids_BS: torch.Tensor, depths: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens that every depth is given, and its labels: [B, S, D] each.
+
+    Depth k is given the token k places later and has the label of that place, where that place
+    belongs to the same document; else ``NO_TOKEN`` and ``IGNORE``.
+
+    Args:
+        tokens_BS, labels_BS: whole rows.
+        doc_ids_BS: document within the row, -1 for padding.
+    """
+    size = tokens_BS.shape[1]
+    place = torch.arange(size).unsqueeze(1) + torch.arange(1, depths + 1)
+    later = place.clamp_max(size - 1)
+    same = (doc_ids_BS[:, later] == doc_ids_BS.unsqueeze(2)) & (doc_ids_BS >= 0).unsqueeze(2)
+    same &= place < size
+    return (
+        torch.where(same, tokens_BS[:, later], NO_TOKEN),
+        torch.where(same, labels_BS[:, later], IGNORE),
+    )
+
+
+def count_shifted(tokens_BSD: torch.Tensor, labels_BSD: torch.Tensor) -> torch.Tensor:
+    """Return [D, 2]: the number of labels and of given tokens of every depth."""
+    counted = torch.stack((labels_BSD >= 0, tokens_BSD >= 0), dim=-1)
+    return counted.sum((0, 1))

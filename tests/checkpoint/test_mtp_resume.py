@@ -1,0 +1,60 @@
+"""A run with modules for multi-token prediction: killed, resumed to the bit, and both copies of its embedding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_runs import config, run, run_ranks
+
+from automoe.config.schema import Config
+from automoe.verify.pool import RankError, RankPool
+
+UNTIL, SAVES = 4, (1, 2, 3)
+
+
+def with_modules(text: Path, **mesh: int) -> Config:
+    plain = config(text, "float32", **mesh)
+    return replace(plain, model=replace(plain.model, num_mtp_layers=2))
+
+
+@pytest.mark.faults
+def test_a_killed_run_goes_on_to_the_bit(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    settings = with_modules(text, pp=2, dp_shard=2, ep=2)
+    straight = run(ranks, settings, tmp_path / "straight", UNTIL)
+    with pytest.raises(RankError, match="exit code -9"):
+        run(ranks, settings, tmp_path / "run", UNTIL, SAVES, "kill:rank=3:at=shard_write:step=2")
+    resumed = run(ranks, settings, tmp_path / "run", UNTIL, SAVES)
+    assert resumed.resumed_at == 1 and resumed.losses == straight.losses[1:]
+    final, expected = resumed.states[UNTIL], straight.states[UNTIL]
+    assert any("layers.5.eh_proj" in name for name in expected)
+    assert [name for name in expected if not torch.equal(final[name], expected[name])] == []
+
+
+@pytest.mark.exhaustive
+def test_both_stages_keep_the_same_embedding_and_moments(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    stages = run_ranks(ranks, with_modules(text, pp=2, dp_shard=2, ep=2), tmp_path / "run", UNTIL, SAVES)
+    first, last = stages[0], stages[2]
+    for step in SAVES:
+        held = {name for name in first.states[step] if name.endswith("embed_tokens.weight")}
+        assert len(held) == 5  # the weight, two moments and their step, an average
+        assert all(torch.equal(first.states[step][name], last.states[step][name]) for name in held)
+    moved = first.states[SAVES[-1]]["model.embed_tokens.weight"] - first.states[0]["model.embed_tokens.weight"]
+    assert moved.norm() > 0
+
+
+@pytest.mark.exhaustive
+def test_another_mesh_goes_on(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    settings = with_modules(text)
+    settings = replace(
+        settings, moe=replace(settings.moe, experts="loop"), train=replace(settings.train, dtype="float64")
+    )
+    straight = run(ranks, settings, tmp_path / "straight", UNTIL)
+    on_pipeline = with_modules(text, pp=2, tp=2)
+    on_pipeline = replace(settings, mesh=on_pipeline.mesh)
+    run(ranks, on_pipeline, tmp_path / "run", 2, [2])
+    resumed = run(ranks, settings, tmp_path / "run", UNTIL)
+    assert resumed.resumed_at == 2
+    assert resumed.losses == pytest.approx(straight.losses[2:], rel=1e-10)
