@@ -17,7 +17,7 @@ from torch import nn
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError
 from automoe.model.param_spec import Param, ParamSpec
-from automoe.model.wrapper import ALONE, TEXT, Names, is_wrapper, text_config
+from automoe.model.wrapper import ALONE, Names, text_config
 
 # The first of these words in a parameter's name tells its part of the model.
 _PART_WORDS = (
@@ -66,8 +66,6 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
     classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     try:
         kind = transformers.CONFIG_MAPPING[model_type]
-        if TEXT in kind.sub_configs and not is_wrapper(stated):
-            raise ValueError(f"its config.json has no {TEXT}, and that is the part that is trained")
         config = kind.from_dict(stated)
         text = config.get_text_config(decoder=True)
         if text is not config and type(text) in classes:  # of a wrapper with vision or audio

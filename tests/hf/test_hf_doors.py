@@ -25,7 +25,7 @@ from automoe.hf import verify
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.folder import copied_files
-from automoe.hf.headers import MAX_HEADER_BYTES, check_holds, read_headers
+from automoe.hf.headers import MAX_HEADER_BYTES, check_holds, complete_headers, read_headers
 from automoe.hf.keys import INDEX_FILE, KeyMap
 from automoe.hf.write import convert_hf
 from automoe.launch.prepare import prepare
@@ -362,12 +362,12 @@ def test_what_the_arithmetic_says(single: Path) -> None:
         for key, value in change.items():
             setattr(wrong, key, value)
         with pytest.raises(ConfigError, match=needle):
-            check_holds(single, wrong, KeyMap())
+            check_holds(single, wrong, KeyMap(), complete_headers(single))
     (single / "model.safetensors").unlink()  # nothing there yet: a plan of it can be made
-    check_holds(single, config, KeyMap())
+    check_holds(single, config, KeyMap(), complete_headers(single))
     config.num_layers = 10**9
     with pytest.raises(ConfigError, match="layers"):
-        check_holds(single, config, KeyMap())
+        check_holds(single, config, KeyMap(), complete_headers(single))
 
 
 # Numbers that are none ----------------------------------------------------------------------------

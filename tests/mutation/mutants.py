@@ -336,7 +336,7 @@ _MODEL = [
     ("block.py", "x_BsH = x_BsH + self.attention", "x_BsH = self.attention", LLAMA),
     ("delta_net.py", "q_BSGK.shape[-1] ** -0.5", "1.0", NEXT),
     ("delta_net.py", "width - 1, 0)", "0, width - 1)", NEXT),
-    ("delta_net.py", "b.flatten(2).sigmoid()", "b.flatten(2).sigmoid() * 2", NEXT),
+    ("delta_net.py", "b_BSN.sigmoid()", "b_BSN.sigmoid() * 2", NEXT),
     ("init.py", "normal_at(index, name, seed) * std", "normal_at(index, name, 0) * std", INIT),
     ("init.py", '"bias", "gate_up_proj_bias", "down_proj_bias")', '"bias", "gate_up_proj_bias")', INIT),
     ("param_spec.py", 'self.kind in ("matrix", "conv")', 'self.kind in ("matrix", "conv", "norm")', DECAY),

@@ -29,7 +29,7 @@ MEMORY = ["tests/planner/test_measured_memory.py"]
 _FOLDERS: dict[str, list[tuple[Any, ...]]] = {
     "automoe/model": [
         ("lora.py", "* self.scale", "", LORA_MESH + LEAVES),
-        ("lora.py", "if rows is None else b_Or[rows]", "if rows is None else b_Or", SHARED_HEADS),
+        ("lora.py", "take_rows(b_Or, rows)", "b_Or", SHARED_HEADS),
         ("lora.py", "bound = 1 / sqrt(parameter.shape[-1])", "bound = 0.0", LORA),
         ("lora.py", 'if name.startswith("B"):', 'if name.startswith("A"):', LORA),
         ("lora.py", "each_b @ each_a, alpha=scale", "each_b @ each_a", LEAVES),

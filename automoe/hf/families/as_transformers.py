@@ -14,6 +14,7 @@ from typing import Any
 
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError
+from automoe.model.wrapper import TEXT, is_wrapper
 from automoe.storage.foreign import brief
 
 HFConfig = dict[str, Any]
@@ -74,6 +75,8 @@ def config_of_class(hf: HFConfig, path: str) -> Any:
     if (model_type := hf.get("model_type")) not in CONFIG_MAPPING:
         return None
     make = CONFIG_MAPPING[model_type]
+    if TEXT in make.sub_configs and not is_wrapper(hf):
+        raise damaged(path, f"no {TEXT}, and that is the part that is trained")
     with _without_warnings():
         try:
             # It decodes numbers that JSON lacks, such as infinity.
