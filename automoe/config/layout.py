@@ -1,6 +1,6 @@
 """Pipeline layouts in the notation of Megatron-Core, e.g. ``Et*3|(tt|)*29L``.
 
-Letters: E embedding, t decoder layer, L final norm, head and loss; ``|`` ends a stage. ``t*3`` and
+Letters: E embedding, t decoder layer, m multi-token-prediction module, L final norm, head and loss; ``|`` ends a stage. ``t*3`` and
 ``(tt|)*29`` repeat; commas and spaces mean nothing. A stage may be empty.
 """
 
@@ -25,18 +25,26 @@ def parse_layout(text: str) -> list[str]:
 
     Raises:
         ConfigError: a foreign character, a parenthesis without its partner, a repetition of
-            nothing, or letters that are not one E, then any number of t, then one L.
+            nothing, letters that are not one E, then any number of t, then of m, then one L, or an
+            m that is not in the stage of L.
     """
     stages = _expand(text).split("|")
     order = "".join(stages)
-    if not re.fullmatch(r"Et*L", order):
+    if not re.fullmatch(r"Et*m*L", order):
         raise ConfigError(
             KEY,
             text,
-            "a layout is one E, then a t for each layer, then one L, and this one has "
+            "a layout is one E, then a t for each layer, then an m for each module, then one L, and this one has "
             f"{order.count('E')} E, {order.count('t')} t and {order.count('L')} L"
             + ("" if order.count("E") != 1 or order.count("L") != 1 else " in another order"),
             "Write it as in Et*3|tt|t*3L",
+        )
+    if "m" in "".join(stages[:-1]):
+        raise ConfigError(
+            KEY,
+            text,
+            "modules for multi-token prediction (m) run on the stage of the head (L)",
+            "Write each m behind the last |",
         )
     return stages
 
@@ -46,7 +54,7 @@ def _expand(text: str) -> str:
     groups: list[list[str]] = [[]]
     for token in re.findall(r"\*\s*\d*|[^,\s]", text):
         last = groups[-1]
-        if token in ("E", "t", "L", "|"):
+        if token in ("E", "t", "m", "L", "|"):
             last.append(token)
         elif token == "(":
             groups.append([])
@@ -60,18 +68,11 @@ def _expand(text: str) -> str:
                     KEY, text, f"a layout has at most {MAX_LENGTH} letters", "Repeat less often"
                 )
             last[-1] *= times
-        elif token == "m":
-            raise ConfigError(
-                KEY,
-                text,
-                "m is a multi-token-prediction module, which this model does not have",
-                "Leave it out",
-            )
         else:
             raise ConfigError(
                 KEY,
                 text,
-                f"{token!r} has no meaning there: a layout has E, t, L, |, (, ) and *n behind what it repeats",
+                f"{token!r} has no meaning there: a layout has E, t, m, L, |, (, ) and *n behind what it repeats",
                 "Write it as in Et*3|(tt|)*29L",
             )
     if len(groups) > 1:
@@ -85,13 +86,22 @@ def with_layout(config: Config) -> Config:
     It sets ``parallel.stages_per_rank`` and ``parallel.layers_per_stage``.
 
     Raises:
-        ConfigError: the layout is not one (``parse_layout``), its stages do not divide by
-            ``mesh.pp``, or one of the two keys says something else.
+        ConfigError: the layout is not one (``parse_layout``), it has another number of modules for
+            multi-token prediction than the model, its stages do not divide by ``mesh.pp``, or one of the two keys says something else.
     """
     text = config.parallel.layout
     if text is None:
         return config
-    sizes = [stage.count("t") for stage in parse_layout(text)]
+    stages = parse_layout(text)
+    sizes = [stage.count("t") for stage in stages]
+    modules = stages[-1].count("m")
+    if modules != config.model.num_mtp_layers:
+        raise ConfigError(
+            "model.num_mtp_layers",
+            config.model.num_mtp_layers,
+            f"{KEY}={text} has {modules} m",
+            f"Set model.num_mtp_layers={modules}, or write as many m before L",
+        )
     pp = config.mesh.pp
     if config.mesh.preset:
         raise ConfigError(

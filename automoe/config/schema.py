@@ -268,8 +268,8 @@ class ParallelConfig:
     stages_per_rank: int = 1  # pipeline stages per rank; more than 1 only with Interleaved1F1B
     # layers of each stage; null: equal numbers, the longer stages first if they cannot be equal
     layers_per_stage: list[int] | None = None
-    # the two keys above in Megatron-Core's notation, e.g. "Et*3|(tt|)*29L": E embedding, t layer, L
-    # head and loss, | border of two stages; stages may be empty
+    # the two keys above in Megatron-Core's notation, e.g. "Et*3|(tt|)*29L": E embedding, t layer, m
+    # module for multi-token prediction, L head and loss, | border of two stages; stages may be empty
     layout: str | None = None
     # run the forward pass of one micro-batch together with the backward pass of another, so that
     # each computes while the other's all-to-all over ep is on its way

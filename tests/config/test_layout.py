@@ -23,6 +23,7 @@ TWO_RANKS = ["mesh.pp=2", "mesh.ep=1", "mesh.dp_shard=1", "parallel.schedule=Int
         ("E|(t(t|)*2)*2L", ["E", "tt", "t", "tt", "t", "L"]),
         ("E(t*2)*3L", ["EttttttL"]),
         ("E|t*0|L", ["E", "", "L"]),
+        ("Et|t|m*2L", ["Et", "t", "mmL"]),
     ],
 )
 def test_stages_are_written_out(text: str, stages: list[str]) -> None:
@@ -36,7 +37,8 @@ def test_stages_are_written_out(text: str, stages: list[str]) -> None:
         ("t|tL", "has 0 E, 2 t and 1 L"),
         ("tE|tL", "in another order"),
         ("EtL|t", "in another order"),
-        ("Et*3|(tt|)*29m|L", "m is a multi-token-prediction module"),
+        ("Et*3|(tt|)*29m|L", "run on the stage of the head"),  # the example of Megatron-Core's documentation
+        ("Em|tL", "in another order"),
         ("Et|(ttL", r"has no \)"),
         ("Et)|tL", r"'\)' has no meaning"),
         ("E*t|L", r"'\*' has no meaning"),
@@ -75,6 +77,8 @@ def test_a_rank_may_hold_the_head_alone() -> None:
         (["parallel.layout='E|t|tt|tL'", "parallel.stages_per_rank=4"], "says 2. Set parallel.stages_per_rank=2"),
         (["parallel.layout='E|t|tt|tL'", "parallel.layers_per_stage=[1,1,1,1]"], r"says \[0, 1, 2, 1\]"),
         (["parallel.layout='E|t|tt|tL'", "mesh.preset=fsdp"], "Set mesh.pp instead"),
+        (["parallel.layout='E|t|tt|tmL'"], "has 1 m. Set model.num_mtp_layers=1"),
+        (["parallel.layout='E|t|tt|tL'", "model=small_dsv3", "model.num_mtp_layers=1"], "has 0 m"),
         (["parallel.layout='E|t|tt|tttL'"], "add up to 6, and model.num_layers is 4"),
         (["parallel.layout='Etttt||L'", "mesh.pp=3", "parallel.schedule=1F1B"], r"rank \[1\] are all empty"),
         (["parallel.layout='Ett|t|t|L'", "parallel.schedule=1F1B"], "only Interleaved1F1B runs several"),

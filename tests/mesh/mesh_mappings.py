@@ -64,6 +64,13 @@ CORE = [
 MORE = [
     Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED),
     Case("deepseek-mtp", rows=1),
+    Case(
+        "deepseek-mtp",
+        dict(pp=2, dp_shard=2, ep=2),
+        rows=1,
+        parallel=INTERLEAVED | MERGED | dict(layers_per_stage=[0, 4, 1, 0]),
+    ),
+    Case("glm-mtp", dict(dp_shard=2, ep=2), rows=1, parallel=MERGED),
     Case("deepseek-mtp", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED | FULL, **NODES),
     Case("deepseek-mtp", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
     Case("deepseek-mtp", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, lora=LORA),
