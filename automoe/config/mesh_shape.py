@@ -273,15 +273,13 @@ def split_layers(
 def stage_layers(config: Config, mesh: MeshShape) -> list[range]:
     """Return the layers of every pipeline stage of ``config`` on ``mesh`` (``split_layers``).
 
-    Modules for multi-token prediction are on the last stage; on paper, where that may hold the head
-    alone, on the one before.
+    Modules for multi-token prediction are on the last stage.
     """
     parallel = config.parallel
     model = config.model
     num_stages = mesh.pp * parallel.stages_per_rank
     stages = split_layers(model.num_layers, num_stages, parallel.layers_per_stage)
-    after = len(stages) - (1 if stages[-1] or len(stages) == 1 else 2)
-    stages[after] = range(stages[after].start, model.all_layers.stop)
+    stages[-1] = range(stages[-1].start, model.all_layers.stop)
     return stages
 
 
