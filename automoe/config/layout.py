@@ -1,7 +1,8 @@
 """Pipeline layouts in the notation of Megatron-Core, e.g. ``Et*3|(tt|)*29L``.
 
-Letters: E embedding, t decoder layer, m multi-token-prediction module, L final norm, head and loss; ``|`` ends a stage. ``t*3`` and
-``(tt|)*29`` repeat; commas and spaces mean nothing. A stage may be empty.
+Letters: E embedding, t decoder layer, m module for multi-token prediction, L final norm, head and
+loss; ``|`` ends a stage. ``t*3`` and ``(tt|)*29`` repeat; commas and spaces mean nothing. A stage
+may be empty.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def parse_layout(text: str) -> list[str]:
         raise ConfigError(
             KEY,
             text,
-            "a layout is one E, then a t for each layer, then an m for each module, then one L, and this one has "
+            "a layout is one E, then a t for each layer, an m for each module, one L; this one has "
             f"{order.count('E')} E, {order.count('t')} t and {order.count('L')} L"
             + ("" if order.count("E") != 1 or order.count("L") != 1 else " in another order"),
             "Write it as in Et*3|tt|t*3L",
@@ -72,7 +73,8 @@ def _expand(text: str) -> str:
             raise ConfigError(
                 KEY,
                 text,
-                f"{token!r} has no meaning there: a layout has E, t, m, L, |, (, ) and *n behind what it repeats",
+                f"{token!r} has no meaning there: a layout has E, t, m, L, |, (, ) and *n "
+                "behind what it repeats",
                 "Write it as in Et*3|(tt|)*29L",
             )
     if len(groups) > 1:
@@ -87,7 +89,8 @@ def with_layout(config: Config) -> Config:
 
     Raises:
         ConfigError: the layout is not one (``parse_layout``), it has another number of modules for
-            multi-token prediction than the model, its stages do not divide by ``mesh.pp``, or one of the two keys says something else.
+            multi-token prediction than the model, its stages do not divide by ``mesh.pp``, or one of
+            the two keys says something else.
     """
     text = config.parallel.layout
     if text is None:
