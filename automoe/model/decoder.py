@@ -77,11 +77,13 @@ class Decoder(CausalLM):
             if torch.is_grad_enabled() and not (x.requires_grad or self.predicts):
                 # a frozen embedding needs no gradient, but the next pipeline stage always sends one
                 x.requires_grad_()
+        blocks = [one for one in self.layers.values() if not isinstance(one, MTPBlock)]
+        if not blocks:  # a pipeline stage of the embedding or the head alone, or of nothing
+            return x
         context = AttentionContext(self.config, tokens, self.backend, x.dtype)
         local_tokens = tokens.local_shard(sequence)
-        for block in self.layers.values():
-            if not isinstance(block, MTPBlock):
-                x = block(x, context, local_tokens)
+        for block in blocks:
+            x = block(x, context, local_tokens)
         return x
 
     def deeper_states(

@@ -259,6 +259,7 @@ class StagePlan:
                 activations=below,
                 gathered_weights=weights,
                 unsharded_gradients=self.gradients if adds else self.rest_gradients,
+                temporaries=self.rest_gradients * adds,  # a micro-batch's own, before it is added
             )
         for place, layer in enumerate(reversed(self.layers)):
             # Modules for multi-token prediction come before the main loss.

@@ -211,7 +211,11 @@ def make_runnable(
                 "Choose a smaller mesh, or leave launch.device out to verify on the CPU"
             )
         check_backends(here, shape, device)
-    cuts = [cut for cut in list_cuts(sized, here) if cut[0] != "launch.device"]
+    cuts = [
+        cut
+        for cut in list_cuts(sized, here)
+        if cut[0] not in ("launch.device", "checkpoint.export_hf")
+    ]
     return here, shape, cuts
 
 

@@ -406,13 +406,15 @@ def pipeline(kind: str, stages_per_rank: int) -> tuple[list[list[float]], int, s
         for work in works:
             work.wait()
 
-    kinds = {"1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
-    run = kinds[kind](
+    run = (Schedule1F1B if kind == "1F1B" else ScheduleInterleaved1F1B)(
         stages if stages_per_rank > 1 else stages[0],
         n_microbatches=micro_batches,
         loss_fn=lambda loss, _: loss.sum(),
         scale_grads=False,
     )
+    pairs = []
+    if kind == "merged":
+        torch_pipelining.merge_passes(run, lambda backward, forward: (pairs.append(backward()), forward())[1])
     torch.manual_seed(9)
     x, target = torch.randn(rows * micro_batches, 4), torch.zeros(micro_batches)
     first, last = dist.get_rank() == 0, dist.get_rank() == 1
@@ -422,11 +424,13 @@ def pipeline(kind: str, stages_per_rank: int) -> tuple[list[list[float]], int, s
         for step in (run.eval, run.step, run.step):
             step(*([x] if first else []), **({"target": target, "losses": []} if last else {}))
     assert schedules._wait_batch_p2p is not wait and isinstance(stages[0], PipelineStage)
+    # of each stage and micro-batch but those that warm up
+    assert kind != "merged" or len(pairs) == 3 * (micro_batches * stages_per_rank - 3 - 2 * (1 - dist.get_rank()))
     gradients = [stage.submod.weight.grad.flatten().tolist() for stage in stages]
     return gradients, len(waited), {buffer.device.type for buffer in infos()}, most
 
 
-@pytest.mark.parametrize(("kind", "stages_per_rank"), [("1F1B", 1), ("Interleaved1F1B", 2)])
+@pytest.mark.parametrize(("kind", "stages_per_rank"), [("1F1B", 1), ("Interleaved1F1B", 2), ("merged", 2)])
 def test_a_pipeline_keeps_no_buffers_and_waits_as_we_say(ranks: RankPool, kind: str, stages_per_rank: int) -> None:
     layers = [Layer(number, number == 2 * stages_per_rank - 1) for number in range(2 * stages_per_rank)]
     torch.manual_seed(9)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import automoe.model.attention
+import automoe.model.delta_net
 import automoe.moe.balance
 import automoe.moe.router
 import automoe.moe.tokens
@@ -28,7 +29,6 @@ import automoe.verify.trajectory
 from automoe.config.schema import Config
 from automoe.model.attention import GroupedQueryAttention
 from automoe.model.block import MLP
-from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
 from automoe.moe.balance import LoadCounter, update_expert_bias
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
@@ -410,12 +410,7 @@ def shared_expert_gated_by_tokens_of_the_first_tp_rank():
 
 
 def convolution_of_the_first_heads_on_every_tp_rank():
-    def change(model, meshes):
-        for module in model.modules():
-            if isinstance(module, GatedDeltaNet):
-                module.first_key_head = 0
-
-    return _after_tensor_parallel(change)
+    return _replace(automoe.model.delta_net, "first_of_rank", lambda original: lambda sequence, heads: 0)
 
 
 def window_ignored_across_cp():

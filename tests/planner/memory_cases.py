@@ -53,7 +53,7 @@ CASES: dict[str, list[str]] = {
     "qwen pp2, 8": [QWEN, ONE, PP2, "train.global_batch_size=16"],
     "qwen pp2, 64": [QWEN, ONE, PP2, "train.global_batch_size=64", "train.micro_batch_size=1", "train.seq_len=128"],
     "qwen pp2 interleaved": [QWEN, ONE, PP2, *TWICE, "train.global_batch_size=16"],
-    "qwen pp2 ends alone": [QWEN, ONE, PP2, "parallel.schedule=Interleaved1F1B", "parallel.layout='E|tttt||L'", "train.global_batch_size=16"],
+    "qwen pp2 ends alone": [QWEN, ONE, PP2, "parallel.schedule=Interleaved1F1B", "parallel.layout='E|ttt|t|L'", "train.global_batch_size=16"],
     "qwen pp2 bfloat16 full": [QWEN, ONE, PP2, BF16, again("full"), "train.global_batch_size=16"],
     "qwen muon, one micro-batch": [QWEN, ONE, MUON, "train.global_batch_size=2", "train.seq_len=128"],
     "dsv3 muon ep2": [DSV3, TWO, MUON, "mesh.ep=2", "train.global_batch_size=4", "train.seq_len=128"],

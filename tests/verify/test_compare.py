@@ -21,6 +21,7 @@ def trajectory() -> Trajectory:
         micro_batch_balance_loss=[0.4, 0.5],
         z_loss=[0.6, 0.7],
         dropped_share=[[0.0], [0.25]],
+        metrics=[[0.8], [0.9]],
         grad_norms=[1.5, 1.25],
         expert_counts=[torch.tensor([[3.0, 5.0]]), torch.tensor([[4.0, 4.0]])],
         gradients=[{"a": torch.ones(2, 3), "b": torch.zeros(2)}, {"a": torch.ones(2, 3), "b": torch.ones(2)}],
@@ -31,7 +32,7 @@ def trajectory() -> Trajectory:
 
 def test_equal_runs_have_no_difference_and_everything_is_compared() -> None:
     compared = compare_trajectories(trajectory(), trajectory())
-    assert len(compared) == 2 * (5 + 1 + 1 + 2 + 1) + 2 + 1
+    assert len(compared) == 2 * (5 + 1 + 1 + 1 + 2 + 1) + 2 + 1
     assert not differences(trajectory(), trajectory(), 0.0)
 
 
@@ -53,6 +54,7 @@ def change(path: str, value: object) -> Trajectory:
         ("losses.0", nan, "loss", 0),
         ("seq_balance_loss.1", 1e-30, "sequence balance loss", 1),
         ("global_balance_loss.0", 0.21, "lagged balance loss", 0),
+        ("metrics.1.0", 0.91, "reported metrics", 1),
         ("grad_norms.1", -1.25, "gradient norm", 1),
         ("expert_counts.0", torch.tensor([[4.0, 4.0]]), "expert counts", 0),
         ("gradients.0.a", torch.full((2, 3), nan), "gradient", 0),
