@@ -59,6 +59,7 @@ def test_a_step_of_another_run(ranks: RankPool, text: Path, tmp_path: Path, sour
     assert [name for name in expected if not torch.equal(final[name], expected[name])] == []
 
 
+@pytest.mark.exhaustive
 def test_damage_there_is_said_and_left(ranks: RankPool, text: Path, tmp_path: Path, source: tuple[Path, Run]) -> None:
     damaged = shutil.copytree(source[0], tmp_path / "damaged")
     (shard, *_) = sorted((damaged / "checkpoints" / "step-2").glob("*.distcp"))

@@ -64,7 +64,7 @@ def test_the_flagship_is_1024_ranks() -> None:
 
 
 SMALL = [name for name in list_options("model") if name.startswith("small")]
-MESHES = [name for name in list_options("mesh") if not name.startswith(("paper_", "tuned_", "first_"))]
+MESHES = [name for name in list_options("mesh") if not name.startswith(("paper_", "tuned_", "overlap_", "first_"))]
 
 
 @pytest.mark.one_in(4)

@@ -108,6 +108,7 @@ def test_every_block_of_the_page_in_one_run_that_equals_one_with_what_is_built_i
         load_config(from_python[0])  # as `automoe export` does
 
 
+@pytest.mark.exhaustive
 def test_what_a_plugin_measures_is_in_the_record_and_the_tracker(
     page: Path, from_python: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -395,6 +395,7 @@ def test_export_from_a_mesh(family: str, tmp_path: Path, ranks: RankPool) -> Non
     assert (config["eos_token_id"], config["pad_token_id"]) == (256, 257)  # the byte tokenizer's
 
 
+@pytest.mark.exhaustive
 def test_a_failure_on_one_rank_fails_all(tmp_path: Path, ranks: RankPool) -> None:
     results = ranks.run(export_fresh, 4, tmp_path / "out", MeshConfig(pp=2, dp_shard=2, ep=2), "dsv3", break_it=True)
     messages = {message for _, message in results}

@@ -77,7 +77,7 @@ def exhaustive(*case: str) -> Any:
     return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -195,7 +195,7 @@ def check_gradients(name: str, tmp_path: Path, mesh: MeshConfig, ranks: RankPool
     assert compared == set(theirs)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

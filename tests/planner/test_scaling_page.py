@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 scaling = load_file(DOCS / "draw_scaling.py")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", list(scaling.TABLES), ids=str)
 def test_tables_are_what_the_code_says(name: str) -> None:
     text = (DOCS / "scaling.md").read_text().split(f"<!-- {name}: ")[1].split("-->\n")[1].split("<!--")[0]

@@ -68,7 +68,7 @@ def steps(settings: Config, once: bool) -> tuple[Trajectory, list[int]]:
     return trajectory, list(calls.values())
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", list(CASES), ids=str)
 def test_once_a_step_and_to_the_bit(ranks: RankPool, name: str) -> None:
     made = settings(name)

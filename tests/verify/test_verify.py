@@ -184,6 +184,7 @@ def test_the_command_says_equal(small: list[str], capsys: pytest.CaptureFixture[
     ]
 
 
+@pytest.mark.exhaustive
 def test_the_command_names_the_first_difference(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
