@@ -163,7 +163,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         held = [[n + (i in (0, num_stages - 1)) for i, n in enumerate(sizes)][rank::pp] for rank in range(pp)]
         empty = [rank for rank, own in enumerate(held) if not any(own)]
         yield ("parallel.layers_per_stage", bool(empty),
-               f"every pipeline rank trains something, and the stages of rank {empty[:1]} are all empty", remedy)
+               f"every pipeline rank trains something, and the stages of rank {min(empty, default=0)} are all empty", remedy)
         yield ("parallel.layers_per_stage", sum(sizes) != num_layers,
                f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
     if parallel.overlap_all_to_all:

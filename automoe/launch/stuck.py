@@ -377,11 +377,11 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 def _working_thread() -> threading.Thread:
     """Return the thread whose place tells where this rank is.
 
-    It is the main thread. While that waits for a merged backward pass (``parallel.overlap``), it is
+    It is the main thread. While that waits for a merged backward pass (``automoe.parallel.overlap``), it is
     the thread of the backward pass.
     """
     main = threading.main_thread()
-    waits = any(frame.f_code.co_name == _GIVES_WAY for frame in _live_frames(main)[-2:])
+    waits = any(frame.f_code.co_name == _GIVES_WAY for frame in _live_frames(main))
     others = [one for one in threading.enumerate() if one.name == _BACKWARD] if waits else []
     return others[0] if others else main
 

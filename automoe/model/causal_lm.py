@@ -97,6 +97,8 @@ class CausalLM(nn.Module, ABC):
     ) -> Iterator[torch.Tensor]:
         """Yield what the head multiplies at every depth of multi-token prediction, [B, s, H].
 
+        Only a model with ``num_mtp_layers`` is asked, and such a model overrides it.
+
         Args:
             x_BsH: what it multiplies for the next token.
             given_BSD: the token that a depth is given at a position (``automoe.model.mtp``).

@@ -33,6 +33,9 @@ class Turns:
 
     def __init__(self) -> None:
         self._turn: int | None = None  # the pass that runs; None outside ``run``
+        self._begin()
+
+    def _begin(self) -> None:
         self._done = [False, False]
         self._wake = [threading.Semaphore(0), threading.Semaphore(0)]
         self._errors: list[BaseException] = []
@@ -49,24 +52,24 @@ class Turns:
                 takes its turn.
         """
         assert self._turn is None, "two passes are merged already"
+        self._begin()
         self._turn = 0
-        self._done = [False, False]
-        self._wake = [threading.Semaphore(0), threading.Semaphore(0)]
-        self._errors = []
         results: list[Any] = [None, None]
         threads = torch.get_num_threads()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         stream = None if device is None else torch.cuda.current_stream()
 
-        def first_thread() -> None:
-            # Both settings are a thread's own.
+        def in_new_thread() -> object:
+            # These settings are a thread's own.
             torch.set_num_threads(threads)
             if device is not None:
                 torch.cuda.set_device(device)
                 torch.cuda.set_stream(stream)
-            self._body(0, first, results)
+            return first()
 
-        thread = threading.Thread(target=first_thread, name=BACKWARD_THREAD, daemon=True)
+        thread = threading.Thread(
+            target=self._body, args=(0, in_new_thread, results), name=BACKWARD_THREAD, daemon=True
+        )
         thread.start()
         self._wake[0].release()
         try:

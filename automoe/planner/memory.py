@@ -212,16 +212,15 @@ def _pipeline_moments(
     done = [False] * len(stages)
     seen = set()
 
-    def largest(i: int, adds: bool, merged: int | None) -> Moment:
+    @cache
+    def most(i: int, adds: bool, merged: int | None) -> Moment:
         beside = None if merged is None else stages[merged]
         moments = stages[i].backward(adds, False, mesh.ep_shard, beside)
         return max(moments, key=lambda moment: moment.total)
 
-    most = cache(largest)
     overlap = parallel.overlap_all_to_all
-    actions = rank_actions(
-        parallel.schedule, mesh.pp, len(stages), num_micro_batches, pp_rank, overlap
-    )
+    order = "Interleaved1F1B" if overlap else parallel.schedule
+    actions = rank_actions(order, mesh.pp, len(stages), num_micro_batches, pp_rank)
     for (is_forward, i), (next_is_forward, following) in pairwise([*actions, (False, 0)]):
         # The forward pass behind a backward pass runs together with it.
         merged = following if overlap and next_is_forward and not is_forward else None
@@ -316,20 +315,13 @@ def _resident_units(params: list[Param], mesh: MeshShape, size: int) -> int:
 
 
 def rank_actions(
-    schedule: str,
-    pp: int,
-    stages_per_rank: int,
-    num_micro_batches: int,
-    pp_rank: int,
-    overlap: bool = False,
+    schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, pp_rank: int
 ) -> Iterator[tuple[bool, int]]:
     """Yield (is_forward, local stage) for each action of one pp rank's step, in order.
 
     The orders are those of torch.distributed.pipelining. GPipe runs all forwards first. 1F1B starts
     ``pp - pp_rank`` forwards, then alternates. Interleaved1F1B takes rounds of up to ``pp``
-    micro-batches through its stages in turn (arXiv 2104.04473, section 2.2). With ``overlap`` the
-    order is that of Interleaved1F1B with one more forward pass ahead, because each backward pass
-    runs together with the forward pass after it.
+    micro-batches through its stages in turn (arXiv 2104.04473, section 2.2).
 
     Raises:
         ConfigError: the micro-batches of Interleaved1F1B do not divide into equal rounds, which
@@ -343,7 +335,6 @@ def rank_actions(
         raise ConfigError(
             "parallel.schedule", schedule, rule, f"Run a multiple of mesh.pp={pp} micro-batches"
         )
-    schedule = "Interleaved1F1B" if overlap else schedule
     if schedule == "GPipe":
         ahead = total
     elif schedule == "1F1B":

@@ -277,8 +277,9 @@ def _fitting(candidate: Candidate, fixed: Sequence[str], floor: float) -> Candid
 AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))
 # Keys of ``parallel`` that a search sets.
 SEARCHED = (
-    "schedule stages_per_rank layers_per_stage reshard grad_sync recompute recompute_layers".split()
-)
+    "schedule stages_per_rank layers_per_stage layout overlap_all_to_all reshard grad_sync recompute "
+    "recompute_layers"
+).split()
 
 
 def overrides_of(candidate: Candidate) -> dict[str, dict[str, Any]]:

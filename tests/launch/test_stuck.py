@@ -18,7 +18,8 @@ import torch
 from launch_command import RECIPES, TWO_RANKS, Command
 
 from automoe.launch.run_dir import ERROR_FILE, STUCK_FILE, read_status
-from automoe.launch.stuck import Pending, Standing, StuckWatch, describe_place, who_is_missing
+from automoe.launch.stuck import Pending, Standing, StuckWatch, _working_thread, describe_place, who_is_missing
+from automoe.parallel.overlap import BACKWARD_THREAD, Turns
 from automoe.parallel.pipeline import wait_for_ranks
 from tests.support.command import MESHES, TINY, TrainCommand
 
@@ -198,3 +199,10 @@ def test_a_stall_in_a_save_is_named_and_the_run_goes_on_although_the_clock_jumps
     assert "of group checkpoint (ranks 0, 1) in 11 s: it is at" in err and "recipe_waits.py:" in err
     assert "It may take up to 1800 s" in err
     assert read_status(command.run_dir)["objective"] == 1.0
+
+
+def test_a_merged_pass_that_works_tells_where_the_rank_is() -> None:
+    """While the main thread waits for its turn, the rank is where the other pass is."""
+    found = []
+    Turns().run(lambda: found.append(_working_thread().name), lambda: found.append(_working_thread().name))
+    assert found == [BACKWARD_THREAD, threading.main_thread().name]

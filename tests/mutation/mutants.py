@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mutant import Mutant
 from mutants_fine_tuning import FINE_TUNING
+from mutants_planner import PLANNER
 
 
 def loop(case: str) -> list[str]:
@@ -23,7 +24,6 @@ def loop(case: str) -> list[str]:
 
 LLAMA, QWEN, DSV3, GPT_OSS, NEXT = (loop(c) for c in ("llama", "qwen3_moe", "dsv3", "gpt_oss", "qwen3_next"))
 ADAMW, NORM, SKIP = ["tests/optim/test_adamw.py"], ["tests/optim/test_grad_norm.py"], ["tests/training/test_skip.py"]
-TIME, SCHEDULE_T = ["tests/planner/test_time.py"], ["tests/planner/test_cost_schedule.py"]
 DECAY, SCHEDULE = ["tests/optim/test_decay_groups.py"], ["tests/optim/test_schedule.py"]
 STOCHASTIC = ["tests/optim/test_stochastic.py"]
 ROUTER, BALANCE = ["tests/moe/test_router.py"], ["tests/moe/test_balance.py"]
@@ -48,8 +48,7 @@ LOSS, MASKS = ["tests/model/test_cross_entropy.py"], ["tests/model/test_attentio
 ROPE = ["tests/model/test_rope.py"]
 FUSED = ["tests/hf/test_hf_parity.py::test_equal_to_transformers[fused-qwen3_moe]"]
 READ = ["tests/hf/test_hf_walk.py::test_what_was_once_read_otherwise"]
-OVERLAP, LAYOUT = ["tests/parallel/test_overlap.py"], ["tests/config/test_layout.py"]
-MEMORY = ["tests/planner/test_measured_memory.py"]
+OVERLAP, LAYOUT = ["tests/mesh/test_mesh_overlap.py"], ["tests/config/test_layout.py"]
 MESH = "tests/mesh/test_mesh_float64.py::test_a_mesh_trains_like_one_rank"
 
 
@@ -461,25 +460,6 @@ _QUANTIZE = [
     ("scaling.py", "local.nan_to_num(nan=torch.inf", "local.nan_to_num(nan=0.0", FP8),
     ("scaling.py", "GRAD: gradients}", "GRAD: E4M3}", FP8),
 ]
-_COST = [
-    ("communication.py", "whole * group.off_node / per_node", "whole * group.off_node", SCHEDULE_T),
-    ("communication.py", "return 1 - 1 / self.nodes", "return 1 - 1 / self.size", SCHEDULE_T),
-    ("communication.py", "max(parts) if together", "min(parts) if together", TIME),
-    ("schedule.py", "pp - 1 - place if schedule in V_SHAPED", "place if schedule in V_SHAPED", SCHEDULE_T),
-    ("schedule.py", "if overlap else schedule", "if not overlap else schedule", SCHEDULE_T),
-    ("layer_time.py", "ATTENTION_BACKWARD * seconds", "2 * seconds", TIME),
-    ("layer_time.py", 'forward.again["moe"][axis] if axis in ("ep", "etp") else cost', "cost", TIME),
-    ("layer_time.py", "seconds * weight.trained", "seconds", TIME),
-    ("time.py", "max(0.0, cost.seconds - behind)", "cost.seconds", TIME),
-    (
-        "time.py",
-        "once += seen(reduced + replicas, backward) if once_gradients",
-        "once += NOTHING if once_gradients",
-        TIME,
-    ),
-    ("step_memory.py", "merged.grown(place + 1)", "merged.grown(place)", MEMORY),
-    ("machine.py", "self.constants.grouped if groups > 1 else 1.0", "1.0", TIME),
-]
 _CONFIG = [
     ("layout.py", 'stage.count("t")', "len(stage)", LAYOUT),
     ("layout.py", "last[-1] *= times", "last[-1] *= times + 1", LAYOUT),
@@ -490,7 +470,6 @@ _CONFIG = [
 ]
 _FOLDERS = {
     "automoe/config": _CONFIG,
-    "automoe/planner": _COST,
     "automoe/optim": _OPTIM,
     "automoe/training": _TRAINING + _RUN,
     "recipes": _RECIPES,
@@ -502,8 +481,12 @@ _FOLDERS = {
     "automoe/hf": _HF,
     "automoe/quantize": _QUANTIZE,
 }
-MUTANTS = [
-    Mutant(file if file.startswith("automoe/") else f"{folder}/{file}", *rest)
-    for folder, rows in _FOLDERS.items()
-    for file, *rest in rows
-] + FINE_TUNING
+MUTANTS = (
+    [
+        Mutant(file if file.startswith("automoe/") else f"{folder}/{file}", *rest)
+        for folder, rows in _FOLDERS.items()
+        for file, *rest in rows
+    ]
+    + FINE_TUNING
+    + PLANNER
+)

@@ -325,3 +325,18 @@ def test_a_wrong_mesh_is_an_error_with_its_rule(capsys: pytest.CaptureFixture[st
 def test_a_plan_imports_no_torch() -> None:
     code = "import sys; from automoe.plan import main; main([]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+def test_the_page_of_merged_passes_says_what_plans_say() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
+    between = ["mesh.pp=8", "mesh.tp=2", "mesh.ep=64", "parallel.stages_per_rank=4"]
+    between += ["parallel.recompute=[layernorm,mla_up_proj,moe_act,mlp]"]
+    for start, overrides in (
+        ("| `tuned_dsv3_671b`:", []),
+        ("| pp8 x tp2, ep64,", between),
+        ("| the same;", [*between, "parallel.overlap_all_to_all=true"]),
+        ("| `overlap_dsv3_671b`:", ["mesh=overlap_dsv3_671b"]),
+    ):
+        plan = plan_of("dsv3_671b", *overrides)
+        [row] = [line for line in page.splitlines() if line.startswith(start)]
+        assert row.endswith(f"| {plan.time.seconds:.1f} s | {plan.time.mfu:.1%} |"), (row, plan.time.seconds)

@@ -12,11 +12,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from mesh_cases import MODELS
 from torch import nn
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
-from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
+from automoe.config.schema import ModelConfig, MoEConfig, RopeConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype, initialize, reset_buffers
@@ -26,29 +27,8 @@ from automoe.moe.tokens import IGNORE
 WEIGHT, BALANCE, SEQ = 0.3, 0.05, 12
 # Lengths of each row's documents, some shorter than a depth; the rest of a row is padding.
 ROWS = ((5, 1, 2, 4), (12,), (3, 6), (1, 1))
-MODEL = ModelConfig(
-    family="deepseek_v3",
-    vocab_size=24,
-    hidden_size=16,
-    num_layers=2,
-    first_k_dense=1,
-    intermediate_size=24,
-    num_experts=8,
-    num_experts_per_token=3,
-    moe_intermediate_size=8,
-    num_shared_experts=1,
-    attention=AttentionConfig(
-        kind="mla",
-        num_heads=2,
-        num_kv_heads=2,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_nope_head_dim=6,
-        qk_rope_head_dim=4,
-        v_head_dim=6,
-    ),
-    rope=RopeConfig(interleaved=True),
-    router=RouterConfig(score="sigmoid", num_groups=4, topk_groups=2, expert_bias=True, routed_scaling_factor=2.5),
+MODEL = replace(
+    MODELS["deepseek"], vocab_size=24, num_layers=2, rope=RopeConfig(interleaved=True), initializer_range=0.02
 )
 
 

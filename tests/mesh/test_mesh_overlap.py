@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from mesh_cases import Case, batches
+from mesh_mappings import INTERLEAVED, MERGED
 
 from automoe.parallel import overlap
 from automoe.parallel.overlap import BACKWARD_THREAD, Turns
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.trajectory import Trajectory
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "mesh"))
-from mesh_cases import Case, batches
-from mesh_mappings import INTERLEAVED, MERGED
-
 from tests.support.trajectories import run_trajectory
 
 ALONE = Case("deepseek", dict(dp_shard=2, ep=2), rows=1, parallel=MERGED)
@@ -63,6 +58,17 @@ def test_an_error_of_one_pass_ends_the_other_where_it_stands(which: str) -> None
     assert len(log) <= 3
     assert BACKWARD_THREAD not in [thread.name for thread in threading.enumerate()]
     assert turns.run(steps_of(turns, log, "B", 1), steps_of(turns, log, "F", 1)) == "F"  # it can be used again
+
+
+def test_a_thread_that_cannot_begin_ends_the_other_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: int) -> None:
+        raise RuntimeError("no such number of threads")
+
+    turns, log = Turns(), list[str]()
+    monkeypatch.setattr(torch, "set_num_threads", fails)
+    with pytest.raises(RuntimeError, match="no such number"):
+        turns.run(steps_of(turns, log, "B", 1), steps_of(turns, log, "F", 1))
+    assert not log
 
 
 def logged(case: Case, steps: int) -> tuple[list[Event], Trajectory]:
