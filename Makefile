@@ -13,7 +13,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 STAMP := $(VENV)/setup-done
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
+# Compiled tests and modules are kept, whatever the environment says: each process would compile them anew.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 # `make train PY=python3` runs on what is installed there, and installs nothing.
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
@@ -53,7 +54,7 @@ smoke-floor: ## Start, kill, resume and export with the oldest supported version
 smoke-latest: ## The same with the newest released versions, installed anew every week
 smoke-floor smoke-latest: smoke-%:
 	@python="$$($(PYTHON) tests/smoke/environment.py $*)" && \
-	PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu and not gpus' tests/interop/test_torch_private.py tests/smoke $(ARGS)
+	PYTHONDONTWRITEBYTECODE= PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu and not gpus' tests/interop/test_torch_private.py tests/smoke $(ARGS)
 
 test-gpu: $(SETUP) ## Run the tests that need one GPU, what proves most first (PY=python3: as installed, without setup)
 	@$(PY) -m pytest -m gpu $(ARGS)

@@ -80,6 +80,7 @@ def poll_until_over(text: Path, run_dir: Path, fault: str) -> tuple[int, list[st
     return polls, said
 
 
+@pytest.mark.exhaustive
 def test_a_write_error_surfaces_in_the_same_poll_on_every_rank(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     outcomes = ranks.run(poll_until_over, 2, text, tmp_path / "run", "enospc:rank=1:at=shard_write")
     assert outcomes[0] == outcomes[1]

@@ -67,7 +67,7 @@ SMALL = [name for name in list_options("model") if name.startswith("small")]
 MESHES = [name for name in list_options("mesh") if not name.startswith(("paper_", "tuned_", "overlap_", "first_"))]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize(
     ("model", "mesh"), list(product(SMALL, MESHES)), ids=map("-".join, list(product(SMALL, MESHES)))
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from automoe.config.compose import compose_config
 from automoe.config.convert import config_from_dict, config_to_dict
 from automoe.config.layout import parse_layout
 from automoe.config.mesh_shape import resolve_mesh, stage_layers
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
+from tests.support.configurations import quick_config
 
 TWO_RANKS = ["mesh.pp=2", "mesh.ep=1", "mesh.dp_shard=1", "parallel.schedule=Interleaved1F1B"]
 
@@ -56,7 +56,7 @@ def test_what_is_no_layout_is_refused(text: str, says: str) -> None:
 
 
 def test_a_layout_sets_the_stages_and_survives_the_frozen_file() -> None:
-    config = compose_config(overrides=[*TWO_RANKS, "parallel.layout='E|(t|)*2ttL'"])
+    config = quick_config(overrides=[*TWO_RANKS, "parallel.layout='E|(t|)*2ttL'"])
     assert (config.parallel.stages_per_rank, config.parallel.layers_per_stage) == (2, [0, 1, 1, 2])
     mesh = resolve_mesh(config.mesh, None)
     assert stage_layers(config, mesh) == [range(0), range(1), range(1, 2), range(2, 4)]
@@ -65,7 +65,7 @@ def test_a_layout_sets_the_stages_and_survives_the_frozen_file() -> None:
 
 
 def test_a_rank_may_hold_the_head_alone() -> None:
-    config = compose_config(overrides=[*TWO_RANKS, "parallel.layout='Et||ttt|L'"])
+    config = quick_config(overrides=[*TWO_RANKS, "parallel.layout='Et||ttt|L'"])
     assert config.parallel.layers_per_stage == [1, 0, 3, 0]
     validate(config, None)
 
@@ -87,4 +87,4 @@ def test_a_rank_may_hold_the_head_alone() -> None:
 )
 def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        validate(compose_config(overrides=[*TWO_RANKS, *overrides]), None)
+        validate(quick_config(overrides=[*TWO_RANKS, *overrides]), None)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import PRESETS, MeshShape, resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.errors import ConfigError
+from tests.support.configurations import quick_config
 
 
 def scaled(preset: str, ranks: int, **axes: int) -> MeshShape:
@@ -61,5 +61,5 @@ def test_errors() -> None:
     ],
 )
 def test_the_papers_mappings(name: str, ranks: int, tp: int, ep: int, pp: int) -> None:
-    shape = resolve_mesh(compose_config(overrides=[f"mesh={name}"]).mesh, None)
+    shape = resolve_mesh(quick_config(overrides=[f"mesh={name}"]).mesh, None)
     assert (shape.world_size, shape.tp, shape.ep, shape.pp, shape.etp) == (ranks, tp, ep, pp, 1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from automoe.config.compose import compose_config, list_options
+from automoe.config.compose import list_options
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules_kernels import BLOCK
 from automoe.config.schema import Config
@@ -14,6 +14,7 @@ from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.model.params import count_params
 from automoe.verify.proxy import list_cuts, make_proxy
+from tests.support.configurations import quick_config
 
 
 def proxy_of(config: Config) -> Config:
@@ -26,7 +27,7 @@ def proxy_of(config: Config) -> Config:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", list_options())
 def test_every_primary_has_a_valid_proxy_of_the_same_structure(name: str) -> None:
-    config = compose_config(name, ["launch.num_ranks=4"])
+    config = quick_config(name, ["launch.num_ranks=4"])
     proxy = proxy_of(config)
     assert count_params(proxy.model).total < 1_000_000
     assert proxy.train.seq_len * proxy.train.global_batch_size <= 64 * 32
@@ -47,7 +48,7 @@ def test_every_primary_has_a_valid_proxy_of_the_same_structure(name: str) -> Non
 
 
 def test_every_axis_is_cut_to_two_and_none_is_lost() -> None:
-    proxy = proxy_of(compose_config("dsv3_671b", ["mesh.tp=2", "mesh.cp=4", "mesh.dp_shard=8"]))
+    proxy = proxy_of(quick_config("dsv3_671b", ["mesh.tp=2", "mesh.cp=4", "mesh.dp_shard=8"]))
     mesh = proxy.mesh
     assert (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp) == (2, 1, 2, 2, 2)
     assert (mesh.ep, mesh.ep_shard, proxy.parallel.stages_per_rank) == (2, 4, 2)
@@ -61,7 +62,7 @@ def test_uneven_stages_stay_uneven() -> None:
         "model.num_layers=12",
         "parallel.layers_per_stage=[5,3,2,2]",
     ]
-    proxy = proxy_of(compose_config("config", overrides))
+    proxy = proxy_of(quick_config("config", overrides))
     assert proxy.parallel.layers_per_stage == [3, 1] and proxy.model.num_layers == 4
 
 
@@ -78,11 +79,11 @@ def test_uneven_stages_stay_uneven() -> None:
     ids=["rounds of three micro-batches", "nine experts", "five groups"],
 )  # fmt: skip
 def test_odd_sizes_still_give_a_valid_proxy(overrides: list[str]) -> None:
-    proxy_of(compose_config("config", overrides))
+    proxy_of(quick_config("config", overrides))
 
 
 def test_cuts_are_listed_by_key() -> None:
-    config = compose_config("qwen3_30b_a3b")
+    config = quick_config("qwen3_30b_a3b")
     cuts = {key: (before, after) for key, before, after in list_cuts(config, proxy_of(config))}
     assert cuts["mesh.ep"] == (8, 2) and cuts["model.num_experts"] == (128, 16)
     assert "model.rope.theta" not in cuts and "train.dtype" not in cuts
@@ -101,7 +102,7 @@ def test_cuts_are_listed_by_key() -> None:
 )
 def test_blocks_of_scales_meet_in_every_width_that_the_mesh_cuts(name: str, mesh: list[str]) -> None:
     """``proxy_of`` validates that no cut falls inside a block."""
-    proxy = proxy_of(compose_config(name, [*mesh, "train.fp8=blockwise", "launch.num_ranks=4"]))
+    proxy = proxy_of(quick_config(name, [*mesh, "train.fp8=blockwise", "launch.num_ranks=4"]))
     assert proxy.train.fp8 == "blockwise" and proxy.model.hidden_size == 2 * BLOCK
     dense = proxy.model.first_k_dense == proxy.model.num_layers
     assert (proxy.model.intermediate_size if dense else proxy.model.moe_intermediate_size) == 2 * BLOCK

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from automoe.config.compose import compose_config
 from automoe.config.frozen import dump_config, parse_config
 from automoe.config.recompute import MODULES, recomputed_modules
 from automoe.config.schema import Config, ParallelConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.verify.proxy import make_proxy
+from tests.support.configurations import quick_config
 
 
 def composed(*overrides: str) -> Config:
-    config = compose_config(overrides=list(overrides))
+    config = quick_config(overrides=list(overrides))
     validate(config, 4)
     return config
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from automoe.config.compose import compose_config, key_of
+from automoe.config.compose import key_of
 from automoe.errors import ConfigError
 from automoe.launch import prepare
 from tests.config.test_validate import BAD
 from tests.support.chat import messages, save_tokenizer, write_chat
+from tests.support.configurations import quick_config
 from tests.support.hf_models import save_small_hf
 from tests.support.preference import write_pairs
 
@@ -79,7 +80,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def refused(ranks: int | None, overrides: list[str], device: str | None, name: str) -> ConfigError | None:
     try:
-        config = prepare.settle(compose_config(name, overrides), overrides)
+        config = prepare.settle(quick_config(name, overrides), overrides)
         prepare.check(config, ranks, device)
     except ConfigError as error:
         return error

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from automoe.config.compose import compose_config
 from automoe.config.schema import Config
 from automoe.config.validate import check_writable
 from automoe.errors import ConfigError
 from automoe.launch import prepare
 from automoe.launch.run_dir import locked
+from tests.support.configurations import quick_config
 
 
 def small(*overrides: str) -> Config:
     """The default on one mesh of plain data parallelism, so that one rule is met at a time."""
-    return compose_config(overrides=["mesh=fsdp", *overrides])
+    return quick_config(overrides=["mesh=fsdp", *overrides])
 
 
 def check(num_ranks: int, *overrides: str, device: str | None = None) -> None:

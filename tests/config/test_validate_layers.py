@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows
 from automoe.config.rules_model import model_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
+from tests.support.configurations import quick_config
 
 
 def config(model: str = "small_gpt_oss", mesh: dict[str, int] | None = None, **keys: Any) -> Config:
     overrides = [f"model={model}", *(f"{key.replace('__', '.')}={value}" for key, value in keys.items())]
-    return replace(compose_config(overrides=overrides), mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))))
+    return replace(quick_config(overrides=overrides), mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))))
 
 
 def next_config(**options: Any) -> Config:

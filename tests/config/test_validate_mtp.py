@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh, stage_layers
 from automoe.config.recompute import recompute_rows
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.rules_model import model_rows
 from automoe.config.schema import Config, LoraConfig, MeshConfig, ParallelConfig
 from automoe.errors import ConfigError
+from tests.support.configurations import quick_config
 
 
 def config(depths: int = 1, model: dict[str, Any] | None = None, **sections: Any) -> Config:
-    plain = compose_config(overrides=["model=small_dsv3"])
+    plain = quick_config(overrides=["model=small_dsv3"])
     return replace(plain, model=replace(plain.model, num_mtp_layers=depths, **(model or {})), **sections)
 
 

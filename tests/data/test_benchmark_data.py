@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, tokenizer_of
 from automoe.config.validate import validate
@@ -18,12 +17,13 @@ from automoe.errors import ConfigError
 from automoe.hf.folder import write_settings
 from automoe.launch.prepare import missing_data
 from automoe.observe.summary import describe_run
+from tests.support.configurations import quick_config
 
 SMALL = ["data=benchmark", "model.vocab_size=5000", "train.seq_len=64", "mesh.pp=1", "mesh.ep=1", "launch.num_ranks=1"]
 
 
 def small(*overrides: str) -> Config:
-    return compose_config("config", [*SMALL, *overrides])
+    return quick_config("config", [*SMALL, *overrides])
 
 
 def test_a_row_is_a_document_of_ids_from_the_whole_vocabulary() -> None:
@@ -76,7 +76,7 @@ def test_what_makes_no_sense_without_text_is_refused(overrides: list[str], messa
 
 def test_large_models_ask_for_text_and_a_tokenizer_and_small_ones_do_not(tmp_path: Path) -> None:
     def missing(name: str, *overrides: str) -> str:
-        return str(missing_data(compose_config(name, list(overrides))) or "")
+        return str(missing_data(quick_config(name, list(overrides))) or "")
 
     text, tokenizer = ["data=text", f"data.path={tmp_path}"], f"data.tokenizer={tmp_path}"
     assert missing("qwen3_30b_a3b").startswith(

@@ -57,6 +57,7 @@ def test_a_rank_reads_what_it_holds(fused: bool, tmp_path: Path, ranks: RankPool
     assert min(asked for asked, _ in results) > bytes_of(tmp_path) / 8
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("gap_bytes", [0, 8 << 10])
 def test_copies_are_read_by_everyone_who_has_one(gap_bytes: int, tmp_path: Path, ranks: RankPool) -> None:
     """Columns of a matrix: alone, or in one go with the bytes between them."""

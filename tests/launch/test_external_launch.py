@@ -100,6 +100,7 @@ def test_srun_tasks_meet_at_rank_0(command: Command) -> None:
     assert not (command.run_dir / "report.html").exists(), "none is wanted"
 
 
+@pytest.mark.exhaustive
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("", 0))

@@ -6,8 +6,9 @@ import subprocess
 
 import pytest
 
-from automoe.config.compose import compose_config, list_options
+from automoe.config.compose import list_options
 from automoe.model.peak_flops import peak_flops
+from tests.support.configurations import quick_config
 
 NAMES = """NVIDIA A100-SXM4-80GB,NVIDIA RTX A6000,NVIDIA H100 NVL,NVIDIA H100 PCIe,NVIDIA H100 80GB HBM3,NVIDIA H200,\
 NVIDIA H20,NVIDIA GB200,NVIDIA GB300,NVIDIA B200,NVIDIA B300 SXM6 AC,AMD Instinct MI250X,AMD Instinct MI300X,\
@@ -26,7 +27,7 @@ def test_torchtitan_has_the_same_peaks(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_plans_have_the_same_peaks() -> None:
-    clusters = [compose_config(overrides=[f"cluster={name}"]).cluster for name in list_options("cluster")]
+    clusters = [quick_config(overrides=[f"cluster={name}"]).cluster for name in list_options("cluster")]
     known = [cluster for cluster in clusters if peak_flops(cluster.gpu)]
     assert len(known) >= 6
     assert {c.name: c.peak_flops for c in known} == {c.name: peak_flops(c.gpu) for c in known}

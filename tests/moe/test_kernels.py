@@ -78,6 +78,7 @@ def test_a_run_repeats_bit_for_bit(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_copies_by_the_accelerator_and_by_threads_give_the_same_numbers(monkeypatch) -> None:
     args = arguments([5, 0, 33, 2], 11, 24, 20)
     described = MagicMock(side_effect=launches._described)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from test_report import Checker
 
-from automoe.config.compose import Arguments, compose_config
+from automoe.config.compose import Arguments
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.config.validate import validate
@@ -21,12 +21,13 @@ from automoe.planner.time import step_spans
 from automoe.planner.views.plan_page import write_plan_page
 from automoe.planner.views.plan_plots import MEMORY, draw_memory, draw_schedule, draw_time
 from automoe.planner.views.plan_view import plan_tables, print_plan
+from tests.support.configurations import quick_config
 
 EVIL = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{7*7}}$\\frac{"
 
 
 def planned(name: str, *overrides: str) -> tuple[Config, MeshShape]:
-    config = compose_config(name, list(overrides))
+    config = quick_config(name, list(overrides))
     return config, validate(config, config.launch.num_ranks)
 
 

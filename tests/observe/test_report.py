@@ -154,6 +154,7 @@ def test_a_run_whose_every_loss_is_nan(tmp_path):
     assert_a_picture(tmp_path / "plots" / "loss.png")
 
 
+@pytest.mark.exhaustive
 def test_many_layers_and_experts(tmp_path):
     write_run(tmp_path, steps=12, num_layers=58, num_experts=256)
     page_of(tmp_path)

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import automoe.optim.stochastic
-from automoe.config.compose import compose_config
 from automoe.config.schema import OptimConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
@@ -21,6 +20,7 @@ from automoe.kernels.counter_random import bits_at, stream_key
 from automoe.optim.adamw import build_optimizer, set_learning_rate
 from automoe.optim.stochastic import StochasticAdamW, round_stochastically
 from automoe.verify.pool import RankPool
+from tests.support.configurations import quick_config
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.3, master_weights="stochastic")
 
@@ -215,7 +215,7 @@ def test_names_steps_and_seeds_round_differently() -> None:
     ],
 )
 def test_configurations_that_it_does_not_go_with(overrides: list[str], words: list[str]) -> None:
-    config = compose_config(overrides=["optim.master_weights=stochastic", *overrides])
+    config = quick_config(overrides=["optim.master_weights=stochastic", *overrides])
     with pytest.raises(ConfigError) as raised:
         validate(config, 4)
     assert all(word in str(raised.value) for word in words)

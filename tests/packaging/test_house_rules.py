@@ -58,11 +58,11 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 499, 65, 125
 
 def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """Every node but those under ``if TYPE_CHECKING``."""
-    yield tree
-    skipped = tree.body if isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING" else []
-    for child in ast.iter_child_nodes(tree):
-        if child not in skipped:
-            yield from run_time_nodes(child)
+    waiting = [tree]
+    while waiting:
+        yield (node := waiting.pop())
+        skipped = node.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" else []
+        waiting += [child for child in ast.iter_child_nodes(node) if child not in skipped]
 
 
 def imported(path: Path) -> set[str]:

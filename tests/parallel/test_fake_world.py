@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import split_layers, stage_of_rank
 from automoe.config.validate import validate
 from automoe.model.adapters import with_adapters
@@ -22,17 +21,18 @@ from automoe.parallel.parallelize import build_parts, materialize
 from automoe.plan import build_heaviest, main
 from automoe.planner.plan import make_plan
 from automoe.planner.step_memory import local_numel
+from tests.support.configurations import quick_config
 
 SMALL = ["model=small_dsv3", "train.global_batch_size=32", "train.micro_batch_size=1", "data.document_mask=false"]
 
 
 def world(*overrides: str, name: str = "config"):
-    config = compose_config(name, list(overrides))
+    config = quick_config(name, list(overrides))
     mesh = validate(config, config.launch.num_ranks)
     return config, mesh
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from automoe.checkpoint.train_state import TrainState
-from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
@@ -31,6 +30,7 @@ from automoe.parallel.pipeline import build_runner
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import leave_world
 from tests.support.communication import CommunicationLog, Message
+from tests.support.configurations import quick_config
 
 ROWS, SEQ, HIDDEN, BYTES = 512, 32, 32, 4
 TINY = f"""
@@ -44,7 +44,7 @@ TINY = f"""
 
 
 def flagship() -> tuple[Config, MeshShape]:
-    config = compose_config("dsv3_671b", TINY)
+    config = quick_config("dsv3_671b", TINY)
     return config, resolve_mesh(config.mesh, None)
 
 

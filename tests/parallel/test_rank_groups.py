@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.interop.torch_private import process_groups
@@ -19,6 +18,7 @@ from automoe.parallel.fake_world import fake_world
 from automoe.parallel.groups import open_groups
 from automoe.parallel.mesh import build_meshes
 from automoe.verify.pool import RankPool
+from tests.support.configurations import quick_config
 
 # Axes as large as the world, of which those of dispatch have a communicator of their own.
 ALONE = [dict(dp_shard=8, ep=8), dict(dp_shard=1, tp=8, etp=8), dict(dp_shard=2, cp=4, ep=8)]
@@ -71,7 +71,7 @@ FLAGSHIPS = ("dsv3_671b", "kimi_k2_1t_a32b", "qwen3_235b_a22b", "glm45_355b_a32b
 def test_the_plan_counts_the_groups_that_a_rank_is_in(shape: str | dict[str, int]) -> None:
     """Those of one rank apart, which talk to nobody."""
     named = isinstance(shape, str)
-    mesh = resolve_mesh(compose_config(shape).mesh if named else MeshConfig(**shape), None)
+    mesh = resolve_mesh(quick_config(shape).mesh if named else MeshConfig(**shape), None)
     with fake_world(mesh.world_size - 1, mesh.world_size):
         build_meshes(mesh, torch.device("cpu"))
         made = [

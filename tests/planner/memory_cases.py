@@ -6,8 +6,8 @@ their even share of tokens (``moe.gate=balanced``), as the plan counts them.
 
 from __future__ import annotations
 
-from automoe.config.compose import compose_config
 from automoe.config.schema import Config
+from tests.support.configurations import quick_config
 
 COMMON = ["moe.gate=balanced", "train.seq_len=512", "model.hidden_size=256", "train.micro_batch_size=2"]
 COMMON += ["cluster=laptop", "train.global_batch_size=8", "launch.num_ranks=null", "model.vocab_size=1024"]
@@ -124,4 +124,4 @@ CASES: dict[str, list[str]] = {
 def case(name: str) -> Config:
     """The configuration called ``name``."""
     last = {text.split("=")[0]: text for text in (*COMMON, *CASES[name])}
-    return compose_config(overrides=list(last.values()))
+    return quick_config(overrides=list(last.values()))

@@ -13,7 +13,6 @@ import torch
 
 import automoe.parallel.activation_checkpoint
 from automoe.config.batch import plan_batch
-from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import RERUN
 from automoe.config.rules_kernels import CHUNK_TOKENS
@@ -30,6 +29,7 @@ from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.planner.activations import DELTA_CHUNK, TokenLoad, layer_activation_bytes
 from automoe.planner.workspace import head_workspace_bytes, layer_workspaces
+from tests.support.configurations import quick_config
 from tests.support.gpu import one_rank
 
 NUM_ROWS, SEQ_LEN = 2, 256
@@ -95,7 +95,7 @@ def results_kept(seen: list[list]) -> Iterator[None]:
 
 @cache
 def composed(*overrides: str) -> Config:
-    return compose_config(overrides=list(overrides))
+    return quick_config(overrides=list(overrides))
 
 
 @cache

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
-from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.errors import ConfigError
 from automoe.planner.communication import Group, all_to_all, dispatch_once, distinct, gather
 from automoe.planner.machine import Constants, Machine
 from automoe.planner.schedule import HIDDEN, StageTimes, all_actions, rank_of, simulate, stretch
+from tests.support.configurations import quick_config
 
 F, B = 1.0, 2.0
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -132,7 +132,7 @@ def test_groups_lie_where_the_ranks_of_a_mesh_do(gpus_per_node: int) -> None:
 
 
 def machine() -> Machine:
-    config = compose_config("qwen3_30b_a3b", [])
+    config = quick_config("qwen3_30b_a3b", [])
     return Machine.of(config, Constants.load("prior"))
 
 

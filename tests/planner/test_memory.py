@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 
 from automoe.config.batch import plan_batch
-from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers
 from automoe.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from automoe.model.params import SPECS, Param, count_params, stage_params
 from automoe.planner.activations import TokenLoad, layer_activation_bytes
 from automoe.planner.memory import BATCH_BYTES, INPUT_BYTES, SENDS_KEPT, RankMemory, plan_memory, rank_actions
 from automoe.planner.step_memory import local_numel
+from tests.support.configurations import quick_config
 
 GIB = 2**30
 
 
 def model_of(name: str) -> ModelConfig:
-    return compose_config(name).model
+    return quick_config(name).model
 
 
 def planned(config: Config) -> tuple[MeshShape, list[RankMemory]]:

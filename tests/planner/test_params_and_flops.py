@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from automoe.config.compose import compose_config
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig
 from automoe.model.adapters import is_trained, with_adapters
 from automoe.model.decoder import Decoder
@@ -16,10 +15,11 @@ from automoe.model.flops import step_flops_per_token, train_flops_per_token
 from automoe.model.lora import adapt
 from automoe.model.params import PARTS, count_params, layer_params, model_params
 from automoe.parallel.parallelize import allocate, build_decoder
+from tests.support.configurations import quick_config
 
 
 def preset(name: str) -> ModelConfig:
-    return compose_config(overrides=[f"model={name}"]).model
+    return quick_config(overrides=[f"model={name}"]).model
 
 
 def gqa_model(
@@ -171,7 +171,7 @@ def test_dense_layers_cost_their_own_width() -> None:
 
 def products_of_a_token(*overrides: str) -> tuple[float, float]:
     """FLOPs of all matrix products of a token's step but those of attention scores: planned, and counted by torch."""
-    config = compose_config(overrides=[*overrides, "moe.experts=loop", "train.seq_len=64", "model.num_layers=2"])
+    config = quick_config(overrides=[*overrides, "moe.experts=loop", "train.seq_len=64", "model.num_layers=2"])
     model = config.model
     part = build_decoder(model, config.moe, torch.float32)
     adapt(part, config, torch.float32, torch.float32)

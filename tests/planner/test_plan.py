@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from automoe.config.batch import plan_batch
-from automoe.config.compose import compose_config, key_of, list_options
+from automoe.config.compose import key_of, list_options
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.shipped import load_file
 from automoe.config.validate import validate
@@ -24,15 +24,16 @@ from automoe.planner.plan import SHOWN, Plan, make_plan
 from automoe.planner.remedies import gib
 from automoe.planner.reserve import ALL_TO_ALL_PEER, COMMUNICATOR, NETWORK, Reserve, needed
 from automoe.planner.views.plan_view import print_plan
+from tests.support.configurations import quick_config
 
 
 def plan_of(name: str, *overrides: str) -> Plan:
-    config = compose_config(name, list(overrides))
+    config = quick_config(name, list(overrides))
     return make_plan(config, validate(config, config.launch.num_ranks))
 
 
 def test_the_load_at_which_experts_fill_the_memory_is_said() -> None:
-    config = compose_config("llama3_8x70b")
+    config = quick_config("llama3_8x70b")
     shape = validate(config, None)
     plan, limit = make_plan(config, shape), config.cluster.memory_bytes
     assert plan.full_at is not None and 2 < plan.full_at < 2.5
@@ -51,7 +52,7 @@ def test_the_load_at_which_experts_fill_the_memory_is_said() -> None:
 def test_every_primary_has_a_plan_that_adds_up(name: str) -> None:
     plan, without_adapters = plan_of(name), plan_of(name, "lora.rank=0")
     assert sum(rank.params for rank in without_adapters.ranks) == plan.params.total
-    config = compose_config(name)
+    config = quick_config(name)
     assert sorted(layer for rank in plan.ranks for layer in rank.layers) == list(range(config.model.num_layers))
     assert plan.heaviest.peak == max(rank.peak for rank in plan.ranks)
     time = plan.time
@@ -104,7 +105,7 @@ def test_answers_are_what_searches_say(question: Any) -> None:
 @pytest.mark.parametrize("mesh", ["tuned", "first"])
 @pytest.mark.parametrize("name", FLAGSHIPS)
 def test_flagships_fit_with_their_reserve_at_even_load_and_at_twice(name: str, mesh: str) -> None:
-    config = compose_config(name, [f"mesh={mesh}_{name}"])
+    config = quick_config(name, [f"mesh={mesh}_{name}"])
     shape = validate(config, None)
     plan, train = make_plan(config, shape), config.train
 
@@ -136,7 +137,7 @@ def test_twice_the_even_load_is_what_ranks_send_and_capacity_lets_through() -> N
     def rows(*overrides: str) -> float:
         plan = plan_of("mixtral_8x7b", *overrides)
         assert (plan.uneven_peak > plan.heaviest.peak) == (plan.uneven_ranks != plan.ranks)
-        config = compose_config("mixtral_8x7b", list(overrides))
+        config = quick_config("mixtral_8x7b", list(overrides))
         uneven = at_load(plan.batch, 2.0, config, plan.mesh)
         return uneven.expert_rows_per_rank / plan.batch.expert_rows_per_rank
 
@@ -248,7 +249,7 @@ def test_what_is_not_modelled_is_marked(override: str, said: str) -> None:
     plan = plan_of("mixtral_8x7b", override)
     assert said in " ".join(plan.not_modelled) and plan.to_dict()["not_modelled"] == plan.not_modelled
     file = io.StringIO()
-    config = compose_config("mixtral_8x7b", [override])
+    config = quick_config("mixtral_8x7b", [override])
     print_plan(config, resolve_mesh(config.mesh, None), Console(file=file, width=200))
     assert "not modelled" in file.getvalue() and said in file.getvalue()
     assert plan_of("mixtral_8x7b").not_modelled == []
@@ -289,7 +290,7 @@ def test_what_slows_a_step_is_said() -> None:
 
 def test_print_shows_both_meshes_and_the_heaviest_rank() -> None:
     mesh = ["mesh=first_dsv3_671b", "mesh.ep=64"]
-    config = compose_config("dsv3_671b", mesh)
+    config = quick_config("dsv3_671b", mesh)
     file = io.StringIO()
     plan = print_plan(config, resolve_mesh(config.mesh, None), Console(file=file))
     text = file.getvalue()
@@ -327,6 +328,7 @@ def test_a_plan_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
 
 
+@pytest.mark.exhaustive
 def test_the_page_of_merged_passes_says_what_plans_say() -> None:
     page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
     between = ["mesh.pp=8", "mesh.tp=2", "mesh.ep=64", "parallel.stages_per_rank=4"]

@@ -28,13 +28,14 @@ from automoe.planner.reserve import needed
 from automoe.planner.search import Search, mesh_shapes, search
 from automoe.planner.search_command import Question, _find, least_ranks
 from automoe.planner.time import step_time
+from tests.support.configurations import quick_config
 
 WORLD = 8
 
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    found = compose_config("config", ["cluster=h100_sxm", "launch.num_ranks=null", "train.global_batch_size=32"])
+    found = quick_config("config", ["cluster=h100_sxm", "launch.num_ranks=null", "train.global_batch_size=32"])
     return replace(found, mesh=MeshConfig())
 
 
@@ -216,6 +217,7 @@ def test_every_configuration_takes_a_mesh_that_was_found(tmp_path: Path) -> None
         assert {axis: getattr(mesh, axis) for axis in sizes} == sizes, name
 
 
+@pytest.mark.exhaustive
 def test_the_preset_of_a_configuration_with_a_mesh_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,7 +232,7 @@ def test_the_preset_of_a_configuration_with_a_mesh_of_its_own(
 
 
 def test_ranks_that_weights_and_moments_fill_are_not_looked_at() -> None:
-    config, seen = compose_config("dsv3_671b"), list[int]()
+    config, seen = quick_config("dsv3_671b"), list[int]()
 
     def look(one: Config, world: int) -> Search:
         seen.append(world)
@@ -241,4 +243,4 @@ def test_ranks_that_weights_and_moments_fill_are_not_looked_at() -> None:
     assert seen == [128, 256]
     state = 12 * count_params(config.model).total
     assert least_ranks(config) == pytest.approx(state / config.cluster.memory_bytes, rel=1e-3)
-    assert 64 < least_ranks(config) < 128 and least_ranks(compose_config("config")) == 1
+    assert 64 < least_ranks(config) < 128 and least_ranks(quick_config("config")) == 1

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from automoe.config.compose import compose_config
 from automoe.config.context import mean_keys
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import ClusterConfig, Config
@@ -21,6 +20,7 @@ from automoe.planner.communication import Group, dispatch_once
 from automoe.planner.machine import Constants, Machine
 from automoe.planner.time import BAND, UNCALIBRATED_BAND, StepTime, step_time
 from benchmarks.published import Run, mean_error, ordered, parted, runs, winners
+from tests.support.configurations import quick_config
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted(path.stem for path in (ROOT / "conf" / "cluster").glob("*.yaml"))
@@ -29,7 +29,7 @@ RESULT = json.loads((ROOT / "benchmarks" / "results" / "published_runs.json").re
 
 @lru_cache(maxsize=16)
 def primary(name: str) -> Config:
-    return compose_config(name, [])
+    return quick_config(name, [])
 
 
 def time_of(name: str, settings: dict[str, Any] | None = None, cluster: str = "h100_sxm") -> StepTime:

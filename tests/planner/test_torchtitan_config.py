@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.config.validate import validate
@@ -22,12 +21,13 @@ from automoe.errors import ConfigError
 from automoe.model.params import count_params
 from automoe.plan import main
 from automoe.planner.torchtitan_config import MODELS, titan_module, write_titan
+from tests.support.configurations import quick_config
 
 GROUPS = {"pp": "default", "dp_replicate": "default", "cp": "default", "tp": "default", "ep": "moe"}
 
 
 def planned(name: str, *overrides: str) -> tuple[Any, MeshShape]:
-    config = compose_config(name, list(overrides))
+    config = quick_config(name, list(overrides))
     return config, validate(config, config.launch.num_ranks, "cuda")
 
 
@@ -143,7 +143,7 @@ def test_ranks_have_the_same_places_in_both(fake_world: int) -> None:
     ],
 )
 def test_what_torchtitan_would_train_otherwise_is_refused(override: str, key: str) -> None:
-    config = compose_config("qwen3_30b_a3b", [override, "mesh.dp_shard=-1"])
+    config = quick_config("qwen3_30b_a3b", [override, "mesh.dp_shard=-1"])
     with pytest.raises(ConfigError) as error:
         titan_module(config, resolve_mesh(config.mesh, 16), "run")
     assert error.value.key == key
@@ -155,7 +155,7 @@ def test_what_it_has_no_setting_for_is_named_in_the_file() -> None:
         "parallel.recompute_layers=[0]", "data.document_mask=false", "optim.ema_decay=0.999", "train.spike_factor=5",
         "moe.router_jitter=0.1", "train.val_every=7", "parallel.grad_sync=step",
     ]  # fmt: skip
-    config = compose_config("qwen3_30b_a3b", given)
+    config = quick_config("qwen3_30b_a3b", given)
     text = titan_module(config, resolve_mesh(config.mesh, 16), "run").split('"""')[1]
     for override in given:
         assert override.split("=")[0].replace("parallel.grad_sync", "grad_sync") in text, override

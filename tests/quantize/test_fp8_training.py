@@ -99,7 +99,7 @@ CODES = {
 }
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", list(CODES), ids=str)
 def test_codes_are_those_of_one_rank(ranks: RankPool, name: str) -> None:
     """In float64 around the codes, where no order of sums tips one to its neighbour: every number is equal then."""
@@ -234,6 +234,7 @@ def test_a_gpu_without_these_products_is_named() -> None:
 # ---------------------------------------------------------------- learning
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "dtype, modes, steps",
     [("float32", ("delayed", "blockwise"), 8), pytest.param("bfloat16", MODES, 20, marks=pytest.mark.exhaustive)],

@@ -15,7 +15,6 @@ import pytest
 import automoe.parallel.fp8
 import automoe.parallel.parallelize
 import automoe.verify.run
-from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
@@ -34,6 +33,7 @@ from automoe.verify import main
 from automoe.verify.pool import RankPool
 from automoe.verify.run import EXIT_DIFFERENT, EXIT_FAILED, make_runnable, passes, tolerances, verify_pass
 from automoe.verify.trajectory import Trajectory, run_trajectory
+from tests.support.configurations import quick_config
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def every_rank_raises(*_: Any, **__: Any) -> Trajectory:
 
 
 def test_both_dtypes_of_a_right_mesh_are_equal(ranks: RankPool, small: list[str]) -> None:
-    config, shape, cuts = make_runnable(compose_config(overrides=small))
+    config, shape, cuts = make_runnable(quick_config(overrides=small))
     assert shape.describe("moe") == "ep2" and cuts == []
     exact, own = (verify_pass(each, shape, ranks) for each in passes(config))
     assert (exact.config.train.dtype, exact.config.moe.experts, exact.forced) == ("float64", "loop", False)
@@ -101,7 +101,7 @@ def test_a_dense_model_has_no_routing_to_force(ranks: RankPool, small: list[str]
         "mesh.ep=1",
         "mesh.tp=2",
     ]
-    config, shape, cuts = make_runnable(compose_config(overrides=dense))
+    config, shape, cuts = make_runnable(quick_config(overrides=dense))
     assert cuts == []
     for each in passes(config):
         result = verify_pass(each, shape, ranks)
@@ -111,9 +111,10 @@ def test_a_dense_model_has_no_routing_to_force(ranks: RankPool, small: list[str]
         assert ("updated parameter" in kinds) == (each.train.dtype == "float64")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [0, 1], ids=["float64", "float32"])
 def test_a_wrong_gradient_is_named(ranks: RankPool, small: list[str], number: int) -> None:
-    config, shape, _ = make_runnable(compose_config(overrides=[*small, "mesh.ep=1"]))
+    config, shape, _ = make_runnable(quick_config(overrides=[*small, "mesh.ep=1"]))
     result = verify_pass(passes(config)[number], shape, ranks, run=halved_expert_gradients)
     first = result.different[0]
     assert first.kind == "gradient" and first.name == "layers.1.mlp.experts.gate_up_proj"
@@ -133,7 +134,7 @@ def ranks_alone(*args: Any, **options: Any) -> Trajectory:
 def test_eight_bits_are_held_to_one_rank_in_float64_and_loosened_below(ranks: RankPool, small: list[str]) -> None:
     """Rows that meet in a micro-batch are the same in both runs, of which the mesh has two."""
     eight = [*small, "train.fp8=tensorwise", "mesh.dp_shard=2"]
-    config, shape, _ = make_runnable(compose_config(overrides=eight))
+    config, shape, _ = make_runnable(quick_config(overrides=eight))
     exact, around, own = passes(config)
     result = verify_pass(around, shape, ranks)
     train = result.config.train
@@ -216,12 +217,12 @@ def test_a_large_configuration_is_verified_by_its_proxy(capsys: pytest.CaptureFi
 
 def test_what_cannot_run_on_a_cpu_is_said() -> None:
     overrides = ["parallel.context=ring", "data.document_mask=false", "launch.device=cuda", "mesh.cp=2"]
-    config, _, cuts = make_runnable(compose_config("qwen3_30b_a3b", [*overrides, "moe.dispatcher=deepep"]))
+    config, _, cuts = make_runnable(quick_config("qwen3_30b_a3b", [*overrides, "moe.dispatcher=deepep"]))
     assert config.parallel.context == "gather" and config.moe.dispatcher == "alltoall"
     assert ("parallel.context", "ring", "gather") in cuts
     assert ("moe.dispatcher", "deepep", "alltoall") in cuts
     config, _, cuts = make_runnable(
-        compose_config("qwen3_30b_a3b", ["launch.device=cuda", "kernels.attention=cudnn", "kernels.norm=te"])
+        quick_config("qwen3_30b_a3b", ["launch.device=cuda", "kernels.attention=cudnn", "kernels.norm=te"])
     )
     assert ("kernels.norm", "te", "torch") in cuts
     assert config.kernels.attention == "sdpa" and ("kernels.attention", "cudnn", "sdpa") in cuts
@@ -237,8 +238,8 @@ def test_gpus_that_are_not_there_are_told(small: list[str], capsys: pytest.Captu
     with patch.object(hardware, "_present_gpus", lambda: 1), patch.object(hardware, "torch_has_cuda", lambda: True):
         assert main([*small, "launch.device=cuda", "mesh.ep=2", "mesh.dp_shard=4", "launch.num_ranks=4"]) == EXIT_WRONG
     assert "4 CUDA ranks need 4 GPUs, and this machine has 1" in capsys.readouterr().err
-    assert compose_config("qwen3_30b_a3b").launch.device == "cuda"
-    config, _, _ = make_runnable(compose_config("qwen3_30b_a3b", ["data=benchmark"]))
+    assert quick_config("qwen3_30b_a3b").launch.device == "cuda"
+    config, _, _ = make_runnable(quick_config("qwen3_30b_a3b", ["data=benchmark"]))
     assert config.launch.device == "cpu"
 
 
@@ -246,9 +247,10 @@ def for_gpus(overrides: list[str]) -> tuple[Config, MeshShape, list[tuple[str, o
     """What runs with ``launch.device=cuda`` where there are GPUs enough."""
     with patch.object(automoe.verify.run, "missing_hardware", lambda *_: None):
         with patch.object(automoe.verify.run, "check_backends", lambda *_: None):
-            return make_runnable(compose_config(overrides=[*overrides, "launch.device=cuda"]), device="cuda")
+            return make_runnable(quick_config(overrides=[*overrides, "launch.device=cuda"]), device="cuda")
 
 
+@pytest.mark.exhaustive
 def test_gpus_run_torch_in_float64_and_float32_and_the_configuration_in_its_own(
     ranks: RankPool, small: list[str]
 ) -> None:
@@ -308,7 +310,7 @@ NEED_AN_INTERPRETER = {("kernels.rope", "triton"): "torch", ("moe.experts", "tri
 @pytest.fixture(scope="module")
 def for_cuda() -> Config:
     """A configuration for GPUs that every kernel can serve there."""
-    return compose_config(
+    return quick_config(
         "qwen3_30b_a3b", ["launch.device=cuda", "data.document_mask=false", "mesh.cp=1", "mesh.dp_shard=16"]
     )
 

@@ -1,0 +1,39 @@
+"""A configuration composed in part from the last one is that of ``compose_config``."""
+
+from __future__ import annotations
+
+import pytest
+
+from automoe.config.compose import compose_config
+from automoe.errors import ConfigError
+from tests.support.configurations import quick_config
+
+
+@pytest.mark.parametrize(
+    ("config_name", "overrides"),
+    [
+        ("config", []),
+        ("config", ["mesh=fsdp", "train.steps=7", "optim.lr=1e-4", "run_dir=/tmp/here"]),
+        ("config", ["optim.lr=1e-4", "mesh=fsdp", "model=small_mixtral", "train.dtype=float64"]),
+        ("dsv3_671b", ["mesh.pp=8", "moe.dispatcher=hierarchical"]),
+        ("sft_small", ["data.chat.template_args={enable_thinking: false, n: 3}", "lora.rank=4", "train.steps=7"]),
+        ("dpo_small", ["recipe_args.beta=0.3"]),
+    ],
+)
+def test_the_same_as_hydra(config_name: str, overrides: list[str]) -> None:
+    quick_config(config_name)  # whose composition the second call may not change
+    assert (
+        quick_config(config_name, overrides)
+        == quick_config(config_name, overrides)
+        == compose_config(config_name, overrides)
+    )
+    assert quick_config(config_name) == compose_config(config_name)
+
+
+@pytest.mark.parametrize("wrong", ["train.stepz=3", "mesh=none_such", "train.steps=much", "train.steps=[1"])
+def test_the_same_errors(wrong: str) -> None:
+    with pytest.raises(ConfigError) as hydras:
+        compose_config(overrides=[wrong])
+    with pytest.raises(ConfigError) as own:
+        quick_config(overrides=[wrong])
+    assert str(own.value) == str(hydras.value)
