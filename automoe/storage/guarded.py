@@ -7,6 +7,7 @@ of native code. In a child, either becomes an error that names what the child wa
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import mmap
 import os
 import pickle
@@ -115,6 +116,7 @@ def _work(what: str, work: Callable[[], Any], writing: int, parent: int) -> NoRe
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()  # the error names what ended this process; its stack helps nobody
         limit_memory()
         doing(what)
         answer: tuple[Any, BaseException | None] = work(), None
