@@ -5,7 +5,7 @@ This module imports neither torch nor Hydra.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from automoe.config.paths import PathText
@@ -123,3 +123,22 @@ class DataConfig:
     def is_synthetic(self) -> bool:
         """True if the data is random ids without text, which only measure speed."""
         return self.kind == "benchmark"
+
+
+def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
+    """Return (name, weight, settings) of each source.
+
+    Without ``data.sources`` there is one source, and its name is empty.
+    """
+    if not data.sources:
+        return [("", 1.0, data)]
+    found = []
+    for source in data.sources:
+        own = {key: value for key, value in vars(source).items() if value is not None}
+        weight = own.pop("weight")
+        place = (source.path or source.kind or data.kind).rstrip("/").rpartition("/")[2]
+        name = own.pop("name", "") or place.partition(".")[0]
+        chat = {key: own.pop(key) for key in ("format", "keys", "roles") if key in own}
+        own |= {"chat": replace(data.chat, **chat), "path": source.path, "sources": []}
+        found.append((name, weight, replace(data, **own)))
+    return found

@@ -6,7 +6,7 @@ Letters in comments: T tokens, S sequence, E experts, K top-k, H hidden, I exper
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from automoe.config.data_schema import NO_TOKENIZER, DataConfig
@@ -359,6 +359,22 @@ class LoraConfig:
 
 
 @dataclass
+class Phase:
+    """A phase of training: how the learning rate leaves the last one, and what else changes."""
+
+    steps: int = 0
+    lr_ratio: float = 1.0  # learning rate of its last step divided by optim.lr
+    # way from the learning rate of the phase before; constant: lr_ratio from its first step on
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    bias_update_rate: float | None = None  # in place of moe.bias_update_rate; null: that one
+
+    def __repr__(self) -> str:
+        """Return the dictionary of a configuration file."""
+        given = {key: value for key, value in vars(self).items() if value is not None}
+        return "{" + ", ".join(f"{key}: {value}" for key, value in given.items()) + "}"
+
+
+@dataclass
 class OptimConfig:
     """AdamW or Muon, and the learning-rate schedule."""
 
@@ -373,10 +389,12 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1  # for matrices; norms and biases are not decayed
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule: Literal["cosine", "wsd", "constant", "phases"] = "cosine"
     warmup_steps: int = 20  # steps in which the learning rate rises linearly
     decay_steps: int = 50  # wsd: steps of the linear decay at the end
     min_lr_ratio: float = 0.1  # final learning rate divided by the peak
+    # what follows the warm-up if schedule=phases; their steps sum to train.steps - warmup_steps
+    phases: list[Phase] = field(default_factory=list)
     # parameters that the optimizer updates if train.dtype=bfloat16. float32: a float32 copy;
     # stochastic: the bfloat16 parameters themselves, with stochastic rounding
     master_weights: Literal["float32", "stochastic"] = "float32"
@@ -457,25 +475,6 @@ def export_name(config: Config) -> str | None:
     if not config.checkpoint.export_hf and config.recipe != "upcycle":
         return None
     return "adapter" if config.lora.rank > 0 and config.lora.export == "adapter" else "hf"
-
-
-def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
-    """Return (name, weight, settings) of each source.
-
-    Without ``data.sources`` there is one source, and its name is empty.
-    """
-    if not data.sources:
-        return [("", 1.0, data)]
-    found = []
-    for source in data.sources:
-        own = {key: value for key, value in vars(source).items() if value is not None}
-        weight = own.pop("weight")
-        place = (source.path or source.kind or data.kind).rstrip("/").rpartition("/")[2]
-        name = own.pop("name", "") or place.partition(".")[0]
-        chat = {key: own.pop(key) for key in ("format", "keys", "roles") if key in own}
-        own |= {"chat": replace(data.chat, **chat), "path": source.path, "sources": []}
-        found.append((name, weight, replace(data, **own)))
-    return found
 
 
 def window_of(attention: AttentionConfig, layer: int) -> int:

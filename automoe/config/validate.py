@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from automoe.config.data_schema import NO_TOKENIZER, DataConfig
+from automoe.config.data_schema import NO_TOKENIZER, DataConfig, sources_of
 from automoe.config.hub import is_data_set, local_folder
 from automoe.config.mesh_shape import (
     MeshShape,
@@ -25,7 +25,7 @@ from automoe.config.recompute import recompute_rows
 from automoe.config.rules import Row, check_rows, divides, number_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import model_rows, moe_rows
-from automoe.config.schema import Config, sources_of
+from automoe.config.schema import Config
 from automoe.errors import ConfigError
 
 
@@ -108,6 +108,18 @@ def settings_rows(config: Config) -> Iterator[Row]:
     for i, beta in enumerate(optim.betas):
         yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
     yield "optim.min_lr_ratio", not optim.min_lr_ratio <= 1, "a share of optim.lr, at most 1", "Set 0.1"
+    by_phases = optim.schedule == "phases"
+    after_warmup, sum_of_phases = config.train.steps - optim.warmup_steps, sum(one.steps for one in optim.phases)
+    yield ("optim.phases", by_phases != bool(optim.phases), f"phases follow the warm-up if optim.schedule=phases, and "
+           f"it is {optim.schedule} with {len(optim.phases)} phases", "Set both, or neither")
+    yield ("optim.phases", by_phases and sum_of_phases != after_warmup,
+           f"phases take the steps after the warm-up, train.steps - optim.warmup_steps = {after_warmup}, and their "
+           f"steps sum to {sum_of_phases}", f"Set train.steps={sum_of_phases + optim.warmup_steps}, or other steps")
+    for number, one in enumerate(optim.phases, 1):
+        yield ("optim.phases", one.steps < 1 or not 0 <= one.lr_ratio < inf
+               or not 0 <= (one.bias_update_rate or 0) < inf,
+               f"phase {number} has steps={one.steps}, lr_ratio={one.lr_ratio}, bias_update_rate="
+               f"{one.bias_update_rate}; a phase has at least one step and no rate below 0", "Correct that phase")
     yield ("optim.ema_decay", not 0 <= optim.ema_decay < 1,
            "the share of an average that a step keeps, in [0, 1)", "Set 0.999, or 0 for no average")
     yield ("checkpoint.export_ema", config.checkpoint.export_ema and not optim.ema_decay,

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from automoe.config.schema import Config, sources_of
+from automoe.config.data_schema import sources_of
+from automoe.config.schema import Config
 from automoe.data.chat_corpus import describe_chat
 from automoe.data.chat_template import chat_template_of
 from automoe.data.mixture import Mixture

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from automoe.config.data_schema import DataConfig
-from automoe.config.schema import Config, sources_of
+from automoe.config.data_schema import DataConfig, sources_of
+from automoe.config.schema import Config
 from automoe.data.chat import read_conversations
 from automoe.data.chat_corpus import tokenise_chat
 from automoe.data.chat_template import ChatTemplate, chat_template_of

@@ -15,13 +15,14 @@ from typing import Any
 
 from automoe.config.compose import Arguments, compose_config, key_of
 from automoe.config.convert import FromEnvironment, leaf_keys
+from automoe.config.data_schema import sources_of
 from automoe.config.frozen import Device, flat
 from automoe.config.hub import pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
 from automoe.config.rules import check_rows
 from automoe.config.rules_kernels import BASE_BLOCKS
 from automoe.config.rules_model import TRANSFORMERS
-from automoe.config.schema import Config, ModelConfig, export_name, sources_of, tokenizer_of
+from automoe.config.schema import Config, ModelConfig, export_name, tokenizer_of
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.errors import ConfigError

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from automoe.config.schema import OptimConfig
+from automoe.config.schema import Config, OptimConfig, Phase
 from automoe.model.params import find_spec
 from automoe.optim import muon
 from automoe.optim.ema import KEY, first_average
@@ -128,6 +128,8 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     - ``cosine``: half a cosine from ``lr`` down to ``min_lr_ratio * lr``, which the last step uses.
     - ``wsd``: ``lr`` until the last ``decay_steps`` steps, which descend linearly to
       ``min_lr_ratio * lr`` (warm-up, stable, decay: arXiv 2404.06395).
+    - ``phases``: each phase of ``optim.phases`` goes from the last learning rate of the one before
+      to its own, which its last step uses.
 
     If the warm-up is longer than the run, the run ends within the warm-up and has no decay.
     """
@@ -146,5 +148,36 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
         if into_decay <= 0 or decay_steps <= 0:
             return optim.lr
         return optim.lr - (optim.lr - lowest) * min(1.0, into_decay / decay_steps)
+    if optim.schedule == "phases":
+        phase, before, done = phase_at(optim, step)
+        share = {"constant": 1.0, "linear": done, "cosine": (1 - cos(pi * done)) / 2}[phase.decay]
+        return optim.lr * (before + (phase.lr_ratio - before) * share)
     # The configuration was validated before, so no other schedule arrives here.
     raise AssertionError(f"unknown schedule {optim.schedule}")
+
+
+def phase_at(optim: OptimConfig, step: int) -> tuple[Phase, float, float]:
+    """Return the phase of a step after the warm-up, the ``lr_ratio`` before it, and the share done.
+
+    The share of a phase of N steps is 1/N after its first step and 1 after its last. Steps past the
+    last phase are its last step.
+    """
+    before, first = 1.0, optim.warmup_steps
+    for phase in optim.phases[:-1]:
+        if step < first + phase.steps:
+            break
+        before, first = phase.lr_ratio, first + phase.steps
+    else:
+        phase = optim.phases[-1]
+    return phase, before, min(1.0, (step - first + 1) / phase.steps)
+
+
+def bias_update_rate(config: Config, step: int) -> float:
+    """Return the rate at which step ``step`` moves the routers' biases: its phase's, if it has one.
+
+    The warm-up has that of ``moe.bias_update_rate``.
+    """
+    optim, rate = config.optim, None
+    if optim.schedule == "phases" and step >= optim.warmup_steps:
+        rate = phase_at(optim, step)[0].bias_update_rate
+    return config.moe.bias_update_rate if rate is None else rate

@@ -156,6 +156,7 @@ def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
         ("parallel.context", mesh.cp > 1 and parallel.context, "FlexAttention with gathered keys"),
         ("data.document_mask", not config.data.document_mask and "false", "documents are masked"),
         ("train.compile", train.compile, "experts as well"),
+        ("optim.phases", len(config.optim.phases), "the learning rate stays after the warm-up"),
         ("optim.ema_decay", config.optim.ema_decay, "no averages"),
         ("train.spike_factor", train.spike_factor, "no step is skipped"),
         ("train.val_every", train.val_every, "no validation; set validator"),
@@ -207,9 +208,7 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
             bias=config.moe.bias_update_rate if model.router.expert_bias else None,
             assets=repr(model.hf_path or f"./assets/hf/{flavour}"),
             betas=tuple(optim.betas),
-            decay={"cosine": None, "constant": 0.0, "wsd": optim.decay_steps / train.steps}[
-                optim.schedule
-            ],
+            decay={"cosine": None, "wsd": optim.decay_steps / train.steps}.get(optim.schedule, 0.0),
             decay_type="cosine" if optim.schedule == "cosine" else "linear",
             local=train.global_batch_size // mesh.dp if mesh.pp > 1 else train.micro_batch_size,
             max_norm=train.grad_clip or 'float("inf")',

@@ -93,7 +93,9 @@ def gather_stats(
     )
 
 
-def update_balance_state(stats: StepStats, model_parts: Iterable[CausalLM], config: Config) -> None:
+def update_balance_state(
+    stats: StepStats, model_parts: Iterable[CausalLM], bias_update_rate: float
+) -> None:
     """Move the expert biases and store the load fractions, after a step that was not skipped.
 
     The biases of a frozen router are frozen too.
@@ -103,7 +105,7 @@ def update_balance_state(stats: StepStats, model_parts: Iterable[CausalLM], conf
             router = layer.router
             counts, plain = stats.device_counts[router.moe_index]
             if router.expert_bias is not None and router.weight.requires_grad:
-                update_expert_bias(router.expert_bias, counts, config.moe.bias_update_rate)
+                update_expert_bias(router.expert_bias, counts, bias_update_rate)
             router.load_fractions.copy_(plain / plain.sum().clamp_min(1))
 
 

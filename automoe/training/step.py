@@ -25,7 +25,7 @@ from automoe.model.lora import set_dropout_step
 from automoe.model.mtp import MTP_METRICS, count_shifted, shift_rows
 from automoe.moe.tokens import TokenCounts, num_documents
 from automoe.observe.metrics import perplexity
-from automoe.optim.adamw import learning_rate, set_learning_rate
+from automoe.optim.adamw import bias_update_rate, learning_rate, set_learning_rate
 from automoe.optim.ema import averaged_weights, update_averages
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.parallel.context import head_tail_index
@@ -172,7 +172,7 @@ def optimizer_step(
             state.optimizer.step()
             if config.optim.ema_decay:
                 update_averages(state.optimizer, config.optim.ema_decay)
-            update_balance_state(stats, model_parts, config)
+            update_balance_state(stats, model_parts, bias_update_rate(config, state.step))
             remember(stats.loss, state.recent_losses, train)
         state.optimizer.zero_grad()
         state.step += 1

@@ -98,7 +98,8 @@ def run_trajectory(
     materialize(parts, config, on)
     runner = build_runner(parts, meshes, config, on)
     # The learning rate is constant: the first step of a warm-up would hardly change the weights.
-    config = replace(config, optim=replace(config.optim, schedule="constant", warmup_steps=0))
+    optim = replace(config.optim, schedule="constant", warmup_steps=0, phases=[])
+    config = replace(config, optim=optim)
     optimizer = build_optimizer(
         list(parts.values()), config.optim, config.train.seed, meshes.stage_group()
     )

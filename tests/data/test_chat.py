@@ -15,9 +15,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from automoe.config.data_schema import ChatConfig, DataConfig, SourceConfig
+from automoe.config.data_schema import ChatConfig, DataConfig, SourceConfig, sources_of
 from automoe.config.hub import is_data_set
-from automoe.config.schema import Config, TrainConfig, sources_of
+from automoe.config.schema import Config, TrainConfig
 from automoe.config.validate import validate
 from automoe.data.chat import Conversation, num_bytes, read_conversations
 from automoe.data.chat_corpus import describe_chat, tokenise_chat

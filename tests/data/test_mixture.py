@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from automoe.config.compose import compose_config
-from automoe.config.data_schema import DataConfig, SourceConfig
-from automoe.config.schema import Config, sources_of
+from automoe.config.data_schema import DataConfig, SourceConfig, sources_of
+from automoe.config.schema import Config
 from automoe.config.validate import validate as check
 from automoe.data.loader import Loader
 from automoe.data.mixture import Mixture

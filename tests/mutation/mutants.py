@@ -95,7 +95,7 @@ _TRAINING = [
     ("step.py", "clip_(state.parameters(), norm, train.grad_clip)", "pass", QWEN),
     ("step.py", "state.tokens += num_label_tokens", "state.tokens += 0 if skipped else num_label_tokens", DSV3),
     ("step.py", "state.skipped + 1 if skipped", "1 if skipped", STREAK),
-    ("step.py", "update_balance_state(stats, model_parts, config)", "pass", DSV3),
+    ("step.py", "update_balance_state(stats, model_parts, bias_update_rate(config, state.step))", "pass", DSV3),
     ("step.py", '"nats": loss * count', '"nats": loss', LLAMA),
     ("step.py", "nats / math.log(2)", "nats * math.log(2)", LLAMA),
     ("step.py", "state.step += 1", "state.step += 0 if skipped else 1", DSV3),

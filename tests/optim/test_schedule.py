@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automoe.config.schema import OptimConfig
-from automoe.optim.adamw import learning_rate
+from automoe.config.schema import Config, OptimConfig, Phase
+from automoe.config.validate import validate
+from automoe.errors import ConfigError
+from automoe.optim.adamw import bias_update_rate, learning_rate
+from tests.support.configurations import quick_config
 
 
 def curve(total: int, **options: object) -> list[float]:
@@ -57,3 +60,48 @@ def test_every_step_has_a_rate_and_the_decay_never_climbs(
     after = rates[warmup_steps:]
     assert all(later <= earlier + 1e-12 for earlier, later in zip(after, after[1:], strict=False))
     assert all(rate >= min_lr_ratio - 1e-12 for rate in after)
+
+
+PHASES = [Phase(2), Phase(4, 0.5, "linear"), Phase(2, 0.7, bias_update_rate=0.0), Phase(4, 0.1, "cosine")]
+
+
+def test_each_phase_goes_from_the_one_before_to_its_own_rate() -> None:
+    rates = curve(16, schedule="phases", phases=PHASES)
+    assert rates[:6] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert rates[6:12] == pytest.approx([0.875, 0.75, 0.625, 0.5, 0.7, 0.7])
+    assert rates[12:] == pytest.approx([0.4 + 0.3 * 2**-0.5, 0.4, 0.4 - 0.3 * 2**-0.5, 0.1])
+
+
+def test_biases_move_at_the_rate_of_their_phase() -> None:
+    config = Config(optim=OptimConfig(schedule="phases", warmup_steps=4, phases=PHASES))
+    rates = [bias_update_rate(config, step) for step in (0, 3, 4, 9, 10, 11, 12, 15)]
+    assert rates == [1e-3] * 4 + [0.0] * 2 + [1e-3] * 2
+
+
+def test_the_recipe_of_deepseek_v3_has_the_rates_and_tokens_of_its_paper() -> None:
+    config = quick_config("dsv3_671b", ["experiment=dsv3_recipe"])
+    train, optim = config.train, config.optim
+    per_step = train.global_batch_size * train.seq_len
+    for tokens, rate in ((9.99e12, 2.2e-4), (10.1e12, 2.19735e-4), (14.301e12, 2.2e-5), (14.7e12, 7.3e-6)):
+        assert learning_rate(optim, int(tokens / per_step), train.steps) == pytest.approx(rate, rel=1e-5)
+    assert train.steps * per_step == pytest.approx(14.8e12, rel=1e-5)
+    assert [bias_update_rate(config, int(tokens / per_step)) for tokens in (14.29e12, 14.31e12)] == [1e-3, 0]
+    validate(config, 1024, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optim.schedule=phases"], "phases with 0 phases. Set both"),
+        (["optim.phases=[{steps: 180}]"], "it is cosine with 1 phases"),
+        (["optim.schedule=phases", "optim.phases=[{steps: 9}, {steps: 1}]"], "Set train.steps=30"),
+        (["optim.schedule=phases", "optim.phases=[{steps: 281}, {steps: -1}]"], "phase 2 has steps=-1"),
+        (["optim.schedule=phases", "optim.phases=[{steps: 280, lr_ratio: -1}]"], "lr_ratio=-1"),
+        (["optim.schedule=phases", "optim.phases=[{steps: 180, decay: cubic}]"], "cubic"),
+        (["optim.schedule=phases", "optim.phases=[{step: 180}]"], "step"),
+    ],
+)
+def test_phases_that_do_not_fill_the_run_are_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(quick_config(overrides=overrides), 4)
+    assert said in str(error.value)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
 from automoe.checkpoint.train_state import TrainState
@@ -18,6 +20,7 @@ from automoe.config.schema import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    Phase,
     RouterConfig,
     TrainConfig,
 )
@@ -87,7 +90,7 @@ def test_a_call_elsewhere_is_found() -> None:
     assert [name for name, _ in calls(source)] == ["grad_norm.global_grad_norm", "clip_", "self.optimizer.step"]
 
 
-def order_of(loss: float | None) -> tuple[list[str], TrainState, step.Update]:
+def order_of(loss: float | None, config: Config = CONFIG) -> tuple[list[str], TrainState, step.Update]:
     """What one step calls, in order; with ``loss`` in place of the loss that it had."""
     called: list[str] = []
 
@@ -101,21 +104,21 @@ def order_of(loss: float | None) -> tuple[list[str], TrainState, step.Update]:
     tokens = torch.arange(16).view(2, 8)
     batch = StepBatch(tokens, tokens, torch.arange(8).expand(2, 8), torch.zeros(2, 8, dtype=torch.int64), 0, 0)
     with one_rank("cpu") as device, ExitStack() as stack:
-        meshes = build_meshes(resolve_mesh(CONFIG.mesh, 1), device)
-        parts = build_parts(CONFIG, meshes)
-        materialize(parts, CONFIG, device)
-        state = TrainState(parts, build_optimizer(parts.values(), CONFIG.optim))
+        meshes = build_meshes(resolve_mesh(config.mesh, 1), device)
+        parts = build_parts(config, meshes)
+        materialize(parts, config, device)
+        state = TrainState(parts, build_optimizer(parts.values(), config.optim))
         for name in OF_THE_STEP:
             stack.enter_context(mock.patch.object(step, name, listed(name, getattr(step, name))))
         for name in ("step", "zero_grad"):
             bound = listed(name, getattr(state.optimizer, name))
             stack.enter_context(mock.patch.object(state.optimizer, name, bound))
-        inputs, trained = step.prepare_inputs(batch, meshes, CONFIG, device)
-        stats = step.forward_backward(state, build_runner(parts, meshes, CONFIG, device), inputs, CONFIG)
+        inputs, trained = step.prepare_inputs(batch, meshes, config, device)
+        stats = step.forward_backward(state, build_runner(parts, meshes, config, device), inputs, config)
         assert all(parameter.grad is not None for parameter in state.parameters())
         if loss is not None:
             stats.loss = loss
-        update = step.optimizer_step(state, stats, trained, meshes, CONFIG)
+        update = step.optimizer_step(state, stats, trained, meshes, config)
         assert all(parameter.grad is None for parameter in state.parameters())
     return called, state, update
 
@@ -145,3 +148,12 @@ def test_a_step_that_is_skipped_still_counts() -> None:
     assert called == ["gather_stats", "global_grad_norm", "reason_to_skip", "update_scales", "zero_grad"]
     assert (state.step, state.tokens, state.skipped, state.recent_losses) == (1, 16, 1, [])
     assert update.skipped and update.skip_reason is not None and "loss nan" in update.skip_reason
+
+
+@pytest.mark.parametrize("rate", [None, 0.0, 0.5])
+def test_a_step_has_the_rates_of_its_phase(rate: float | None) -> None:
+    optim = OptimConfig(schedule="phases", warmup_steps=0, phases=[Phase(10, 0.5, bias_update_rate=rate)])
+    _, state, update = order_of(None, replace(CONFIG, optim=optim))
+    assert update.lr == optim.lr / 2
+    [bias] = [one for part in state.model_parts.values() for name, one in part.named_buffers() if "expert_bias" in name]
+    assert bias.abs().max() == (CONFIG.moe.bias_update_rate if rate is None else rate)
