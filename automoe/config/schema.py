@@ -404,6 +404,9 @@ class OptimConfig:
     # decay of an exponential moving average of the trained weights, kept in float32: 0.999 averages
     # over about a thousand steps; 0: no average
     ema_decay: float = 0.0
+    # QK-clip of MuonClip (arXiv 2507.20534): after a step, scale queries and keys of heads of which
+    # an attention logit of its batch was larger than this (Kimi K2: 100); 0: never
+    qk_clip: float = 0.0
 
 
 @dataclass

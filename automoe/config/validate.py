@@ -120,6 +120,14 @@ def settings_rows(config: Config) -> Iterator[Row]:
                or not 0 <= (one.bias_update_rate or 0) < inf,
                f"phase {number} has steps={one.steps}, lr_ratio={one.lr_ratio}, bias_update_rate="
                f"{one.bias_update_rate}; a phase has at least one step and no rate below 0", "Correct that phase")
+    for broken, what, instead in (
+        (config.model.attention.qk_norm, "norms of queries and keys undo any scale of weights", "Set optim.qk_clip=0"),
+        (config.lora.rank > 0, "LoRA freezes the projections that it scales", "Set optim.qk_clip=0"),
+        (optim.master_weights == "stochastic", "a scale near 1 would round away", "Set optim.master_weights=float32"),
+        (config.train.compile, "logits are watched beside the kernel, not in it", "Set train.compile=false"),
+        (config.parallel.context == "ring", "a ring has no rank with all logits", "Set parallel.context=gather"),
+    ):  # fmt: skip
+        yield "optim.qk_clip", optim.qk_clip > 0 and broken, what, instead
     yield ("optim.ema_decay", not 0 <= optim.ema_decay < 1,
            "the share of an average that a step keeps, in [0, 1)", "Set 0.999, or 0 for no average")
     yield ("checkpoint.export_ema", config.checkpoint.export_ema and not optim.ema_decay,

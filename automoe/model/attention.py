@@ -126,7 +126,7 @@ class GroupedQueryAttention(nn.Module):
         attention = config.attention
         hidden = config.hidden_size
         self.sequence = backend.pg_collection.sequence
-        self.head_dim = attention.head_dim
+        self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
         bias = attention.qkv_bias
         kv_rows = self._kv_rows(attention.num_kv_heads)
         self.output_gate = attention.output_gate

@@ -23,6 +23,7 @@ from automoe.model.rope import rope_fns
 from automoe.model.transformers_model import TransformersModel
 from automoe.moe.experts import expert_backend
 from automoe.moe.process_groups import SINGLE_RANK, ProcessGroupCollection
+from automoe.optim.qk_clip import watch_logits
 from automoe.parallel.activation_checkpoint import apply_recompute, has_side_stream
 from automoe.parallel.collectives import communicator
 from automoe.parallel.compile import apply_compile, compiled
@@ -156,6 +157,8 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
         )
         adapt(part, config, dtype, COMPUTE_DTYPES[config.train.dtype])
         parallelize(part, meshes, config, style)
+        if config.optim.qk_clip:
+            watch_logits(part)
         model_parts[stage] = part
     return model_parts
 

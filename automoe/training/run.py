@@ -198,6 +198,8 @@ class Run:
         record |= load_summary(stats.expert_counts) | self.store.record(seconds)
         if config.moe.capacity_factor:
             record["dropped_share"] = stats.dropped_share
+        if config.optim.qk_clip:
+            record["max_attention_logit"] = over_ranks["max_attention_logit"]
         if train.fp8 == "delayed":
             record |= max_over_ranks({"fp8_clipped_share": update.fp8_clipped_share})
         return record | self._slow_ranks.record(over_ranks)

@@ -28,6 +28,7 @@ from automoe.observe.metrics import perplexity
 from automoe.optim.adamw import bias_update_rate, learning_rate, set_learning_rate
 from automoe.optim.ema import averaged_weights, update_averages
 from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.optim.qk_clip import clip_logits, take_largest_logits
 from automoe.parallel.context import head_tail_index
 from automoe.parallel.fp8 import update_scales, weights_quantized_once
 from automoe.parallel.mesh import Meshes
@@ -161,6 +162,10 @@ def optimizer_step(
             norm = global_grad_norm(counted_parameters(model_parts), meshes.group("pp"))
             grad_norm = float(norm)
         reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
+        logits = None
+        if config.optim.qk_clip:
+            logits = take_largest_logits(model_parts, meshes.stage_group(), norm.device)
+            report = {**report, "max_attention_logit": logits.largest()}
         # One reduction serves all agreed values; the host has waited for the device already.
         over_ranks = max_over_ranks({"skip": reason is not None, **report})
         skipped = bool(over_ranks["skip"])
@@ -170,6 +175,8 @@ def optimizer_step(
             clip_(state.parameters(), norm, train.grad_clip)
             set_learning_rate(state.optimizer, lr)
             state.optimizer.step()
+            if logits is not None:
+                clip_logits(logits, config.optim.qk_clip)
             if config.optim.ema_decay:
                 update_averages(state.optimizer, config.optim.ema_decay)
             update_balance_state(stats, model_parts, bias_update_rate(config, state.step))

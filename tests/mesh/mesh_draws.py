@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from mesh_cases import MODELS, ROWS, Case
-from mesh_mappings import FULL, GPIPE, INTERLEAVED, MERGED, MUON, PARTS, PER_MICRO_BATCH
+from mesh_mappings import FULL, GPIPE, INTERLEAVED, MERGED, MUON, MUON_CLIP, PARTS, PER_MICRO_BATCH
 
 from automoe.config.mesh_shape import MeshShape
 from tests.support.mappings import is_legal, leaves_no_rank_empty, legal_meshes
@@ -68,7 +68,7 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
         parallel=parallel,
         document_mask=generator.random() < 0.8,
         moe=moe,
-        optim=choose(({}, {}, MUON)),
+        optim=choose(({}, {}, MUON if MODELS[family].attention.qk_norm else MUON_CLIP)),
     )
     shapes = list(legal_meshes(world_size, Case(family, **run).config))
     if not shapes:

@@ -16,6 +16,7 @@ NODES = dict(dispatcher="hierarchical", gpus_per_node=2)
 
 LORA = dict(rank=4, dropout=0.25)
 MUON = dict(algorithm="muon")
+MUON_CLIP = MUON | dict(qk_clip=0.5)  # most heads of these models have larger logits
 MERGED = dict(overlap_all_to_all=True)
 
 CORE = [
@@ -79,11 +80,11 @@ MORE = [
     Case("glm-mtp", dict(pp=2, dp_shard=2, tp=2, etp=2, ep=2), rows=1, parallel=GPIPE, document_mask=False),
     Case("glm-mtp", dict(pp=2, cp=2, tp=2, ep=4), rows=4, lora=LORA),
     Case("glm-mtp", dict(dp_shard=2, cp=2, etp=2), rows=2, parallel=PER_MICRO_BATCH),
-    Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED, optim=MUON),
+    Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED, optim=MUON_CLIP),
     Case("qwen3-next", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1, optim=MUON),
-    Case("gpt-oss", dict(cp=2, tp=2, ep=2), rows=2, optim=MUON),
-    Case("mixtral", dict(dp_shard=4, ep=2, etp=2), rows=1, optim=MUON),
-    Case("qwen2", dict(tp=4, ep=4), rows=4, optim=MUON),
+    Case("gpt-oss", dict(cp=2, tp=2, ep=2), rows=2, optim=MUON_CLIP),
+    Case("mixtral", dict(dp_shard=4, ep=2, etp=2), rows=1, optim=MUON_CLIP),
+    Case("qwen2", dict(tp=4, ep=4), rows=4, optim=MUON_CLIP),
     Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED, lora=LORA),
     Case("gpt-oss", dict(dp_shard=2, tp=2, etp=2), rows=2, document_mask=False, lora=LORA),
     Case("deepseek", rows=2, lora=LORA),

@@ -44,6 +44,8 @@ OF_THE_STEP = {
     "update_balance_state",
     "remember",
     "update_averages",
+    "take_largest_logits",
+    "clip_logits",
 }
 CONFIG = Config(
     mesh=MeshConfig(dp_shard=1),

@@ -1,0 +1,148 @@
+"""QK-clip: weights of heads whose attention logits grow too large are scaled down after a step.
+
+With Muon it is MuonClip (Kimi K2, arXiv 2507.20534, section 2.1). Letters: N query heads of this
+rank, the others as in ``automoe.model.attention``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from automoe.model.attention import AttentionContext, GroupedQueryAttention, LatentAttention
+from automoe.moe.local_shard import global_offset, local_shard
+from automoe.moe.process_groups import first_of_rank
+
+CHUNK = 512  # queries whose logits are in memory at once
+
+
+class WatchedAttention:
+    """``AttentionContext.attend`` that remembers the largest logit [N] of each head it computed.
+
+    It watches what is computed for a backward pass. The logits are computed a second time, since
+    no attention kernel returns them.
+    """
+
+    def __init__(self, attend: Any) -> None:
+        self.attend = attend
+        self.largest: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        context: AttentionContext,
+        q_BSND: torch.Tensor,
+        k_BRGD: torch.Tensor,
+        v_BRGD: torch.Tensor,
+        scale: float,
+        window: int = 0,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            mask = context.window_mask if window else context.mask
+            found = largest_logits(q_BSND.detach(), k_BRGD.detach(), mask, scale)
+            self.largest = found if self.largest is None else self.largest.maximum(found)
+        return self.attend(context, q_BSND, k_BRGD, v_BRGD, scale, window, sinks_N)
+
+
+@torch.no_grad()
+def largest_logits(
+    q_BSND: torch.Tensor, k_BRGD: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Return the largest logit [N] of each head over all queries and the keys that they see.
+
+    Args:
+        mask: [B, 1, S, R], True where a query sees a key; None for plain causality.
+    """
+    num_queries, num_heads = q_BSND.shape[1:3]
+    k_BNDR = k_BRGD.repeat_interleave(num_heads // k_BRGD.shape[2], 2).permute(0, 2, 3, 1)
+    positions = torch.arange(k_BRGD.shape[1], device=q_BSND.device)
+    largest = []
+    for first in range(0, num_queries, CHUNK):
+        rows = slice(first, first + CHUNK)
+        logits_BNSR = q_BSND[:, rows].transpose(1, 2) @ k_BNDR
+        seen = positions <= positions[rows, None] if mask is None else mask[:, :, rows]
+        largest.append(logits_BNSR.masked_fill(~seen, -math.inf).amax((0, 2, 3)))
+    return torch.stack(largest).amax(0).to(torch.promote_types(q_BSND.dtype, torch.float32)) * scale
+
+
+@dataclass(frozen=True)
+class LargestLogits:
+    """Largest logits of a step by head, [num_heads] of each attention module of these parts."""
+
+    modules: list[Any]  # GroupedQueryAttention and LatentAttention
+    by_head: torch.Tensor  # [modules, num_heads]
+
+    def largest(self) -> float:
+        return float(self.by_head.max()) if self.modules else -math.inf
+
+
+def watch_logits(part: nn.Module) -> None:
+    """Have every softmax attention of ``part`` remember its largest logits."""
+    for module in part.modules():
+        if isinstance(module, (GroupedQueryAttention, LatentAttention)):
+            module.attend = WatchedAttention(module.attend)  # type: ignore[assignment]
+
+
+def take_largest_logits(
+    model_parts: Iterable[nn.Module], ranks: dist.ProcessGroup | None, device: torch.device
+) -> LargestLogits:
+    """Return the largest logits of the step, over all of its micro-batches, and forget them.
+
+    Collective over the ranks of a pipeline stage, which hold other rows and other heads.
+    """
+    found = []
+    for part in model_parts:
+        for module in part.modules():
+            if isinstance(getattr(module, "attend", None), WatchedAttention):
+                found.append(module)
+    rows = [_of_all_heads(module) for module in found]
+    by_head = torch.stack(rows) if rows else torch.zeros(0, 0, device=device)
+    if ranks is not None and rows:
+        dist.all_reduce(by_head, op=dist.ReduceOp.MAX, group=ranks)
+    return LargestLogits(found, by_head)
+
+
+def _of_all_heads(module: Any) -> torch.Tensor:
+    own = module.attend.largest
+    module.attend.largest = None
+    first = first_of_rank(module.sequence, module.num_heads)
+    row = own.new_full((module.num_heads,), -math.inf)
+    row[first : first + len(own)] = own
+    return row
+
+
+@torch.no_grad()
+def clip_logits(found: LargestLogits, limit: float) -> None:
+    """Scale weights so that the batch's logits of no head would exceed ``limit``.
+
+    gamma = min(1, limit / largest logit) of each head. Of latent attention the parts of queries and
+    keys without rotation take sqrt(gamma) each, and the rotary part of queries, whose keys all heads
+    share, takes gamma (Kimi K2, algorithm 1). Of grouped-query attention, whose keys are shared
+    too, queries take gamma.
+    """
+    for module, largest in zip(found.modules, found.by_head, strict=True):
+        gamma = torch.where(largest > limit, limit / largest, 1.0)
+        if isinstance(module, GroupedQueryAttention):
+            gate = [torch.ones_like(gamma)] * module.head_dim * module.output_gate
+            _scale_rows(module.q_proj, torch.stack([gamma] * module.head_dim + gate, 1))
+            continue
+        root = [gamma.sqrt()] * module.nope_dim
+        queries = module.q_proj if module.q_lora_rank is None else module.q_b_proj
+        _scale_rows(queries, torch.stack(root + [gamma] * module.rope_dim, 1))
+        values = [torch.ones_like(gamma)] * module.v_dim
+        _scale_rows(module.kv_b_proj, torch.stack(root + values, 1))
+
+
+def _scale_rows(linear: nn.Module, factors: torch.Tensor) -> None:
+    """Multiply the rows of a projection, and its bias, by ``factors`` [heads, rows of a head]."""
+    for parameter in linear.parameters():
+        if parameter.requires_grad:
+            own, first = local_shard(parameter), global_offset(parameter)[0]
+            rows = factors.flatten()[first : first + len(own)].to(own.dtype)
+            own.mul_(rows.view(-1, *[1] * (own.dim() - 1)))
