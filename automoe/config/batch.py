@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.schema import Config
+from automoe.config.schema import Config, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,28 @@ class BatchPlan:
     # (token, expert) pairs that one rank's experts compute, per micro-batch
     expert_rows_per_rank: float
     rows_per_expert: float  # the same pairs, for one expert
+
+
+def rows_of_step(train: TrainConfig, consumed_rows: int) -> int:
+    """Return the rows over all ranks of the step that follows ``consumed_rows`` rows of training.
+
+    ``train.rampup_batch_size`` has the numbers of Megatron-Core's ``--rampup-batch-size``, and
+    means the same.
+    """
+    rows = train.global_batch_size
+    if train.rampup_batch_size is not None:
+        start, increment, over = train.rampup_batch_size
+        grown = consumed_rows * ((rows - start) // increment) // over
+        rows = min(rows, start + increment * grown)
+    return rows
+
+
+def rows_of_run(train: TrainConfig) -> int:
+    """Return the rows of all ``train.steps`` steps."""
+    rows, step = 0, 0
+    while step < train.steps and rows_of_step(train, rows) < train.global_batch_size:
+        rows, step = rows + rows_of_step(train, rows), step + 1
+    return rows + (train.steps - step) * train.global_batch_size
 
 
 def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:

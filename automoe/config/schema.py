@@ -311,6 +311,9 @@ class TrainConfig:
     steps: int = 200  # optimizer steps
     seq_len: int = 256  # tokens per row
     global_batch_size: int = 16  # rows per optimizer step, over all ranks
+    # [start, increment, rows]: the global batch begins with start rows and grows by increment rows
+    # at a time until it has global_batch_size, evenly over that many rows of training
+    rampup_batch_size: list[int] | None = None
     micro_batch_size: int = 2  # rows per forward pass of one data-parallel rank
     seed: int = 0  # seed of the initial weights and of the order of the data
     # precision of activations and matrix products; optim.master_weights has that of the parameters

@@ -76,6 +76,8 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     yield divides("train.global_batch_size", rows, unit,
         "every data-parallel rank runs whole micro-batches, so dp_replicate*dp_shard*micro_batch_size = "
         f"{shape.dp_replicate}*{shape.dp_shard}*{micro} = {unit} divides it: {rows} % {unit} = {rows % unit}")
+    if config.train.rampup_batch_size is not None:
+        yield from _rampup_rows(config, shape)
     if shape.tp > 1:
         cut = shape.cp * shape.tp
         yield divides("train.seq_len", seq_len, cut,
@@ -148,6 +150,27 @@ def settings_rows(config: Config) -> Iterator[Row]:
     yield from _data_rows(config)
     yield from _chat_rows(config)
     yield from checkpoint_rows(config)
+
+
+def _rampup_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    key, train = "train.rampup_batch_size", config.train
+    given = train.rampup_batch_size or []
+    yield key, len(given) != 3, f"it is [start, increment, rows], three numbers, and has {len(given)}", "Set three"
+    start, increment, over = given
+    unit = shape.dp * train.micro_batch_size
+    if shape.pp > 1 and config.parallel.schedule != "1F1B":
+        unit *= shape.pp
+    grows = train.global_batch_size - start
+    example = f"[{unit},{unit},{100 * (train.global_batch_size - unit)}]"
+    yield (key, start < 1 or increment < 1 or over < 1 or grows < increment or bool(grows % increment),
+           f"from start to train.global_batch_size={train.global_batch_size} it grows by whole increments, at least one: "
+           f"{train.global_batch_size} - {start} = {grows}", f"For example {example}")
+    yield (key, bool(start % unit or increment % unit),
+           f"every data-parallel rank runs whole micro-batches in every step, so {unit} divides start and increment",
+           f"For example {example}")
+    yield (key, over < grows // increment, f"{over} rows are too few for {grows // increment} increments", "Raise rows")
+    yield (key, shape.pp > 1 and start < shape.pp * unit, f"a pipeline of {shape.pp} ranks starts with as many "
+           f"micro-batches, {shape.pp * unit} rows", f"Set start={shape.pp * unit} or more")
 
 
 def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:

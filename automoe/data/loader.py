@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from automoe.config.batch import rows_of_step
 from automoe.config.data_schema import sources_of
 from automoe.config.schema import Config
 from automoe.data.chat_corpus import describe_chat
@@ -55,7 +56,8 @@ class Loader:
         weights: shares of the sources; their sum is 1.
         corpora: tokenised corpus of each source.
         tokenizer: the tokenizer of the configuration.
-        rows_per_rank: rows of a global batch that this rank holds.
+        rows_per_rank: rows of a full global batch that this rank holds.
+        rows_of_last_step: rows of all ranks in the step that ``next_step`` returned last.
         rows_per_epoch: rows of the split in one epoch, summed over the sources.
         consumed_rows: rows of all ranks in the steps that ``next_step`` has returned.
 
@@ -94,6 +96,7 @@ class Loader:
         self.config = config
         self.split = split
         self.dp_rank = dp_rank
+        self._dp_size = dp_size
         self.rows_per_rank = rows // dp_size
         self.tokenizer, self.corpora = prepare_data(config, cache_dir)
         self.names, shares, sources = zip(*sources_of(config.data), strict=True)
@@ -106,6 +109,7 @@ class Loader:
         )
         # The count covers all ranks since the start of training, without the step made ahead.
         self.consumed_rows = 0
+        self.rows_of_last_step = rows
         self._first_pairs = np.cumsum([0, *(len(corpus.lengths) for corpus in self.corpora)])
         self._thread = ThreadPoolExecutor(1, "batches")
         # The step after the last one, and the number of rows consumed before it.
@@ -121,13 +125,15 @@ class Loader:
             batch = self._ahead[1].result()
         else:
             batch = self._step(self.consumed_rows)
-        self.consumed_rows += self.config.train.global_batch_size
+        self.rows_of_last_step = rows_of_step(self.config.train, self.consumed_rows)
+        self.consumed_rows += self.rows_of_last_step
         self._ahead = self.consumed_rows, self._thread.submit(self._step, self.consumed_rows)
         return batch
 
     def _step(self, consumed_rows: int) -> StepBatch:
-        first = consumed_rows + self.dp_rank * self.rows_per_rank
-        return self._batch(self.split, first, *self._mixture.rows(first, self.rows_per_rank))
+        rows_per_rank = rows_of_step(self.config.train, consumed_rows) // self._dp_size
+        first = consumed_rows + self.dp_rank * rows_per_rank
+        return self._batch(self.split, first, *self._mixture.rows(first, rows_per_rank))
 
     def row(self, index: int) -> StepBatch:
         """Return row ``index`` of the endless sequence as [1, S], without changing the state."""
@@ -141,7 +147,7 @@ class Loader:
             its documents.
         """
         end = self.consumed_rows
-        first = end - self.config.train.global_batch_size
+        first = end - self.rows_of_last_step
         sources, rows = self._mixture.rows(first, end - first)
         found = [
             self._where(source, start)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from automoe.config.batch import plan_batch
+from automoe.config.batch import plan_batch, rows_of_run
 from automoe.config.convert import written
 from automoe.config.mesh_shape import VIEWS, MeshShape
 from automoe.config.schema import Config, tokenizer_of
@@ -33,6 +33,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     optim = config.optim
     params = count_params(model)
     batch = plan_batch(config, mesh)
+    ramp = train.rampup_batch_size
     source = config.data.kind
     if config.data.path:
         source += f" {written(config.data.path)}"
@@ -52,8 +53,9 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
         "moe mesh": _product(mesh, "moe"),
         "batch": f"{batch.rows_per_step} rows x {train.seq_len} tokens = {batch.tokens_per_step:,} tokens a step: "
         f"{_count(mesh.dp, 'dp rank')} x {_count(batch.num_micro_batches, 'micro-batch', 'es')} x "
-        f"{_count(train.micro_batch_size, 'row')}",
-        "training": f"{train.steps:,} steps, {short_number(train.steps * batch.tokens_per_step)} tokens, {train.dtype}",
+        f"{_count(train.micro_batch_size, 'row')}"
+        + ("" if ramp is None else f", from {ramp[0]} rows by {ramp[1]} over {ramp[2]:,} rows"),
+        "training": f"{train.steps:,} steps, {short_number(rows_of_run(train) * train.seq_len)} tokens, {train.dtype}",
         "optimizer": f"{OPTIMIZERS[optim.algorithm]}, lr {optim.lr:g}, {optim.schedule} after "
         f"{optim.warmup_steps} warm-up steps",
         "data": SYNTHETIC if config.data.is_synthetic else source,

@@ -172,7 +172,8 @@ class Run:
         self.stopping = bool(over_ranks["stop"])
         self._save_is_due = self._save_is_due or bool(over_ranks["save_due"])
         seconds = time.perf_counter() - self._began
-        tokens_per_second = train.global_batch_size * train.seq_len / seconds
+        assert self.state.loader is not None
+        tokens_per_second = self.state.loader.rows_of_last_step * train.seq_len / seconds
         if not update.skipped:  # the loss of such a step may be no number
             self.objective = stats.loss
         record: dict[str, Any] = {

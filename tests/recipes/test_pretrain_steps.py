@@ -112,3 +112,22 @@ def test_accumulation_and_data_parallelism_change_nothing(ranks: RankPool, tmp_p
             assert [record[key] for record in other] == pytest.approx(expected, rel=1e-10)
     for key in ("val_loss", "val_bits_per_byte"):
         assert [other[-1][key] for other in runs] == pytest.approx([runs[0][-1][key]] * 3, rel=1e-10)
+
+
+def test_a_growing_batch_trains_alike_on_meshes_and_goes_on_where_it_stopped(ranks: RankPool, tmp_path: Path) -> None:
+    runs = []
+    for number, (rows, mesh) in enumerate([(2, {}), (1, dict(dp_shard=2, ep=2)), (1, dict(pp=2))]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        settings = replace(config(tmp_path, 5, "float64", rows, **mesh), run_dir=str(folder / "run"))
+        settings.optim.schedule, settings.checkpoint.every = "constant", 3
+        settings.train.rampup_batch_size = [2, 2, 9]  # of 8 rows: 3 rows, then 2 more
+        if not number:
+            run(ranks, replace(settings, train=replace(settings.train, steps=3)))
+        runs.append(run(ranks, settings)[1])
+    assert [record["step"] for record in runs[0]] == [1, 2, 3, 4, 5]
+    assert [record["tokens"] for record in runs[0]] == [32, 64, 128, 224, 352]
+    for key in ("loss", "grad_norm", "tokens", "lr", "expert_max_load"):
+        expected = [record[key] for record in runs[0]]
+        for other in runs[1:]:
+            assert [record[key] for record in other] == pytest.approx(expected, rel=1e-10)
