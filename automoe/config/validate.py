@@ -19,6 +19,19 @@ from automoe.config.mesh_shape import (
     uses_ring,
 )
 from automoe.config.paths import matches
+from automoe.config.pipeline import (
+    ALL_FORWARDS_FIRST,
+    IN_ROUNDS,
+    MERGES,
+    NAMES,
+    SINGLE,
+    V_SHAPED,
+    is_csv,
+    merges,
+    misfit,
+    runs_halves,
+    stages_of_ranks,
+)
 from automoe.config.plugins import registered_names
 from automoe.config.recipe_args import check_args
 from automoe.config.recompute import recompute_rows
@@ -136,13 +149,16 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     stages = parallel.stages_per_rank
     schedule = parallel.schedule
     pp = shape.pp
-    interleaved = schedule == "Interleaved1F1B"
-    yield (key, stages > 1 and not interleaved,
-           f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B runs several",
+    yield ("parallel.schedule", schedule not in NAMES and not is_csv(schedule),
+           f"there are {', '.join(NAMES)}, or the path of a .csv file", "Name one of them")
+    yield (key, stages > 1 and schedule in SINGLE,
+           f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B and its like run several",
            f"Set {key}=1 or parallel.schedule=Interleaved1F1B")
     yield (key, pp == 1 and stages > 1,
            "with mesh.pp=1 the model is one stage",
            f"Set {key}=1" + ("" if shape.world_size % 2 else ", or mesh.pp=2 or more"))
+    yield (key, pp > 1 and schedule in V_SHAPED and stages != 2,
+           f"{schedule} runs exactly 2 stages a rank: down the ranks and up again", f"Set {key}=2")
     num_layers = config.model.num_layers
     num_stages = pp * stages
     sizes = parallel.layers_per_stage
@@ -160,8 +176,9 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         least = min(sizes, default=0)
         yield ("parallel.layers_per_stage", least < 0, f"no stage has {least} layers", remedy)
         # The first stage holds the embedding, the last one the head.
-        held = [[n + (i in (0, num_stages - 1)) for i, n in enumerate(sizes)][rank::pp] for rank in range(pp)]
-        empty = [rank for rank, own in enumerate(held) if not any(own)]
+        full = [n + (i in (0, num_stages - 1)) for i, n in enumerate(sizes)]
+        held = stages_of_ranks(pp, stages, schedule)
+        empty = [rank for rank, own in enumerate(held) if not any(full[stage] for stage in own)]
         yield ("parallel.layers_per_stage", bool(empty),
                f"every pipeline rank trains something, and the stages of rank {min(empty, default=0)} are all empty", remedy)
         yield ("parallel.layers_per_stage", sum(sizes) != num_layers,
@@ -170,8 +187,8 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield from _overlap_rows(config, shape)
     if pp == 1:
         return
-    yield (key, interleaved and stages < 2,
-           "Interleaved1F1B runs at least 2 stages a rank", f"Set {key}=2 or parallel.schedule=1F1B")
+    yield (key, schedule in NAMES and schedule not in SINGLE and stages < 2,
+           f"{schedule} runs at least 2 stages a rank", f"Set {key}=2 or parallel.schedule=1F1B")
     micro = config.train.micro_batch_size
     rows = config.train.global_batch_size
     unit = shape.dp * micro
@@ -180,13 +197,21 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         f"global_batch_size / (dp_replicate*dp_shard*micro_batch_size) = {rows} / "
         f"({shape.dp_replicate}*{shape.dp_shard}*{micro}) = {micro_batches} micro-batches"
     )
-    yield ("train.global_batch_size", schedule != "GPipe" and micro_batches < pp,
-           f"{schedule} needs at least mesh.pp={pp} micro-batches in flight; {arithmetic}",
-           f"Nearest valid choice: train.global_batch_size={pp * unit}, or a smaller micro_batch_size")
-    if interleaved:
+    least = 2 * pp if schedule == "DualPipeV" else pp
+    some = "2 * mesh.pp" if least > pp else "mesh.pp"
+    free = is_csv(schedule) or schedule in ALL_FORWARDS_FIRST
+    yield ("train.global_batch_size", not free and micro_batches < least,
+           f"{schedule} needs at least {some}={least} micro-batches in flight; {arithmetic}",
+           f"Nearest valid choice: train.global_batch_size={least * unit}, or a smaller micro_batch_size")
+    if schedule in IN_ROUNDS:
         yield divides("train.global_batch_size", rows, pp * unit,
-            f"Interleaved1F1B runs its micro-batches in rounds of mesh.pp={pp}; {arithmetic}, "
+            f"{schedule} runs its micro-batches in rounds of mesh.pp={pp}; {arithmetic}, "
             f"{micro_batches} % {pp} = {micro_batches % pp}")
+    rule = misfit(schedule, pp, stages, micro_batches)
+    yield ("parallel.schedule", bool(rule), rule, "Correct the file, or the numbers that it disagrees with")
+    yield ("train.compile", config.train.compile and runs_halves(schedule),
+           f"torch cannot run the halves of a compiled backward pass apart ({schedule})",
+           "Set train.compile=false, or parallel.schedule=Interleaved1F1B")
     for name in ("reshard", "grad_sync"):
         yield (f"parallel.{name}", getattr(parallel, name) == "micro_batch",
                f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step",
@@ -204,8 +229,8 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            f"Set moe.dispatcher=alltoall, {off}")
     yield ("train.compile", train.compile, f"compiled layers are not run in two threads ({key})",
            f"Set train.compile=false, {off}")
-    yield ("parallel.schedule", shape.pp > 1 and parallel.schedule != "Interleaved1F1B",
-           f"{key} with mesh.pp={shape.pp} merges the passes of Interleaved1F1B",
+    yield ("parallel.schedule", shape.pp > 1 and not merges(parallel.schedule),
+           f"{key} with mesh.pp={shape.pp} merges the passes of {' and '.join(MERGES)}, and of files with OVERLAP_F_B",
            f"Set parallel.schedule=Interleaved1F1B with parallel.stages_per_rank=2 or more, {off}")
     micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
     yield ("train.micro_batch_size", micro_batches < 2,

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.config.pipeline import V_SHAPED
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows
 from automoe.model.params import ParamCount, count_params
@@ -222,6 +223,8 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
         runs = [{}]
     elif shape.pp > 1:
         runs += [{**ONE_STAGE, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in turns]
+        if 2 in turns:
+            runs += [{**ONE_STAGE, "schedule": name, "stages_per_rank": 2} for name in V_SHAPED]
     policies: list[dict[str, Any]] = [{"reshard": "step", "grad_sync": "step"}]
     if {"parallel.reshard", "parallel.grad_sync"} & set(fixed):
         policies = [{}]

@@ -106,6 +106,30 @@ BAD = [
         "mesh.pp=1",
         "parallel.stages_per_rank=1",
     ),
+    (2, ["mesh.pp=2", "parallel.schedule=ZBV"], "parallel.schedule", "there are GPipe", "Name one of them"),
+    (2, ["mesh.pp=2", "parallel.schedule=a.csv"], "parallel.schedule", "cannot be read", "Correct the file"),
+    (
+        2,
+        ["mesh.pp=2", "parallel.schedule=ZBVZeroBubble", "parallel.stages_per_rank=2", "parallel.recompute=[moe,layernorm]"],
+        "parallel.recompute",
+        "moe: the halves of a backward pass",
+        r"recompute=[layernorm], or parallel.schedule=Interleaved1F1B",
+    ),
+    (
+        2,
+        ["mesh.pp=2", "parallel.schedule=DualPipeV", "parallel.stages_per_rank=2", "train.compile=true"],
+        "train.compile",
+        "halves of a compiled backward",
+        "Interleaved1F1B",
+    ),
+    (
+        4,
+        ["mesh.pp=2", "mesh.ep=2", "parallel.schedule=ZBVZeroBubble", "parallel.stages_per_rank=2"]
+        + ["parallel.overlap_all_to_all=true"],
+        "parallel.schedule",
+        "merges the passes of Interleaved1F1B and DualPipeV",
+        "Interleaved1F1B",
+    ),
     (8, ["mesh.pp=8"], "model.num_layers", "there are 8 stages", "model.num_layers to 8"),
     (
         2,
