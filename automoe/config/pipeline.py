@@ -37,6 +37,12 @@ _ACTION = re.compile(r"(\d+)([FIBW])(\d+)")
 _PAIR = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 
 
+def nearest(schedule: str) -> str:
+    """Return the remedy for a name that does not exist."""
+    same = [name for name in NAMES if schedule.lower() in name.lower()]
+    return f"Nearest valid choice: {KEY}={(same or NAMES)[0]}"
+
+
 def is_csv(schedule: str) -> bool:
     """Return True if ``schedule`` is the path of a file and not a name."""
     return schedule.endswith(".csv")

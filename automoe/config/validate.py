@@ -29,6 +29,7 @@ from automoe.config.pipeline import (
     is_csv,
     merges,
     misfit,
+    nearest,
     runs_halves,
     stages_of_ranks,
 )
@@ -150,7 +151,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     schedule = parallel.schedule
     pp = shape.pp
     yield ("parallel.schedule", schedule not in NAMES and not is_csv(schedule),
-           f"there are {', '.join(NAMES)}, or the path of a .csv file", "Name one of them")
+           f"there are {', '.join(NAMES)}, or the path of a .csv file", nearest(schedule))
     yield (key, stages > 1 and schedule in SINGLE,
            f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B and its like run several",
            f"Set {key}=1 or parallel.schedule=Interleaved1F1B")

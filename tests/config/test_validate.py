@@ -106,11 +106,16 @@ BAD = [
         "mesh.pp=1",
         "parallel.stages_per_rank=1",
     ),
-    (2, ["mesh.pp=2", "parallel.schedule=ZBV"], "parallel.schedule", "there are GPipe", "Name one of them"),
+    (2, ["mesh.pp=2", "parallel.schedule=1f1b"], "parallel.schedule", "there are GPipe", "schedule=1F1B"),
     (2, ["mesh.pp=2", "parallel.schedule=a.csv"], "parallel.schedule", "cannot be read", "Correct the file"),
     (
         2,
-        ["mesh.pp=2", "parallel.schedule=ZBVZeroBubble", "parallel.stages_per_rank=2", "parallel.recompute=[moe,layernorm]"],
+        [
+            "mesh.pp=2",
+            "parallel.schedule=ZBVZeroBubble",
+            "parallel.stages_per_rank=2",
+            "parallel.recompute=[moe,layernorm]",
+        ],
         "parallel.recompute",
         "moe: the halves of a backward pass",
         r"recompute=[layernorm], or parallel.schedule=Interleaved1F1B",

@@ -87,7 +87,7 @@ MORE = [
     Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=ZBV | dict(recompute=["layernorm", "mla_up_proj"])),
     Case("glm", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=ZBV, optim=MUON),
     Case("llama", dict(pp=2, tp=2), rows=2, parallel=BREADTH_FIRST),
-    Case("mixtral", dict(pp=2, ep=2), rows=2, parallel=BREADTH_FIRST | FULL),
+    Case("mixtral", dict(pp=2, dp_shard=2, ep=2), rows=2, parallel=BREADTH_FIRST | FULL),
     Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED),
     Case("deepseek-mtp", rows=1),
     Case(
