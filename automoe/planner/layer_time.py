@@ -234,7 +234,7 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
             seconds + widened + machine.cast(tokens * columns),
             seconds + own + widened + machine.cast(tokens * rows),
         )
-        if part == "moe":
+        if part == "moe" and not place.fused:  # others' grouped products have a part for each half
             passes.backward.experts += seconds + own
         else:
             passes.backward.weights += own
