@@ -6,6 +6,10 @@ step by step; worlds take turns, round by round. The machine is calibrated first
 
     python benchmarks/plan_correlation.py          # ten minutes; writes benchmarks/results/plan_correlation.json and .svg
     python benchmarks/plan_correlation.py --draw   # the picture again, from the JSON
+    python benchmarks/plan_correlation.py --schedules  # minutes; writes benchmarks/results/pipeline_schedules.json
+
+With ``--schedules`` stages sleep in place of computing, over gloo: the seconds of a step that the plan simulates for these
+times beside those that the trainer's pipeline runtime takes.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from measuring import commit, cpu_model
 from automoe.config.compose import compose_config
 from automoe.config.schema import Config
 from automoe.config.validate import validate
+from automoe.planner.schedule import StageTimes, simulate
 from automoe.planner.time import step_time
 from automoe.verify.pool import RankPool
 
@@ -164,6 +169,48 @@ def compare(measures: dict[str, list[list[float]]], predictions: dict[str, float
     }
 
 
+# Schedule, merged passes, stages per rank.
+ORDERS = (
+    ("Interleaved1F1B", False),
+    ("Interleaved1F1B", True),
+    ("InterleavedZeroBubble", False),
+    ("LoopedBFS", False),
+    ("ZBVZeroBubble", False),
+    ("DualPipeV", False),
+    ("DualPipeV", True),
+)
+SLEPT = (0.1, 0.1, 0.1)  # seconds of a forward pass, and of the gradients of input and weights
+
+
+def compare_schedules() -> dict[str, Any]:
+    """Seconds of a step of each schedule on 2 and 4 ranks, simulated and taken, with even and with uneven stages."""
+    from tests.support.slow_stages import seconds_of_steps
+
+    pool, found = RankPool(max_ranks=4), dict[str, Any]()
+    for pp in (2, 4):
+        count, num_stages = 3 * pp, 2 * pp
+        even = [SLEPT] * num_stages
+        uneven = [
+            (0.6 * SLEPT[0], 1.3 * SLEPT[1], (0.5 + place / num_stages) * SLEPT[2]) for place in range(num_stages)
+        ]
+        for name, stages in (("even", even), ("uneven", uneven)):
+            times = tuple(StageTimes(f, i + w, halves=(i, w)) for f, i, w in stages)
+            for schedule, merged in ORDERS:
+                simulated = simulate(schedule, times, pp, count, 0.0, merged)
+                ranks = pool.run(seconds_of_steps, pp, schedule, pp, count, merged, stages, 2)
+                # Other work on the cores only adds.
+                taken = min(max(steps) for steps in zip(*ranks, strict=True))
+                label = f"pp{pp}, {name} stages, {schedule}{', merged' if merged else ''}"
+                found[label] = {
+                    "simulated": round(simulated, 4),
+                    "taken": round(taken, 4),
+                    "difference": round(taken / simulated - 1, 4),
+                }
+                print(label, found[label], flush=True)
+    pool.close()
+    return {"slept_seconds": SLEPT, "largest": max(abs(one["difference"]) for one in found.values()), "runs": found}
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
@@ -194,13 +241,18 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", action="store_true", help="draw what was measured before")
+    parser.add_argument("--schedules", action="store_true", help="simulated orders beside the runtime's")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
+    facts = {"commit": commit(), "cpu": cpu_model(), "cores": os.cpu_count(), "torch": version("torch")}
+    if args.schedules:
+        out = RESULT.with_name("pipeline_schedules.json") if args.out == RESULT else args.out
+        out.write_text(json.dumps(facts | compare_schedules(), indent=1) + "\n")
+        return
     if not args.draw:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:
             cluster = calibrated(Path(folder))
-        facts = {"commit": commit(), "cpu": cpu_model(), "cores": os.cpu_count(), "torch": version("torch")}
         result = facts | {"cluster": cluster} | compare(measured(), predicted(cluster))
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     result = json.loads(args.out.read_text())

@@ -468,6 +468,7 @@ class CheckpointStore:
         for name in absent & tensors.keys():
             del tensors[name]
         reader.load(tensors | of_this_rank(generators), process_group=self.ranks.group)
+        state.fill_copies()
         if state.begin_averages(absent):
             self._warn(
                 f"{step_dir} has no averages of weights (optim.ema_decay): they begin with its weights"

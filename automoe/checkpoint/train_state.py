@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,21 +43,39 @@ class TrainState:
     def tensors(self, frozen: bool = True) -> dict[str, torch.Tensor]:
         """Return this rank's tensors by global name.
 
-        They are parameters, saved buffers, AdamW's moments and step counts, and averages.
+        They are parameters, saved buffers, AdamW's moments and step counts, and averages. Of
+        copies in two stages the first is returned.
 
         Args:
             frozen: True to include frozen parameters.
         """
         tensors: dict[str, torch.Tensor] = {}
-        for part in self.model_parts.values():
-            for name, tensor in part.state_dict().items():
-                tensors[f"model.{name}"] = tensor
-            for name, parameter in part.named_parameters():
-                if not (frozen or parameter.requires_grad):
-                    tensors.pop(f"model.{name}", None)
-                for key, tensor in self.optimizer.state.get(parameter, {}).items():
-                    tensors[f"optimizer.{key}.{name}"] = tensor
+        for name, tensor in self._named(frozen):
+            tensors.setdefault(name, tensor)
         return tensors
+
+    @torch.no_grad()
+    def fill_copies(self) -> None:
+        """Give copies in later stages of this rank the values of ``tensors``.
+
+        V-shaped schedules put the embedding and a tied head on one rank.
+        """
+        first: dict[str, torch.Tensor] = {}
+        for name, tensor in self._named():
+            if name in first:
+                tensor.copy_(first[name])
+            first.setdefault(name, tensor)
+
+    def _named(self, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        for part in self.model_parts.values():
+            parameters = dict(part.named_parameters())
+            left_out = {n for n, p in parameters.items() if not (frozen or p.requires_grad)}
+            for name, tensor in part.state_dict().items():
+                if name not in left_out:
+                    yield f"model.{name}", tensor
+            for name, parameter in parameters.items():
+                for key, tensor in self.optimizer.state.get(parameter, {}).items():
+                    yield f"optimizer.{key}.{name}", tensor
 
     def not_finite(self) -> list[str]:
         """Return the names of this rank's tensors that have a non-finite value.
@@ -81,25 +99,23 @@ class TrainState:
             for part in self.model_parts.values()
             for name, module in part.named_modules()
             for buffer in getattr(module, "optional_state", ())
-        } | self._averages().keys()
+        } | {name for name, _, _ in self._averages()}
 
     def begin_averages(self, absent: Collection[str]) -> bool:
         """Start the averages named in ``absent`` from the weights; return True if any exists."""
-        begun = {name: pair for name, pair in self._averages().items() if name in absent}
+        begun = [pair for name, *pair in self._averages() if name in absent]
         with torch.no_grad():
-            for average, parameter in begun.values():
+            for average, parameter in begun:
                 average.copy_(parameter)
         return bool(begun)
 
-    def _averages(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return (average, parameter) of this rank by the average's name in a checkpoint."""
-        named = (pair for part in self.model_parts.values() for pair in part.named_parameters())
+    def _averages(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield name in a checkpoint, average and parameter of each average of this rank."""
         state = self.optimizer.state
-        return {
-            f"optimizer.{KEY}.{name}": (state[p][KEY], p)
-            for name, p in named
-            if KEY in state.get(p, {})
-        }
+        for part in self.model_parts.values():
+            for name, parameter in part.named_parameters():
+                if KEY in state.get(parameter, {}):
+                    yield f"optimizer.{KEY}.{name}", state[parameter][KEY], parameter
 
     def counters(self) -> dict[str, Any]:
         """Return the state's values that are no tensors, as plain JSON, equal on every rank."""

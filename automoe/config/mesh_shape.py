@@ -283,11 +283,6 @@ def stage_layers(config: Config, mesh: MeshShape) -> list[range]:
     return stages
 
 
-def stage_of_rank(pp: int, stages_per_rank: int) -> list[list[int]]:
-    """Return the stages of every pp rank: stage i is on rank ``i % pp`` in every schedule."""
-    return [[rank + pp * turn for turn in range(stages_per_rank)] for rank in range(pp)]
-
-
 # Presets are named ways to fold attention and experts, scaled to the number of ranks: the
 # strategies that arXiv 2504.14960 (table 2) compares. FSDP; FSDP with expert parallelism; tensor,
 # expert and data parallelism; all five axes with the experts' mapping tied to attention's

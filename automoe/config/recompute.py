@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from automoe.config.pipeline import runs_halves
 from automoe.config.rules import Row
 from automoe.config.schema import Config, ParallelConfig
 
@@ -58,6 +59,14 @@ def recompute_rows(config: Config) -> Iterator[Row]:
                f"Set {key}=[{MODULES[2]}], or {FULL}")
     overlap = config.parallel.overlap_all_to_all
     again = "it repeats the exchange of tokens, which parallel.overlap_all_to_all then does not hide"
+    schedule = config.parallel.schedule
+    if config.mesh.pp > 1 and runs_halves(schedule):
+        rerun = [name for name in names if name in (*RERUN, FULL)]
+        rest = ",".join(name for name in names if name not in rerun)
+        yield (key, bool(rerun),
+               f"{', '.join(rerun)}: the halves of a backward pass, in which {schedule} runs it, each run them again, "
+               "and the second does for each weight",
+               f"Set {key}=[{rest}], or parallel.schedule=Interleaved1F1B")
     once = list(dict.fromkeys(names))
     yield key, once != names, "names a module twice", f"Set {key}=[{','.join(once)}]"
     yield key, FULL in names and len(names) > 1, f"{FULL} is all of them and stands alone", f"Set {key}={FULL}"

@@ -264,8 +264,11 @@ class MoEConfig:
 class ParallelConfig:
     """Pipeline schedule, FSDP, context parallelism and activation recomputation."""
 
-    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"  # with mesh.pp > 1
-    stages_per_rank: int = 1  # pipeline stages per rank; more than 1 only with Interleaved1F1B
+    # with mesh.pp > 1: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, LoopedBFS, ZBVZeroBubble,
+    # DualPipeV, or the path of a .csv file with the actions of every rank
+    schedule: str = "1F1B"
+    # pipeline stages per rank; GPipe and 1F1B: 1, ZBVZeroBubble and DualPipeV: 2, others: more
+    stages_per_rank: int = 1
     # layers of each stage; null: equal numbers, the longer stages first if they cannot be equal
     layers_per_stage: list[int] | None = None
     # the two keys above in Megatron-Core's notation, e.g. "Et*3|(tt|)*29L": E embedding, t layer, m

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -19,6 +20,20 @@ from automoe.config.mesh_shape import (
     uses_ring,
 )
 from automoe.config.paths import matches
+from automoe.config.pipeline import (
+    ALL_FORWARDS_FIRST,
+    IN_ROUNDS,
+    MERGES,
+    NAMES,
+    SINGLE,
+    V_SHAPED,
+    is_csv,
+    merges,
+    misfit,
+    nearest,
+    runs_halves,
+    stages_of_ranks,
+)
 from automoe.config.plugins import registered_names
 from automoe.config.recipe_args import check_args
 from automoe.config.recompute import recompute_rows
@@ -76,8 +91,6 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     yield divides("train.global_batch_size", rows, unit,
         "every data-parallel rank runs whole micro-batches, so dp_replicate*dp_shard*micro_batch_size = "
         f"{shape.dp_replicate}*{shape.dp_shard}*{micro} = {unit} divides it: {rows} % {unit} = {rows % unit}")
-    if config.train.rampup_batch_size is not None:
-        yield from _rampup_rows(config, shape)
     if shape.tp > 1:
         cut = shape.cp * shape.tp
         yield divides("train.seq_len", seq_len, cut,
@@ -100,6 +113,8 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     yield from recompute_rows(config)
     yield from kernel_rows(config, shape, device)
     yield from compile_rows(config, shape)
+    if config.train.rampup_batch_size is not None:
+        yield from _rampup_rows(config, shape, device)
 
 
 def settings_rows(config: Config) -> Iterator[Row]:
@@ -152,25 +167,24 @@ def settings_rows(config: Config) -> Iterator[Row]:
     yield from checkpoint_rows(config)
 
 
-def _rampup_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+def _rampup_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     key, train = "train.rampup_batch_size", config.train
     given = train.rampup_batch_size or []
-    yield key, len(given) != 3, f"it is [start, increment, rows], three numbers, and has {len(given)}", "Set three"
+    unit = shape.dp * train.micro_batch_size * (2 * shape.pp if shape.pp > 1 else 1)
+    example = f"For example [{unit},{unit},{100 * unit}]"
+    yield key, len(given) != 3, f"it is [start, increment, rows], three numbers, and has {len(given)}", example
     start, increment, over = given
-    unit = shape.dp * train.micro_batch_size
-    if shape.pp > 1 and config.parallel.schedule != "1F1B":
-        unit *= shape.pp
     grows = train.global_batch_size - start
-    example = f"[{unit},{unit},{100 * (train.global_batch_size - unit)}]"
-    yield (key, start < 1 or increment < 1 or over < 1 or grows < increment or bool(grows % increment),
+    yield (key, start < 1 or increment < 1 or grows < increment or bool(grows % increment),
            f"from start to train.global_batch_size={train.global_batch_size} it grows by whole increments, at least one: "
-           f"{train.global_batch_size} - {start} = {grows}", f"For example {example}")
-    yield (key, bool(start % unit or increment % unit),
-           f"every data-parallel rank runs whole micro-batches in every step, so {unit} divides start and increment",
-           f"For example {example}")
-    yield (key, over < grows // increment, f"{over} rows are too few for {grows // increment} increments", "Raise rows")
-    yield (key, shape.pp > 1 and start < shape.pp * unit, f"a pipeline of {shape.pp} ranks starts with as many "
-           f"micro-batches, {shape.pp * unit} rows", f"Set start={shape.pp * unit} or more")
+           f"{train.global_batch_size} - {start} = {grows}", example)
+    yield (key, over < grows // increment, f"{over} rows are too few for {grows // increment} increments", example)
+    yield (key, is_csv(config.parallel.schedule), "a .csv file has one number of micro-batches",
+           "Set parallel.schedule=Interleaved1F1B")
+    for rows in (start, start + increment):  # the others differ by more increments
+        one = replace(config, train=replace(train, global_batch_size=rows, rampup_batch_size=None))
+        for _, broken, rule, _ in mesh_rows(one, shape, device):
+            yield key, broken, f"it has batches of {rows} rows, and {rule}", example
 
 
 def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -179,13 +193,16 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     stages = parallel.stages_per_rank
     schedule = parallel.schedule
     pp = shape.pp
-    interleaved = schedule == "Interleaved1F1B"
-    yield (key, stages > 1 and not interleaved,
-           f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B runs several",
+    yield ("parallel.schedule", schedule not in NAMES and not is_csv(schedule),
+           f"there are {', '.join(NAMES)}, or the path of a .csv file", nearest(schedule))
+    yield (key, stages > 1 and schedule in SINGLE,
+           f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B and its like run several",
            f"Set {key}=1 or parallel.schedule=Interleaved1F1B")
     yield (key, pp == 1 and stages > 1,
            "with mesh.pp=1 the model is one stage",
            f"Set {key}=1" + ("" if shape.world_size % 2 else ", or mesh.pp=2 or more"))
+    yield (key, pp > 1 and schedule in V_SHAPED and stages != 2,
+           f"{schedule} runs exactly 2 stages a rank: down the ranks and up again", f"Set {key}=2")
     num_layers = config.model.num_layers
     num_stages = pp * stages
     sizes = parallel.layers_per_stage
@@ -203,8 +220,9 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         least = min(sizes, default=0)
         yield ("parallel.layers_per_stage", least < 0, f"no stage has {least} layers", remedy)
         # The first stage holds the embedding, the last one the head.
-        held = [[n + (i in (0, num_stages - 1)) for i, n in enumerate(sizes)][rank::pp] for rank in range(pp)]
-        empty = [rank for rank, own in enumerate(held) if not any(own)]
+        full = [n + (i in (0, num_stages - 1)) for i, n in enumerate(sizes)]
+        held = stages_of_ranks(pp, stages, schedule)
+        empty = [rank for rank, own in enumerate(held) if not any(full[stage] for stage in own)]
         yield ("parallel.layers_per_stage", bool(empty),
                f"every pipeline rank trains something, and the stages of rank {min(empty, default=0)} are all empty", remedy)
         yield ("parallel.layers_per_stage", sum(sizes) != num_layers,
@@ -213,8 +231,8 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield from _overlap_rows(config, shape)
     if pp == 1:
         return
-    yield (key, interleaved and stages < 2,
-           "Interleaved1F1B runs at least 2 stages a rank", f"Set {key}=2 or parallel.schedule=1F1B")
+    yield (key, schedule in NAMES and schedule not in SINGLE and stages < 2,
+           f"{schedule} runs at least 2 stages a rank", f"Set {key}=2 or parallel.schedule=1F1B")
     micro = config.train.micro_batch_size
     rows = config.train.global_batch_size
     unit = shape.dp * micro
@@ -223,13 +241,21 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         f"global_batch_size / (dp_replicate*dp_shard*micro_batch_size) = {rows} / "
         f"({shape.dp_replicate}*{shape.dp_shard}*{micro}) = {micro_batches} micro-batches"
     )
-    yield ("train.global_batch_size", schedule != "GPipe" and micro_batches < pp,
-           f"{schedule} needs at least mesh.pp={pp} micro-batches in flight; {arithmetic}",
-           f"Nearest valid choice: train.global_batch_size={pp * unit}, or a smaller micro_batch_size")
-    if interleaved:
+    least = 2 * pp if schedule == "DualPipeV" else pp
+    some = "2 * mesh.pp" if least > pp else "mesh.pp"
+    free = is_csv(schedule) or schedule in ALL_FORWARDS_FIRST
+    yield ("train.global_batch_size", not free and micro_batches < least,
+           f"{schedule} needs at least {some}={least} micro-batches in flight; {arithmetic}",
+           f"Nearest valid choice: train.global_batch_size={least * unit}, or a smaller micro_batch_size")
+    if schedule in IN_ROUNDS:
         yield divides("train.global_batch_size", rows, pp * unit,
-            f"Interleaved1F1B runs its micro-batches in rounds of mesh.pp={pp}; {arithmetic}, "
+            f"{schedule} runs its micro-batches in rounds of mesh.pp={pp}; {arithmetic}, "
             f"{micro_batches} % {pp} = {micro_batches % pp}")
+    rule = misfit(schedule, pp, stages, micro_batches)
+    yield ("parallel.schedule", bool(rule), rule, "Correct the file, or the numbers that it disagrees with")
+    yield ("train.compile", config.train.compile and runs_halves(schedule),
+           f"torch cannot run the halves of a compiled backward pass apart ({schedule})",
+           "Set train.compile=false, or parallel.schedule=Interleaved1F1B")
     for name in ("reshard", "grad_sync"):
         yield (f"parallel.{name}", getattr(parallel, name) == "micro_batch",
                f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step",
@@ -247,8 +273,8 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            f"Set moe.dispatcher=alltoall, {off}")
     yield ("train.compile", train.compile, f"compiled layers are not run in two threads ({key})",
            f"Set train.compile=false, {off}")
-    yield ("parallel.schedule", shape.pp > 1 and parallel.schedule != "Interleaved1F1B",
-           f"{key} with mesh.pp={shape.pp} merges the passes of Interleaved1F1B",
+    yield ("parallel.schedule", shape.pp > 1 and not merges(parallel.schedule),
+           f"{key} with mesh.pp={shape.pp} merges the passes of {' and '.join(MERGES)}, and of files with OVERLAP_F_B",
            f"Set parallel.schedule=Interleaved1F1B with parallel.stages_per_rank=2 or more, {off}")
     micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
     yield ("train.micro_batch_size", micro_batches < 2,

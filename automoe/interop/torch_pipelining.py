@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
+
+from automoe.config.pipeline import Order
 
 Works = list[dist.Work]
 
@@ -78,37 +81,57 @@ def replaced_waits(wait: Callable[[Works], None]) -> Iterator[None]:
         dist.recv = recv
 
 
-def merge_passes(
-    schedule: Any, run_both: Callable[[Callable[[], Any], Callable[[], Any]], Any]
-) -> None:
-    """Make an interleaved schedule run each steady forward pass together with a backward pass.
+def ordered_schedule(
+    stages: list[PipelineStage],
+    order: Order,
+    run_both: Callable[[Callable[[], Any], Callable[[], Any]], Any],
+    **options: Any,
+) -> Any:
+    """Return a schedule that runs ``order``, with sends, receives and gathers that torch adds.
 
-    One more forward pass warms up; then forward k + 1 and backward k are one action. ``run_both``
-    is called with the backward and the forward pass, and returns what the forward pass returns.
+    Of an entry of two actions ``run_both`` is called with the backward and the forward pass, and
+    returns what the forward pass returns.
 
-    2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` has ``register_custom_function`` for
-    ``OVERLAP_F_B``, an action of two others, for which it lowers sends and receives
-    (``_prepare_schedule_with_comms``); only its V-shaped schedules make such actions.
+    2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` takes the order of a CSV file alone;
+    ``_prepare_schedule_with_comms`` takes actions. It has ``register_custom_function`` for
+    ``OVERLAP_F_B``, an action of two others.
     """
-    order = {rank: _merged(actions) for rank, actions in schedule.pipeline_order.items()}
-    schedule.pipeline_order = order
-    schedule._prepare_schedule_with_comms(order)
-    schedule.register_custom_function(
-        schedules._ComputationType.OVERLAP_F_B, partial(_run_merged, run_both)
-    )
-
-
-def _merged(actions: list[Any]) -> list[Any]:
     kinds = schedules._ComputationType
-    actions = [action for action in actions if action is not None]
-    first = next(i for i, one in enumerate(actions) if one.computation_type == kinds.FULL_BACKWARD)
-    forwards = [one for one in actions[first:] if one.computation_type == kinds.FORWARD]
-    backwards = [one for one in actions[first:] if one.computation_type == kinds.FULL_BACKWARD]
-    both = [
-        schedules._Action(-1, kinds.OVERLAP_F_B, None, pair)
-        for pair in zip(forwards, backwards, strict=False)
-    ]
-    return actions[:first] + both + backwards[len(forwards) :]
+    schedule = schedules._PipelineScheduleRuntime(stages, **options)
+    actions: dict[int, list[Any]] = {}
+    for rank, entries in enumerate(order):
+        actions[rank] = []
+        for entry in entries:
+            parts = tuple(schedules._Action(stage, kinds(kind), n) for kind, stage, n in entry)
+            pair = schedules._Action(-1, kinds.OVERLAP_F_B, None, parts)
+            actions[rank].append(parts[0] if len(parts) == 1 else pair)
+    schedule.pipeline_order = actions
+    schedule._prepare_schedule_with_comms(actions)
+    schedule.register_custom_function(kinds.OVERLAP_F_B, partial(_run_merged, run_both))
+    schedule.register_custom_function(kinds.BACKWARD_WEIGHT, _run_weight_half)
+    return schedule
+
+
+def _run_weight_half(action: Any, context: Any) -> None:
+    """Run a weight half, and add its gradients where FSDP adds those of a whole backward pass.
+
+    FSDP moves gradients to its accumulator, in the dtype of the reduction, behind a backward pass.
+    Torch's schedules leave it out behind a weight half, so gradients of all micro-batches would be
+    added up in the dtype of the parameters. 2.11 has one group of parameters per FSDP state.
+    """
+    schedule = context.schedule_ref
+    stage = next(one for one in schedule._stages if one.stage_index == action.stage_index)
+    schedule._assert_unsharded(stage)
+    schedule.backward_counter[stage.stage_index] += 1
+    stage.backward_weight_one_chunk(action.microbatch_index)
+    if not isinstance(stage.submod, FSDPModule):
+        return
+    for state in fully_shard.state(stage.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
+        one = getattr(state, "_fsdp_param_group", None)
+        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 def _run_merged(run_both: Callable[..., Any], action: Any, context: Any) -> None:
@@ -192,6 +215,15 @@ class BufferlessStage(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    # An evaluation walks through the backward passes too, which do nothing then, but torch 2.11 to
+    # 2.15 asserts that there is a gradient to hand from a stage to the one before on its rank.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         received = self.args_recv_info[fwd_chunk_id]

@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 
-from automoe.config.mesh_shape import MeshShape, stage_layers, stage_of_rank, stays_unsharded
+from automoe.config.mesh_shape import MeshShape, stage_layers, stays_unsharded
+from automoe.config.pipeline import stages_of_ranks
 from automoe.config.plugins import registered
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
@@ -139,13 +140,14 @@ def parameter_dtype(config: Config) -> torch.dtype:
 def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
     """Return {stage number: part}: this rank's parallelized pipeline stages on the meta device."""
     shape: MeshShape = meshes.shape
+    parallel = config.parallel
     stages = stage_layers(config, shape)
-    mine = stage_of_rank(shape.pp, config.parallel.stages_per_rank)[meshes.coordinate("pp")]
+    held = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
     backend = build_backend(config, meshes)
     style = expert_parallel_style(meshes, config)
     dtype = parameter_dtype(config)
     model_parts = {}
-    for stage in mine:
+    for stage in held[meshes.coordinate("pp")]:
         part = build_decoder(
             config.model,
             config.moe,

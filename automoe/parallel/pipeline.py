@@ -16,16 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
 from automoe.config.mesh_shape import DEFAULT_AXES
+from automoe.config.pipeline import SINGLE, pipeline_order, rank_of_stage
 from automoe.config.rules_model import BY_CROSS_ENTROPY
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
 from automoe.interop.torch_pipelining import (
     BufferlessStage,
-    merge_passes,
+    ordered_schedule,
     replaced_waits,
     starts_sends_one_by_one,
     unshard_every_stage_once,
@@ -42,11 +43,8 @@ from automoe.parallel.overlap import TURNS
 
 SENDS_KEPT = 2  # of each stage and direction, that may still be on their way
 
-SCHEDULES = {
-    "GPipe": ScheduleGPipe,
-    "1F1B": Schedule1F1B,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-}
+# The two that batch a send with a receive; all others are orders (``config.pipeline``).
+SCHEDULES = dict(zip(SINGLE, (ScheduleGPipe, Schedule1F1B), strict=True))
 
 unshard_every_stage_once()  # parallel.reshard=step frees them once a step
 
@@ -72,10 +70,16 @@ class SharedGradients:
     pipeline with tied embeddings or multi-token prediction, both copies of the embedding. Copies
     start equal, since initialisation and checkpoints go by name, and stay equal, since all of them
     take the sum. Every rank builds it: all ranks make groups together.
+
+    Args:
+        ends: pipeline ranks of the first and of the last stage.
     """
 
-    def __init__(self, model_parts: dict[int, CausalLM], meshes: Meshes) -> None:
+    def __init__(
+        self, model_parts: dict[int, CausalLM], meshes: Meshes, ends: tuple[int, int]
+    ) -> None:
         self._by_group: list[tuple[dist.ProcessGroup, list[torch.Tensor]]] = []
+        self._copies: list[torch.Tensor] = []  # both on this rank (V-shaped schedules)
         if (tp := meshes.group("tp")) is not None:
             whole = [
                 p for part in model_parts.values() for p in part.parameters() if _whole_over_tp(p)
@@ -94,10 +98,13 @@ class SharedGradients:
             copies = [
                 part.embedding.weight for part in model_parts.values() if part.embedding is not None
             ]
-            for stages in meshes.shape.groups("default", "pp"):
-                ends = [stages[0], stages[-1]]
-                group = dist.new_group(ends, timeout=meshes.timeout)
-                if dist.get_rank() in ends:
+            if ends[0] == ends[1]:
+                self._copies = copies
+                return
+            for ranks in meshes.shape.groups("default", "pp"):
+                holders = sorted(ranks[end] for end in ends)
+                group = dist.new_group(holders, timeout=meshes.timeout)
+                if dist.get_rank() in holders:
                     self._by_group.append((group, copies))
 
     def sum(self) -> None:
@@ -106,6 +113,12 @@ class SharedGradients:
         The ranks of a group shard a parameter alike, so local shards are summed, all in one
         collective.
         """
+        terms = [local_shard(p.grad) for p in self._copies if p.grad is not None]
+        if len(terms) > 1:
+            wide = torch.promote_types(terms[0].dtype, torch.float32)
+            total = torch.stack([term.to(wide) for term in terms]).sum(0)
+            for term in terms:
+                term.copy_(total)
         for group, parameters in self._by_group:
             gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
             if not gradients:
@@ -165,11 +178,14 @@ class StepRunner(ABC):
     """
 
     def __init__(
-        self, model_parts: dict[int, CausalLM], meshes: Meshes, device: torch.device
+        self, model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
     ) -> None:
         self.model_parts = model_parts
         self.device = device
-        self.shared = SharedGradients(model_parts, meshes)
+        pp, parallel = meshes.shape.pp, config.parallel
+        last = pp * parallel.stages_per_rank - 1
+        ends = [rank_of_stage(stage, pp, parallel.schedule) for stage in (0, last)]
+        self.shared = SharedGradients(model_parts, meshes, (ends[0], ends[1]))
         self.reports_loss = meshes.coordinate("tp") == 0
 
     @property
@@ -234,7 +250,7 @@ class SingleStageRunner(StepRunner):
     def __init__(
         self, model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
     ) -> None:
-        super().__init__(model_parts, meshes, device)
+        super().__init__(model_parts, meshes, config, device)
         self.part = model_parts[0]
         self.config = config
 
@@ -348,7 +364,7 @@ class PipelineRunner(StepRunner):
     def __init__(
         self, model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
     ) -> None:
-        super().__init__(model_parts, meshes, device)
+        super().__init__(model_parts, meshes, config, device)
         num_stages = meshes.shape.pp * config.parallel.stages_per_rank
         train = config.train
         rows = train.micro_batch_size
@@ -374,22 +390,28 @@ class PipelineRunner(StepRunner):
         self.stages = stages
         self.first = 0 in model_parts
         self.last = num_stages - 1 in model_parts
-        merged = config.parallel.overlap_all_to_all
-        schedule = "Interleaved1F1B" if merged else config.parallel.schedule
-        self.schedule = SCHEDULES[schedule](
-            stages if schedule == "Interleaved1F1B" else stages[0],
-            n_microbatches=train.global_batch_size // meshes.shape.dp // rows,
-            loss_fn=lambda loss, _: loss.sum(),
-            scale_grads=False,
+        self.parallel, self.pp = config.parallel, meshes.shape.pp
+        self.rows = rows
+        self._use(train.global_batch_size // meshes.shape.dp // rows)
+
+    def _use(self, num_micro_batches: int) -> None:
+        """Make the schedule of steps with this many micro-batches."""
+        self.num_micro_batches = num_micro_batches
+        options: dict[str, Any] = dict(
+            n_microbatches=num_micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
         )
-        if merged:
-            merge_passes(self.schedule, TURNS.run)
-        for one in stages:
+        name, merged = self.parallel.schedule, self.parallel.overlap_all_to_all
+        if name in SCHEDULES and not merged:
+            self.schedule = SCHEDULES[name](self.stages[0], **options)
+        else:
+            order = pipeline_order(name, self.pp, len(self.stages), num_micro_batches, merged)
+            self.schedule = ordered_schedule(self.stages, order, TURNS.run, **options)
+        for one in self.stages:
             one.sends_itself = starts_sends_one_by_one(self.schedule)
 
     def train(self, inputs: Inputs) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        self._run(self.schedule.step, inputs, losses)
+        self._run("step", inputs, losses)
         self.shared.sum()
         if not losses or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -398,18 +420,21 @@ class PipelineRunner(StepRunner):
     def outputs(self, inputs: Inputs) -> torch.Tensor | None:
         for part in self.model_parts.values():
             part.eval()
-        found = self._run(self.schedule.eval, inputs, [])
+        found = self._run("eval", inputs, [])
         for part in self.model_parts.values():
             part.train()
         reshard(self.model_parts.values())
         return found
 
-    def _run(self, run, inputs: Inputs, losses: list[torch.Tensor]) -> torch.Tensor | None:
+    def _run(self, method: str, inputs: Inputs, losses: list[torch.Tensor]) -> torch.Tensor | None:
+        # train.rampup_batch_size: steps have fewer micro-batches than a validation
+        if (count := len(inputs["labels"]) // self.rows) != self.num_micro_batches:
+            self._use(count)
         kwargs = {name: tensor for name, tensor in inputs.items() if name != "tokens"}
         tokens = [inputs["tokens"]] if self.first else []
         labels = inputs["labels"] if self.last else None
         with receives_in_time(self.stages[0].group, self.device):
-            found = run(*tokens, target=labels, losses=losses, **kwargs)
+            found = getattr(self.schedule, method)(*tokens, target=labels, losses=losses, **kwargs)
             for stage in self.stages:
                 stage.finish_sends()
         return found

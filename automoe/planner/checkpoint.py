@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, inf, lcm
 
-from automoe.config.mesh_shape import MeshShape, stage_layers, stage_of_rank
+from automoe.config.mesh_shape import MeshShape, stage_layers
+from automoe.config.pipeline import stages_of_ranks
 from automoe.config.schema import Config
 from automoe.model.adapters import as_stored, with_adapters
 from automoe.model.params import Param, stage_params
@@ -89,7 +90,8 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
     found: dict[str, _Tensor] = {}
     largest = staged = 0.0
     layers = stage_layers(config, mesh)
-    for stages in stage_of_rank(mesh.pp, config.parallel.stages_per_rank):
+    parallel = config.parallel
+    for stages in stages_of_ranks(mesh.pp, parallel.stages_per_rank, parallel.schedule):
         held = {one.name: one for stage in stages for one in _tensors(config, mesh, layers, stage)}
         found |= held
         largest = max(largest, sum((one.local + SHARD_BYTES) / one.copies for one in held.values()))

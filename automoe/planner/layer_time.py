@@ -62,6 +62,9 @@ class Pass:
     parts: dict[str, float] = field(default_factory=dict)
     communication: dict[str, Cost] = field(default_factory=dict)
     idle: float = 0.0  # seconds that the GPU waits for kernel launches
+    # Of a backward pass: seconds of the gradients of weights but the experts', and of the experts.
+    weights: float = 0.0
+    experts: float = 0.0
     # Communication that the recomputation of a module repeats: module -> axis -> cost.
     again: dict[str, dict[str, Cost]] = field(default_factory=dict)
 
@@ -231,11 +234,16 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
             seconds + widened + machine.cast(tokens * columns),
             seconds + own + widened + machine.cast(tokens * rows),
         )
+        if part == "moe" and not place.fused:  # others' grouped products have a part for each half
+            passes.backward.experts += seconds + own
+        else:
+            passes.backward.weights += own
     if not place.fused:
         # FSDP reads each micro-batch's gradients, adds them and writes the sum in float32.
         experts = found.expert_trained / (mesh.ep * mesh.etp)
         summed = machine.pass_over(10.0 * (found.dense_trained + experts))
         passes.backward.add("gradients", summed)
+        passes.backward.weights += summed
 
 
 def score_dims(attention: AttentionConfig) -> int:

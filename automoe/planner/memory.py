@@ -12,18 +12,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 
 from automoe.config.batch import BatchPlan
-from automoe.config.mesh_shape import (
-    MeshShape,
-    gathers_once,
-    stage_layers,
-    stage_of_rank,
-    stays_unsharded,
-)
+from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers, stays_unsharded
+from automoe.config.pipeline import ALL_FORWARDS_FIRST, is_csv, pipeline_order, stages_of_ranks
 from automoe.config.schema import Config
-from automoe.errors import ConfigError
 from automoe.model.adapters import as_stored, with_adapters
 from automoe.model.params import Param, stage_params
 from automoe.planner.activations import TokenLoad
@@ -110,7 +103,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     model = config.model
     parallel = config.parallel
     layers = stage_layers(config, mesh)
-    numbers = stage_of_rank(mesh.pp, parallel.stages_per_rank)[pp_rank]
+    numbers = stages_of_ranks(mesh.pp, parallel.stages_per_rank, parallel.schedule)[pp_rank]
     bare = [stage_params(model, layers, stage) for stage in numbers]
     held = [as_stored(with_adapters(stage, config), config) for stage in bare]
     params = [param for stage in held for param in stage]
@@ -123,7 +116,11 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         for stage, own in zip(numbers, held, strict=True)
     ]
     if mesh.pp > 1 or parallel.overlap_all_to_all:
-        moments = [*_pipeline_moments(config, mesh, batch, stages, pp_rank)]
+        moments = [
+            *_pipeline_moments(
+                config, mesh, batch, dict(zip(numbers, stages, strict=True)), pp_rank
+            )
+        ]
     else:
         moments = [*_loop_moments(config, mesh, batch, stages[0], params)]
     if config.train.fp8 != "off" and gathers_once(config, mesh.pp):
@@ -195,16 +192,25 @@ def _loop_moments(
 
 
 def _pipeline_moments(
-    config: Config, mesh: MeshShape, batch: BatchPlan, stages: list[StagePlan], pp_rank: int
+    config: Config,
+    mesh: MeshShape,
+    batch: BatchPlan,
+    held_stages: dict[int, StagePlan],
+    pp_rank: int,
 ) -> Iterator[Moment]:
     """Yield the memory of each moment of a pipeline rank.
 
     Whatever the FSDP policy, a stage keeps weights unsharded from its first backward pass on, and
-    unsharded gradients until its last backward pass.
+    unsharded gradients until its last backward pass. A micro-batch whose backward pass runs in
+    halves keeps its activations until the second.
     """
     parallel = config.parallel
+    schedule = parallel.schedule
+    stages = list(held_stages.values())
+    local = {stage: i for i, stage in enumerate(held_stages)}
     num_micro_batches = batch.num_micro_batches
-    if parallel.schedule != "GPipe" and num_micro_batches % mesh.pp == 0:
+    repeats = schedule not in ALL_FORWARDS_FIRST and not is_csv(schedule)
+    if repeats and num_micro_batches % mesh.pp == 0:
         # After the warm-up, every round repeats the one before.
         num_micro_batches = min(num_micro_batches, 4 * mesh.pp)
     gathered = sum(stage.weights for stage in stages)
@@ -219,17 +225,21 @@ def _pipeline_moments(
         return max(moments, key=lambda moment: moment.total)
 
     overlap = parallel.overlap_all_to_all
-    order = "Interleaved1F1B" if overlap else parallel.schedule
-    actions = rank_actions(order, mesh.pp, len(stages), num_micro_batches, pp_rank)
-    for (is_forward, i), (next_is_forward, following) in pairwise([*actions, (False, 0)]):
-        # The forward pass behind a backward pass runs together with it.
-        merged = following if overlap and next_is_forward and not is_forward else None
+    order = pipeline_order(schedule, mesh.pp, len(stages), num_micro_batches, overlap)[pp_rank]
+    # The backward pass of a pair is told of the forward pass, which then counts alone.
+    actions = [
+        (kind, local[stage], local[entry[0][1]] if len(entry) == 2 and kind == "B" else None)
+        for entry in order
+        for kind, stage, _ in reversed(entry)
+    ]
+    for kind, i, merged in actions:
+        is_forward = kind == "F"
         stage = stages[i]
         held[i] += is_forward
         in_flight = list(held)
-        like = is_forward, i, merged, *held, *done
+        like = kind, i, merged, *held, *done
         if like in seen:  # most rounds repeat the one before
-            held[i] -= not is_forward
+            held[i] -= kind in "BW"
             continue
         seen.add(like)
         others = (
@@ -244,8 +254,8 @@ def _pipeline_moments(
             now = most(i, done[i], merged)
             there = gradients - stage.gradients * done[i] + now.unsharded_gradients
             kept = others + now.activations
-            held[i] -= 1
-            done[i] = True
+            held[i] -= kind in "BW"
+            done[i] |= kind in "BW"
         # One buffer holds the received gradient; the others hold gradients still being sent to
         # earlier stages.
         sent = (
@@ -312,39 +322,3 @@ def _resident_units(params: list[Param], mesh: MeshShape, size: int) -> int:
         unit = gathered_numel(param, mesh) * param.bytes_each(size)
         units[param.layer] = units.get(param.layer, 0) + unit
     return UNITS_RESIDENT * max(units.values(), default=0)
-
-
-def rank_actions(
-    schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, pp_rank: int
-) -> Iterator[tuple[bool, int]]:
-    """Yield (is_forward, local stage) for each action of one pp rank's step, in order.
-
-    The orders are those of torch.distributed.pipelining. GPipe runs all forwards first. 1F1B starts
-    ``pp - pp_rank`` forwards, then alternates. Interleaved1F1B takes rounds of up to ``pp``
-    micro-batches through its stages in turn (arXiv 2104.04473, section 2.2).
-
-    Raises:
-        ConfigError: the micro-batches of Interleaved1F1B do not divide into equal rounds, which
-            torch's schedule also refuses.
-    """
-    total = num_micro_batches * stages_per_rank
-    rounds = max(1, num_micro_batches // pp)
-    round_size, left = divmod(num_micro_batches, rounds)
-    if schedule == "Interleaved1F1B" and stages_per_rank > 1 and left:
-        rule = f"Interleaved1F1B runs {num_micro_batches} micro-batches in {rounds} equal rounds: {left} are left"
-        raise ConfigError(
-            "parallel.schedule", schedule, rule, f"Run a multiple of mesh.pp={pp} micro-batches"
-        )
-    if schedule == "GPipe":
-        ahead = total
-    elif schedule == "1F1B":
-        ahead = pp - pp_rank
-    else:
-        ahead = (stages_per_rank - 1) * round_size + 2 * (pp - 1 - pp_rank) + 1
-    ahead = min(ahead, total)
-    for index in range(total + ahead):
-        if index < total:
-            yield True, index // round_size % stages_per_rank
-        done = index - ahead + 1
-        if 0 <= done < total:
-            yield False, stages_per_rank - 1 - done // round_size % stages_per_rank

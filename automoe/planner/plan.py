@@ -9,6 +9,7 @@ from typing import Any
 
 from automoe.config.batch import BatchPlan, plan_batch
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.pipeline import rank_of_stage
 from automoe.config.schema import ClusterConfig, Config
 from automoe.model.flops import TokenFlops, step_flops_per_token
 from automoe.model.params import ParamCount, count_params
@@ -271,7 +272,10 @@ def _time_warnings(config: Config, plan: Plan) -> Iterator[str]:
     # A difference below one layer's time cannot be reduced by moving a layer.
     if most > usual + max(SLOW * usual, a_layer):
         rank = time.by_rank.index(most)
-        stages = "has the head" if rank == plan.mesh.pp - 1 else "has more than the others"
+        schedule = config.parallel.schedule
+        last = plan.mesh.pp * config.parallel.stages_per_rank - 1
+        has_head = rank == rank_of_stage(last, plan.mesh.pp, schedule)
+        stages = "has the head" if has_head else "has more than the others"
         yield (
             f"pp rank {rank}, which {stages}, is busy {most / usual - 1:.0%} longer than the usual rank, and all wait "
             "for it. Give it fewer layers with parallel.layers_per_stage"

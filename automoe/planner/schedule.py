@@ -1,26 +1,23 @@
 """Simulation of pipeline schedules, action by action, to find when a step ends.
 
-The orders of actions are those of torch.distributed.pipelining. An action starts when its rank is
-free and its input has arrived. Kinds of actions: F forward, B backward, I and W the two halves of B
-(gradients of the input and of the weights). A tuple of two actions runs both at the same time, so
-that the all-to-all of one overlaps with the computation of the other (DualPipeV, and 1F1B with
-overlap).
+The orders of actions are those that the trainer runs (``config.pipeline``). An action starts when
+its rank is free and its input has arrived. An entry of two actions runs both at the same time, so
+that the all-to-all of one overlaps with the computation of the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import zip_longest
 
-from automoe.planner.dual_pipe import Action, dual_pipe_v
-from automoe.planner.memory import rank_actions
+from automoe.config.pipeline import (
+    ALL_FORWARDS_FIRST,
+    IN_ROUNDS,
+    is_csv,
+    pipeline_order,
+    rank_of_stage,
+)
 
-# Schedules that automoe does not run, but that published runs used: name -> function of (pp, rank,
-# micro-batches, overlap) that returns the rank's actions. A rank holds two stages in the shape of a
-# V.
-V_SHAPED = {"DualPipeV": dual_pipe_v}
 # Share of an all-to-all that the computation of another micro-batch hides: 93%, less the 20% that
 # matmuls lose to the multiprocessors that send (both from Megatron-Core's report on DeepSeek-V3).
 HIDDEN = 0.93 - 0.20
@@ -35,6 +32,9 @@ class StageTimes:
     forward: float
     backward: float
     all_to_all: float = 0.0  # all-to-alls of both passes together
+    # The backward pass in halves, for gradients of the input and of the weights; None: even halves.
+    # The first stage has no input: its second half is the whole backward pass.
+    halves: tuple[float, float] | None = None
 
     @property
     def work(self) -> float:
@@ -51,58 +51,6 @@ class Span:
     micro_batch: int
     start: float
     end: float
-
-
-def rank_of(stage: int, schedule: str, pp: int) -> int:
-    """Return the pipeline rank that holds a stage.
-
-    Stages go round the ranks in turn, or down and up again in V-shaped schedules.
-    """
-    turn, place = divmod(stage, pp)
-    return pp - 1 - place if schedule in V_SHAPED and turn % 2 else place
-
-
-@lru_cache(maxsize=256)
-def all_actions(
-    schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, overlap: bool
-) -> tuple[tuple[tuple[Action, ...], ...], ...]:
-    """Return the ordered actions of every rank; an entry of two actions runs both at the
-    same time.
-    """
-    made: list[Iterable[tuple[Action, ...]]] = []
-    for rank in range(pp):
-        if schedule in V_SHAPED:
-            made.append(V_SHAPED[schedule](pp, rank, num_micro_batches, overlap))
-        else:
-            made.append(_in_turn(schedule, pp, stages_per_rank, num_micro_batches, rank, overlap))
-    return tuple(map(tuple, made))
-
-
-def _in_turn(
-    schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, rank: int, overlap: bool
-) -> Iterator[tuple[Action, ...]]:
-    forwards: list[Action] = []
-    backwards: list[Action] = []
-    ahead = 0
-    seen = dict[tuple[bool, int], int]()
-    # Overlapping pairs deliver activations only at their end, so 1F1B needs more forwards in
-    # advance.
-    like = "Interleaved1F1B" if overlap else schedule
-    for is_forward, local in rank_actions(like, pp, stages_per_rank, num_micro_batches, rank):
-        index = seen[is_forward, local] = seen.get((is_forward, local), -1) + 1
-        (forwards if is_forward else backwards).append(
-            ("F" if is_forward else "B", local * pp + rank, index)
-        )
-        ahead += is_forward and not backwards
-    yield from ((action,) for action in forwards[:ahead])
-    for backward, forward in zip_longest(backwards, forwards[ahead:]):
-        if forward is None:
-            yield (backward,)
-        elif overlap:
-            yield forward, backward
-        else:
-            yield (backward,)
-            yield (forward,)
 
 
 def simulate(
@@ -122,12 +70,14 @@ def simulate(
         overlap: paired actions hide their all-to-alls behind each other.
         spans: list that receives every action; each rank's actions are in order.
     """
-    ranks = all_actions(schedule, pp, len(stages) // pp, num_micro_batches, overlap)
-    where = [rank_of(stage, schedule, pp) for stage in range(len(stages))]
+    ranks = pipeline_order(schedule, pp, len(stages) // pp, num_micro_batches, overlap)
+    where = [rank_of_stage(stage, pp, schedule) for stage in range(len(stages))]
     # seconds to send activations to stage i
     wait = [border * (where[i] != where[i - 1]) for i in range(len(stages))]
     cost = {"F": [s.forward for s in stages], "B": [s.backward for s in stages]}
-    cost["I"] = cost["W"] = [s.backward / 2 for s in stages]
+    halves = [s.halves or (s.backward / 2, s.backward / 2) for s in stages]
+    halves[0] = 0.0, stages[0].backward
+    cost["I"], cost["W"] = map(list, zip(*halves, strict=True))
     saved = [HIDDEN * s.all_to_all / 2 for s in stages]
     forward, backward = ([dict[int, float]() for _ in stages] for _ in range(2))
     # The results that an action waits for, and the seconds to send them.
@@ -189,8 +139,8 @@ def stretch(
     """Return a step's time relative to the work of its busiest rank (``simulate`` with a cache).
 
     With many micro-batches, only the first rounds are simulated and the repeating rounds are
-    extrapolated. All rounds are simulated if Interleaved1F1B has rounds of more than ``pp``
-    micro-batches (``pp`` is not a divisor). For the cache, times are rounded to 1/``GRAIN`` of the
+    extrapolated. All rounds are simulated if they have more than ``pp`` micro-batches (``pp`` is not
+    a divisor), and of orders that do not repeat. For the cache, times are rounded to 1/``GRAIN`` of the
     largest stage's time; this changes the waiting time of ranks, not their work.
     """
     unit = max(stage.work for stage in stages) / GRAIN
@@ -199,6 +149,7 @@ def stretch(
             round(s.forward / unit),
             round(s.backward / unit),
             round(s.all_to_all / unit) if overlap else 0,
+            s.halves and (round(s.halves[0] / unit), round(s.halves[1] / unit)),
         )
         for s in stages
     )
@@ -206,9 +157,10 @@ def stretch(
     steady = STEADY_ROUNDS * pp + num_micro_batches % pp
     busy = [0.0] * pp
     for index, stage in enumerate(scaled):
-        busy[rank_of(index, schedule, pp)] += stage.work
-    odd = schedule == "Interleaved1F1B" and num_micro_batches % pp
-    if schedule == "GPipe" or odd or num_micro_batches <= steady + pp:
+        busy[rank_of_stage(index, pp, schedule)] += stage.work
+    odd = schedule in IN_ROUNDS and num_micro_batches % pp
+    whole = schedule in ALL_FORWARDS_FIRST or is_csv(schedule)
+    if whole or odd or num_micro_batches <= steady + pp:
         seconds = _simulated(schedule, scaled, pp, num_micro_batches, near, overlap)
     else:
         start, end = (

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, split_layers
+from automoe.config.pipeline import V_SHAPED, stages_of_ranks
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows
 from automoe.model.params import ParamCount, count_params
@@ -41,6 +42,8 @@ ONE_STAGE: dict[str, Any] = {
 }
 PIPELINE_KEYS = {f"parallel.{key}" for key in ONE_STAGE}
 PATIENCE = 512  # The search ends after this many candidates in a row without a new result.
+MOVES = 4  # Layers that are moved between stages of each of the fastest BALANCED candidates.
+BALANCED = 3
 
 
 @dataclass
@@ -100,7 +103,39 @@ def search(
             lambda some, floor: each(partial(_fitting, fixed=fixed, floor=floor), some),
             tell,
         )
+    result.found = [
+        balanced(one, device, fixed) if place < BALANCED else one
+        for place, one in enumerate(result.found)
+    ]
+    result.found.sort(key=lambda one: -one.speed)
     return result
+
+
+def balanced(one: Candidate, device: str, fixed: Sequence[str] = ()) -> Candidate:
+    """Return ``one`` with layers moved from its busiest pipeline rank to the least busy one.
+
+    A layer moves only if the step is faster and fits in memory; ``MOVES`` layers at most.
+    """
+    shape = one.mesh
+    if shape.pp == 1 or PIPELINE_KEYS & set(fixed):
+        return one
+    parallel = one.config.parallel
+    num_layers = one.config.model.num_layers
+    num_stages = shape.pp * parallel.stages_per_rank
+    held = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
+    sizes = list(map(len, split_layers(num_layers, num_stages, parallel.layers_per_stage)))
+    for _ in range(MOVES):
+        by_rank = one.time.by_rank
+        most, least = (by_rank.index(edge(by_rank)) for edge in (max, min))
+        sizes[max(held[most], key=lambda stage: sizes[stage])] -= 1
+        sizes[min(held[least], key=lambda stage: sizes[stage])] += 1
+        other = one.changed(parallel={"layers_per_stage": list(sizes)})
+        if any(broken for _, broken, _, _ in mesh_rows(other.config, shape, device)):
+            break
+        if other.speed <= one.speed or not other.fits:
+            break
+        one = other
+    return one
 
 
 def _look(
@@ -222,6 +257,8 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
         runs = [{}]
     elif shape.pp > 1:
         runs += [{**ONE_STAGE, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in turns]
+        if 2 in turns:
+            runs += [{**ONE_STAGE, "schedule": name, "stages_per_rank": 2} for name in V_SHAPED]
     policies: list[dict[str, Any]] = [{"reshard": "step", "grad_sync": "step"}]
     if {"parallel.reshard", "parallel.grad_sync"} & set(fixed):
         policies = [{}]

@@ -15,6 +15,7 @@ from typing import Any
 
 from automoe.config.batch import BatchPlan, plan_batch
 from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers
+from automoe.config.pipeline import IN_HALVES, rank_of_stage
 from automoe.config.schema import Config
 from automoe.model.flops import step_flops_per_token
 from automoe.model.params import model_params
@@ -22,12 +23,13 @@ from automoe.planner.communication import NOTHING, Cost, all_to_all, gather, sen
 from automoe.planner.layer_time import AXES, Pass, Passes, Place, head_time, layer_time
 from automoe.planner.layer_weights import cached, layer_weights
 from automoe.planner.machine import Constants, Machine
-from automoe.planner.schedule import Span, StageTimes, rank_of, simulate, stretch
+from automoe.planner.schedule import Span, StageTimes, simulate, stretch
 from automoe.planner.step_memory import DTYPE_BYTES, layer_kind
 
 # Bytes per parameter: weight, gradient and two moments are read, and all except the gradient are
 # written, in float32.
 OPTIMIZER_BYTES = 28
+REPEATED = "experts in both halves"  # part of a backward pass that runs in halves
 MUON_STEPS = 5  # ``automoe.optim.muon.STEPS``
 # Relative error to expect of a prediction, from runs that the constants were not fitted to
 # (docs/plan_accuracy.md). BAND is for GPUs with a measured matmul curve, UNCALIBRATED_BAND for
@@ -110,7 +112,10 @@ class _Stage:
         forward, backward = (
             half.seconds + cost.seconds for half, cost in zip(self.passes, self.each, strict=True)
         )
-        return StageTimes(forward, backward, sent)
+        back = self.passes.backward
+        weights = back.weights + back.experts
+        inputs = backward - back.weights - back.parts.get(REPEATED, 0.0)
+        return StageTimes(forward, backward, sent, (inputs, weights))
 
 
 def step_time(
@@ -146,7 +151,7 @@ def step_time(
     pp = mesh.pp
     held: list[list[_Stage]] = [[] for _ in range(pp)]
     for index, stage in enumerate(stages):
-        held[rank_of(index, schedule, pp)].append(stage)
+        held[rank_of_stage(index, pp, schedule)].append(stage)
     busy = [count * sum(stage.times.work for stage in own) for own in held]
     longest = max(busy)
     mine = held[busy.index(longest)]
@@ -302,6 +307,9 @@ def _stages(place: Place) -> list[_Stage]:
             for kind, number in counts.items():
                 _add(place, stage, example[kind], number, known[kind])
             _add_ends(place, stage, *ends)
+            if config.parallel.schedule in IN_HALVES and index > 0:
+                # The experts' operation computes both gradients in each of the halves.
+                stage.passes.backward.add(REPEATED, stage.passes.backward.experts)
             _fsdp(place, stage)
         stages.append(made[key])
     return stages
@@ -320,6 +328,8 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) ->
     )
     for total, half in zip(stage.passes, times, strict=True):
         total.compute += number * half.compute
+        total.weights += number * half.weights
+        total.experts += number * half.experts
         total.parts["again"] = total.parts.get("again", 0.0) + number * half.parts.get("again", 0.0)
         for axis, cost in half.communication.items():
             total.send(axis, cost * number)

@@ -19,6 +19,7 @@ from automoe.config.mesh_shape import (
     largest_divisor,
     resolve_mesh,
 )
+from automoe.config.pipeline import is_csv
 from automoe.config.rules_kernels import BLOCK
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import (
@@ -75,6 +76,9 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     small = resolve_mesh(MeshConfig(**(sizes | {"ep_shard": -1})), None)
     parallel = replace(config.parallel)
     parallel.stages_per_rank = min(parallel.stages_per_rank, MAX_AXIS)
+    if is_csv(parallel.schedule):  # an order for other numbers of ranks and micro-batches
+        parallel.schedule = "Interleaved1F1B" if parallel.stages_per_rank > 1 else "1F1B"
+        parallel.overlap_all_to_all &= small.pp == 1 or parallel.stages_per_rank > 1
     num_stages = small.pp * parallel.stages_per_rank
     blocked = config.train.fp8 == "blockwise"
     model = config.model
@@ -199,8 +203,9 @@ def _cut_train(config: Config, full: MeshShape, small: MeshShape) -> TrainConfig
     train = config.train
     unit = 2 * small.cp
     micro_batches = train.global_batch_size // (full.dp * train.micro_batch_size)
-    # Interleaved schedules need a multiple of pp micro-batches.
-    micro_batches = _multiple(min(micro_batches, MAX_MICRO_BATCHES), small.pp)
+    # Interleaved schedules need a multiple of pp micro-batches, DualPipeV as many as stages.
+    unit_of = small.pp * (2 if config.parallel.schedule == "DualPipeV" else 1)
+    micro_batches = _multiple(min(micro_batches, MAX_MICRO_BATCHES), unit_of)
     rows = min(train.micro_batch_size, 2)
     return replace(
         train,

@@ -58,3 +58,26 @@ def test_another_mesh_goes_on(ranks: RankPool, text: Path, tmp_path: Path) -> No
     resumed = run(ranks, settings, tmp_path / "run", UNTIL)
     assert resumed.resumed_at == 2
     assert resumed.losses == pytest.approx(straight.losses[2:], rel=1e-10)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tied", [False, True])
+def test_another_schedule_goes_on(ranks: RankPool, text: Path, tmp_path: Path, tied: bool) -> None:
+    """From one rank to both copies of the embedding on one rank, to one on each, and back."""
+    one = with_modules(text)
+    one = replace(
+        one,
+        model=replace(one.model, tie_embeddings=tied, num_mtp_layers=0 if tied else 2),
+        moe=replace(one.moe, experts="loop"),
+        train=replace(one.train, dtype="float64"),
+    )
+    straight = run(ranks, one, tmp_path / "straight", UNTIL)
+    down_and_up = replace(one.parallel, schedule="ZBVZeroBubble", stages_per_rank=2)
+    in_turn = replace(one.parallel, schedule="Interleaved1F1B", stages_per_rank=2)
+    mesh = with_modules(text, pp=2).mesh
+    losses = list(run(ranks, one, tmp_path / "run", 1, [1]).losses)
+    for step, parallel in ((2, down_and_up), (3, in_turn), (4, down_and_up)):
+        went_on = run(ranks, replace(one, mesh=mesh, parallel=parallel), tmp_path / "run", step, [step])
+        assert went_on.resumed_at == step - 1
+        losses += went_on.losses
+    assert losses == pytest.approx(straight.losses, rel=1e-10)

@@ -126,7 +126,6 @@ def test_a_directory_of_ones_own(tmp_path: Path) -> None:
         ("train=3", "train", "expected a mapping with keys steps"),
         ("train.dtype=fp16", "train.dtype", "must be one of float64, float32, bfloat16"),
         ("moe.experts=GROUPED_MM", "moe.experts", "Nearest valid choice: moe.experts=grouped_mm"),
-        ("parallel.schedule=1f1b", "parallel.schedule", "Nearest valid choice: parallel.schedule=1F1B"),
         ("model=small_mixtrl", "model", "Did you mean model=small_mixtral?"),
         ("mesh.ep=1,2", "mesh.ep", "Add -m"),
         ("~train.steps", "train.steps", "cannot be deleted"),

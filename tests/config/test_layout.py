@@ -81,7 +81,16 @@ def test_a_rank_may_hold_the_head_alone() -> None:
         (["parallel.layout='E|t|tt|tL'", "model=small_dsv3", "model.num_mtp_layers=1"], "has 0 m"),
         (["parallel.layout='E|t|tt|tttL'"], "add up to 6, and model.num_layers is 4"),
         (["parallel.layout='Etttt||L'", "mesh.pp=3", "parallel.schedule=1F1B"], "rank 1 are all empty"),
-        (["parallel.layout='Ett|t|t|L'", "parallel.schedule=1F1B"], "only Interleaved1F1B runs several"),
+        (["parallel.layout='Ett|t|t|L'", "parallel.schedule=1F1B"], "only Interleaved1F1B and its like run several"),
+        (
+            ["parallel.layout='Ett|t||t||L'", "mesh.pp=2", "parallel.schedule=ZBVZeroBubble"],
+            "2 stages a rank: down .* up",
+        ),
+        (
+            ["parallel.layout='Ettt||t|L'", "parallel.schedule=DualPipeV", "train.global_batch_size=4"],
+            "2 [*] mesh.pp=4",
+        ),
+        (["parallel.layout='E||ttt|t||L'", "mesh.pp=3", "parallel.schedule=ZBVZeroBubble"], "of rank 1 are all empty"),
         (["parallel.layout='Ett|t|t|L'", "mesh.pp=1"], "with mesh.pp=1 the model is one stage"),
     ],
 )

@@ -26,7 +26,7 @@ def test_every_key_is_there_once_with_its_default() -> None:
     assert shown["optim.betas"] == ("2 numbers", "[0.9,0.95]")
     assert shown["model.hf_path"] == ("text or null", "null")
     assert shown["checkpoint.export_hf"] == ("true or false", "true")
-    assert shown["parallel.schedule"][0] == "GPipe | 1F1B | Interleaved1F1B"
+    assert shown["train.dtype"][0] == "float64 | float32 | bfloat16"
 
 
 def test_comments_above_and_behind_a_field_are_its_own() -> None:

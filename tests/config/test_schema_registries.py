@@ -18,7 +18,6 @@ from automoe.moe.experts import BACKENDS
 from automoe.moe.router import GATES, ROUTER_DTYPES
 from automoe.parallel.expert import DISPATCHERS
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES
-from automoe.parallel.pipeline import SCHEDULES
 from automoe.planner.step_memory import DTYPE_BYTES
 from automoe.verify.run import TOLERANCES
 
@@ -31,7 +30,6 @@ from automoe.verify.run import TOLERANCES
         (schema.MoEConfig, "experts", [*BACKENDS, *FOREIGN_EXPERTS]),
         (schema.MoEConfig, "gate", ["learned", *GATES]),
         (schema.MoEConfig, "router_dtype", ROUTER_DTYPES),
-        (schema.ParallelConfig, "schedule", SCHEDULES),
         (schema.KernelsConfig, "attention", ["sdpa", "te", *FORCED]),
         (schema.DataConfig, "kind", [*_SOURCES, *CHAT_KINDS, "benchmark"]),
         *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (COMPUTE_DTYPES, PARAM_DTYPES, ELEMENT_BYTES)),

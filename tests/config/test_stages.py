@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from automoe.config.mesh_shape import split_layers, stage_of_rank
+from automoe.config.mesh_shape import split_layers
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
@@ -60,11 +60,6 @@ def test_more_stages_than_layers_are_refused_where_they_are_split_too() -> None:
 def test_wrong_sizes_suggest_the_even_split() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.layers_per_stage=\[2,2,1\] or null"):
         validate(pipeline(5, 3, [5]), None)
-
-
-def test_stages_go_round_the_ranks() -> None:
-    assert stage_of_rank(4, 1) == [[0], [1], [2], [3]]
-    assert stage_of_rank(2, 3) == [[0, 2, 4], [1, 3, 5]]
 
 
 @pytest.mark.parametrize(("stages", "needle"), [(2, "only Interleaved1F1B"), (0, "at least 1")])

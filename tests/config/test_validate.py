@@ -106,6 +106,35 @@ BAD = [
         "mesh.pp=1",
         "parallel.stages_per_rank=1",
     ),
+    (2, ["mesh.pp=2", "parallel.schedule=1f1b"], "parallel.schedule", "there are GPipe", "schedule=1F1B"),
+    (2, ["mesh.pp=2", "parallel.schedule=a.csv"], "parallel.schedule", "cannot be read", "Correct the file"),
+    (
+        2,
+        [
+            "mesh.pp=2",
+            "parallel.schedule=ZBVZeroBubble",
+            "parallel.stages_per_rank=2",
+            "parallel.recompute=[moe,layernorm]",
+        ],
+        "parallel.recompute",
+        "moe: the halves of a backward pass",
+        r"recompute=[layernorm], or parallel.schedule=Interleaved1F1B",
+    ),
+    (
+        2,
+        ["mesh.pp=2", "parallel.schedule=DualPipeV", "parallel.stages_per_rank=2", "train.compile=true"],
+        "train.compile",
+        "halves of a compiled backward",
+        "Interleaved1F1B",
+    ),
+    (
+        4,
+        ["mesh.pp=2", "mesh.ep=2", "parallel.schedule=ZBVZeroBubble", "parallel.stages_per_rank=2"]
+        + ["parallel.overlap_all_to_all=true"],
+        "parallel.schedule",
+        "merges the passes of Interleaved1F1B and DualPipeV",
+        "Interleaved1F1B",
+    ),
     (8, ["mesh.pp=8"], "model.num_layers", "there are 8 stages", "model.num_layers to 8"),
     (
         2,
@@ -359,3 +388,20 @@ def test_a_read_only_run_directory() -> None:
     # /proc refuses new directories to every user, root included, as a read-only disk does.
     with pytest.raises(ConfigError, match=r"run_dir=/proc/automoe: cannot be written"), locked(Path("/proc/automoe")):
         pass
+
+
+@pytest.mark.parametrize(
+    ("rampup", "more", "said"),
+    [
+        ("[8,8]", [], "has 2"),
+        ("[8,5,100]", [], "grows by whole increments, at least one: 16 - 8 = 8"),
+        ("[16,8,100]", [], "16 - 16 = 0"),
+        ("[8,4,1]", [], "1 rows are too few for 2 increments"),
+        ("[4,4,100]", ["mesh.pp=2"], "it has batches of 4 rows, and 1F1B needs at least"),
+        ("[8,4,100]", ["train.micro_batch_size=4"], "it has batches of 12 rows, and every data-parallel rank"),
+    ],
+)
+def test_a_batch_that_cannot_grow_is_refused(rampup: str, more: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(4 if more == ["mesh.pp=2"] else 2, f"train.rampup_batch_size={rampup}", *more)
+    assert error.value.key == "train.rampup_batch_size" and said in str(error.value)

@@ -15,6 +15,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automoe.checkpoint.planner import CachedPlanner
+from automoe.config.pipeline import pipeline_order, stages_of_ranks
 from automoe.interop import torch_pipelining, torch_private
 from automoe.parallel.fake_world import fake_world
 from automoe.verify.pool import RankPool
@@ -340,11 +342,8 @@ def test_plans_are_cached_under_a_key_of_ours_and_forgotten(ranks: RankPool, tmp
 
 def unsharded(lower) -> int:
     """How often a rank with four stages gathers one in a step of 32 micro-batches on eight ranks."""
-    schedule = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
-    schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = 8, 4, 32
-    schedule.number_of_rounds, schedule.microbatches_per_round = 4, 8
-    actions = schedule._calculate_single_rank_operations(0)
-    lowered = lower([action for action in actions if action is not None])
+    order = pipeline_order("Interleaved1F1B", 8, 4, 32)[0]
+    lowered = lower([schedules._Action(stage, schedules._ComputationType(kind), n) for [(kind, stage, n)] in order])
     return sum(action.computation_type.name == "UNSHARD" for action in lowered)
 
 
@@ -383,8 +382,7 @@ def pipeline(kind: str, stages_per_rank: int) -> tuple[list[list[float]], int, s
     group = dist.new_group()
     hidden = torch.empty(rows, 4, device="meta", requires_grad=True)
     stages, most, waited = [], 0, []
-    for place in range(stages_per_rank):
-        number = dist.get_rank() + 2 * place
+    for number in stages_of_ranks(2, stages_per_rank, schedule_of(kind))[dist.get_rank()]:
         layer, last = Layer(number, number == num_stages - 1), number == num_stages - 1
         out = torch.empty(1, device="meta", requires_grad=True) if last else hidden
         given = hidden.detach() if number == 0 else hidden
@@ -406,18 +404,21 @@ def pipeline(kind: str, stages_per_rank: int) -> tuple[list[list[float]], int, s
         for work in works:
             work.wait()
 
-    run = (Schedule1F1B if kind == "1F1B" else ScheduleInterleaved1F1B)(
-        stages if stages_per_rank > 1 else stages[0],
-        n_microbatches=micro_batches,
-        loss_fn=lambda loss, _: loss.sum(),
-        scale_grads=False,
-    )
-    pairs = []
-    if kind == "merged":
-        torch_pipelining.merge_passes(run, lambda backward, forward: (pairs.append(backward()), forward())[1])
+    options: Any = dict(n_microbatches=micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)
+    pairs: list[None] = []
+
+    def run_both(backward, forward) -> Any:
+        pairs.append(backward())
+        return forward()
+
+    if kind == "1F1B":
+        run: Any = Schedule1F1B(stages[0], **options)
+    else:
+        order = pipeline_order(schedule_of(kind), 2, stages_per_rank, micro_batches, kind == "merged")
+        run = torch_pipelining.ordered_schedule(stages, order, run_both, **options)
     torch.manual_seed(9)
     x, target = torch.randn(rows * micro_batches, 4), torch.zeros(micro_batches)
-    first, last = dist.get_rank() == 0, dist.get_rank() == 1
+    first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     with torch_pipelining.replaced_waits(wait):
         assert schedules._wait_batch_p2p is wait
         torch_pipelining.wait_as_schedules_do([])
@@ -430,7 +431,14 @@ def pipeline(kind: str, stages_per_rank: int) -> tuple[list[list[float]], int, s
     return gradients, len(waited), {buffer.device.type for buffer in infos()}, most
 
 
-@pytest.mark.parametrize(("kind", "stages_per_rank"), [("1F1B", 1), ("Interleaved1F1B", 2), ("merged", 2)])
+def schedule_of(kind: str) -> str:
+    return "Interleaved1F1B" if kind == "merged" else kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages_per_rank"),
+    [("1F1B", 1), ("Interleaved1F1B", 2), ("merged", 2), ("InterleavedZeroBubble", 2), ("ZBVZeroBubble", 2)],
+)
 def test_a_pipeline_keeps_no_buffers_and_waits_as_we_say(ranks: RankPool, kind: str, stages_per_rank: int) -> None:
     layers = [Layer(number, number == 2 * stages_per_rank - 1) for number in range(2 * stages_per_rank)]
     torch.manual_seed(9)
@@ -441,7 +449,7 @@ def test_a_pipeline_keeps_no_buffers_and_waits_as_we_say(ranks: RankPool, kind: 
                 rows = layer(rows)
             rows.sum().backward()
     for rank, (gradients, waited, devices, most) in enumerate(ranks.run(pipeline, 2, kind, stages_per_rank)):
-        mine = [layer.weight.grad for layer in layers[rank::2]]
+        mine = [layers[stage].weight.grad for stage in stages_of_ranks(2, stages_per_rank, schedule_of(kind))[rank]]
         for found, expected in zip(gradients, mine, strict=True):
             assert expected is not None and found == pytest.approx(expected.flatten().tolist(), rel=1e-12)
         assert waited > 0 and devices <= {"meta"}

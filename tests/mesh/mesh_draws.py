@@ -13,7 +13,20 @@ from math import prod
 from typing import Any
 
 from mesh_cases import MODELS, ROWS, Case
-from mesh_mappings import FULL, GPIPE, INTERLEAVED, MERGED, MUON, MUON_CLIP, PARTS, PER_MICRO_BATCH
+from mesh_mappings import (
+    BREADTH_FIRST,
+    DUAL_PIPE,
+    FULL,
+    GPIPE,
+    HALVES,
+    INTERLEAVED,
+    MERGED,
+    MUON,
+    MUON_CLIP,
+    PARTS,
+    PER_MICRO_BATCH,
+    ZBV,
+)
 
 from automoe.config.mesh_shape import MeshShape
 from tests.support.mappings import is_legal, leaves_no_rank_empty, legal_meshes
@@ -22,6 +35,8 @@ from tests.support.sampling import sample_seed
 DRAWS = 16
 # Those with experts, whose meshes, recomputation and capacity are drawn too.
 FAMILIES = [name for name, model in MODELS.items() if model.first_k_dense < model.num_layers]
+SCHEDULES = ({}, {}, GPIPE, INTERLEAVED, PER_MICRO_BATCH, MERGED, INTERLEAVED | MERGED)
+SCHEDULES += (HALVES, ZBV, DUAL_PIPE, DUAL_PIPE | MERGED, BREADTH_FIRST)
 WORLDS = (2, 4, 4, 8, 8, 8, 16)
 
 
@@ -49,7 +64,7 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
     """One case, or None where the way to run it that was drawn has no legal mapping."""
     choose = generator.choice
     world_size, family = choose(WORLDS), choose(FAMILIES)
-    parallel: dict[str, Any] = dict(choose(({}, {}, GPIPE, INTERLEAVED, PER_MICRO_BATCH, MERGED, INTERLEAVED | MERGED)))
+    parallel: dict[str, Any] = dict(choose(SCHEDULES))
     parallel |= choose(({}, {}, {}, FULL, PARTS, dict(recompute="full", recompute_layers="every 2")))
     moe: dict[str, Any] = choose(
         (
@@ -90,7 +105,7 @@ def _layout(generator: random.Random, family: str, shape: MeshShape, parallel: d
     while True:
         cuts = sorted(generator.choices(range(layers + 1), k=stages - 1))
         sizes = [after - before for before, after in zip([0, *cuts], [*cuts, layers], strict=True)]
-        if leaves_no_rank_empty(sizes, shape.pp):
+        if leaves_no_rank_empty(sizes, shape.pp, parallel.get("schedule", "1F1B")):
             return sizes
 
 

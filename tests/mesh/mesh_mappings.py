@@ -6,6 +6,11 @@ from mesh_cases import Case
 
 INTERLEAVED = dict(schedule="Interleaved1F1B", stages_per_rank=2)
 GPIPE = dict(schedule="GPipe")
+# Backward passes in halves; stages down the ranks and up again; all forwards first.
+HALVES = dict(schedule="InterleavedZeroBubble", stages_per_rank=2)
+ZBV = dict(schedule="ZBVZeroBubble", stages_per_rank=2)
+DUAL_PIPE = dict(schedule="DualPipeV", stages_per_rank=2)
+BREADTH_FIRST = dict(schedule="LoopedBFS", stages_per_rank=2)
 PER_MICRO_BATCH = dict(reshard="micro_batch", grad_sync="micro_batch")
 FULL = dict(recompute="full")
 PARTS = dict(recompute=["core_attn", "moe"])
@@ -47,6 +52,8 @@ CORE = [
     Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED),
     # each all-to-all behind the other micro-batch
     Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED),
+    # embedding and head on one rank
+    Case("qwen3-tied", dict(pp=2), rows=2, parallel=ZBV),
     # sinks, windows and biases
     Case("gpt-oss", dict(cp=2, etp=2), rows=4),
     Case("gpt-oss", dict(dp_shard=2, tp=2, etp=2), rows=2, document_mask=False),
@@ -63,6 +70,25 @@ CORE = [
 ]
 
 MORE = [
+    Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=DUAL_PIPE | MERGED),
+    Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=4), rows=1, parallel=ZBV),
+    Case("deepseek-mtp", dict(pp=2, cp=2, ep=2), rows=2, parallel=ZBV | dict(layers_per_stage=[1, 2, 1, 1])),
+    Case("deepseek-mtp", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=DUAL_PIPE | MERGED),
+    Case("qwen3-tied", dict(pp=2, dp_shard=2, tp=2, ep=2), rows=1, parallel=DUAL_PIPE),
+    Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=ZBV | dict(layers_per_stage=[0, 5, 0, 0])),
+    Case("deepseek", dict(pp=2, cp=2), rows=1, parallel=DUAL_PIPE | dict(layers_per_stage=[2, 0, 0, 3])),
+    Case(
+        "deepseek", dict(pp=4, dp_shard=2, ep=2), rows=1, parallel=ZBV | dict(layers_per_stage=[1, 1, 0, 1, 1, 0, 1, 0])
+    ),
+    Case("qwen3-tied", dict(pp=4), rows=1, parallel=DUAL_PIPE | dict(layers_per_stage=[0, 1, 1, 0, 1, 0, 1, 0])),
+    Case("qwen3", dict(pp=2, dp_shard=2, etp=2), rows=1, parallel=HALVES),
+    Case("gpt-oss", dict(pp=2, cp=2, ep=2), rows=2, parallel=HALVES, moe=DROP),
+    Case("qwen3.5", dict(pp=2, tp=2, ep=2), rows=2, parallel=ZBV),
+    Case("deepseek", dict(pp=2, tp=2, etp=2), rows=2, parallel=ZBV, lora=LORA),
+    Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=ZBV | dict(recompute=["layernorm", "mla_up_proj"])),
+    Case("glm", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=ZBV, optim=MUON),
+    Case("llama", dict(pp=2, tp=2), rows=2, parallel=BREADTH_FIRST),
+    Case("mixtral", dict(pp=2, dp_shard=2, ep=2), rows=2, parallel=BREADTH_FIRST | FULL),
     Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED),
     Case("deepseek-mtp", rows=1),
     Case(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from mesh_cases import Case, batches
-from mesh_mappings import INTERLEAVED, MERGED
+from mesh_mappings import DUAL_PIPE, INTERLEAVED, MERGED
 
 from automoe.parallel import overlap
 from automoe.parallel.overlap import BACKWARD_THREAD, Turns
@@ -20,6 +21,7 @@ from tests.support.trajectories import run_trajectory
 
 ALONE = Case("deepseek", dict(dp_shard=2, ep=2), rows=1, parallel=MERGED)
 STAGES = Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED)
+DOWN_AND_UP = replace(STAGES, parallel=DUAL_PIPE | MERGED)
 
 Event = tuple[str, str, int]  # pass, what it does, which of its all-to-alls
 
@@ -115,8 +117,12 @@ def hidden(log: list[Event]) -> int:
 @pytest.mark.parametrize(
     ("case", "share"),
     # Passes that warm up or drain a pipeline have no other to hide behind.
-    [(ALONE, 0.7), pytest.param(STAGES, 0.35, marks=pytest.mark.exhaustive)],
-    ids=["one stage", "interleaved"],
+    [
+        (ALONE, 0.7),
+        pytest.param(STAGES, 0.35, marks=pytest.mark.exhaustive),
+        pytest.param(DOWN_AND_UP, 0.35, marks=pytest.mark.exhaustive),
+    ],
+    ids=["one stage", "interleaved", "DualPipeV"],
 )
 def test_the_other_pass_computes_between_issue_and_wait_in_the_same_order_each_time(
     ranks: RankPool, case: Case, share: float

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from automoe.config.context import gathers_latents
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.pipeline import pipeline_order
 from automoe.config.schema import (
     AttentionConfig,
     ClusterConfig,
@@ -27,7 +28,6 @@ from automoe.config.schema import (
 )
 from automoe.data.loader import StepBatch
 from automoe.model.linear import Linear
-from automoe.parallel.pipeline import SCHEDULES
 from automoe.verify.pool import RankPool
 from tests.support.communication import CommunicationLog, Message
 from tests.support.trajectories import run_trajectory
@@ -265,10 +265,7 @@ def test_weights_of_experts_are_asked_for_before_the_dispatch_that_the_host_wait
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 128), (7, 32), (2, 16)])
 def test_an_interleaved_pipeline_gathers_each_stage_once_a_step(stages: int, micro_batches: int) -> None:
     """Torch would, with four stages and 128 micro-batches on eight ranks, 39 times in place of 4."""
-    schedule = SCHEDULES["Interleaved1F1B"].__new__(SCHEDULES["Interleaved1F1B"])
-    schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = 8, stages, micro_batches
-    schedule.number_of_rounds, schedule.microbatches_per_round = micro_batches // 8, 8
-    for rank in range(8):
-        actions = schedule._calculate_single_rank_operations(rank)
-        lowered = schedules._add_unshard_reshard([action for action in actions if action is not None])
+    for entries in pipeline_order("Interleaved1F1B", 8, stages, micro_batches):
+        actions = [schedules._Action(stage, schedules._ComputationType(kind), n) for [(kind, stage, n)] in entries]
+        lowered = schedules._add_unshard_reshard(actions)
         assert sum(action.computation_type.name == "UNSHARD" for action in lowered) == stages

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from automoe.config.mesh_shape import split_layers, stage_of_rank
+from automoe.config.mesh_shape import split_layers
+from automoe.config.pipeline import stages_of_ranks
 from automoe.config.validate import validate
 from automoe.model.adapters import with_adapters
 from automoe.model.params import stage_params
@@ -49,6 +50,7 @@ def world(*overrides: str, name: str = "config"):
         pytest.param(["model=small_glm4_moe", "mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2", "mesh.ep=2"], id="biases_pp2_tp2"),
         pytest.param(["model=small_llama", "mesh.pp=1", "mesh.dp_shard=3", "mesh.tp=2", "mesh.ep=1", "train.global_batch_size=24"], id="dense_tp2_uneven"),
         pytest.param(["mesh.pp=2", "mesh.dp_shard=4", "mesh.ep=2", "parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2"], id="interleaved"),
+        pytest.param(["mesh.pp=2", "mesh.dp_shard=4", "mesh.ep=2", "parallel.schedule=ZBVZeroBubble", "parallel.stages_per_rank=2"], id="down and up"),
         pytest.param(["mesh.pp=2", "mesh.dp_shard=2", "model.tie_embeddings=true"], id="tied"),
         pytest.param(["mesh.pp=2", "mesh.dp_shard=2", "train.dtype=bfloat16"], id="bfloat16"),
         pytest.param(["mesh.pp=1", "mesh.dp_shard=2", "mesh.tp=2", "mesh.cp=2", "mesh.ep=2", "mesh.etp=2", "lora.rank=4"], id="adapters_tp2_cp2_etp2"),
@@ -58,7 +60,7 @@ def test_every_shard_of_every_rank_is_as_planned(overrides: list[str]) -> None:
     config, mesh = world(*SMALL, "launch.num_ranks=null", "mesh.ep_shard=-1", *overrides)
     plan = make_plan(config, mesh)
     layers = split_layers(config.model.num_layers, mesh.pp * config.parallel.stages_per_rank)
-    owned = stage_of_rank(mesh.pp, config.parallel.stages_per_rank)
+    owned = stages_of_ranks(mesh.pp, config.parallel.stages_per_rank, config.parallel.schedule)
     for rank in range(mesh.world_size):
         position = mesh.coordinates(rank, "default")
         fsdp_rank = position["dp_shard"] * mesh.cp + position["cp"]

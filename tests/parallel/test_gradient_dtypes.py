@@ -86,9 +86,13 @@ def summed(ranks: RankPool) -> dict[str, torch.Tensor]:
         config(dp_shard=2),
         config(dp_replicate=2, dp_shard=2),
         config(pp=2),
+        replace(
+            config(pp=2),
+            parallel=ParallelConfig(schedule="ZBVZeroBubble", stages_per_rank=2, layers_per_stage=[0, 1, 1, 0]),
+        ),
         replace(config(dp_shard=2), parallel=ParallelConfig(grad_sync="micro_batch", reshard="micro_batch")),
     ],
-    ids=["one rank", "dp2", "hsdp2x2", "pp2", "dp2, each micro-batch"],
+    ids=["one rank", "dp2", "hsdp2x2", "pp2", "halves", "dp2, each micro-batch"],
 )
 def test_gradients_are_added_up_in_float32(ranks: RankPool, settings: Config, summed: dict[str, torch.Tensor]) -> None:
     """Over micro-batches and over ranks: what one row gives is rounded to bfloat16, sums are not."""

@@ -15,7 +15,7 @@ import pytest
 from automoe import plan
 from automoe.config.batch import plan_batch
 from automoe.config.compose import compose_config, list_options
-from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, resolve_mesh
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows, validate
 from automoe.errors import ConfigError
@@ -75,6 +75,7 @@ def test_the_best_is_the_best_of_all(config: Config, monkeypatch: pytest.MonkeyP
     """Every legal candidate with every rung of recomputation, timed and planned one by one, under a tight limit."""
     monkeypatch.setattr(search_module, "ROWS", (1, 2))
     monkeypatch.setattr(search_module, "STRIDE", 1)
+    monkeypatch.setattr(search_module, "BALANCED", 0)
     peaks = []
     for limit in (0.0, None):
         if limit is None:
@@ -97,6 +98,20 @@ def test_the_best_is_the_best_of_all(config: Config, monkeypatch: pytest.MonkeyP
         assert all(one.speed >= two.speed for one, two in itertools.pairwise(found.found))
         assert len({one.mesh for one in found.found}) == len(found.found)
     assert found.too_large > 0
+
+
+def test_layers_leave_the_busiest_rank_while_that_is_faster(config: Config) -> None:
+    """The head is as long as layers: its rank has fewer of them."""
+    heavy = replace(config, model=replace(config.model, vocab_size=2**18, num_layers=8))
+    shape = resolve_mesh(MeshConfig(pp=2, dp_shard=2, ep=2), None)
+    for schedule, stages in (("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)):
+        parallel = replace(heavy.parallel, schedule=schedule, stages_per_rank=stages, recompute=[])
+        plain = search_module.Candidate(replace(heavy, mesh=MeshConfig(**vars(shape)), parallel=parallel), shape)
+        better = search_module.balanced(plain, "cpu")
+        sizes = better.config.parallel.layers_per_stage
+        assert sizes is not None and sum(sizes) == 8 and len(set(sizes)) > 1, (schedule, sizes)
+        assert better.speed > plain.speed
+        assert search_module.balanced(plain, "cpu", ["parallel.schedule"]) is plain
 
 
 def test_the_ladder_only_takes_time(config: Config) -> None:

@@ -13,6 +13,8 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_names
 from automoe.config.schema import Config, ModelConfig
 
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # stages down the ranks and up again
+
 
 def foldings(world_size: int) -> Iterator[MeshShape]:
     """Every way to write ``world_size`` ranks as both views, whatever the model."""
@@ -83,7 +85,7 @@ def _fits_overlap(shape: MeshShape, config: Config) -> bool:
         shape.ep > 1
         and config.moe.dispatcher in ("alltoall", "hierarchical")
         and not {"full", "moe"} & set(recomputed_names(parallel))
-        and (shape.pp == 1 or parallel.schedule == "Interleaved1F1B")
+        and (shape.pp == 1 or parallel.schedule in ("Interleaved1F1B", "DualPipeV"))
         and train.global_batch_size // (shape.dp * train.micro_batch_size) >= 2
         and "micro_batch" not in (parallel.reshard, parallel.grad_sync)
     )
@@ -93,30 +95,44 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
     parallel, train = config.parallel, config.train
     if parallel.overlap_all_to_all and not _fits_overlap(shape, config):
         return False
-    interleaved = parallel.schedule == "Interleaved1F1B"
+    v_shaped = parallel.schedule in V_SHAPED
+    in_rounds = parallel.schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
     if shape.pp == 1:
         return parallel.stages_per_rank == 1 and parallel.layers_per_stage in (None, [config.model.num_layers])
-    if (parallel.stages_per_rank > 1) != interleaved:
+    if (parallel.stages_per_rank > 1) != (parallel.schedule not in ("GPipe", "1F1B")):
+        return False
+    if v_shaped and parallel.stages_per_rank != 2:
+        return False
+    again = {"full", "core_attn", "mlp", "moe", "shared_experts"} & set(recomputed_names(parallel))
+    if again and (v_shaped or parallel.schedule == "InterleavedZeroBubble"):
         return False
     stages = shape.pp * parallel.stages_per_rank
     sizes = parallel.layers_per_stage
     layers = config.model.num_layers
     if (sizes is None and layers < stages) or (
         sizes is not None
-        and (len(sizes) != stages or sum(sizes) != layers or not leaves_no_rank_empty(sizes, shape.pp))
+        and (
+            len(sizes) != stages or sum(sizes) != layers or not leaves_no_rank_empty(sizes, shape.pp, parallel.schedule)
+        )
     ):
         return False
     micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
-    if parallel.schedule != "GPipe" and micro_batches < shape.pp:
+    least = {"GPipe": 0, "LoopedBFS": 0, "DualPipeV": 2 * shape.pp}.get(parallel.schedule, shape.pp)
+    if micro_batches < least:
         return False
-    if interleaved and micro_batches % shape.pp:
+    if in_rounds and micro_batches % shape.pp:
         return False
     return "micro_batch" not in (parallel.reshard, parallel.grad_sync)
 
 
-def leaves_no_rank_empty(sizes: list[int], pp: int) -> bool:
+def leaves_no_rank_empty(sizes: list[int], pp: int, schedule: str) -> bool:
     """Whether every pipeline rank holds a layer, the embedding or the head."""
-    return all(any(sizes[rank::pp]) or rank in (0, pp - 1) for rank in range(pp))
+    held = [0] * pp
+    for stage, size in enumerate(sizes):
+        place = stage % pp
+        up = schedule in V_SHAPED and stage // pp % 2 == 1
+        held[pp - 1 - place if up else place] += size + (stage in (0, len(sizes) - 1))
+    return all(held)
 
 
 def _divisors(number: int) -> list[int]:

@@ -45,6 +45,7 @@ MEMORY = (
 FORWARD = (CELLS[0], BLUE)
 BACKWARD = (CELLS[2], GREEN)
 AGAIN = (CELLS[1], ORANGE)
+WEIGHTS = ("#d9ece3", "#8fc7ad")  # the half of a backward pass that may come later
 IDLE = "#eceff2"
 WHOLE = 72  # With at most this many actions per rank, the whole step is drawn.
 LONGEST = 64  # Otherwise the drawn first and last parts have at most this many actions each.
@@ -207,13 +208,15 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
     kinds = [
         ("forward", FORWARD),
         ("backward", BACKWARD),
+        ("gradients of weights", WEIGHTS),
         ("recomputation", AGAIN),
         ("idle", (IDLE,)),
     ]
+    halves = any(span.kind == "W" for span in spans)
     handles = [
         Patch(color=colour[0], label=name)
         for name, colour in kinds
-        if name != "recomputation" or any(again)
+        if {"recomputation": any(again), "gradients of weights": halves}.get(name, True)
     ]
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
     darker = "; darker: later stages of a rank" if turns > 1 else ""
@@ -252,11 +255,8 @@ def _cells(span: Span, again: float, turns: int, pp: int) -> Iterator[tuple[floa
             [(1 - strong) * one + strong * other for one, other in zip(pale, full, strict=True)]
         )
 
-    first = again * (span.end - span.start) * (span.kind != "F")
+    first = again * (span.end - span.start) * (span.kind == "B")
+    pair = {"F": FORWARD, "W": WEIGHTS}.get(span.kind, BACKWARD)
     if first:
         yield span.start, first, colour(AGAIN)
-    yield (
-        span.start + first,
-        span.end - span.start - first,
-        colour(FORWARD if span.kind == "F" else BACKWARD),
-    )
+    yield (span.start + first, span.end - span.start - first, colour(pair))

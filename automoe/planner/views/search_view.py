@@ -54,6 +54,8 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
     yield f"{number:>2}  {time.tokens_per_second:,.0f} tokens/s{mfu}{memory} at twice the even load"
     yield f"{one.mesh.describe('default')}; experts {one.mesh.describe('moe')}"
     stages = f", {parallel.stages_per_rank} stages a rank" if parallel.stages_per_rank > 1 else ""
+    if sizes := parallel.layers_per_stage:
+        stages += f" of {','.join(map(str, sizes))} layers"
     schedule = f"{parallel.schedule}{stages}; " if one.mesh.pp > 1 else ""
     again = ", ".join(recomputed_names(parallel)) or "nothing"
     policy = "" if one.mesh.pp > 1 else f"; reshard every {parallel.reshard}"

@@ -1,4 +1,5 @@
-"""Order of actions of DualPipeV, DualPipe cut in half (DeepSeek-V3, section 3.2.1)."""
+"""Orders of the V-shaped schedules, in which a rank holds a stage of the way down and one of the way
+up: DualPipeV (DeepSeek-V3, section 3.2.1) and ZBV (arXiv 2401.10241, section 6)."""
 
 from __future__ import annotations
 
@@ -22,6 +23,10 @@ class _Order:
             self.waiting.append((self.stages[chunk], index))
         return kind, self.stages[chunk], index
 
+    def made_of(self, word: str) -> int:
+        """Return how many of the actions that ``word`` stands for there are."""
+        return self.counts.get((word[0], int(word[1])), -1) + 1
+
     def add(self, *what: str) -> None:
         """Append one entry per word: ``F0`` is a forward of the rank's stage 0, ``F0+B1`` is a
         pair.
@@ -38,21 +43,15 @@ class _Order:
                 )
 
 
-def dual_pipe_v(
-    pp: int, rank: int, num_micro_batches: int, overlap: bool
-) -> list[tuple[Action, ...]]:
-    """Return the actions of DualPipe cut in half (DeepSeek-V3, section 3.2.1).
-
-    Without ``overlap`` the actions of a pair run one after the other.
-    """
+def dual_pipe_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action, ...]]:
+    """Return the actions of DualPipe cut in half (DeepSeek-V3, section 3.2.1)."""
     order = _Order((rank, 2 * pp - 1 - rank))
     later = pp - rank - 1
-    both = (lambda f, b: [f"{f}+{b}"]) if overlap else (lambda f, b: [f, b])
     order.add(*["F0"] * 2 * later, *["F0", "F1"] * (rank + 1), *["I1", "W", "F1"] * later)
     for index in range(num_micro_batches - 2 * pp + rank + 1):
-        first = ["F0", "B1"] if index == 0 and rank == pp - 1 else both("F0", "B1")
-        order.add(*first, *both("F1", "B0"))
-    order.add(*["B1", *both("F1", "B0")] * later)
+        first = ["F0", "B1"] if index == 0 and rank == pp - 1 else ["F0+B1"]
+        order.add(*first, "F1+B0")
+    order.add(*["B1", "F1+B0"] * later)
     halves = False
     for index in range(rank + 1):
         for chunk, parity in ((1, 1), (0, 0)):
@@ -60,3 +59,24 @@ def dual_pipe_v(
             order.add(f"{'I' if halves else 'B'}{chunk}")
     order.add(*["W", "I0" if halves else "B0"] * later, *["W"] * (rank + 1))
     return order.made
+
+
+def zero_bubble_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action, ...]]:
+    """Return the actions of ZBV (arXiv 2401.10241, section 6).
+
+    A step of fewer than ``2 pp - 1`` micro-batches is one of so many without the others' actions.
+    """
+    order = _Order((rank, 2 * pp - 1 - rank))
+    count = max(2 * pp - 1, num_micro_batches)
+    order.add(*["F0"] * (2 * (pp - rank) - 1), *["F1", "F0"] * rank)
+    order.add(*["F1", "I1", "W"] * (pp - rank))
+    while order.made_of("F1") < count:
+        order.add(*["F0"] * (order.made_of("F0") < count), "I0", "W", "F1", "I1", "W")
+    order.add(*["I0", "I1"] * rank)
+    for _ in range(pp - rank):
+        order.add("I0")
+        order.waiting.sort(key=lambda half: half[0] != rank)  # those of the way down are first
+        order.add("W")
+    order.waiting.sort(key=lambda half: half[0] == rank)
+    order.add(*["W"] * len(order.waiting))
+    return [entry for entry in order.made if entry[0][2] < num_micro_batches]
