@@ -20,7 +20,7 @@ if not torch.cuda.is_available():  # read when triton is first imported, which a
 
 # Files that take longest, longest first: one that began last would keep one core busy and leave the other idle.
 LONGEST = """
-    kills pages finetune damaged_files mesh_float64 hf_meshes checkpoint_kills recompute mesh_suite_can_fail resume routing_meshes
+    class_tier_kills hub_id remedies_carried_out tries disk_table_commands kills pages finetune damaged_files mesh_float64 hf_meshes checkpoint_kills recompute mesh_suite_can_fail resume routing_meshes
     train_step external_launch local_launch checkpoint_bench fp8_training fake_cuda pretrain_command activations mesh_float32
     mesh_ties mesh_torchtitan_norm hf_export hf_quantized verify signals sweep tune_kernels full_disk_run stuck soak
     moe_layer main_job disk_faults async_save device_training report communication dispatch compose compile
