@@ -123,9 +123,6 @@ def _run_weight_half(action: Any, context: Any) -> None:
     stage = next(one for one in schedule._stages if one.stage_index == action.stage_index)
     schedule._assert_unsharded(stage)
     schedule.backward_counter[stage.stage_index] += 1
-    state = stage.backward_state.get(action.microbatch_index)
-    if state is not None and state[1]:
-        state[1][:] = _joined(state[1])
     stage.backward_weight_one_chunk(action.microbatch_index)
     if not isinstance(stage.submod, FSDPModule):
         return
@@ -177,32 +174,6 @@ def _run_merged(run_both: Callable[..., Any], action: Any, context: Any) -> None
     if back.stage_index - 1 in stages:
         gradient = backward_stage.get_local_bwd_output(there)
         stages[back.stage_index - 1].set_local_bwd_input(gradient, there)
-
-
-def _joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return ``groups`` of parameters with those joined that share a node.
-
-    A weight half differentiates from the nodes where weights meet the input's path, one group after
-    the other. ``_backward.get_param_groups`` of 2.11 to 2.15 leaves a parameter in two groups if it
-    meets two nodes that were told apart before (an embedding that two modules for multi-token
-    prediction read): its gradient would count twice, or the freed graph raises.
-    """
-    joined: list[tuple[set[Any], dict[Any, Any]]] = []  # parameters, {node: gradients}
-    for group in groups:
-        params = set(group["params"])
-        nodes = dict(zip(group["intermediates"], group["grads"], strict=True))
-        apart = []
-        for other in joined:
-            if nodes.keys().isdisjoint(other[1]):
-                apart.append(other)
-            else:
-                params |= other[0]
-                nodes = other[1] | nodes
-        joined = [*apart, (params, nodes)]
-    return [
-        {"params": params, "intermediates": list(nodes), "grads": list(nodes.values())}
-        for params, nodes in joined
-    ]
 
 
 class BufferlessStage(PipelineStage):
