@@ -458,10 +458,8 @@ class CheckpointStore:
             )
         state.load_counters(manifest["counters"])  # First, because it raises if the data changed.
         saved = manifest["generators"]
-        generators = {}
-        if saved["mesh"] == self._mesh_sizes():
-            here = rng_state()
-            generators = {name: here[name] for name in saved["names"] if name in here}
+        here = rng_state() if saved["mesh"] == self._mesh_sizes() else {}
+        generators = {name: here[name] for name in saved["names"] if name in here}
         reader = StepReader(step_dir)
         absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
         tensors = self._saved_tensors(state)

@@ -253,6 +253,12 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
             f"{micro_batches} % {pp} = {micro_batches % pp}")
     rule = misfit(schedule, pp, stages, micro_batches)
     yield ("parallel.schedule", bool(rule), rule, "Correct the file, or the numbers that it disagrees with")
+    model = config.model
+    twice = model.num_mtp_layers > 1 or (model.num_mtp_layers > 0 and model.tie_embeddings)
+    yield ("model.num_mtp_layers", twice and runs_halves(schedule),
+           f"modules of more than one depth, or beside a tied head, read the embedding along the path of the stage's "
+           f"input, which torch cannot leave out of the second half of a backward pass ({schedule})",
+           "Set parallel.schedule=Interleaved1F1B, or model.num_mtp_layers=" + ("0" if model.tie_embeddings else "1"))
     yield ("train.compile", config.train.compile and runs_halves(schedule),
            f"torch cannot run the halves of a compiled backward pass apart ({schedule})",
            "Set train.compile=false, or parallel.schedule=Interleaved1F1B")

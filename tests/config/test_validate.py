@@ -122,6 +122,14 @@ BAD = [
     ),
     (
         2,
+        ["model=small_dsv3", "mesh.pp=2", "parallel.schedule=ZBVZeroBubble", "parallel.stages_per_rank=2"]
+        + ["model.num_mtp_layers=2"],
+        "model.num_mtp_layers",
+        "more than one depth",
+        "model.num_mtp_layers=1",
+    ),
+    (
+        2,
         ["mesh.pp=2", "parallel.schedule=DualPipeV", "parallel.stages_per_rank=2", "train.compile=true"],
         "train.compile",
         "halves of a compiled backward",

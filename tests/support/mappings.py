@@ -104,7 +104,9 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
     if v_shaped and parallel.stages_per_rank != 2:
         return False
     again = {"full", "core_attn", "mlp", "moe", "shared_experts"} & set(recomputed_names(parallel))
-    if again and (v_shaped or parallel.schedule == "InterleavedZeroBubble"):
+    model = config.model
+    reads_twice = model.num_mtp_layers > 1 or (model.num_mtp_layers and model.tie_embeddings)
+    if (again or reads_twice) and (v_shaped or parallel.schedule == "InterleavedZeroBubble"):
         return False
     stages = shape.pp * parallel.stages_per_rank
     sizes = parallel.layers_per_stage
