@@ -197,6 +197,10 @@ def _gqa_rows(model: ModelConfig) -> Iterator[Row]:
            f"{_PAIRS}, and int({a.head_dim} * {share}) = {rotary} of a head",
            f"Nearest valid choice: model.rope.partial_rotary_factor={max(rotary // 2 * 2, 2) / a.head_dim}")
     yield divides("model.attention.head_dim", rotary, 2, _PAIRS)
+    yield ("model.attention.qk_norm_over_heads", a.qk_norm_over_heads and not a.qk_norm,
+           "model.attention.qk_norm=false norms neither queries nor keys", "Set model.attention.qk_norm=true")
+    yield ("model.attention.clip_qkv", a.clip_qkv is not None and not a.clip_qkv > 0,
+           "queries, keys and values have absolute values up to it", "Set model.attention.clip_qkv=null")
 
 
 def _mla_rows(model: ModelConfig) -> Iterator[Row]:
@@ -206,6 +210,8 @@ def _mla_rows(model: ModelConfig) -> Iterator[Row]:
                "attention kind mla needs this size",
                f"Set model.attention.{name}=1 or more")
     yield _gqa_alone("attention.qkv_bias", a.qkv_bias, "false")
+    yield _gqa_alone("attention.qk_norm_over_heads", a.qk_norm_over_heads, "false")
+    yield _gqa_alone("attention.clip_qkv", a.clip_qkv is not None, "null")
     yield _gqa_alone("rope.partial_rotary_factor", model.rope.partial_rotary_factor != 1, "1.0")
     yield divides("model.attention.qk_rope_head_dim", a.qk_rope_head_dim, 2, _PAIRS)
 

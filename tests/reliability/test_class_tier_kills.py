@@ -53,7 +53,7 @@ def test_a_killed_run_goes_on_to_the_bit_and_is_exported(tmp_path: Path, model_t
 
 def test_preferences_start_at_ln_2_and_are_exported(tmp_path: Path) -> None:
     """The policy is its own reference before the first update, on a mesh too."""
-    save_class("olmoe", tmp_path / "model")
+    save_class("flex_olmo", tmp_path / "model")
     settings = [
         "--config-name", "dpo_small", f"model.hf_path={tmp_path / 'model'}", "data=stdlib_preference",
         "data.tokenizer=byte", "train.seq_len=256", "train.steps=3", "train.val_every=0", "mesh.pp=1", "mesh.ep=2",
