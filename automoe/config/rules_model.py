@@ -260,9 +260,6 @@ def _delta_net_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("mesh.cp", shape.cp > 1,
            f"the state of a delta net runs through the whole row {given}, and cp ranks hold parts of it",
            "Set mesh.cp=1, and mesh.tp or mesh.dp_shard larger")
-    yield ("data.document_mask", config.data.document_mask,
-           f"the state of a delta net runs through the whole row {given} and is not reset where a document begins",
-           "Set data.document_mask=false")
 
 
 def moe_rows(config: Config) -> Iterator[Row]:

@@ -45,6 +45,7 @@ class AttentionContext:
             config.rope, dim, tokens.positions, self.rope.angle_dtype or dtype
         )
         self.interleaved = config.rope.interleaved
+        self.doc_ids = documents(tokens, self.keys, backend.always_masked)
         self.mask = attention_mask(tokens, self.keys, always=backend.always_masked)
         self.window = attention.sliding_window
         cut = tokens.index.shape[1], self.keys.num_ranks, self.keys.rank
@@ -85,6 +86,22 @@ def gather_row(x_BS: torch.Tensor, keys: Communicator) -> torch.Tensor:
     return torch.cat(chunks[::2] + chunks[::-2], dim=1)
 
 
+def documents(tokens: Tokens, keys: Communicator, always: bool) -> torch.Tensor | None:
+    """Return the document ids [B, S] of this rank's positions; None if no row has two documents.
+
+    One document per row is the common case and lets SDPA take its causal kernel. The ids are only
+    compared on the CPU: on a GPU the comparison would cost a host sync. With a context axis this
+    rank sees only a part of the row.
+
+    Args:
+        always: ids are returned for any values.
+    """
+    docs_BS = tokens.doc_ids
+    if docs_BS is None or docs_BS.device.type != "cpu" or keys.num_ranks > 1 or always:
+        return docs_BS
+    return None if bool((docs_BS == docs_BS[:, :1]).all()) else docs_BS
+
+
 def attention_mask(
     tokens: Tokens, keys: Communicator = SINGLE_RANK, window: int = 0, always: bool = False
 ) -> torch.Tensor | None:
@@ -96,14 +113,8 @@ def attention_mask(
         always: rows with document ids get a mask for any values of the ids, since compiled code is
             made for one case.
     """
-    whole = keys.num_ranks == 1
-    docs_BS = tokens.doc_ids
-    if docs_BS is not None and docs_BS.device.type == "cpu" and whole and not always:
-        # One document per row is the common case and lets SDPA take its causal kernel. The ids are
-        # only compared on the CPU: on a GPU the comparison would cost a host sync. With a context
-        # axis this rank sees only a part of the row.
-        docs_BS = None if bool((docs_BS == docs_BS[:, :1]).all()) else docs_BS
-    if docs_BS is None and whole and not window:
+    docs_BS = documents(tokens, keys, always)
+    if docs_BS is None and keys.num_ranks == 1 and not window:
         return None
     key_index_BR = torch.arange(
         tokens.index.shape[1] * keys.num_ranks, device=tokens.index.device

@@ -251,8 +251,7 @@ class Case:
             optim=OptimConfig(**self.optim),
             cluster=ClusterConfig(gpus_per_node=self.gpus_per_node),
             train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64"),
-            # A delta net's state is not reset where a document begins.
-            data=DataConfig(document_mask=self.document_mask and not model.attention.linear_num_key_heads),
+            data=DataConfig(document_mask=self.document_mask),
         )
 
     @property
