@@ -18,7 +18,7 @@ from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import MeshConfig, MoEConfig, OptimConfig, ParallelConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
-from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.families.registry import FAMILIES, model_config_from_hf
 from automoe.hf.read import Loaded, load_hf
 from automoe.hf.write import to_hf
 from automoe.model.causal_lm import CausalLM
@@ -135,8 +135,12 @@ def load_and_write(path: Path, mesh: MeshConfig, out: Path) -> tuple[Loaded, int
     return loaded, held, str(written)
 
 
-@pytest.mark.one_in(len(CLASSES))
-@pytest.mark.parametrize("model_type", CLASSES, ids=str)
+# What is written is read again by its model_type, in the native family if there is one.
+STREAMED = ["flex_olmo", "solar_open", *(name for name in CLASSES if name not in FAMILIES)]
+
+
+@pytest.mark.one_in(len(STREAMED))
+@pytest.mark.parametrize("model_type", STREAMED, ids=str)
 def test_published_files_stream_into_the_shards_and_back(
     ranks: RankPool, saved: dict[str, Path], model_type: str, tmp_path: Path
 ) -> None:
@@ -247,7 +251,7 @@ def test_what_only_native_families_have_is_refused_before_ranks_start(
     ("model_type", "more", "why"),
     [
         ("flex_olmo", {"attention_dropout": 0.1}, "attention_dropout=0.1 draws random numbers"),
-        ("flex_olmo", {"attention_dropout": 1}, "attention_dropout=1 draws random numbers"),
+        ("granitemoe", {"attention_dropout": 1}, "attention_dropout=1 draws random numbers"),
         ("dbrx", {"attn_config": {"kv_n_heads": 2, "attn_pdrop": 0.1}}, "attn_pdrop=0.1 draws random numbers"),
         ("flex_olmo", {"num_experts_per_tok": 9}, "a token has 9 experts of 8"),
         ("flex_olmo", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, and no model has more than 10000"),
