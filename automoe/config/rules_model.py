@@ -18,7 +18,7 @@ TRANSFORMERS = "transformers"  # ``model.family`` of a class without a declarati
 # Settings that the decoder of native families computes.
 _NATIVE_ALONE = """
     moe.gate moe.router_jitter moe.router_dtype moe.capacity_factor moe.record_routing
-    moe.replay_routing train.fp8 train.compile kernels.attention kernels.rope kernels.norm lora.rank lora.base
+    moe.replay_routing train.fp8 train.compile kernels.attention kernels.rope kernels.norm lora.base
     optim.algorithm optim.master_weights optim.qk_clip
 """.split()
 
@@ -197,6 +197,10 @@ def _gqa_rows(model: ModelConfig) -> Iterator[Row]:
            f"{_PAIRS}, and int({a.head_dim} * {share}) = {rotary} of a head",
            f"Nearest valid choice: model.rope.partial_rotary_factor={max(rotary // 2 * 2, 2) / a.head_dim}")
     yield divides("model.attention.head_dim", rotary, 2, _PAIRS)
+    yield ("model.attention.qk_norm_over_heads", a.qk_norm_over_heads and not a.qk_norm,
+           "model.attention.qk_norm=false norms neither queries nor keys", "Set model.attention.qk_norm=true")
+    yield ("model.attention.clip_qkv", a.clip_qkv is not None and not a.clip_qkv > 0,
+           "queries, keys and values have absolute values up to it", "Set model.attention.clip_qkv=null")
 
 
 def _mla_rows(model: ModelConfig) -> Iterator[Row]:
@@ -206,6 +210,8 @@ def _mla_rows(model: ModelConfig) -> Iterator[Row]:
                "attention kind mla needs this size",
                f"Set model.attention.{name}=1 or more")
     yield _gqa_alone("attention.qkv_bias", a.qkv_bias, "false")
+    yield _gqa_alone("attention.qk_norm_over_heads", a.qk_norm_over_heads, "false")
+    yield _gqa_alone("attention.clip_qkv", a.clip_qkv is not None, "null")
     yield _gqa_alone("rope.partial_rotary_factor", model.rope.partial_rotary_factor != 1, "1.0")
     yield divides("model.attention.qk_rope_head_dim", a.qk_rope_head_dim, 2, _PAIRS)
 
@@ -254,9 +260,6 @@ def _delta_net_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("mesh.cp", shape.cp > 1,
            f"the state of a delta net runs through the whole row {given}, and cp ranks hold parts of it",
            "Set mesh.cp=1, and mesh.tp or mesh.dp_shard larger")
-    yield ("data.document_mask", config.data.document_mask,
-           f"the state of a delta net runs through the whole row {given} and is not reset where a document begins",
-           "Set data.document_mask=false")
 
 
 def moe_rows(config: Config) -> Iterator[Row]:

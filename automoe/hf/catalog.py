@@ -5,6 +5,7 @@ Headers are read and checked once, on one rank.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,14 +27,21 @@ from automoe.hf.headers import (
     without_collection,
 )
 from automoe.hf.keys import FP8_BLOCK, SCALE_SUFFIX, KeyMap, hf_pieces, hf_tensors, mtp_copies
-from automoe.hf.quantized import MXFP4_BLOCK
+from automoe.hf.quantized import GROUP
 from automoe.model.wrapper import ALONE, Names, names_in, part_of, quantization_in, said_of
 from automoe.parallel.agreement import Ranks
-from automoe.storage.foreign import brief, is_there
+from automoe.storage.foreign import brief, is_there, open_inside
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
 # By encoding: endings of the names of codes and of scales, and the least dims of codes.
-_ENDS = {"fp8": ("", SCALE_SUFFIX, 2), "mxfp4": ("_blocks", "_scales", 3)}
+_ENDS = {
+    "fp8": ("", SCALE_SUFFIX, 2),
+    "mxfp4": ("_blocks", "_scales", 3),
+    "int4": ("_packed", "_scale", 2),
+}
+# What compressed-tensors says of the weights of a Kimi checkpoint.
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+_SHAPE = "_shape"  # suffix of the two sizes of a matrix in INT4
 
 
 @dataclass(frozen=True)
@@ -144,10 +152,13 @@ def quantization_of(folder: Path) -> tuple[Encoding, tuple[int, int]]:
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
     if method == "mxfp4":
         return "mxfp4", FP8_BLOCK
+    if method == "compressed-tensors" and isinstance(stated, dict):
+        _check_int4(folder, stated)
+        return "int4", FP8_BLOCK
     if method != "fp8" or not isinstance(stated, dict):
         raise CheckpointError(
-            f"{folder}/config.json: quantization_config has quant_method={method}, and fp8 and mxfp4 are read here. "
-            "Convert it to bfloat16"
+            f"{folder}/config.json: quantization_config has quant_method={method}, and fp8, mxfp4 and "
+            "compressed-tensors (INT4) are read here. Convert it to bfloat16"
         )
     block: Any = stated.get("weight_block_size")
     sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
@@ -159,6 +170,33 @@ def quantization_of(folder: Path) -> tuple[Encoding, tuple[int, int]]:
             "block, such as [128, 128]. Convert it to bfloat16"
         )
     return "fp8", (sizes[0], sizes[1])
+
+
+def _check_int4(folder: Path, stated: dict[str, Any]) -> None:
+    """Raise ``CheckpointError`` unless compressed-tensors states INT4 in groups, as Kimi has it."""
+    groups = stated.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, dict) else []
+    kinds = [one if isinstance(one, dict) else {} for one in schemes] or [{}]
+    asked = {"format": "pack-quantized", "config_groups": "one"}
+    found: dict[str, Any] = {
+        "format": kinds[0].get("format") or stated.get("format"),
+        "config_groups": "one" if len(schemes) == 1 else len(schemes),
+    }
+    for key in ("input_activations", "output_activations"):
+        asked[key], found[key] = None, kinds[0].get(key)
+    weights = kinds[0].get("weights")
+    asked |= _INT4 | {"actorder": None}
+    found |= {
+        key: weights.get(key) if isinstance(weights, dict) else None
+        for key in asked.keys() - found.keys()
+    }
+    if wrong := [
+        f"{key}={found[key]}, not {value}" for key, value in asked.items() if found[key] != value
+    ]:
+        raise CheckpointError(
+            f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and of its kinds "
+            f"INT4 with a scale for {GROUP} numbers of a row is read here. Convert it to bfloat16"
+        )
 
 
 def _pair_scales(
@@ -188,7 +226,32 @@ def _pair_scales(
             sources[base] = data._replace(scales=scales_of[name], encoding=encoding)
         elif name not in paired:
             sources[name] = data
-    return sources
+    return _check_shapes(folder, sources) if encoding == "int4" else sources
+
+
+def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return ``sources`` without the shapes that INT4 stores beside codes, which must agree."""
+    kept = dict(sources)
+    opened: dict[str, int] = {}
+    try:
+        for name, codes in sources.items():
+            stated = kept.pop(name + _SHAPE, None) if codes.encoding == "int4" else None
+            if stated is None:
+                continue
+            if stated.file not in opened:
+                opened[stated.file] = open_inside(folder, stated.file)
+            size = 4 if stated.dtype == "I32" else 8
+            raw = os.pread(opened[stated.file], stated.num_bytes, stated.start)
+            sizes = [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]
+            if sizes != list(codes.full_shape):
+                raise CheckpointError(
+                    f"{folder}: {name}{_SHAPE} says {sizes}, and {name}_packed holds {list(codes.full_shape)}. "
+                    "Copy the checkpoint again"
+                )
+    finally:
+        for handle in opened.values():
+            os.close(handle)
+    return kept
 
 
 def _check_encodings(
@@ -205,8 +268,10 @@ def _check_encodings(
                 f"{folder}: {what}, and config.json has no quantization_config that says how. Copy the "
                 "checkpoint's own config.json, or convert it to bfloat16"
             )
+        ends = _ENDS[encoding]
+        missing = unscaled[0].removesuffix(ends[0]) + ends[1]
         raise CheckpointError(
-            f"{folder}: {what}, and their scales are missing: {unscaled[0]}{SCALE_SUFFIX} is in no file. Without "
+            f"{folder}: {what}, and their scales are missing: {missing} is in no file. Without "
             "scales the numbers are unknown: copy the checkpoint again"
         )
     checked = set()
@@ -226,13 +291,22 @@ def _check_scales(
         asked = (*lead, -(-rows // block[0]), -(-cols // block[1]))
         code_dtype = "F8_E4M3"
         scale_dtypes = FLOAT_DTYPES | {"F8_E8M0"}
+    elif codes.encoding == "int4":
+        asked = (*codes.shape[:-1], -(-codes.full_shape[-1] // GROUP))
+        code_dtype = "I32"
+        scale_dtypes = FLOAT_DTYPES
+        if codes.full_shape[-1] % GROUP:
+            raise CheckpointError(
+                f"{folder}: {key} has rows of {codes.full_shape[-1]} numbers in INT4, which are no whole groups of "
+                f"{GROUP}. Copy the checkpoint again"
+            )
     else:
         asked = codes.shape[:-1]
         code_dtype = "U8"
         scale_dtypes = {"U8"}
-        if codes.shape[-1] != MXFP4_BLOCK // 2:
+        if codes.shape[-1] != GROUP // 2:
             raise CheckpointError(
-                f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {MXFP4_BLOCK // 2} bytes "
+                f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {GROUP // 2} bytes "
                 "a block. Copy the checkpoint again"
             )
     if scales.shape != asked or codes.dtype != code_dtype or scales.dtype not in scale_dtypes:

@@ -40,7 +40,7 @@ BITS |= dict.fromkeys(("I32", "U32", "F32"), 32) | dict.fromkeys(("I64", "U64", 
 _LFS_MARK = b"version https://git-lfs.github.com"
 
 
-Encoding = Literal["plain", "fp8", "mxfp4"]
+Encoding = Literal["plain", "fp8", "mxfp4", "int4"]
 
 
 class StoredTensor(NamedTuple):
@@ -67,8 +67,10 @@ class StoredTensor(NamedTuple):
     def full_shape(self) -> tuple[int, ...]:
         """Shape of the dequantized tensor.
 
-        MXFP4 stores a tensor [..., R, C] transposed, as [..., C, R / 32, 16].
+        MXFP4 stores a tensor [..., R, C] transposed, as [..., C, R / 32, 16]. INT4 stores [R, C / 8].
         """
+        if self.encoding == "int4":
+            return *self.shape[:-1], 8 * self.shape[-1]
         if self.encoding != "mxfp4":
             return self.shape
         *lead, rows, groups, half = self.shape

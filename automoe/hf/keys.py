@@ -43,8 +43,9 @@ class KeyMap:
     the standard deviation ``router_std`` from ``router_seed``.
 
     For a class of transformers ``table`` replaces all of these: it gives the pieces of each of our
-    tensors. ``layouts`` lists the layouts that its files may have; the last one is that of its
-    parameters in memory. ``unread`` are regular expressions of stored tensors to pass over.
+    tensors. ``layouts`` lists the layouts that files may have, if they cannot be derived; the last
+    one is that of the parameters in memory. ``unread`` are regular expressions of stored tensors to
+    pass over.
     """
 
     router: str = _published("router.weight")
@@ -69,7 +70,8 @@ class KeyMap:
     def fitting(self, keys: Collection[str]) -> KeyMap:
         """Return the layout of the files that hold the tensors ``keys``."""
         for layout in self.layouts:
-            if all(piece.key in keys for pieces in layout.table.values() for piece in pieces):
+            stored = [piece.key for pieces in layout.table.values() for piece in pieces]
+            if stored and all(key in keys for key in stored):
                 return layout
         return self.in_memory if any(key.endswith(f".{FUSED.gate}") for key in keys) else self
 
@@ -79,8 +81,10 @@ class KeyMap:
 
         ``save_pretrained(save_original_format=False)`` writes this layout too.
         """
+        if self.layouts:
+            return self.layouts[-1]
         if self.transposed or self.table:
-            return self.layouts[-1] if self.layouts else self
+            return self
         names = {
             name: getattr(FUSED, name)
             for name in ("router", "expert_bias", "gate", "up", "down", "fused")

@@ -29,7 +29,8 @@ from automoe.hf.headers import ADAPTER
 from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
-from automoe.model.decoder import Decoder
+from automoe.model.causal_lm import CausalLM
+from automoe.model.params import model_params
 from automoe.parallel.agreement import Ranks
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -44,7 +45,7 @@ _GROUPS = {"attn.": "attention", ".experts": "experts", "shared": "shared_expert
 
 
 def to_peft(
-    model: Parts | Decoder,
+    model: Parts | CausalLM,
     path: str | Path,
     lora: LoraConfig,
     *,
@@ -100,9 +101,11 @@ def to_peft(
     # of down around them.
     elif gate_up and not keys.fused and not {"experts", "experts.down_proj"} & targets:
         unread = "of experts.gate_up_proj alone"
+    if keys.table and layout == "published":
+        unread = "of a class without a native family"
     if unread and layout == "published":
         raise ConfigError("layout", layout, f"peft loads no such adapter {unread}", "Use fused")
-    if unread or layout == "fused":
+    if unread or layout == "fused" or keys.table:
         keys = keys.in_memory
     with new_folder(path, overwrite, ranks) as folder:
         tensors = gathered_adapters(parts)
@@ -120,7 +123,7 @@ def to_peft(
     return text
 
 
-def from_peft(model: Decoder, folder: Path, lora: LoraConfig) -> None:
+def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
     """Fill the adapters of a whole model from a directory that ``to_peft`` wrote.
 
     Raises:
@@ -142,7 +145,7 @@ def from_peft(model: Decoder, folder: Path, lora: LoraConfig) -> None:
     parts = torch.arange(len(filled)).split([tensor.numel() for tensor in ours.values()])
     places = {name: part.view_as(ours[name]) for name, part in zip(ours, parts, strict=True)}
     keys = family_of(config).keys
-    found = dict(_stored(places, keys))
+    found = dict(_stored(places, keys.in_memory if keys.table else keys))
     if found.keys() != stored.keys():
         found = dict(_stored(places, keys.in_memory))
     belongs = _belongs(config, lora, Ranks(alone=True))
@@ -207,7 +210,7 @@ def _stored(tensors: dict[str, torch.Tensor], keys: KeyMap) -> Iterator[tuple[st
     """Yield the keys and tensors of adapter_model.safetensors."""
     for module, suffix, a, b in _adapters(tensors):
         pieces = _pieces(module, suffix, b, keys)
-        if suffix and keys.fused:
+        if suffix and (keys.fused or keys.table):
             # peft wraps the second of two parameters of a module around the first.
             both = f"{module}.lora.A2" in tensors and f"{module}.lora.A13" in tensors
             inner = ".base_layer" if both and suffix == "13" else ""
@@ -269,8 +272,16 @@ def _peft_config(
 
     modules = set()
     parameters = set()
+    groups = {param.name: param.spec.group for param in model_params(config)}
     for module, suffix, _, b in _adapters(ours):
-        stored = [piece.key.split(".", 3)[3] for piece in _pieces(module, suffix, b, keys)]
+        stored = [piece.key for piece in _pieces(module, suffix, b, keys)]
+        if keys.table:  # whole names: the last ones may mean other modules of the class, too
+            if groups[f"{module}.{_WEIGHTS[suffix]}"] == "attention":
+                modules.add(stored[0].removesuffix(".weight"))
+            else:
+                parameters.add(stored[0])
+            continue
+        stored = [key.split(".", 3)[3] for key in stored]
         in_ffn_of_moe = "mlp." in stored[0] and not family_of(config).dense
         if keys.fused if suffix else in_ffn_of_moe:
             parameters.add(stored[0])

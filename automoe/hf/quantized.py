@@ -1,4 +1,4 @@
-"""Block-FP8 (DeepSeek-V3) and MXFP4 (GPT-OSS): numbers in few bits with one scale per block.
+"""Block-FP8 (DeepSeek-V3), MXFP4 (GPT-OSS), INT4 (Kimi): few bits, with one scale per block.
 
 Every function works on a rectangle of a matrix and takes the rectangle's position, because blocks
 are counted from the matrix' first element and a shard may begin inside a block. A number is
@@ -14,7 +14,8 @@ import torch
 from automoe.hf.keys import FP8_BLOCK
 from automoe.quantize.formats import E4M3, LARGEST, encode, tile_amax
 
-MXFP4_BLOCK = 32  # numbers that share a scale; they take 16 bytes
+# Numbers of a row that share a scale in MXFP4 and INT4; they take 16 bytes.
+GROUP = 32
 
 
 def dequantize_fp8(
@@ -92,7 +93,23 @@ def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     # the number over 2**14.
     half[..., 0] = (byte & 0x07) * 0x200 + (byte & 0x08) * 0x1000
     half[..., 1] = (byte & 0x70) * 0x20 + (byte & 0x80) * 0x100
-    numbers = half.view(torch.float16).to(torch.float32).view(num_rows, num_groups, MXFP4_BLOCK)
+    numbers = half.view(torch.float16).to(torch.float32).view(num_rows, num_groups, GROUP)
     numbers.mul_(2.0**14)
     numbers.mul_(scales.view(torch.float8_e8m0fnu).to(torch.float32).unsqueeze(-1))
     return numbers.view(num_rows, -1)
+
+
+def dequantize_int4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return rows of an INT4 matrix in float32, [R, 32 * G].
+
+    The layout is ``pack-quantized`` of compressed-tensors with 4 bits, symmetric.
+
+    Args:
+        codes: [R, 4 * G] int32, eight numbers each, the earlier ones in the lower bits; a number is
+            its code less 8.
+        scales: [R, G], any float dtype.
+    """
+    byte = codes.contiguous().view(torch.uint8)
+    halves = torch.stack((byte & 0xF, byte >> 4), dim=-1)
+    numbers = (halves.view(torch.int8) - 8).to(torch.float32).view(*scales.shape, GROUP)
+    return numbers.mul_(scales.to(torch.float32).unsqueeze(-1)).view(codes.shape[0], -1)

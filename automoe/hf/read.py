@@ -28,7 +28,7 @@ from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.files import DTYPES
 from automoe.hf.headers import StoredTensor, without_collection
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
-from automoe.hf.quantized import MXFP4_BLOCK, dequantize_fp8, dequantize_mxfp4
+from automoe.hf.quantized import GROUP, dequantize_fp8, dequantize_int4, dequantize_mxfp4
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
 from automoe.hf.upcycle import fill_upcycled
 from automoe.model.causal_lm import CausalLM
@@ -92,8 +92,8 @@ def load_hf(
 
     Parameters may be DTensors on either mesh. They need storage (``to_empty``) but no values;
     buffers that a checkpoint does not hold are initialised. Numbers are converted to each
-    parameter's dtype. Block-FP8 and MXFP4, as declared in config.json's ``quantization_config``,
-    are dequantized while they are read.
+    parameter's dtype. Block-FP8, MXFP4 and INT4, as declared in config.json's
+    ``quantization_config``, are dequantized while they are read.
 
     Args:
         keys: key map of ``upcycled_model`` if ``path`` is dense and the model is a mixture;
@@ -213,11 +213,11 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> tuple[int, int]:
-        """Range of bytes of each stored row that holds the columns; whole blocks in MXFP4."""
+        """Range of bytes of each stored row that holds the columns; whole groups if they share one."""
         left, right = self.cols
-        if self.source.encoding == "mxfp4":
-            half = MXFP4_BLOCK // 2
-            return left // MXFP4_BLOCK * half, -(-right // MXFP4_BLOCK) * half
+        if self.source.encoding in ("mxfp4", "int4"):
+            half = GROUP // 2
+            return left // GROUP * half, -(-right // GROUP) * half
         size = DTYPES[self.source.dtype].itemsize
         return left * size, right * size
 
@@ -361,13 +361,14 @@ class Reader:
             return data
         left, right = item.cols
         fp8 = item.source.encoding == "fp8"
-        height, width = self.catalog.block if fp8 else (1, MXFP4_BLOCK)
+        height, width = self.catalog.block if fp8 else (1, GROUP)
         first = begin // height
         blocks = item._replace(source=scales, cols=(left // width, -(-right // width)))
         scale = self._rows(blocks, matrix, first, -(-end // height))
         if not fp8:
-            start = left % MXFP4_BLOCK
-            return dequantize_mxfp4(data, scale)[:, start : start + right - left]
+            start = left % GROUP
+            widen = dequantize_mxfp4 if item.source.encoding == "mxfp4" else dequantize_int4
+            return widen(data, scale)[:, start : start + right - left]
         if item.shard.base:
             return pack_fp8(data, scale[torch.arange(begin, end) // height - first])
         return dequantize_fp8(data, scale, (begin, left), self.catalog.block)

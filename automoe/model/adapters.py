@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row
 from automoe.config.rules_kernels import BASE_BLOCKS, ELEMENT_BYTES, ROW_BYTES
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, LoraConfig
 from automoe.model.params import LORA_GROUPS, Param, adapter_specs, layer_params, model_params
 
@@ -204,6 +205,11 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
     for target in lora.targets:
         yield ("lora.targets", target not in known, f"this model has no {target!r}: it has {', '.join(known)}",
                "Set lora.targets=[attention,experts]")
+    if config.model.family == TRANSFORMERS and "experts" in lora.targets:
+        left = [param.name for param in params if _is_unknown_stack(param)]
+        yield ("lora.targets", bool(left), f"of experts, {config.model.architecture} has {', '.join(left[:2])}; adapters "
+               "are for stacks gate_up_proj and down_proj [experts, outputs, inputs]",
+               "Set lora.targets=[attention,mlp,shared_experts]")
     yield ("lora.targets", not any(is_target(param, lora) for param in params),
            "no matrix of the model is among them", f"Choose from {', '.join(known)}")
     yield ("train.freeze", bool(train.freeze), f"with lora.rank={lora.rank} all of the model is frozen",
@@ -259,6 +265,13 @@ def _base_rows(config: Config, params: list[Param], shape: MeshShape | None) -> 
                f"Set mesh.{axis}=1, or lora.base=weights")
 
 # fmt: on
+
+
+def _is_unknown_stack(param: Param) -> bool:
+    """Return whether ``param`` holds experts of a class of transformers and gets no adapter."""
+    stacked = len(param.shape) == 3 or "expert" in param.name
+    in_ffn = param.part in ("routed_experts", "dense_ffn") and param.multiplies
+    return stacked and in_ffn and param.spec.lora is None
 
 
 def _some(names: list[str]) -> str:

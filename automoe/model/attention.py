@@ -17,6 +17,8 @@ from automoe.config.schema import ModelConfig, window_of
 from automoe.model.attention_kernels import prepare_cuda
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear, Rows
+from automoe.model.norm import norm_over_ranks
+from automoe.model.params import sizes_of
 from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
 from automoe.moe.local_shard import local_shard
 from automoe.moe.process_groups import SINGLE_RANK, Communicator, first_of_rank
@@ -43,6 +45,7 @@ class AttentionContext:
             config.rope, dim, tokens.positions, self.rope.angle_dtype or dtype
         )
         self.interleaved = config.rope.interleaved
+        self.doc_ids = documents(tokens, self.keys, backend.always_masked)
         self.mask = attention_mask(tokens, self.keys, always=backend.always_masked)
         self.window = attention.sliding_window
         cut = tokens.index.shape[1], self.keys.num_ranks, self.keys.rank
@@ -83,6 +86,22 @@ def gather_row(x_BS: torch.Tensor, keys: Communicator) -> torch.Tensor:
     return torch.cat(chunks[::2] + chunks[::-2], dim=1)
 
 
+def documents(tokens: Tokens, keys: Communicator, always: bool) -> torch.Tensor | None:
+    """Return the document ids [B, S] of this rank's positions; None if no row has two documents.
+
+    One document per row is the common case and lets SDPA take its causal kernel. The ids are only
+    compared on the CPU: on a GPU the comparison would cost a host sync. With a context axis this
+    rank sees only a part of the row.
+
+    Args:
+        always: ids are returned for any values.
+    """
+    docs_BS = tokens.doc_ids
+    if docs_BS is None or docs_BS.device.type != "cpu" or keys.num_ranks > 1 or always:
+        return docs_BS
+    return None if bool((docs_BS == docs_BS[:, :1]).all()) else docs_BS
+
+
 def attention_mask(
     tokens: Tokens, keys: Communicator = SINGLE_RANK, window: int = 0, always: bool = False
 ) -> torch.Tensor | None:
@@ -94,14 +113,8 @@ def attention_mask(
         always: rows with document ids get a mask for any values of the ids, since compiled code is
             made for one case.
     """
-    whole = keys.num_ranks == 1
-    docs_BS = tokens.doc_ids
-    if docs_BS is not None and docs_BS.device.type == "cpu" and whole and not always:
-        # One document per row is the common case and lets SDPA take its causal kernel. The ids are
-        # only compared on the CPU: on a GPU the comparison would cost a host sync. With a context
-        # axis this rank sees only a part of the row.
-        docs_BS = None if bool((docs_BS == docs_BS[:, :1]).all()) else docs_BS
-    if docs_BS is None and whole and not window:
+    docs_BS = documents(tokens, keys, always)
+    if docs_BS is None and keys.num_ranks == 1 and not window:
         return None
     key_index_BR = torch.arange(
         tokens.index.shape[1] * keys.num_ranks, device=tokens.index.device
@@ -114,11 +127,20 @@ def attention_mask(
     return mask_BSR[:, None]
 
 
+def own_rows(ranks: Communicator, num_heads: int, head_dim: int) -> Rows:
+    """Return the features that this rank uses of ``num_heads`` heads; None means all."""
+    if ranks.num_ranks == 1:
+        return None
+    start = first_of_rank(ranks, num_heads) * head_dim
+    return (slice(start, start + max(num_heads // ranks.num_ranks, 1) * head_dim),)
+
+
 class GroupedQueryAttention(nn.Module):
     """Attention in which num_heads query heads share num_kv_heads key and value heads.
 
-    Optional: biases, RMSNorm on q and k, an output gate (Qwen3-Next), a sliding window (by layer),
-    attention sinks (GPT-OSS, arXiv 2508.10925, section 2.3).
+    Optional: biases, RMSNorm on q and k, of each head or of all together (OLMoE, arXiv 2409.02060,
+    section 4.2), clipping, an output gate (Qwen3-Next), a sliding window (by layer), attention
+    sinks (GPT-OSS, arXiv 2508.10925, section 2.3).
     """
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
@@ -128,7 +150,10 @@ class GroupedQueryAttention(nn.Module):
         self.sequence = backend.pg_collection.sequence
         self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
         bias = attention.qkv_bias
-        kv_rows = self._kv_rows(attention.num_kv_heads)
+        self.q_rows = own_rows(self.sequence, attention.num_heads, self.head_dim)
+        self.k_rows = own_rows(self.sequence, attention.num_kv_heads, self.head_dim)
+        # Ranks that outnumber key and value heads keep all of them.
+        kv_rows = self.k_rows if attention.num_kv_heads < self.sequence.num_ranks else None
         self.output_gate = attention.output_gate
         # With an output gate each head has the rows of its query first, then the rows of its gate.
         self.q_proj = Linear(
@@ -139,22 +164,18 @@ class GroupedQueryAttention(nn.Module):
         self.o_proj = Linear(attention.num_heads * self.head_dim, hidden, attention.o_bias)
         self.sinks = nn.Parameter(torch.empty(attention.num_heads)) if attention.sinks else None
         self.window = window_of(attention, layer)
-        norm = partial(backend.norm, self.head_dim, config.norm_eps, config.zero_centered_norms)
-        self.q_norm = norm() if attention.qk_norm else nn.Identity()
-        self.k_norm = norm() if attention.qk_norm else nn.Identity()
+        self.clip = attention.clip_qkv
+        self.over_heads = attention.qk_norm_over_heads
+        norms = [nn.Identity(), nn.Identity()]
+        if attention.qk_norm:
+            sizes = sizes_of(config)
+            norm = partial(
+                backend.norm, eps=config.norm_eps, zero_centered=config.zero_centered_norms
+            )
+            norms = [norm(sizes["Yq"]), norm(sizes["Yk"])]
+        self.q_norm, self.k_norm = norms
         self.attend = AttentionContext.attend  # parallel.recompute=[core_attn] wraps it
         self.scale = softmax_scale(config.rope, self.head_dim)
-
-    def _kv_rows(self, num_heads: int) -> Rows:
-        """Return the output rows that this rank uses of key and value projections.
-
-        If ranks outnumber key and value heads, every rank keeps all heads and uses one. None
-        means that the rank uses all its rows.
-        """
-        if num_heads >= self.sequence.num_ranks:
-            return None
-        start = first_of_rank(self.sequence, num_heads) * self.head_dim
-        return (slice(start, start + self.head_dim),)
 
     def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Return the attention output [B, s, H] for hidden states [B, s, H]."""
@@ -164,15 +185,33 @@ class GroupedQueryAttention(nn.Module):
         gate = None
         if self.output_gate:
             q_BSND, gate = q_BSND.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
-        q_BSND = context.rotate(self.q_norm(q_BSND.reshape(heads)))
-        k_BRGD = gather_row(
-            context.rotate(self.k_norm(self.k_proj(x_BSH).view(heads))), context.keys
-        )
-        v_BRGD = gather_row(self.v_proj(x_BSH).view(heads), context.keys)
+        q_BSND, k_BSGD = self._norm(q_BSND.reshape(heads), self.k_proj(x_BSH).view(heads))
+        v_BSGD = self.v_proj(x_BSH).view(heads)
+        if self.clip is not None:
+            q_BSND, k_BSGD, v_BSGD = (
+                x.clamp(-self.clip, self.clip) for x in (q_BSND, k_BSGD, v_BSGD)
+            )
+        q_BSND = context.rotate(q_BSND)
+        k_BRGD = gather_row(context.rotate(k_BSGD), context.keys)
+        v_BRGD = gather_row(v_BSGD, context.keys)
         sinks_N = None if self.sinks is None else local_shard(self.sinks)
         out_BSND = self.attend(context, q_BSND, k_BRGD, v_BRGD, self.scale, self.window, sinks_N)
         out_BSND = out_BSND if gate is None else out_BSND * gate.sigmoid()
         return self.o_proj.reduce_scatter(out_BSND.flatten(2), self.sequence)
+
+    def _norm(
+        self, q_BSND: torch.Tensor, k_BSGD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm each head, or the heads of all ranks together."""
+        if not self.over_heads:
+            return self.q_norm(q_BSND), self.k_norm(k_BSGD)
+        given = q_BSND.flatten(2), k_BSGD.flatten(2)
+        norms = self.q_norm, self.k_norm
+        if self.sequence.num_ranks == 1:
+            q, k = (norm(x) for norm, x in zip(norms, given, strict=True))
+        else:
+            q, k = norm_over_ranks(norms, given, (self.q_rows, self.k_rows), self.sequence)
+        return q.view_as(q_BSND), k.view_as(k_BSGD)
 
 
 class LatentAttention(nn.Module):

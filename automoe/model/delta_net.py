@@ -108,12 +108,24 @@ def _chunked(x_BSND: torch.Tensor, chunk: int) -> torch.Tensor:
     return x_BNSD.unflatten(2, (-1, chunk))
 
 
-def causal_conv(x_BSD: torch.Tensor, weight_D1W: torch.Tensor) -> torch.Tensor:
-    """Convolve each of D channels over its W last positions, the current one included."""
+def causal_conv(
+    x_BSD: torch.Tensor, weight_D1W: torch.Tensor, doc_ids_BS: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Convolve each of D channels over its W last positions, the current one included.
+
+    Positions of other documents count as zeros.
+    """
     width = weight_D1W.shape[-1]
     size = x_BSD.shape[1]
     padded_BSD = F.pad(x_BSD, (0, 0, width - 1, 0))
-    return sum(padded_BSD[:, i : i + size] * weight_D1W[:, 0, i] for i in range(width))  # type: ignore[return-value]
+    terms = []
+    for i in range(width):
+        term_BSD = padded_BSD[:, i : i + size] * weight_D1W[:, 0, i]
+        if doc_ids_BS is not None:  # a product with a mask keeps nothing but the mask
+            shifted_BS = F.pad(doc_ids_BS, (width - 1, 0))[:, i : i + size]
+            term_BSD = term_BSD * (shifted_BS == doc_ids_BS).unsqueeze(-1)
+        terms.append(term_BSD)
+    return sum(terms)  # type: ignore[return-value]
 
 
 class GatedDeltaNet(nn.Module):
@@ -161,26 +173,29 @@ class GatedDeltaNet(nn.Module):
         self.attend = gated_delta_rule
 
     def forward(self, x_BSH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """Return the output [B, S, H]; the state runs through the row, across its documents."""
-        assert context.keys.num_ranks == 1 and context.mask is None, (
-            "a recurrent layer sees one whole document a row"
-        )
+        """Return the output [B, S, H]; the state begins anew with each document of a row."""
+        assert context.keys.num_ranks == 1, "a recurrent layer sees whole rows"
+        docs_BS = context.doc_ids
         x_BSH = self.sequence.all_gather(x_BSH)
         width = self.repeats * self.value_dim
         mixed_BSD, z, b_BSN, a_BSN = self._project(x_BSH, width)
         heads = b_BSN.shape[2] // self.repeats
         conv_weight = take_rows(local_shard(self.conv1d.weight), self.rows)
-        mixed_BSD = F.silu(causal_conv(mixed_BSD, conv_weight))
+        mixed_BSD = F.silu(causal_conv(mixed_BSD, conv_weight, docs_BS))
         q, k, v = mixed_BSD.split(
             (heads * self.key_dim, heads * self.key_dim, heads * width), dim=-1
         )
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
         step_BSN = F.softplus(a_BSN.to(wide) + local_shard(self.dt_bias).to(wide))
+        log_decay_BSN = -local_shard(self.A_log).to(wide).exp() * step_BSN
+        if docs_BS is not None:  # a document's first token keeps nothing of the state before it
+            starts_BS = F.pad(docs_BS[:, 1:] != docs_BS[:, :-1], (1, 0))
+            log_decay_BSN = log_decay_BSN.masked_fill(starts_BS.unsqueeze(-1), float("-inf"))
         out_BSNV = self.attend(
             q.unflatten(-1, (heads, -1)),
             k.unflatten(-1, (heads, -1)),
             v.unflatten(-1, (heads * self.repeats, -1)),
-            -local_shard(self.A_log).to(wide).exp() * step_BSN,
+            log_decay_BSN,
             b_BSN.sigmoid(),
         )
         gate_BSNV = z.reshape(out_BSNV.shape).to(wide)

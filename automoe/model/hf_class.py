@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -33,6 +34,14 @@ _PART_WORDS = (
     ("", "dense_ffn"),
 )
 _PLACES = {"attention": 1, "router": 7, "dense_ffn": 7, "shared_experts": 7, "routed_experts": 7}
+# Groups of ``lora.targets``, by part.
+_GROUPS = {
+    "attention": "attention",
+    "dense_ffn": "mlp",
+    "shared_experts": "shared_experts",
+    "routed_experts": "experts",
+}
+ADAPTED_STACKS = {"gate_up_proj", "down_proj"}
 # Words in keys of config.json that make training draw random numbers.
 _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 
@@ -194,6 +203,7 @@ def _class_params(path: str, stated: bytes) -> tuple[Param, ...]:
         for tensor in layer.state_dict(keep_vars=True).values()
     }
     experts = {p for module in experts_modules(model).values() for p in module.parameters()}
+    adapted = _adapted(model)
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     part_of = {module.weight: part for part, module in reversed(ends.items()) if module is not None}
     params = []
@@ -210,8 +220,30 @@ def _class_params(path: str, stated: bytes) -> tuple[Param, ...]:
         if part == "router" and not matrix:
             part = "norms"
         spec = ParamSpec(name, "", _PLACES.get(part, 0), kind, part=part)
+        if name in adapted and (group := _GROUPS.get(part)):
+            # As in native families, names of attention's matrices stand alone.
+            inside = "" if group == "attention" else f"{group}."
+            spec = replace(spec, shape="O I", group=group, lora=inside + adapted[name])
         params.append(Param(name, tuple(parameter.shape), spec, layer_of.get(parameter)))
     return tuple(params)
+
+
+def _adapted(model: Any) -> dict[str, str]:
+    """Return the parameters of layers that may get adapters, with the last name of each.
+
+    These are the matrices of linear layers, and stacks [E, O, I] of experts under transformers'
+    usual names. Vectors (gates of one number) have no adapter.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, nn.Linear) and module.out_features > 1:
+            found[f"{name}.weight"] = last
+        elif _holds_experts(module) and not getattr(module, "is_transposed", False):
+            stacks = {one: p for one, p in module.named_parameters() if p.dim() == 3}
+            if stacks.keys() == ADAPTED_STACKS:
+                found |= {f"{name}.{one}": one for one in stacks}
+    return found
 
 
 def head_scale(model: Any, path: str) -> float:

@@ -17,7 +17,7 @@ from automoe.config.schema import Config, LoraConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
 from automoe.model.causal_lm import CausalLM
-from automoe.model.decoder import Decoder
+from automoe.model.class_lora import add_to_experts, add_to_linear
 from automoe.model.init import indexed_blocks
 from automoe.model.linear import Linear, Rows, take_rows
 from automoe.model.params import Param, layer_params, model_params
@@ -91,13 +91,15 @@ def adapt(
         path, _, last = name.rpartition(".")
         frozen = nn.Parameter(stored, requires_grad=False)
         part.get_submodule(path).register_parameter(last, frozen)
-    assert isinstance(part, Decoder) or not config.lora.rank
-    for layer in part.layers if config.lora.rank else ():
-        _add_adapters(part, layer_params(config.model, int(layer)), config, trained_dtype)
+    for unit in part.units() if config.lora.rank else ():
+        _add_adapters(part, layer_params(config.model, unit.number), config, trained_dtype)
 
 
-def _add_adapters(part: Decoder, params: list[Param], config: Config, dtype: torch.dtype) -> None:
-    """Replace the modules of one layer that have adapters, and experts with packed matrices."""
+def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: torch.dtype) -> None:
+    """Replace the modules of one layer that have adapters, and experts with packed matrices.
+
+    Modules of a class of ``transformers`` stay and call their adapters (``class_lora``).
+    """
     lora = config.lora
     by_module: dict[str, list[Param]] = {}
     for param in params:
@@ -107,19 +109,24 @@ def _add_adapters(part: Decoder, params: list[Param], config: Config, dtype: tor
     for name, owned in by_module.items():
         base = part.get_submodule(name)
         given = (name, lora, config.train.seed)
-        if isinstance(base, GroupedExperts):
+        if any(param.expert for param in owned):
             made = [each for p in owned if is_target(p, lora) for each in adapters(p, lora.rank)]
             shapes = {each.name.rpartition(".")[2]: each.shape for each in made}
             stacks = ExpertLora(*given, shapes, PRODUCTS[config.moe.experts])
-            module: nn.Module = LoRAExperts(base, stacks.to("meta", dtype))
+            if isinstance(base, GroupedExperts):
+                part.set_submodule(name, LoRAExperts(base, stacks.to("meta", dtype)))
+            else:
+                add_to_experts(base, stacks.to("meta", dtype))
         else:
-            assert isinstance(base, Linear)
             out_features, in_features = owned[0].shape
-            module = LoRALinear(base, Lora(*given, in_features, out_features).to("meta", dtype))
-        part.set_submodule(name, module)
+            adapter = Lora(*given, in_features, out_features).to("meta", dtype)
+            if isinstance(base, Linear):
+                part.set_submodule(name, LoRALinear(base, adapter))
+            else:
+                add_to_linear(base, adapter)
 
 
-def fill_adapters(part: Decoder) -> None:
+def fill_adapters(part: CausalLM) -> None:
     """Initialise adapters so that they add nothing.
 
     A is uniform within 1 / sqrt(input features), as in peft; B is zero. Values are equal on every
@@ -140,7 +147,7 @@ def fill_adapters(part: Decoder) -> None:
 
 
 @torch.no_grad()
-def merge_adapters(part: Decoder) -> None:
+def merge_adapters(part: CausalLM) -> None:
     """Add the adapters' products to the weights, and set every B to zero. Collective.
 
     The sum is computed in at least float32 and rounded once to the weight's dtype; each rank merges
@@ -149,17 +156,15 @@ def merge_adapters(part: Decoder) -> None:
     """
     for module in part.modules():
         adapter = getattr(module, "lora", None)
-        if isinstance(module, LoRALinear):
+        if isinstance(adapter, Lora):
             _merge(module, "weight", adapter.A, adapter.B, adapter.scale)
-        elif isinstance(module, LoRAExperts):
+        elif isinstance(adapter, ExpertLora):
             for name, number in (("gate_up_proj", "13"), ("down_proj", "2")):
                 if (b := getattr(adapter, f"B{number}")) is not None:
                     _merge(module, name, getattr(adapter, f"A{number}"), b, adapter.scale)
 
 
-def _merge(
-    module: LoRALinear | LoRAExperts, name: str, a: torch.Tensor, b: torch.Tensor, scale: float
-) -> None:
+def _merge(module: nn.Module, name: str, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
     """Add scale B [..., O, r] A [r, I] to weight [..., O, I] in place; experts have A [E, r, I]."""
     weight = module.get_parameter(name)
     local = local_shard(weight)
@@ -177,6 +182,7 @@ def _merge(
     mine_b = whole_b[tuple(outer)].to(wide)
     mine_a = (whole_a[outer[0]] if a.dim() == 3 else whole_a)[..., columns].to(wide)
     if packed:
+        assert isinstance(module, LoRALinear | LoRAExperts)
         module.added[name] = mine_a, mine_b, scale
         return
     pairs = zip(local, mine_b, mine_a, strict=True) if a.dim() == 3 else [(local, mine_b, mine_a)]

@@ -5,13 +5,17 @@ Letters: T rows (tokens, or tokens times heads), D width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from automoe.interop.torch_private import fused_rms_norm, fused_rms_norm_backward
+from automoe.model.linear import Rows, take_rows
 from automoe.moe.activation import row_blocks
+from automoe.moe.process_groups import Communicator
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -106,3 +110,68 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
         norm = _RMSNorm if x.device.type == "cpu" else _FusedRMSNorm
         return norm.apply(x.reshape(-1, x.shape[-1]), weight, self.eps).view(x.shape)
+
+
+class _NormOverRanks(torch.autograd.Function):
+    """Norms of features that lie on several ranks: x [..., w] each, then a weight [w] each.
+
+    It keeps each x in its own dtype. With P ranks, r = 1 / sqrt(mean(x^2) + eps) and g the incoming
+    gradient: dx = r g * weight - x r^3 sum over all features of (g * x * weight) / (P w).
+    """
+
+    @staticmethod
+    def forward(ctx, ranks: Communicator, eps: float, *given: torch.Tensor):
+        xs, weights = given[: len(given) // 2], given[len(given) // 2 :]
+        wide = weights[0].dtype
+        squares = [x.to(wide).square().sum(-1, keepdim=True) for x in xs]
+        totals = ranks.all_reduce(torch.cat(squares, dim=-1)).split(1, dim=-1)
+        scales = [
+            torch.rsqrt(total / (x.shape[-1] * ranks.num_ranks) + eps)
+            for x, total in zip(xs, totals, strict=True)
+        ]
+        ctx.ranks = ranks
+        ctx.save_for_backward(*xs, *weights, *scales)
+        return tuple(
+            (x.to(wide) * scale * weight).to(x.dtype)
+            for x, weight, scale in zip(xs, weights, scales, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: torch.Tensor):
+        count = len(grads)
+        kept = ctx.saved_tensors
+        xs, weights, scales = kept[:count], kept[count : 2 * count], kept[2 * count :]
+        products = [grad.to(w.dtype) * x for grad, x, w in zip(grads, xs, weights, strict=True)]
+        dots = [(p @ w).unsqueeze(-1) for p, w in zip(products, weights, strict=True)]
+        totals = ctx.ranks.all_reduce(torch.cat(dots, dim=-1)).split(1, dim=-1)
+        grad_xs, grad_weights = [], []
+        for grad, x, weight, scale, product, total in zip(
+            grads, xs, weights, scales, products, totals, strict=True
+        ):
+            shrink = total * scale.pow(3) / (x.shape[-1] * ctx.ranks.num_ranks)
+            grad_xs.append((grad * weight * scale - x * shrink).to(x.dtype))
+            grad_weights.append((product * scale).flatten(0, -2).sum(0))
+        return None, None, *grad_xs, *grad_weights
+
+
+def norm_over_ranks(
+    norms: Sequence[RMSNorm],
+    given: Sequence[torch.Tensor],
+    rows: Sequence[Rows],
+    ranks: Communicator,
+) -> tuple[torch.Tensor, ...]:
+    """Apply norms over features that lie on several ranks; their squares travel together.
+
+    Args:
+        norms: with one epsilon.
+        given: [..., w] of this rank for each norm. Features of which several ranks have copies
+            are on equally many ranks each, so copies do not change the mean.
+        rows: for each norm, the features of its whole weight that this rank has.
+    """
+    wide = torch.promote_types(given[0].dtype, torch.float32)
+    weights = [
+        take_rows(norm.weight, own).to(wide) + float(norm.zero_centered)
+        for norm, own in zip(norms, rows, strict=True)
+    ]
+    return _NormOverRanks.apply(ranks, norms[0].eps, *given, *weights)

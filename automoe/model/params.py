@@ -13,6 +13,7 @@ Sizes (``sizes_of``) that the table writes shapes in:
     Rq MLA: rank of queries    Rkv MLA: rank of keys and values
     Nk, Dk  delta net: key heads and their dim     Nv, Dv  value heads and their dim
     K  delta net: width of its convolution
+    Yq, Yk  width of the norm of queries, and of keys: D, or all heads together
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ _GQA = (
     _vector("v_proj.bias", "G*D", 1, tp=0, when="attention.qkv_bias"),
     _vector("o_proj.bias", "H", 5, when="attention.o_bias"),
     _vector("sinks", "N", 3, tp=0, when="attention.sinks"),
-    _norm("q_norm", "D", 2, when="attention.qk_norm"),
-    _norm("k_norm", "D", 2, when="attention.qk_norm"),
+    # over all heads too, a tp rank keeps it whole: ranks may share a key head
+    _norm("q_norm", "Yq", 2, when="attention.qk_norm"),
+    _norm("k_norm", "Yk", 2, when="attention.qk_norm"),
 )
 _MLA = (
     _colwise("q_proj", "N*P H", 1, when="not attention.q_lora_rank"),
@@ -309,6 +311,8 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "Nv": a.linear_num_value_heads,
         "Dv": a.linear_value_head_dim,
         "K": a.linear_conv_kernel_dim,
+        "Yq": (a.num_heads if a.qk_norm_over_heads else 1) * a.head_dim,
+        "Yk": (a.num_kv_heads if a.qk_norm_over_heads else 1) * a.head_dim,
     }
 
 

@@ -21,6 +21,7 @@ from automoe.errors import ConfigError
 from automoe.kernels.counter_random import stream_key
 from automoe.model.backend import BackendConfig
 from automoe.model.causal_lm import CausalLM, Unit
+from automoe.model.class_lora import check_called
 from automoe.model.hf_class import (
     build_causal_lm,
     decoder_layers,
@@ -168,6 +169,7 @@ class TransformersModel(CausalLM):
         self._class = [model]  # in a list, so that its modules have no second name here
         self._layers = decoder_layers(model)  # FSDP renames their class
         self._tokens: Tokens | None = None
+        self._unchecked = True
         self._moe: dict[nn.Module, _MoELayer] = {}
         self.routers = nn.ModuleDict()
         for index, experts in enumerate(experts_modules(model).values()):
@@ -222,7 +224,11 @@ class TransformersModel(CausalLM):
         # Where positions begin again, transformers lets attention begin again.
         positions = tokens.index if tokens.doc_ids is None else tokens.positions
         layers = self._class[0].base_model
-        return layers(input_ids=x, position_ids=positions, use_cache=False).last_hidden_state
+        x = layers(input_ids=x, position_ids=positions, use_cache=False).last_hidden_state
+        if self._unchecked:
+            check_called(self)
+            self._unchecked = False
+        return x
 
     @torch.no_grad()
     def check_isolation(self) -> None:

@@ -349,10 +349,8 @@ class _RoutedCall(nn.Module):
     def _run_local(
         self, rows_RH: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor
     ) -> torch.Tensor:
-        shards = {
-            f"module.{name}": local_shard(parameter)
-            for name, parameter in self.module.named_parameters()
-        }
+        parameters = dict(self.module.named_parameters())
+        shards = {f"module.{name}": local_shard(one) for name, one in parameters.items()}
         if not len(rows_RH):
             # Modules may skip experts without rows, and other ranks wait for this one in the
             # backward pass. Empty slices give every input a gradient of zeros.
@@ -361,7 +359,9 @@ class _RoutedCall(nn.Module):
         expert_R = torch.searchsorted(
             offsets_E, torch.arange(len(rows_RH), device=rows_RH.device), right=True
         )
-        return functional_call(self, shards, (rows_RH, expert_R.unsqueeze(1), probs_R.unsqueeze(1)))
+        # Adapters take their own shards: dropout counts features by their place in the whole.
+        own = {name: one for name, one in shards.items() if ".lora." not in name}
+        return functional_call(self, own, (rows_RH, expert_R.unsqueeze(1), probs_R.unsqueeze(1)))
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         return self.own_forward(*args)

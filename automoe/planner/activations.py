@@ -227,7 +227,10 @@ def _attention_bytes(
     if attention.kind == "gqa":
         dim, groups = attention.head_dim, max(attention.num_kv_heads, load.tp)
         if attention.qk_norm:
-            kept += tokens * (heads + groups) * _norm_input(dim, size)
+            norms = 2 * load.tp if attention.qk_norm_over_heads else heads + groups
+            kept += tokens * ((heads + groups) * size * dim + norms * _norm_input(0, size))
+        if attention.clip_qkv is not None:
+            kept += tokens * (heads + 2 * groups) * size * dim
         if load.copies_groups and not again and (mask_numbers or size > 2):
             groups = heads
         if attention.output_gate:

@@ -284,7 +284,13 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
     keys = attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads
     heads = attention.num_heads + keys
     turned = machine.pass_over(
-        1.0 * size * tokens / tp * heads * score_dims(attention) * (1 + attention.qk_norm)
+        1.0
+        * size
+        * tokens
+        / tp
+        * heads
+        * score_dims(attention)
+        * (1 + attention.qk_norm + (attention.clip_qkv is not None))
     )
     passes.add("attention", turned, 2 * turned)
     if mesh.cp > 1 and not is_linear(attention, layer):

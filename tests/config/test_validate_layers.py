@@ -55,13 +55,8 @@ def next_config(**options: Any) -> Config:
             "parallel.context",
             ["causality alone", "sinks=True", "context=gather"],
         ),
-        (next_config, "data.document_mask", ["not reset", "document_mask=false"]),
-        (
-            partial(next_config, mesh=dict(cp=2), data__document_mask=False),
-            "mesh.cp",
-            ["linear_num_key_heads=4", "cp ranks hold parts of it"],
-        ),
-        (partial(next_config, mesh=dict(tp=3), data__document_mask=False), "mesh.tp", ["4 % 3 = 1", "mesh.tp=1"]),
+        (partial(next_config, mesh=dict(cp=2)), "mesh.cp", ["linear_num_key_heads=4", "cp ranks hold parts of it"]),
+        (partial(next_config, mesh=dict(tp=3)), "mesh.tp", ["4 % 3 = 1", "mesh.tp=1"]),
         (
             partial(next_config, model__attention__linear_num_value_heads=6),
             "model.attention.linear_num_value_heads",
@@ -103,8 +98,8 @@ def test_what_is_legal_passes(mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [dict(), dict(tp=2), dict(pp=2, dp_shard=2)])
-def test_delta_nets_pass_without_documents(mesh: dict[str, int]) -> None:
-    fine = next_config(mesh=mesh, data__document_mask=False)
+def test_delta_nets_pass(mesh: dict[str, int]) -> None:
+    fine = next_config(mesh=mesh)
     assert validate(fine, None, "cpu") == resolve_mesh(fine.mesh, None)
 
 

@@ -80,6 +80,8 @@ BASES: dict[str, Variant] = {
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 8, "sliding_window": 5},
     "qwen3_next": _EXPERTS | _LINEAR | {"head_dim": 16, "shared_expert_intermediate_size": 16},
     "qwen3_5_moe_text": _EXPERTS | _LINEAR | {"head_dim": 16, "shared_expert_intermediate_size": 16},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
     "llama": {"head_dim": 8},
     "qwen3": {"head_dim": 8, "max_window_layers": 2},
 }
@@ -102,6 +104,7 @@ _FOREIGN: Variant = {
     "original_max_position_embeddings": 16,
     "partial_rotary_factor": 0.5,
     "qk_head_dim": 3,
+    "rotary_dim": 4,
     "attn_implementation": "eager",
     "experts_implementation": "eager",
     "output_attentions": True,

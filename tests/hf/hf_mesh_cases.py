@@ -46,8 +46,7 @@ def config_for(path: Path, mesh: MeshConfig) -> Config:
         moe=MoEConfig(experts="loop"),
         parallel=ParallelConfig(),
         train=TrainConfig(seq_len=SEQ, global_batch_size=ROWS, micro_batch_size=1, dtype="float32"),
-        # A delta net's state is not reset where a document begins; there is one a row here.
-        data=DataConfig(tokenizer="byte", document_mask=not model.attention.linear_num_key_heads),
+        data=DataConfig(tokenizer="byte"),
     )
 
 

@@ -378,6 +378,8 @@ OTHERS = (
     "qwen3_next",
     "qwen3_5_moe",
     "glm4_moe_lite",
+    "minimax_m2",
+    "olmoe",
 )
 
 

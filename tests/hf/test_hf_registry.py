@@ -93,7 +93,7 @@ def test_rotated_share_in_both_spellings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "family",
     ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next", "qwen3_5_moe"]
-    + ["llama", "qwen3"],
+    + ["minimax_m2", "olmoe", "llama", "qwen3"],
 )
 def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) -> None:
     config = preset(f"small_{family}")
@@ -202,6 +202,9 @@ def test_model_that_the_family_cannot_express() -> None:
         ("qwen3_moe", "biased_experts", True),
         ("gpt_oss", "expert_activation", "swiglu"),
         ("gpt_oss", "attention.sinks", False),
+        ("qwen3_moe", "attention.qk_norm_over_heads", True),
+        ("minimax_m2", "attention.qk_norm_over_heads", False),
+        ("minimax_m2", "attention.clip_qkv", 8.0),
     ],
 )
 def test_parts_that_a_family_does_not_have_are_not_written(family: str, key: str, value: object) -> None:

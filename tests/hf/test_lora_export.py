@@ -46,6 +46,8 @@ FAMILIES = [
     "qwen3_next",
     "qwen3_5_moe",
     "glm4_moe_lite",
+    "minimax_m2",
+    "olmoe",
 ]
 ALWAYS = FAMILIES[:5]
 FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe")

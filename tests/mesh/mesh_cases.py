@@ -164,6 +164,37 @@ MODELS["glm"] = ModelConfig(
     router=RouterConfig(score="sigmoid", expert_bias=True, routed_scaling_factor=2.5),
     **_SIZES,
 )
+# Queries and keys normed over all heads, which tp spreads; half of each head turns.
+MODELS["minimax"] = ModelConfig(
+    family="minimax_m2",
+    num_layers=4,
+    num_experts_per_token=3,
+    attention=AttentionConfig(
+        kind="gqa", num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, qk_norm_over_heads=True
+    ),
+    rope=RopeConfig(theta=50.0, partial_rotary_factor=0.5),
+    router=RouterConfig(score="sigmoid", expert_bias=True),
+    **_SIZES,
+)
+# The same norms, biases, and a bound that some queries, keys and values exceed.
+MODELS["olmoe"] = ModelConfig(
+    family="olmoe",
+    num_layers=4,
+    num_experts_per_token=3,
+    attention=AttentionConfig(
+        kind="gqa",
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=4,
+        qk_norm=True,
+        qk_norm_over_heads=True,
+        qkv_bias=True,
+        o_bias=True,
+        clip_qkv=0.8,
+    ),
+    router=RouterConfig(norm_topk_prob=False),
+    **_SIZES,
+)
 # One and two modules for multi-token prediction; the latter read a tied embedding, which is the head too.
 MODELS["deepseek-mtp"] = replace(MODELS["deepseek"], num_mtp_layers=1)
 MODELS["glm-mtp"] = replace(MODELS["glm"], num_layers=4, num_mtp_layers=2, tie_embeddings=True)
@@ -220,8 +251,7 @@ class Case:
             optim=OptimConfig(**self.optim),
             cluster=ClusterConfig(gpus_per_node=self.gpus_per_node),
             train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64"),
-            # A delta net's state is not reset where a document begins.
-            data=DataConfig(document_mask=self.document_mask and not model.attention.linear_num_key_heads),
+            data=DataConfig(document_mask=self.document_mask),
         )
 
     @property

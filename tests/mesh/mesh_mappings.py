@@ -65,6 +65,8 @@ CORE = [
     # modules for multi-token prediction, whose embedding a pipeline holds twice
     Case("deepseek-mtp", dict(pp=2), rows=2, parallel=dict(schedule="1F1B", layers_per_stage=[4, 1])),
     Case("deepseek-mtp", dict(cp=2, ep=2), rows=4),
+    # queries and keys normed over the heads of all tp ranks
+    Case("minimax", dict(tp=2, ep=2), rows=4),
     # matrices that come whole to one owner each
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
 ]
@@ -89,6 +91,12 @@ MORE = [
     Case("glm", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=ZBV, optim=MUON),
     Case("llama", dict(pp=2, tp=2), rows=2, parallel=BREADTH_FIRST),
     Case("mixtral", dict(pp=2, dp_shard=2, ep=2), rows=2, parallel=BREADTH_FIRST | FULL),
+    Case("minimax", dict(tp=4, etp=2), rows=8, parallel=PARTS),  # two ranks share a key head
+    Case("minimax", dict(pp=2, dp_shard=2, ep=2), rows=2, lora=LORA),
+    Case("minimax", dict(dp_shard=2, cp=2, tp=2, ep=2, etp=2), rows=4, optim=MUON),
+    Case("olmoe", dict(tp=4, ep=4), rows=4, parallel=FULL),
+    Case("olmoe", dict(dp_shard=2, tp=2, ep=2), rows=2, lora=LORA),
+    Case("olmoe", dict(pp=2, cp=2, tp=2, ep=2), rows=2),
     Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED),
     Case("deepseek-mtp", rows=1),
     Case(

@@ -18,7 +18,7 @@ from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import MeshConfig, MoEConfig, OptimConfig, ParallelConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
-from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.families.registry import FAMILIES, model_config_from_hf
 from automoe.hf.read import Loaded, load_hf
 from automoe.hf.write import to_hf
 from automoe.model.causal_lm import CausalLM
@@ -135,8 +135,12 @@ def load_and_write(path: Path, mesh: MeshConfig, out: Path) -> tuple[Loaded, int
     return loaded, held, str(written)
 
 
-@pytest.mark.one_in(len(CLASSES))
-@pytest.mark.parametrize("model_type", CLASSES, ids=str)
+# What is written is read again by its model_type, in the native family if there is one.
+STREAMED = ["flex_olmo", "solar_open", *(name for name in CLASSES if name not in FAMILIES)]
+
+
+@pytest.mark.one_in(len(STREAMED))
+@pytest.mark.parametrize("model_type", STREAMED, ids=str)
 def test_published_files_stream_into_the_shards_and_back(
     ranks: RankPool, saved: dict[str, Path], model_type: str, tmp_path: Path
 ) -> None:
@@ -165,10 +169,10 @@ def test_published_files_stream_into_the_shards_and_back(
 
 
 def test_the_function_of_the_package_gives_the_logits_of_the_class(saved: dict[str, Path]) -> None:
-    _, theirs = float64_of(tier_config(saved["olmoe"]))
+    _, theirs = float64_of(tier_config(saved["flex_olmo"]))
     tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        found = automoe.from_hf(saved["olmoe"], dtype=torch.float64)(tokens)
+        found = automoe.from_hf(saved["flex_olmo"], dtype=torch.float64)(tokens)
         torch.testing.assert_close(found, theirs.eval()(tokens, use_cache=False).logits, rtol=0, atol=1e-12)
 
 
@@ -231,7 +235,7 @@ def test_documents_are_isolated_or_refused(saved: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("key", "section", "value"),
     [(f"mesh.{axis}", "mesh", {axis: 2, "dp_shard": -1}) for axis in ("tp", "cp", "pp", "etp")]
-    + [("train.fp8", "train", {"fp8": "tensorwise"}), ("lora.rank", "lora", {"rank": 4})]
+    + [("train.fp8", "train", {"fp8": "tensorwise"}), ("lora.base", "lora", {"rank": 4, "base": "nf4"})]
     + [("optim.algorithm", "optim", {"algorithm": "muon"})],
 )
 def test_what_only_native_families_have_is_refused_before_ranks_start(
@@ -246,11 +250,11 @@ def test_what_only_native_families_have_is_refused_before_ranks_start(
 @pytest.mark.parametrize(
     ("model_type", "more", "why"),
     [
-        ("olmoe", {"attention_dropout": 0.1}, "attention_dropout=0.1 draws random numbers"),
-        ("olmoe", {"attention_dropout": 1}, "attention_dropout=1 draws random numbers"),
+        ("flex_olmo", {"attention_dropout": 0.1}, "attention_dropout=0.1 draws random numbers"),
+        ("granitemoe", {"attention_dropout": 1}, "attention_dropout=1 draws random numbers"),
         ("dbrx", {"attn_config": {"kv_n_heads": 2, "attn_pdrop": 0.1}}, "attn_pdrop=0.1 draws random numbers"),
-        ("olmoe", {"num_experts_per_tok": 9}, "a token has 9 experts of 8"),
-        ("olmoe", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, and no model has more than 10000"),
+        ("flex_olmo", {"num_experts_per_tok": 9}, "a token has 9 experts of 8"),
+        ("flex_olmo", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, and no model has more than 10000"),
         ("gemma4_text", {"final_logit_softcapping": 3.0}, "no multiple of hidden states times the head"),
     ],
 )

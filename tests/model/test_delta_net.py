@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from automoe.model.delta_net import UNIT_EPS, causal_conv, gated_delta_rule
+from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig
+from automoe.model.decoder import Decoder
+from automoe.model.delta_net import CHUNK, UNIT_EPS, causal_conv, gated_delta_rule
+from automoe.model.init import default_dtype, initialize
 
 B, G, N, DK, DV = 2, 2, 6, 5, 7
 
@@ -79,3 +82,46 @@ def test_the_convolution_is_torchs_with_zeros_in_front(width: int) -> None:
     weight = torch.randn(6, 1, width, generator=generator, dtype=torch.float64)
     wanted = F.conv1d(x.transpose(1, 2), weight, padding=width - 1, groups=6)[..., :9].transpose(1, 2)
     torch.testing.assert_close(causal_conv(x, weight), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_convolution_sees_its_own_document_alone() -> None:
+    x, weight = torch.randn(1, 11, 3, dtype=torch.float64), torch.randn(3, 1, 4, dtype=torch.float64)
+    doc_ids = torch.tensor([[0, 0, 0, 0, 0, 1, 2, 2, 2, -1, -1]])
+    parts = [causal_conv(part, weight) for part in x.split((5, 1, 3, 2), dim=1)]
+    torch.testing.assert_close(causal_conv(x, weight, doc_ids), torch.cat(parts, dim=1), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_packed_documents_are_computed_as_documents_alone(split: bool) -> None:
+    """Logits, loss and every gradient; a document of one token, and one longer than a chunk."""
+    attention = AttentionConfig(
+        num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True, output_gate=True, full_attention_interval=2,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=4,
+        linear_split_projections=split,
+    )  # fmt: skip
+    config = ModelConfig(
+        family="qwen3_next", vocab_size=50, hidden_size=16, num_layers=2, num_experts=4, moe_intermediate_size=8,
+        attention=attention,
+    )  # fmt: skip
+    with default_dtype(torch.float64):
+        model = Decoder(config, MoEConfig(experts="loop"))
+    initialize(model, 0.5, 3)
+    sizes = (CHUNK + 9, 1, 2, 30, 6)
+    tokens = torch.randint(50, (1, sum(sizes)), generator=torch.Generator().manual_seed(4))
+    doc_ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))[None]
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    with torch.no_grad():
+        packed = model.eval()(tokens, positions=positions, doc_ids=doc_ids)
+        alone = torch.cat([model(part) for part in tokens.split(sizes, dim=1)], dim=1)
+        torch.testing.assert_close(packed, alone, rtol=0, atol=1e-10)
+    weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    found = []
+    for given in ([(tokens, positions, doc_ids, weights)], list(zip(
+        *(one.split(sizes, dim=1) for one in (tokens, positions, torch.zeros_like(doc_ids), weights)), strict=True
+    ))):  # fmt: skip
+        model.zero_grad()
+        for ids, places, docs, weight in given:
+            (model(ids, positions=places, doc_ids=docs) * weight).sum().backward()
+        found.append({name: one.grad.clone() for name, one in model.named_parameters()})
+    for name, grad in found[0].items():
+        assert (grad - found[1][name]).norm() <= 1e-10 * found[1][name].norm(), name

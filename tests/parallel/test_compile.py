@@ -45,11 +45,6 @@ def check(got: Trajectory, expected: Trajectory, tolerance: float) -> None:
     assert not different, f"{len(different)} differ, first: {different[0]}"
 
 
-def whole_documents(config: Config) -> Config:
-    """A delta net's state is not reset where a document begins."""
-    return replace(config, data=replace(config.data, document_mask=False))
-
-
 # Graphs: attention with its norms, and again for layers of another kind; score, select, weigh and count of the
 # router; dense and shared FFN, whose widths differ; the last norm; the loss.
 EVERYTHING = ["core_attn", "mlp", "moe", "shared_experts"]
@@ -71,13 +66,16 @@ DELTA_NET = replace(
         linear_value_head_dim=4,
     ),
 )
+# An all-reduce in the compiled part, in both passes.
+OVER_HEADS = replace(QWEN3, num_layers=1, attention=replace(QWEN3.attention, qk_norm_over_heads=True, clip_qkv=0.8))
 CASES = {  # name: what is run, graphs
     "recompute": (make_config(replace(DEEPSEEK, num_layers=3), rows=2, recompute=EVERYTHING), 9),
     # attention of a module's own class, and a loss that also counts hits
     "modules": (make_config(replace(DEEPSEEK, num_layers=2, num_mtp_layers=1), dict(tp=2, ep=2), 4), 11),
     "tp2-ep2-windows-full": (make_config(WINDOWS, dict(tp=2, ep=2), 4, recompute="full"), 8),
     "cp2-ep2-recompute": (make_config(ONE_LAYER, dict(cp=2, ep=2), 4, recompute=EVERYTHING), 8),
-    "delta-net": (whole_documents(make_config(DELTA_NET, rows=2)), 8),
+    "delta-net": (make_config(DELTA_NET, rows=2), 8),
+    "tp2-norms-over-heads": (make_config(OVER_HEADS, dict(tp=2, ep=2), 4), 7),
     "interleaved": (make_config(QWEN3, dict(pp=2), 2, schedule="Interleaved1F1B", stages_per_rank=2), None),
 }
 

@@ -117,6 +117,12 @@ def test_qwen3_5_has_the_sizes_of_its_model_card() -> None:
     assert count.total == 34_660_610_688
 
 
+def test_olmoe_has_the_size_of_its_paper() -> None:
+    """arXiv 2409.02060, table 1: 6.9 B and 1.3 B active."""
+    count = count_params(preset("olmoe_7b_a1b"))
+    assert (round(count.total / 1e9, 1), round(count.active / 1e9, 1)) == (6.9, 1.3)
+
+
 def numbers_of(name: str) -> tuple[float | None, float | None]:
     """Billions in all and active, as the name says them: 8x7b says neither."""
     total = re.search(r"_(\d+(?:_\d+)?)([bt])(?:_|$)", name)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from automoe.export import export_run
 from automoe.hf.families.registry import FAMILIES
 from tests.support.class_models import save_class
 from tests.support.command import ROOT, TrainCommand
@@ -53,7 +54,7 @@ def test_a_killed_run_goes_on_to_the_bit_and_is_exported(tmp_path: Path, model_t
 
 def test_preferences_start_at_ln_2_and_are_exported(tmp_path: Path) -> None:
     """The policy is its own reference before the first update, on a mesh too."""
-    save_class("olmoe", tmp_path / "model")
+    save_class("flex_olmo", tmp_path / "model")
     settings = [
         "--config-name", "dpo_small", f"model.hf_path={tmp_path / 'model'}", "data=stdlib_preference",
         "data.tokenizer=byte", "train.seq_len=256", "train.steps=3", "train.val_every=0", "mesh.pp=1", "mesh.ep=2",
@@ -64,3 +65,25 @@ def test_preferences_start_at_ln_2_and_are_exported(tmp_path: Path) -> None:
     assert code == 0 and "logits to" in out, err
     losses = [row["loss"] for row in run.record() if "loss" in row]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < losses[0] - 1e-3
+
+
+def test_adapters_of_a_class_go_on_to_the_bit_and_leave_alone_or_merged(tmp_path: Path) -> None:
+    """Dropout and averages go on, too; both exports are proven by the commands that write them."""
+    save_class("flex_olmo", tmp_path / "model")
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    adapters = ("lora.rank=8", "lora.dropout=0.25", "lora.export=adapter")
+    settings = (f"model.hf_path={tmp_path / 'model'}", *SETTINGS, *adapters)
+    straight = TrainCommand(tmp_path / "straight", settings, cache)
+    code, out, err = straight.run()
+    assert code == 0, err
+    assert "LoRA of rank 8" in out and "as peft loads it" in out and "of experts" in out
+    killed = TrainCommand(tmp_path / "killed", settings, cache)
+    code, _, err = killed.run(fault="kill:rank=1:at=forward:step=4")
+    assert code == 1 and "killed by SIGKILL" in err, err
+    code, out, err = killed.run()
+    assert code == 0 and "after step 2" in out, err
+    assert killed.record() == straight.record()
+    expected, found = (load_file(run.run_dir / "adapter" / "adapter_model.safetensors") for run in (straight, killed))
+    assert found.keys() == expected.keys() and all((found[key] == expected[key]).all() for key in expected)
+    written = export_run(killed.run_dir, tmp_path / "merged")
+    assert not isinstance(written, str) and written.logits_error is not None and written.logits_error < 1e-5

@@ -31,7 +31,7 @@ RUN = (
 @pytest.fixture(scope="module")
 def attempt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tries]:
     folder = tmp_path_factory.mktemp("tries")
-    for name, save in (("olmoe", save_class), ("qwen3_moe", save_small_hf)):
+    for name, save in (("flex_olmo", save_class), ("qwen3_moe", save_small_hf)):
         save(name, folder / name, **({} if save is save_class else {"other_sizes": {"vocab_size": 304}}))
         save_tokenizer(folder / name, "chatml")
     write_chat(folder / "c.jsonl", [messages(f"What is {n}?", f"It is {n * n}.") for n in range(40)])
@@ -80,7 +80,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
 def test_a_class_whose_settings_do_harm(
     attempt: Tries, name: str, change: dict[str, Any], needle: str, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(attempt.folder / "olmoe", tmp_path / "hf"))
+    folder = Path(shutil.copytree(attempt.folder / "flex_olmo", tmp_path / "hf"))
     old = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(old | change))
     module, words = command(attempt, name, folder)
@@ -89,7 +89,7 @@ def test_a_class_whose_settings_do_harm(
 
 
 def test_a_class_without_files_that_takes_for_ever_to_make(attempt: Tries, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(attempt.folder / "olmoe", tmp_path / "hf"))
+    folder = Path(shutil.copytree(attempt.folder / "flex_olmo", tmp_path / "hf"))
     (folder / "model.safetensors").unlink()
     old = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(old | {"num_hidden_layers": 9999}))

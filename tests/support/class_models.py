@@ -69,6 +69,7 @@ MORE: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": MLA | INDEXER,
     "granitemoehybrid": MAMBA | dict(layer_types=["mamba", "attention", "mamba"], shared_intermediate_size=16),
     "kimi_linear": KIMI_DELTA,
+    "kimi_k25_vision": dict(num_attention_heads=2, hidden_size=32, intermediate_size=32),
     "lfm2_moe": dict(layer_types=["full_attention", "conv", "full_attention"], num_dense_layers=1),
     "longcat_flash": MLA | dict(
         num_layers=2, ffn_hidden_size=48, expert_ffn_hidden_size=16, moe_topk=2, zero_expert_num=2
@@ -89,9 +90,11 @@ def hf_class_config(model_type: str, **more: Any) -> Any:
     kind = CONFIG_MAPPING[model_type]
     if "text_config" not in kind.sub_configs:
         return kind(**(SIZES | MORE.get(model_type, {}) | more))
-    text_type = kind.sub_configs["text_config"].model_type
+    # Kimi's names AutoConfig there, and deepseek_v3 as what it stands for.
+    text_type = getattr(kind.sub_configs["text_config"], "model_type", None) or "deepseek_v3"
+    vision = VISION | MORE.get(kind.sub_configs["vision_config"].model_type, {})
     text = SIZES | MORE.get(text_type, {}) | {"model_type": text_type} | more
-    return kind(text_config=text, vision_config=VISION, tie_word_embeddings=text.get("tie_word_embeddings", False))
+    return kind(text_config=text, vision_config=vision, tie_word_embeddings=text.get("tie_word_embeddings", False))
 
 
 def save_class(model_type: str, folder: Path, **more: Any) -> Any:

@@ -84,6 +84,7 @@ _GPT_OSS: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "rope_theta": 150000.0,
 }
+_OLMOE: dict[str, Any] = {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3}
 _QWEN3_NEXT: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -244,6 +245,22 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
             | {"mrope_interleaved": True, "mrope_section": [2, 2, 1]}
         },
+    ),
+    "minimax_m2": ("minimax_m2", _MIXTRAL | {"intermediate_size": 16, "head_dim": 12, "partial_rotary_factor": 0.5}),
+    "minimax_m2_odd": (
+        "minimax_m2",
+        _MIXTRAL
+        | {"vocab_size": 101, "hidden_size": 40, "head_dim": 20, "num_key_value_heads": 1, "intermediate_size": 12}
+        | {"num_local_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True, "rotary_dim": 6}
+        | {"rope_scaling": _YARN},
+    ),
+    "olmoe": ("olmoe", _OLMOE),
+    # A bound that some queries, keys and values exceed, biases, fewer key heads.
+    "olmoe_odd": (
+        "olmoe",
+        _OLMOE
+        | {"vocab_size": 101, "hidden_size": 40, "num_key_value_heads": 2, "num_experts": 5, "clip_qkv": 0.8}
+        | {"attention_bias": True, "norm_topk_prob": True, "tie_word_embeddings": True, "rope_theta": 50.0},
     ),
     "llama": ("llama", _DENSE | {"head_dim": 8}),
     "llama_odd": (

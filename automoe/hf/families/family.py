@@ -24,6 +24,8 @@ _OPTIONAL = (
     "attention.o_bias",
     "attention.sinks",
     "attention.output_gate",
+    "attention.qk_norm_over_heads",
+    "attention.clip_qkv",
     "attention.full_attention_interval",
     "attention.linear_num_key_heads",
     "attention.linear_split_projections",

@@ -18,7 +18,16 @@ from automoe.config.rules import check_rows, number_rows
 from automoe.config.rules_model import TRANSFORMERS, model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
-from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
+from automoe.hf.families import (
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen,
+)
 from automoe.hf.families.as_transformers import config_of_class, damaged, not_computed, number_of
 from automoe.hf.families.family import Family
 from automoe.hf.headers import check_holds, complete_headers, has_own_head
@@ -38,6 +47,8 @@ FAMILIES: dict[str, Family] = {
         gpt_oss.FAMILY,
         qwen.QWEN3_NEXT,
         qwen.QWEN3_5_MOE,
+        minimax_m2.FAMILY,
+        olmoe.FAMILY,
         llama.FAMILY,
         qwen.QWEN3,
     )

@@ -1,0 +1,40 @@
+"""MiniMax-M2 and M2.1: ``config.json`` and key map."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from automoe.hf.families import mixtral
+from automoe.hf.families.family import COMMON_FIELDS, GQA, Family
+from automoe.hf.keys import FUSED
+
+FAMILY = Family(
+    model_type="minimax_m2",
+    architecture="MiniMaxM2ForCausalLM",
+    fields=COMMON_FIELDS
+    | {
+        "num_experts": "num_local_experts",
+        "moe_intermediate_size": "intermediate_size",  # there are no dense layers
+        "attention.head_dim": "head_dim",
+    },
+    fixed=GQA
+    | {
+        "attention.qk_norm": True,
+        "attention.qk_norm_over_heads": True,
+        "attention.qkv_bias": False,
+        "first_k_dense": 0,
+        "num_shared_experts": 0,
+        "router.score": "sigmoid",
+        "router.expert_bias": True,
+        "router.num_groups": 1,
+        "router.norm_topk_prob": True,
+        "router.routed_scaling_factor": 1.0,
+    },
+    only={"hidden_act": "silu", "router_jitter_noise": 0.0},
+    keys=replace(
+        mixtral.FAMILY.keys,
+        expert_bias="block_sparse_moe.e_score_correction_bias",
+        layouts=(replace(FUSED, expert_bias="mlp.e_score_correction_bias"),),
+    ),
+    partial_rotary=True,
+)

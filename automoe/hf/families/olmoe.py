@@ -1,0 +1,56 @@
+"""OLMoE (arXiv 2409.02060): ``config.json`` and key map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from automoe.config.schema import ModelConfig
+from automoe.errors import ConfigError
+from automoe.hf.families.as_transformers import not_computed
+from automoe.hf.families.family import COMMON_FIELDS, GQA, SOFTMAX_ROUTER, Family, Field
+
+_WHOLE = "an olmoe model's query heads are as wide as its hidden size together"
+
+
+def _read_head_dim(size: int | None, theirs: Any) -> int:
+    """Return the width of a head; the class norms ``hidden_size`` queries, whatever it is."""
+    heads = theirs.num_attention_heads
+    size = size or theirs.hidden_size // heads
+    if size * heads != theirs.hidden_size:
+        said = f"{heads} heads of head_dim={size} in a hidden_size of {theirs.hidden_size}"
+        raise not_computed(theirs.name_or_path, f"{said}, and {_WHOLE}")
+    return size
+
+
+def _write_head_dim(size: int, config: ModelConfig) -> int:
+    heads = config.attention.num_heads
+    if size * heads != config.hidden_size:
+        rule = f"{_WHOLE}: {heads} * {size} = {heads * size}, not {config.hidden_size}"
+        raise ConfigError(
+            "model.attention.head_dim", size, rule, f"Set model.hidden_size={heads * size}"
+        )
+    return size
+
+
+FAMILY = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    fields=COMMON_FIELDS
+    | {
+        "moe_intermediate_size": "intermediate_size",  # there are no dense layers
+        "attention.head_dim": Field("head_dim", None, _read_head_dim, _write_head_dim),
+        "attention.qkv_bias": "attention_bias",
+        "attention.o_bias": "attention_bias",
+        "attention.clip_qkv": "clip_qkv",
+        "router.norm_topk_prob": "norm_topk_prob",
+    },
+    fixed=GQA
+    | SOFTMAX_ROUTER
+    | {
+        "attention.qk_norm": True,
+        "attention.qk_norm_over_heads": True,
+        "first_k_dense": 0,
+        "num_shared_experts": 0,
+    },
+    only={"hidden_act": "silu"},
+)

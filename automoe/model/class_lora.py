@@ -1,0 +1,81 @@
+"""Low-rank adapters of modules that a class of ``transformers`` computes by its own code.
+
+A linear layer adds its adapter's output to its own. Experts compute with the sum of their weights
+and the adapters' products, as in ``peft``, since their code multiplies by whole weights; that sum
+is a copy of a layer's experts on this rank, made in each pass.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from automoe.errors import ConfigError
+from automoe.moe.local_shard import local_shard
+from automoe.moe.lora import Adapter, ExpertLora
+
+
+def add_to_linear(linear: nn.Module, adapter: nn.Module) -> None:
+    """Make ``linear`` add what ``adapter`` makes of its input; the adapter becomes its ``lora``."""
+    linear.add_module("lora", adapter)
+
+    def add(_: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        adapter.called = True
+        return out + adapter(args[0], None)
+
+    linear.register_forward_hook(add)
+
+
+def add_to_experts(experts: nn.Module, adapters: ExpertLora) -> None:
+    """Make ``experts`` compute with adapted weights; the adapters become their ``lora``."""
+    experts.add_module("lora", adapters)
+    code = _Code(experts)
+
+    @wraps(code.own_forward)  # the signature tells what the module is called with
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        weights = {}
+        for name, number in (("gate_up_proj", "13"), ("down_proj", "2")):
+            if getattr(adapters, f"A{number}") is not None:
+                weight = local_shard(getattr(experts, name))
+                a_ErI, b_EOr = (adapters.weight(each + number, weight.dtype) for each in "AB")
+                weights[f"experts.{name}"] = torch.baddbmm(
+                    weight, b_EOr, a_ErI, alpha=adapters.scale
+                )
+        return functional_call(code, weights, args, kwargs)
+
+    experts.forward = forward  # type: ignore[method-assign]
+
+
+class _Code(nn.Module):
+    """The code of an experts module, for calls with other weights."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+        self.own_forward = experts.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.own_forward(*args, **kwargs)
+
+
+def check_called(model: nn.Module) -> None:
+    """Check, after a forward pass, that linear layers with adapters were called.
+
+    Raises:
+        ConfigError: the class reads the weight of such a layer instead, and its adapter is not
+            part of what is computed.
+    """
+    for module in model.modules():
+        if isinstance(module, Adapter) and not isinstance(module, ExpertLora):
+            if not getattr(module, "called", False):
+                name = module.name.removesuffix(".lora")
+                raise ConfigError(
+                    "lora.targets",
+                    name,
+                    "the class reads the weight of this layer and does not call it, so an adapter adds nothing",
+                    "Name other matrices",
+                )
