@@ -202,8 +202,11 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("moe.dispatcher", config.moe.dispatcher in ("allgather", "deepep"),
            f"{key} hides all-to-alls, which this dispatcher does not start asynchronously",
            f"Set moe.dispatcher=alltoall, {off}")
-    yield ("train.compile", train.compile, f"compiled layers are not run in two threads ({key})",
-           f"Set train.compile=false, {off}")
+    for name, is_compiled, instead in (
+        ("train.compile", train.compile, "train.compile=false"),
+        ("kernels.attention", config.kernels.attention == "flex", "kernels.attention=sdpa"),
+    ):
+        yield name, is_compiled, f"compiled layers are not run in two threads ({key})", f"Set {instead}, {off}"
     yield ("parallel.schedule", shape.pp > 1 and parallel.schedule != "Interleaved1F1B",
            f"{key} with mesh.pp={shape.pp} merges the passes of Interleaved1F1B",
            f"Set parallel.schedule=Interleaved1F1B with parallel.stages_per_rank=2 or more, {off}")

@@ -162,7 +162,8 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x_BSH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Return the output [B, S, H]; the state runs through the row, across its documents."""
-        assert context.keys.num_ranks == 1 and context.mask is None, (
+        masked = isinstance(context.blocks[0][0].mask, torch.Tensor)
+        assert context.keys.num_ranks == 1 and not masked, (
             "a recurrent layer sees one whole document a row"
         )
         x_BSH = self.sequence.all_gather(x_BSH)
