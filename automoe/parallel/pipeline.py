@@ -274,27 +274,44 @@ class Stage(BufferlessStage):
     """Pipeline stage that keeps few of its sends waiting.
 
     Attributes:
-        sends_itself: True under a schedule that starts sends one by one and waits for them at the
-            end of the step, which keeps all sent tensors. The stage then starts the sends itself
-            and waits for each after a few more. The peer posts its receives in the order of the
-            schedule and needs no later operation of this rank for them.
+        neighbours: groups with the rank before and with the one behind
+            (``Meshes.pipeline_neighbours``), under a schedule that starts sends one by one and
+            waits for them at the end of the step, which keeps all sent tensors. The stage then
+            starts the sends itself and waits for each after a few more. The peer posts its receives
+            in the order of the schedule and needs no later operation of this rank for them. None:
+            sends and receives are started together, in the group of all pipeline ranks.
     """
 
-    sends_itself = False
+    neighbours: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._outputs_sent: deque[list[dist.Work]] = deque()
         self._gradients_sent: deque[list[dist.Work]] = deque()
 
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._with_neighbour(0, super().get_fwd_recv_ops(fwd_chunk_id))
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_fwd_send_ops(fwd_chunk_id), self._outputs_sent)
+        ops = self._with_neighbour(1, super().get_fwd_send_ops(fwd_chunk_id))
+        return self._send(ops, self._outputs_sent)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._with_neighbour(1, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_bwd_send_ops(bwd_chunk_id), self._gradients_sent)
+        ops = self._with_neighbour(0, super().get_bwd_send_ops(bwd_chunk_id))
+        return self._send(ops, self._gradients_sent)
+
+    def _with_neighbour(self, which: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if self.neighbours is not None:
+            for op in ops:
+                op.group = self.neighbours[which]
+                op.group_peer = dist.get_group_rank(op.group, op.peer)
+        return ops
 
     def _send(self, ops: list[dist.P2POp], sent: deque[list[dist.Work]]) -> list[dist.P2POp]:
-        if not self.sends_itself:
+        if self.neighbours is None:
             return ops
         works = (
             dist.isend(op.tensor, group=op.group, group_dst=op.group_peer, tag=op.tag) for op in ops
@@ -384,8 +401,10 @@ class PipelineRunner(StepRunner):
         )
         if merged:
             merge_passes(self.schedule, TURNS.run)
-        for one in stages:
-            one.sends_itself = starts_sends_one_by_one(self.schedule)
+        if meshes.shape.pp > 1 and starts_sends_one_by_one(self.schedule):
+            neighbours = meshes.pipeline_neighbours()
+            for one in stages:
+                one.neighbours = neighbours
 
     def train(self, inputs: Inputs) -> torch.Tensor:
         losses: list[torch.Tensor] = []
