@@ -19,6 +19,7 @@ MOE_AXES = ("pp", "ep_replicate", "ep_shard", "ep", "etp")
 # Tokens are dispatched over these axes. Each has a communicator of its own even if it is the world:
 # an all-to-all would else wait for the weights that FSDP gathers ahead.
 DISPATCH_AXES = ("ep", "etp")
+NEIGHBOUR = "neighbour"  # a group of two pipeline ranks (``Meshes.pipeline_neighbours``)
 VIEWS = ("default", "moe")
 
 

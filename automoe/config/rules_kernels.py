@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from math import gcd
 
 from automoe.config.context import expanded_width
@@ -24,6 +25,7 @@ BASE_BLOCKS = {"fp8": (BLOCK, BLOCK + 4), "nf4": (64, 36)}
 ROW_BYTES = 16  # grouped products need rows of a multiple of this
 MAX_FLASH_DIM = 256
 MAX_CUDNN_DIM = 128
+MIN_FLEX_DIM = 16
 MLA_DIMS = (192, 128)  # of queries and keys, and of values: what cuDNN has beyond 128
 DIM_UNIT = 8
 # These backends have known limits; ``loop`` has none, and a plugin checks its own.
@@ -123,6 +125,15 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     if kernel == "math":
         return
     query, value = head_dims(config.model.attention)
+    if kernel == "flex":
+        query, value = head_dims(replace(config.model.attention, sinks=False))
+        yield key, device == "cpu", "FlexAttention has no backward pass on the CPU, and this run is on cpu", remedy
+        yield (key, device == "cuda" and dtype == "float64", "FlexAttention has no float64 on CUDA, and "
+               "train.dtype=float64", remedy)
+        yield (key, min(query, value) < MIN_FLEX_DIM or max(query, value) > MAX_FLASH_DIM,
+               f"it has heads of {MIN_FLEX_DIM} to {MAX_FLASH_DIM} dims, and this model's have {query}, its values "
+               f"{value}", remedy)
+        return
     if kernel in _FOREIGN_ATTENTION:
         yield key, device == "cpu", f"{_FOREIGN_ATTENTION[kernel]} needs CUDA, and this run is on cpu", remedy
         # te's fused attention runs on cuDNN, so it has the same limits.
@@ -191,6 +202,7 @@ def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     for broken, what, instead in (
         (uses_ring(config, shape), "the calls of parallel.context=ring", "parallel.context=gather"),
         (kernels.attention == "te", "the modules of kernels.attention=te", "kernels.attention=sdpa"),
+        (kernels.attention == "flex", "FlexAttention with its blocks (kernels.attention=flex)", "kernels.attention=sdpa"),
         (kernels.rope == "triton", "the kernels of kernels.rope=triton", "kernels.rope=torch"),
         (kernels.norm == "te", "the modules of kernels.norm=te", "kernels.norm=torch"),
         (config.train.fp8 != "off", f"the products of train.fp8={config.train.fp8}", "train.fp8=off"),

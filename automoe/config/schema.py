@@ -306,8 +306,8 @@ class KernelsConfig:
     """
 
     # sdpa: torch picks its best kernel for the head dims, the mask and the device; the others name
-    # one kernel
-    attention: Literal["sdpa", "cudnn", "flash", "math", "te"] = "sdpa"
+    # one kernel. flex: FlexAttention, compiled, which masks documents by their borders
+    attention: Literal["sdpa", "cudnn", "flash", "flex", "math", "te"] = "sdpa"
     # rotary embedding; triton also assembles MLA's keys in the same kernel
     rope: Literal["torch", "triton"] = "torch"
     norm: Literal["torch", "te"] = "torch"  # te: needs CUDA and the package transformer-engine

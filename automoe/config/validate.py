@@ -142,6 +142,7 @@ def settings_rows(config: Config) -> Iterator[Row]:
         (config.lora.rank > 0, "LoRA freezes the projections that it scales", "Set optim.qk_clip=0"),
         (optim.master_weights == "stochastic", "a scale near 1 would round away", "Set optim.master_weights=float32"),
         (config.train.compile, "logits are watched beside the kernel, not in it", "Set train.compile=false"),
+        (config.kernels.attention == "flex", "a mask of blocks shows no logits", "Set kernels.attention=sdpa"),
         (config.parallel.context == "ring", "a ring has no rank with all logits", "Set parallel.context=gather"),
     ):  # fmt: skip
         yield "optim.qk_clip", optim.qk_clip > 0 and broken, what, instead
@@ -277,8 +278,11 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("moe.dispatcher", config.moe.dispatcher in ("allgather", "deepep"),
            f"{key} hides all-to-alls, which this dispatcher does not start asynchronously",
            f"Set moe.dispatcher=alltoall, {off}")
-    yield ("train.compile", train.compile, f"compiled layers are not run in two threads ({key})",
-           f"Set train.compile=false, {off}")
+    for name, is_compiled, instead in (
+        ("train.compile", train.compile, "train.compile=false"),
+        ("kernels.attention", config.kernels.attention == "flex", "kernels.attention=sdpa"),
+    ):
+        yield name, is_compiled, f"compiled layers are not run in two threads ({key})", f"Set {instead}, {off}"
     yield ("parallel.schedule", shape.pp > 1 and not merges(parallel.schedule),
            f"{key} with mesh.pp={shape.pp} merges the passes of {' and '.join(MERGES)}, and of files with OVERLAP_F_B",
            f"Set parallel.schedule=Interleaved1F1B with parallel.stages_per_rank=2 or more, {off}")

@@ -68,6 +68,7 @@ CHECKS = (
     Check("grouped-mm", 1, _BF16, "torch's grouped products", "bf16", 0.02),
     Check("triton", 1, f"{_BF16} moe.experts=triton kernels.rope=triton", "our Triton kernels", "bf16", 0.02),
     Check("fp8", 1, f"{_BF16} train.fp8=tensorwise", "8-bit kernels (compute capability 8.9 and later)", "bf16", 0.1),
+    Check("flex", 1, f"{_BF16} kernels.attention=flex", "FlexAttention by document borders", "bf16", 0.02),
     Check("compile", 1, f"{_BF16} train.compile=true", "torch.compile", "bf16", 0.02),
     Check("speed", 1, f"{_MOONLIGHT} model.num_layers=6 train.global_batch_size=8 mesh.dp_shard=1 mesh.ep=1 train.steps=10",
           "tokens/s, MFU and memory of full-width layers, to hold beside the plan"),

@@ -203,6 +203,8 @@ def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
         yield "moe.experts=triton", "moe.experts=grouped_mm"
     if device != "cuda":
         return  # on the CPU, torch's own operations do the rest
+    if config.kernels.attention == "flex":
+        yield "kernels.attention=flex", "kernels.attention=sdpa"
     if config.train.fp8 != "off":
         yield f"train.fp8={config.train.fp8}", "train.fp8=off"
     if config.optim.master_weights == "stochastic":

@@ -12,16 +12,17 @@ from functools import partial
 import torch
 from torch import nn
 
-from automoe.config.context import expanded_width, gathers_latents, query_blocks
+from automoe.config.context import expanded_width, gathers_latents
 from automoe.config.schema import ModelConfig, window_of
 from automoe.model.attention_kernels import prepare_cuda
+from automoe.model.attention_masks import documents, gather_row
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear, Rows
 from automoe.model.norm import norm_over_ranks
 from automoe.model.params import sizes_of
 from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
 from automoe.moe.local_shard import local_shard
-from automoe.moe.process_groups import SINGLE_RANK, Communicator, first_of_rank
+from automoe.moe.process_groups import Communicator, first_of_rank
 from automoe.moe.tokens import Tokens
 
 # DeepSeek's latent norms use this epsilon for any value of the model's own epsilon.
@@ -46,13 +47,12 @@ class AttentionContext:
         )
         self.interleaved = config.rope.interleaved
         self.doc_ids = documents(tokens, self.keys, backend.always_masked)
-        self.mask = attention_mask(tokens, self.keys, always=backend.always_masked)
         self.window = attention.sliding_window
-        cut = tokens.index.shape[1], self.keys.num_ranks, self.keys.rank
-        self.blocks = {window: query_blocks(*cut, window) for window in {0, self.window}}
-        self.window_mask = None
-        if self.window:
-            self.window_mask = attention_mask(tokens, self.keys, self.window, backend.always_masked)
+        given = tokens, self.keys
+        self.blocks = {
+            window: backend.masks(*given, window, backend.always_masked)
+            for window in {0, self.window}
+        }
         self._attend = backend.attend
         if tokens.positions.device.type == "cuda":
             prepare_cuda()
@@ -68,63 +68,14 @@ class AttentionContext:
         ``window`` is 0 for a layer without a sliding window.
         """
         assert window in (0, self.window)
-        mask = self.window_mask if window else self.mask
+        blocks = self.blocks[window]
         if self.keys.num_ranks == 1:
-            return self._attend(q_BSND, k_BRGD, v_BRGD, mask, scale, sinks_N)
-        out = []
-        for rows, seen in self.blocks[window]:
-            block = q_BSND[:, rows], k_BRGD[:, seen], v_BRGD[:, seen], mask[:, :, rows, seen]
-            out.append(self._attend(*block, scale, sinks_N))
+            return self._attend(q_BSND, k_BRGD, v_BRGD, blocks[0].mask, scale, sinks_N)
+        out = [
+            self._attend(q_BSND[:, q], k_BRGD[:, kv], v_BRGD[:, kv], mask, scale, sinks_N)
+            for q, kv, mask in blocks
+        ]
         return torch.cat(out, dim=1)
-
-
-def gather_row(x_BS: torch.Tensor, keys: Communicator) -> torch.Tensor:
-    """Gather [B, S, ...] of the ranks that share rows: [B, R, ...] in the order of the row."""
-    if keys.num_ranks == 1:
-        return x_BS
-    chunks = keys.all_gather(x_BS).split(x_BS.shape[1] // 2, dim=1)
-    return torch.cat(chunks[::2] + chunks[::-2], dim=1)
-
-
-def documents(tokens: Tokens, keys: Communicator, always: bool) -> torch.Tensor | None:
-    """Return the document ids [B, S] of this rank's positions; None if no row has two documents.
-
-    One document per row is the common case and lets SDPA take its causal kernel. The ids are only
-    compared on the CPU: on a GPU the comparison would cost a host sync. With a context axis this
-    rank sees only a part of the row.
-
-    Args:
-        always: ids are returned for any values.
-    """
-    docs_BS = tokens.doc_ids
-    if docs_BS is None or docs_BS.device.type != "cpu" or keys.num_ranks > 1 or always:
-        return docs_BS
-    return None if bool((docs_BS == docs_BS[:, :1]).all()) else docs_BS
-
-
-def attention_mask(
-    tokens: Tokens, keys: Communicator = SINGLE_RANK, window: int = 0, always: bool = False
-) -> torch.Tensor | None:
-    """Return a mask [B, 1, S, R], True where a query may attend to a key; None for plain causality.
-
-    Args:
-        window: a query attends to at most this many positions of the row, its own included; 0: no
-            limit.
-        always: rows with document ids get a mask for any values of the ids, since compiled code is
-            made for one case.
-    """
-    docs_BS = documents(tokens, keys, always)
-    if docs_BS is None and keys.num_ranks == 1 and not window:
-        return None
-    key_index_BR = torch.arange(
-        tokens.index.shape[1] * keys.num_ranks, device=tokens.index.device
-    ).unsqueeze(0)
-    mask_BSR = key_index_BR[:, None, :] <= tokens.index[:, :, None]
-    if window:
-        mask_BSR = mask_BSR & (key_index_BR[:, None, :] > tokens.index[:, :, None] - window)
-    if docs_BS is not None:
-        mask_BSR = mask_BSR & (gather_row(docs_BS, keys)[:, None, :] == docs_BS[:, :, None])
-    return mask_BSR[:, None]
 
 
 def own_rows(ranks: Communicator, num_heads: int, head_dim: int) -> Rows:

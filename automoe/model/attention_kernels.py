@@ -24,6 +24,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from automoe.errors import BackendError
 
@@ -192,6 +193,28 @@ def _with_sink_key(
     if mask is None:
         return F.pad(q_BSND, (0, 0, 0, 0, 1, 0)), k_BRGD, v_BRGD, None
     return q_BSND, k_BRGD, v_BRGD, F.pad(mask, (1, 0), value=True)
+
+
+def attend_in_blocks(
+    q_BSND: torch.Tensor,
+    k_BRGD: torch.Tensor,
+    v_BRGD: torch.Tensor,
+    mask: BlockMask,
+    scale: float,
+    sinks_N: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute what ``attend`` computes by FlexAttention, without the blocks that no query sees.
+
+    Not compiled, it keeps all scores, as ``math`` does.
+    """
+    heads = (x.transpose(1, 2) for x in (q_BSND, k_BRGD, v_BRGD))
+    given = {"block_mask": mask, "scale": scale, "enable_gqa": True}
+    if sinks_N is None:
+        return flex_attention(*heads, **given).transpose(1, 2)
+    out_BNSD, aux = flex_attention(*heads, **given, return_aux=AuxRequest(lse=True))
+    # the share of the keys in a softmax over keys and sink
+    share_BNS = (aux.lse - sinks_N[:, None]).sigmoid()
+    return (out_BNSD * share_BNS.unsqueeze(-1).to(out_BNSD.dtype)).transpose(1, 2)
 
 
 def attention_fn(kernel: str) -> AttentionFn:

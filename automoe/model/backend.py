@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from automoe.model.attention_kernels import AttentionFn, attend
+from automoe.model.attention_masks import MaskFn, dense_masks
 from automoe.model.loss import ChunkLoss, Loss, chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
@@ -28,6 +29,7 @@ class BackendConfig:
             ``expert_backend(moe.experts)``.
         router_dtype: dtype in which routers are stored; None: that of the other parameters.
         attend: softmax attention.
+        masks: the masks that ``attend`` takes.
         rope: rotation of heads.
         norm: constructor of a norm, with the arguments of ``RMSNorm``.
         chunk_loss: the cross-entropy of a chunk of tokens.
@@ -44,6 +46,7 @@ class BackendConfig:
     experts: Callable[[], ExpertFn] | None = None
     router_dtype: torch.dtype | None = None
     attend: AttentionFn = attend
+    masks: MaskFn = dense_masks
     rope: Rope = field(default_factory=Rope)
     norm: Callable[..., RMSNorm] = RMSNorm
     chunk_loss: ChunkLoss = chunk_loss

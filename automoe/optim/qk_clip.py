@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from automoe.model.attention import AttentionContext, GroupedQueryAttention, LatentAttention
 from automoe.moe.local_shard import global_offset, local_shard
@@ -44,9 +45,11 @@ class WatchedAttention:
         sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if torch.is_grad_enabled():
-            mask = context.window_mask if window else context.mask
-            found = largest_logits(q_BSND.detach(), k_BRGD.detach(), mask, scale)
-            self.largest = found if self.largest is None else self.largest.maximum(found)
+            for queries, keys, mask in context.blocks[window]:
+                block = q_BSND.detach()[:, queries], k_BRGD.detach()[:, keys]
+                assert not isinstance(mask, BlockMask), "refused by the rules"
+                found = largest_logits(*block, mask, scale)
+                self.largest = found if self.largest is None else self.largest.maximum(found)
         return self.attend(context, q_BSND, k_BRGD, v_BRGD, scale, window, sinks_N)
 
 

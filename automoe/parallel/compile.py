@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,14 +56,7 @@ def apply_compile(model: Decoder, backend: str = "inductor") -> None:
 
 
 def _compile_method(module: nn.Module, name: str, backend: str) -> None:
-    method = compiled(getattr(type(module), name), backend)
-
-    def call(*args: Any) -> Any:
-        # Given one of torch's asynchronous tensors, compiled code returns no gradient for it (seen
-        # in torch 2.13).
-        return method(module, *map(wait_tensor, args))
-
-    setattr(module, name, call)
+    setattr(module, name, partial(compiled(getattr(type(module), name), backend), module))
 
 
 @functools.cache  # one for all modules: torch keeps what it has compiled by function
@@ -78,6 +72,8 @@ def compiled(fn: Callable[..., Any], backend: str = "inductor") -> Callable[...,
         # own.
         if limits.recompile_limit < VERSIONS:
             limits.recompile_limit = VERSIONS
-        return code(*args)
+        # Given one of torch's asynchronous tensors, compiled code returns no gradient for it (seen
+        # in torch 2.13).
+        return code(*map(wait_tensor, args))
 
     return call

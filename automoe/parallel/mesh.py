@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from automoe.config.mesh_shape import DEFAULT_AXES, DISPATCH_AXES, MeshShape
+from automoe.config.mesh_shape import DEFAULT_AXES, DISPATCH_AXES, NEIGHBOUR, MeshShape
 from automoe.interop.torch_private import concatenate_meshes, flatten_mesh, set_group_timeout
 
 # FSDP needs a mesh even where it has nothing to cut, for mixed precision and deferred reduction.
@@ -73,6 +73,30 @@ class Meshes:
         own = self.group("pp")
         return own or _make_group("pp", [dist.get_rank()], self.timeout)
 
+    def pipeline_neighbours(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Return two new groups: with the pipeline rank before this one, and with the one behind.
+
+        The first and the last rank are neighbours too. With pp = 2 the groups have the same ranks.
+        NCCL runs a group's sends and receives in the order in which they were started, so that in
+        one group of all pipeline ranks an early receive delays a later send to another rank.
+        Collective over the world.
+        """
+        pp = self.shape.pp
+        place = self.coordinate("pp")
+        ranks = _ranks_along(self.shape, "default", "pp")
+        before = behind = None
+        # In each round a rank is at one end of an edge of the ring, or alone: NCCL splits the world.
+        for edges in (range(0, pp - 1, 2), range(1, pp, 2), range(pp - 1, pp - 1 + pp % 2)):
+            edge = next((e for e in edges if place in (e, (e + 1) % pp)), None)
+            ends = [place] if edge is None else [edge, (edge + 1) % pp]
+            group = _make_group(NEIGHBOUR, [ranks[end] for end in ends], self.timeout)
+            if edge == place:
+                behind = group
+            elif edge is not None:
+                before = group
+        assert before is not None and behind is not None
+        return before, behind
+
     @property
     def dp_rank(self) -> int:
         """Index of the slice of the global batch's rows that this rank reads, 0 ... dp - 1."""
@@ -132,7 +156,7 @@ def _make_group(name: str, ranks: list[int], timeout: timedelta | None) -> dist.
     A DeviceMesh that makes its groups itself splits every backend of a world that is bound to a
     device, and gives gloo's half torch's default options.
     """
-    if len(ranks) == dist.get_world_size() and name not in DISPATCH_AXES:
+    if len(ranks) == dist.get_world_size() and name not in (*DISPATCH_AXES, NEIGHBOUR):
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     return dist.new_group(ranks, timeout, use_local_synchronization=True, group_desc=f"mesh_{name}")

@@ -12,7 +12,8 @@ from automoe.config.plugins import registered
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from automoe.interop import quack, transformer_engine
-from automoe.model.attention_kernels import attention_fn
+from automoe.model.attention_kernels import attend_in_blocks, attention_fn
+from automoe.model.attention_masks import block_masks, dense_masks
 from automoe.model.backend import BackendConfig
 from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
@@ -81,6 +82,8 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         attend = ring_attention(meshes.axis("cp"))
     elif kernels.attention == "te":
         attend = transformer_engine.attention()
+    elif kernels.attention == "flex":
+        attend = compiled(attend_in_blocks)
     else:
         attend = attention_fn(kernels.attention)
     loss = None
@@ -91,6 +94,7 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         experts=experts,
         router_dtype=PARAM_DTYPES[config.train.dtype],
         attend=attend,
+        masks=block_masks if kernels.attention == "flex" else dense_masks,
         rope=rope_fns(kernels.rope),
         norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
         chunk_loss=compiled(chunk_loss) if config.train.compile else chunk_loss,

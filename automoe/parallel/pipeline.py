@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -286,31 +286,50 @@ class SingleStageRunner(StepRunner):
         ]
 
 
+Neighbours = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+
+
 class Stage(BufferlessStage):
     """Pipeline stage that keeps few of its sends waiting.
 
     Attributes:
-        sends_itself: True under a schedule that starts sends one by one and waits for them at the
-            end of the step, which keeps all sent tensors. The stage then starts the sends itself
-            and waits for each after a few more. The peer posts its receives in the order of the
-            schedule and needs no later operation of this rank for them.
+        neighbours: groups with the ranks of the stages before and behind
+            (``Meshes.pipeline_neighbours``; None: the group of all pipeline ranks), under a schedule that starts sends one by one and
+            waits for them at the end of the step, which keeps all sent tensors. The stage then
+            starts the sends itself and waits for each after a few more. The peer posts its receives
+            in the order of the schedule and needs no later operation of this rank for them. None:
+            sends and receives are started together, in the group of all pipeline ranks.
     """
 
-    sends_itself = False
+    neighbours: Neighbours | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._outputs_sent: deque[list[dist.Work]] = deque()
         self._gradients_sent: deque[list[dist.Work]] = deque()
 
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._with_neighbour(0, super().get_fwd_recv_ops(fwd_chunk_id))
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_fwd_send_ops(fwd_chunk_id), self._outputs_sent)
+        ops = self._with_neighbour(1, super().get_fwd_send_ops(fwd_chunk_id))
+        return self._send(ops, self._outputs_sent)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._with_neighbour(1, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_bwd_send_ops(bwd_chunk_id), self._gradients_sent)
+        ops = self._with_neighbour(0, super().get_bwd_send_ops(bwd_chunk_id))
+        return self._send(ops, self._gradients_sent)
+
+    def _with_neighbour(self, which: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if self.neighbours is not None and (group := self.neighbours[which]) is not None:
+            for op in ops:
+                op.group, op.group_peer = group, dist.get_group_rank(group, op.peer)
+        return ops
 
     def _send(self, ops: list[dist.P2POp], sent: deque[list[dist.Work]]) -> list[dist.P2POp]:
-        if not self.sends_itself:
+        if self.neighbours is None:
             return ops
         works = (
             dist.isend(op.tensor, group=op.group, group_dst=op.group_peer, tag=op.tag) for op in ops
@@ -390,7 +409,7 @@ class PipelineRunner(StepRunner):
         self.stages = stages
         self.first = 0 in model_parts
         self.last = num_stages - 1 in model_parts
-        self.parallel, self.pp = config.parallel, meshes.shape.pp
+        self.parallel, self.pp, self.meshes = config.parallel, meshes.shape.pp, meshes
         self.rows = rows
         self._use(train.global_batch_size // meshes.shape.dp // rows)
 
@@ -406,8 +425,26 @@ class PipelineRunner(StepRunner):
         else:
             order = pipeline_order(name, self.pp, len(self.stages), num_micro_batches, merged)
             self.schedule = ordered_schedule(self.stages, order, TURNS.run, **options)
-        for one in self.stages:
-            one.sends_itself = starts_sends_one_by_one(self.schedule)
+        if self.pp > 1 and starts_sends_one_by_one(self.schedule):
+            for one in self.stages:
+                one.neighbours = self._neighbours(one.stage_index)
+
+    @cached_property
+    def _ring(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        return self.meshes.pipeline_neighbours()
+
+    def _neighbours(self, stage: int) -> Neighbours:
+        """Return the groups with the ranks of the stages before and behind, if those are neighbours."""
+        place, (before, behind) = self.meshes.coordinate("pp"), self._ring
+        sides = ((place - 1) % self.pp, before), ((place + 1) % self.pp, behind)
+
+        def group(other: int, preferred: Iterable[tuple[int, dist.ProcessGroup]]):
+            if not 0 <= other < self.pp * len(self.stages):
+                return None
+            rank = rank_of_stage(other, self.pp, self.parallel.schedule)
+            return next((group for side, group in preferred if side == rank), None)
+
+        return group(stage - 1, sides), group(stage + 1, sides[::-1])
 
     def train(self, inputs: Inputs) -> torch.Tensor:
         losses: list[torch.Tensor] = []

@@ -98,6 +98,7 @@ class TokenLoad:
     read_rows: float = 0.0
     loop: bool = False  # True for moe.experts=loop, which runs experts one by one through autograd
     scores: bool = False  # True for kernels.attention=math, which keeps every attention score
+    flex: bool = False  # True for kernels.attention=flex, whose masks are lists of blocks
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
@@ -127,7 +128,14 @@ class TokenLoad:
             read_rows=read_rows,
             loop=config.moe.experts == "loop",
             scores=config.kernels.attention == "math",
+            flex=config.kernels.attention == "flex",
         )
+
+    def mask(self, window: int) -> int:
+        """Return the elements of the mask of a layer with this sliding window, or 0 for none."""
+        if self.flex:
+            return 0
+        return self.window_numbers if window else self.mask_numbers
 
 
 def layer_activation_bytes(
@@ -196,9 +204,8 @@ def mask_bytes(config: Config, load: TokenLoad, recompute: dict[int, frozenset[s
         for layer, modules in recompute.items()
         if modules & {FULL, "core_attn"} and not is_linear(attention, layer)
     ]
-    plain = load.mask_numbers * any(not window_of(attention, layer) for layer in again)
-    window = load.window_numbers * any(window_of(attention, layer) for layer in again)
-    return float(load.number_bytes * load.tp * load.tokens * dims + plain + window)
+    masks = sum(map(load.mask, {window_of(attention, layer) for layer in again}))
+    return float(load.number_bytes * load.tp * load.tokens * dims + masks)
 
 
 def _norm_input(width: int, size: int) -> int:
@@ -219,7 +226,7 @@ def _attention_bytes(
     heads = attention.num_heads
     tokens = load.tokens
     kv_tokens = load.kv_tokens
-    mask_numbers = load.window_numbers if window_of(attention, layer) else load.mask_numbers
+    mask_numbers = load.mask(window_of(attention, layer))
     by_math = load.scores and not again
     mask_bytes = mask_numbers * size  # Torch keeps one mask per layer in the dtype of the heads.
     # Attention keeps its log-sum-exp (4 bytes per token and head) and its mask.
@@ -239,7 +246,9 @@ def _attention_bytes(
             kept += 3 * size * tokens * heads * dim
         if by_math:
             return kept + _math_bytes(load, heads, dim, dim, attention.sinks)
-        if attention.sinks and not again:
+        if attention.sinks and load.flex and not again:
+            kept += tokens * heads * (size * dim + 4 + size)  # the keys' share, and the product
+        elif attention.sinks and not again:
             # Sinks add one key per row and pad heads by one dim to a multiple of 8. The sliced
             # kernel output is a copy.
             kept += size * tokens * heads * dim

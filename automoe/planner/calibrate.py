@@ -2,8 +2,8 @@
 
 ``cluster=NAME`` reads the file. One rank measures matmuls over a range of arithmetic intensities, a
 pass over memory, attention, grouped matmuls, and the fixed time of a layer and of a step whose
-products are negligible. Several ranks of this machine measure all-gathers, reduce-scatters and
-all-to-alls, small and large. On a GPU, seconds are the time between two CUDA events. On a CPU,
+products are negligible. All ranks of this machine measure all-gathers, reduce-scatters, all-to-alls
+and sends of several sizes in groups of every size and stride that a mesh axis can have. On a GPU, seconds are the time between two CUDA events. On a CPU,
 seconds are the CPU time of the rank's threads: it excludes other programs of the machine and
 includes gloo's threads.
 """
@@ -40,22 +40,26 @@ from automoe.config.schema import (
 from automoe.errors import ConfigError
 from automoe.launch.hardware import MAX_CPU_RANKS_PER_CORE, num_cores, resolve_device, visible_gpus
 from automoe.launch.prepare import compose
+from automoe.planner.communication import link_name
 from automoe.planner.layer_time import Place, layer_time
 from automoe.planner.machine import Constants, Machine
 from automoe.planner.output_file import write_out
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 
 POINTS = 7  # points of the matmul curve; each has twice the intensity of the one before
 # timings per median; minimum seconds of one timing
 ROUNDS = 5
 LEAST_S = 0.03
-# bytes of the small and the large collective that are timed
-SMALL = 1 << 12
-LARGE = 1 << 22
-MOST_RANKS = 4  # largest number of ranks between which collectives are measured
+# bytes of the collectives that are timed, the smallest first
+SIZES = {"cpu": (1 << 12, 1 << 18, 1 << 22), "cuda": (1 << 12, 1 << 20, 1 << 24, 1 << 28)}
+CPU_RANKS = 4  # between which collectives are measured; of GPUs all that are visible
+
+# Seconds by bytes that a rank sends, by ``link_name``.
+Links = dict[str, dict[float, float]]
 
 
 @dataclass(frozen=True)
@@ -136,14 +140,14 @@ def calibrate(folder: Path, args: Arguments) -> int:
     config = compose(args)
     bench = Bench.of(resolve_device(config), config.launch.threads_per_rank)
     gpus = visible_gpus() if bench.device == "cuda" else 0
-    ranks = min(MOST_RANKS, gpus or MOST_RANKS)
+    ranks = gpus or CPU_RANKS
     path = folder / "cluster" / f"measured_{'cpu' if bench.device == 'cpu' else 'gpu'}.yaml"
     if os.path.lexists(path):
         raise ConfigError("out", str(folder), f"{path} is there", "Remove it, or set out=FOLDER")
     pool = RankPool(max_ranks=ranks)
     print(f"measuring {bench.device}, {bench.dtype}: about half a minute", flush=True)
     alone, *_ = pool.run(measure_alone, 1, bench, config.model, config.cluster.peak_flops)
-    links = [pool.run(measure_links, size, bench) for size in (2, 4) if size <= ranks]
+    links = pool.run(measure_links, ranks, bench) if ranks > 1 else []
     pool.close()
     values = cluster_values(bench, alone, links, path.stem, gpus)
     text = _text(values, bench, alone["gpu"])
@@ -320,46 +324,94 @@ def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[fl
     return [*firsts, median(times[0][1] for times in turns)]
 
 
-def measure_links(bench: Bench) -> dict[str, dict[int, float]]:
-    """Return the seconds of each collective on this rank, by kind and total bytes. Collective."""
+def group_shapes(ranks: int) -> list[tuple[int, int]]:
+    """Return (size, stride) of every kind of group that a mesh axis can have on ``ranks`` ranks."""
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    return [
+        (size, stride) for size in sizes[1:] for stride in sizes if ranks % (size * stride) == 0
+    ]
+
+
+def measure_links(bench: Bench) -> Links:
+    """Return what each collective takes on this rank, in groups of each shape. Collective.
+
+    All groups of a shape communicate at the same time, as those of a mesh axis do.
+    """
+    import torch.distributed as dist
+
+    device, _ = bench.prepare()
+    rank = dist.get_rank()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    found: Links = {}
+    for size, stride in group_shapes(dist.get_world_size()):
+        first = rank - rank // stride % size * stride
+        ranks = list(range(first, first + size * stride, stride))
+        group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        for num_bytes in SIZES[device.type]:
+            for kind, (sent, work) in _collectives(group, device, num_bytes).items():
+                dist.barrier()
+                seconds = bench.seconds(
+                    work, number=16 if num_bytes == SIZES[device.type][0] else 4
+                )
+                found.setdefault(link_name(kind, size, stride), {})[sent] = seconds
+    return found
+
+
+def _collectives(
+    group: dist.ProcessGroup, device: torch.device, num_bytes: int
+) -> dict[str, tuple[float, Callable[[], object]]]:
+    """Return (bytes that a rank sends, function) of each collective over ``num_bytes``, by kind."""
     import torch
     import torch.distributed as dist
 
     from automoe.parallel.collectives import ProcessGroupDispatch, wait_tensor
 
-    device, _ = bench.prepare()
-    world = dist.get_world_size()
-    own = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
-    group = ProcessGroupDispatch(own)
-    found: dict[str, dict[int, float]] = {"gather": {}, "reduce": {}, "exchange": {}}
-    for size in (SMALL, LARGE) if device.type == "cpu" else (SMALL, 64 * LARGE):
-        whole = torch.ones(size // 4, device=device)
-        part = whole[: len(whole) // world].clone()
-        splits = [len(whole) // world] * world
-        works = {
-            "gather": partial(group.all_gather, part),
-            "reduce": partial(group.reduce_scatter, whole),
-            "exchange": partial(group.all_to_all, whole, splits, splits),
-        }
-        for name, work in works.items():
-            dist.barrier()
-            found[name][size] = bench.seconds(
-                lambda work=work: wait_tensor(work()), number=16 if size == SMALL else 4
-            )
-    return found
+    size = dist.get_world_size(group)
+    here = dist.get_rank(group)
+    dispatch = ProcessGroupDispatch(group)
+    part = torch.ones(num_bytes // 4 // size, device=device)
+    whole = part.repeat(size)
+    received = torch.empty_like(whole)
+    splits = [len(part)] * size
+
+    def send() -> None:
+        peers = (here + 1) % size, (here - 1) % size
+        ends = zip((dist.isend, dist.irecv), (whole, received), peers, strict=True)
+        ops = [dist.P2POp(op, x, group=group, group_peer=peer) for op, x, peer in ends]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    sent = 4.0 * len(part) * (size - 1)
+    return {
+        "all_gather": (sent, lambda: wait_tensor(dispatch.all_gather(part))),
+        "reduce_scatter": (sent, lambda: wait_tensor(dispatch.reduce_scatter(whole))),
+        "all_to_all": (sent, lambda: wait_tensor(dispatch.all_to_all(whole, splits, splits))),
+        "send": (4.0 * len(whole), send),
+    }
+
+
+def fit_link(seconds: dict[float, float]) -> list[float]:
+    """Return seconds besides the bytes, and bytes/s, of the line nearest to seconds by bytes sent.
+
+    Each point counts by its relative error, so that small messages count as much as large ones.
+    """
+    weights = {sent: took**-2 for sent, took in seconds.items()}
+    total = sum(weights.values())
+    mean_sent = sum(weight * sent for sent, weight in weights.items()) / total
+    mean_took = sum(weights[sent] * took for sent, took in seconds.items()) / total
+    both = sum(w * (sent - mean_sent) * (seconds[sent] - mean_took) for sent, w in weights.items())
+    spread = sum(weight * (sent - mean_sent) ** 2 for sent, weight in weights.items())
+    each = max(both / spread, 1e-15)
+    return [max(mean_took - each * mean_sent, 0.0), 1 / each]
 
 
 def cluster_values(
-    bench: Bench,
-    alone: dict[str, Any],
-    links: list[list[dict[str, dict[int, float]]]],
-    name: str,
-    gpus: int,
+    bench: Bench, alone: dict[str, Any], links: list[Links], name: str, gpus: int
 ) -> dict[str, Any]:
     """Return the measured fields of ``ClusterConfig``, with constants relative to these speeds.
 
     Args:
-        links: one list per world size (2, 4), with the result of ``measure_links`` of every rank.
+        links: result of ``measure_links`` of every rank; empty for one rank.
     """
     cpu = bench.device == "cpu"
     constants = Constants.load()
@@ -378,18 +430,14 @@ def cluster_values(
     # On a CPU the cores that communicate also compute, so nothing overlaps.
     shares |= {"overlap": 0.0} if cpu else {}
     if links:
-        delays = []
-        speeds = []
-        for world, ranks in zip((2, 4), links, strict=False):
-            for kind in ranks[0]:
-                small, large = (
-                    mean(rank[kind][size] for rank in ranks) for size in sorted(ranks[0][kind])
-                )
-                sent = max(ranks[0][kind]) * (1 - 1 / world)
-                delays.append(small)
-                speeds.append(sent / max(large - small, 1e-9))
-        values["intra_node_bandwidth"] = median(speeds)
-        shares |= {"on_node": 1.0, "latency": median(delays)}
+        taken = {
+            name: {sent: mean(rank[name][sent] for rank in links) for sent in sizes}
+            for name, sizes in links[0].items()
+        }
+        fitted = {name: fit_link(seconds) for name, seconds in taken.items()}
+        values["links"] = {name: [_rounded(x, 4) for x in link] for name, link in fitted.items()}
+        values["intra_node_bandwidth"] = median(speed for _, speed in fitted.values())
+        shares |= {"on_node": 1.0, "latency": median(delay for delay, _ in fitted.values())}
     shares["attention"] = alone["attention"] / (alone["peak"] * alone["curve"][-1])
     # The constants are ratios: time that the model predicts at these speeds, over measured time.
     config = replace(usual(bench, 2), cluster=ClusterConfig(**values))

@@ -14,10 +14,14 @@ from automoe.planner.machine import Machine
 
 @dataclass(frozen=True)
 class Group:
-    """A process group of ``size`` ranks over ``nodes`` nodes, ``size / nodes`` ranks per node."""
+    """A process group of ``size`` ranks over ``nodes`` nodes, ``size / nodes`` ranks per node.
+
+    Its ranks are ``stride`` apart.
+    """
 
     size: int
     nodes: int
+    stride: int = 1
 
     @classmethod
     def of(cls, size: int, stride: int, gpus_per_node: int) -> Group:
@@ -26,10 +30,10 @@ class Group:
         All groups of an axis have this placement if the node size is divisible by the mesh axes.
         """
         if size * stride <= gpus_per_node:
-            return cls(size, 1)
+            return cls(size, 1, stride)
         if stride >= gpus_per_node:
-            return cls(size, size)
-        return cls(size, -(-size * stride // gpus_per_node))
+            return cls(size, size, stride)
+        return cls(size, -(-size * stride // gpus_per_node), stride)
 
     @property
     def off_node(self) -> float:
@@ -68,15 +72,30 @@ class Cost:
 NOTHING = Cost()
 
 
-def gather(machine: Machine, group: Group, whole: float) -> Cost:
+def link_name(kind: str, size: int, stride: int) -> str:
+    """Return the key of ``cluster.links`` for a collective in groups of this size and stride."""
+    return f"{kind} {size}x{stride}"
+
+
+def measured(machine: Machine, group: Group, kind: str, sent: float) -> Cost | None:
+    """Return the cost of sending ``sent`` bytes by ``cluster.links``, which has groups in a node."""
+    link = machine.links.get(link_name(kind, group.size, group.stride))
+    if link is None or group.nodes > 1:
+        return None
+    return Cost(link[0] + sent / link[1], sent)
+
+
+def gather(machine: Machine, group: Group, whole: float, kind: str = "all_gather") -> Cost:
     """Return the cost of an all-gather to ``whole`` bytes per rank, across nodes, then within them.
 
-    A reduce-scatter of ``whole`` bytes costs the same.
+    A reduce-scatter of ``whole`` bytes costs the same, unless ``kind`` was measured.
     """
     if group.size == 1 or not whole:
         return NOTHING
     per_node = group.size / group.nodes
     sent = whole * (1 - 1 / group.size)
+    if (cost := measured(machine, group, kind, sent)) is not None:
+        return cost
     across = whole * group.off_node / per_node
     within = sent / machine.on_node if per_node > 1 else 0.0
     return Cost(across / machine.off_node + within + machine.constants.latency, sent, across)
@@ -91,6 +110,8 @@ def all_to_all(machine: Machine, group: Group, sent: float) -> Cost:
         return NOTHING
     across = sent * group.off_node
     within = sent * group.on_node
+    if (cost := measured(machine, group, "all_to_all", within)) is not None:
+        return cost
     seconds = across / machine.off_node + within / machine.on_node + machine.constants.latency
     return Cost(seconds, across + within, across)
 
@@ -146,6 +167,8 @@ def send(machine: Machine, group: Group, num_bytes: float) -> Cost:
     """Return the cost of sending ``num_bytes`` from one pipeline rank to the next."""
     if group.size == 1:
         return NOTHING
+    if (cost := measured(machine, group, "send", num_bytes)) is not None:
+        return cost
     link = machine.on_node if group.nodes == 1 else machine.off_node
     return Cost(
         num_bytes / link + machine.constants.latency, num_bytes, num_bytes * (group.nodes > 1)

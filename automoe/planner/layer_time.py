@@ -20,14 +20,16 @@ experts, K top-k, N heads, D head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil, log2
 from typing import NamedTuple
 
 from automoe.config.batch import BatchPlan
 from automoe.config.context import expanded_width, gathers_latents, mean_keys
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import FULL
+from automoe.config.rules_kernels import head_dims
 from automoe.config.schema import AttentionConfig, Config, is_linear, window_of
 from automoe.planner.communication import (
     NOTHING,
@@ -50,6 +52,11 @@ SLOW_PRODUCTS = 4  # the router's float32 matmuls take this multiple of the time
 WIDENING = {"fp8": 16.0, "nf4": 4.0}
 # A gated delta net reaches this share of attention's speed: its short chunks run one after another.
 DELTA_NET = 0.25
+# FlexAttention computes blocks of this many queries and keys, on head dims that are powers of two,
+# at this share of attention's speed: on an H100 Triton's attention reaches 390 TFLOP/s and cuDNN's
+# 605 (arXiv 2407.08608, figure 5, forward, head dim 128).
+FLEX_BLOCK = 128
+FLEX = 0.64
 
 
 @dataclass
@@ -248,9 +255,7 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
 
 def score_dims(attention: AttentionConfig) -> int:
     """Return the sum of the query-key dim and the value dim of an attention head."""
-    if attention.kind == "gqa":
-        return 2 * attention.head_dim
-    return attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim
+    return sum(head_dims(replace(attention, sinks=False)))
 
 
 def _attention(place: Place, layer: int, passes: Passes) -> None:
@@ -278,8 +283,18 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
         masked = config.data.document_mask or gathered or window > 0
         sharing = mesh.cp if gathered else 1
         seen = mean_keys(seq, sharing, window) if masked else seq / 2
-        flops = 2.0 * score_dims(attention) * attention.num_heads / tp * tokens * seen
-        seconds = machine.attention(flops) + machine.pass_over(size * tokens * seen * masked)
+        moved = size * tokens * seen * masked
+        dims = float(score_dims(attention))
+        if config.kernels.attention == "flex":
+            # Rows are counted as one document: how many blocks shorter ones spare is not known.
+            # Blocks at the ends of what queries see are computed whole.
+            longest = min(window or seq, seq)
+            seen = longest - longest**2 / (2 * seq) + (FLEX_BLOCK if window else FLEX_BLOCK / 2)
+            bare = head_dims(replace(attention, sinks=False))
+            dims = sum(2.0 ** ceil(log2(dim)) for dim in bare) / FLEX
+            moved = 0.0
+        flops = 2.0 * dims * attention.num_heads / tp * tokens * seen
+        seconds = machine.attention(flops) + machine.pass_over(moved)
     passes.add("core_attn", seconds, ATTENTION_BACKWARD * seconds)
     keys = attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads
     heads = attention.num_heads + keys

@@ -8,7 +8,8 @@ and seconds.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from math import log2
 from pathlib import Path
@@ -68,6 +69,8 @@ class Machine:
     gpus_per_node: int
     number_bytes: int  # bytes of one activation element
     calibrated: bool
+    # ``cluster.links``: seconds besides the bytes, and bytes/s
+    links: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config, constants: Constants) -> Machine:
@@ -91,6 +94,7 @@ class Machine:
             gpus_per_node=cluster.gpus_per_node,
             number_bytes=ELEMENT_BYTES[config.train.dtype],
             calibrated=bool(cluster.peak_flops and cluster.gemm_curve),
+            links=cluster.links,
         )
 
     def gemm(self, m: float, n: float, k: float, groups: float = 1) -> float:

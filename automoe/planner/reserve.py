@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.mesh_shape import NEIGHBOUR, MeshShape
 from automoe.config.schema import Config
 from automoe.planner.memory import RankMemory
 
@@ -57,9 +57,11 @@ def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
 
 def process_groups(config: Config, mesh: MeshShape) -> list[tuple[str, int]]:
     """Return (name, size) of each communicator of a rank, also of those within and
-    between nodes.
+    between nodes and of those with the neighbours in an interleaved pipeline.
     """
     named = mesh.process_groups()
+    if mesh.pp > 1 and config.parallel.schedule == "Interleaved1F1B":
+        named += [(NEIGHBOUR, 2)] * 2
     if config.moe.dispatcher == "hierarchical" and mesh.ep > 1:
         per_node = mesh.ep_per_node(config.cluster.gpus_per_node)
         levels = ("ep_nodes", mesh.ep // per_node), ("ep_node", per_node)
@@ -97,6 +99,8 @@ def not_modelled(config: Config) -> Iterator[str]:
         yield f"moe.experts={config.moe.experts}: counted as grouped_mm, without {kept}"
     if config.kernels.attention == "te" or config.kernels.norm == "te":
         yield "transformer-engine's workspaces: its kernels are counted as torch's"
+    if config.kernels.attention == "flex":
+        yield "time of kernels.attention=flex: rows are counted as one document each"
     if config.train.fp8 != "off":
         yield f"train.fp8={config.train.fp8}: scales, and codes of the product at work, a byte a number"
     if config.train.compile:

@@ -376,8 +376,8 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     dense = place.group("fsdp")
     experts = place.group("ep_shard")
     gathered = gather(machine, dense, stage.dense) + gather(machine, experts, stage.experts)
-    reduced = gather(machine, dense, wide * stage.dense_trained)
-    reduced += gather(machine, experts, wide * stage.experts_trained)
+    reduced = gather(machine, dense, wide * stage.dense_trained, "reduce_scatter")
+    reduced += gather(machine, experts, wide * stage.experts_trained, "reduce_scatter")
     # Without overlap, the latency of one collective per layer is exposed.
     if not machine.constants.overlap:
         delay = Cost(

@@ -258,7 +258,7 @@ def _in_plain_torch(config: Config, keep_triton: bool) -> Config:
     if moe.experts in ("te", "quack") or (moe.experts == "triton" and not keep_triton):
         moe.experts = "grouped_mm"
     # On CUDA torch's flash kernel computes in half precision alone.
-    if kernels.attention in ("cudnn", "te") or config.launch.device == "cuda":
+    if kernels.attention in ("cudnn", "flex", "te") or config.launch.device == "cuda":
         kernels.attention = "sdpa"
     if kernels.rope == "triton" and not keep_triton:
         kernels.rope = "torch"

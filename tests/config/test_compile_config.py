@@ -18,6 +18,7 @@ from automoe.errors import ConfigError
     [
         (dict(parallel=ParallelConfig(context="ring")), "parallel.context=ring", "parallel.context=gather"),
         (dict(kernels=KernelsConfig(attention="te")), "kernels.attention=te", "kernels.attention=sdpa"),
+        (dict(kernels=KernelsConfig(attention="flex")), "kernels.attention=flex", "kernels.attention=sdpa"),
         (dict(kernels=KernelsConfig(norm="te")), "kernels.norm=te", "kernels.norm=torch"),
         (dict(kernels=KernelsConfig(rope="triton")), "kernels.rope=triton", "kernels.rope=torch"),
         (dict(train=TrainConfig(fp8="tensorwise")), "train.fp8=tensorwise", "train.fp8=off"),

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig
 from automoe.interop.torch_private import process_groups
+from automoe.launch.trial_runs import train, train_and_kill
 from automoe.parallel.groups import open_groups
 from automoe.parallel.mesh import build_meshes
 from automoe.planner.memory import plan_memory
@@ -132,6 +134,34 @@ def test_compiled_code_trains_like_one_rank() -> None:
     pool = RankPool(torch.cuda.device_count(), device="cuda")
     check_mesh(pool, case("qwen3_moe", dict(dp_shard=2, ep=2), train=dict(compile=True)))
     pool.close()
+
+
+@ON_GPUS
+def test_documents_in_blocks_train_like_one_rank() -> None:
+    """``tests/model/test_block_masks.py`` has it on the CPU, in float64."""
+    pool = RankPool(torch.cuda.device_count(), device="cuda")
+    check_mesh(pool, case("deepseek_v3", dict(cp=2, ep=2), kernels=dict(attention="flex")))
+    pool.close()
+
+
+KILLED = (
+    "train.steps=8 train.seq_len=64 train.global_batch_size=8 train.micro_batch_size=1 train.val_every=0 moe.experts=loop "
+    "data.max_bytes=1000000 checkpoint.export_hf=false checkpoint.every=2 observe.report=false launch.num_ranks=8"
+)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.faults), pytest.param("cuda", marks=ON_GPUS)])
+def test_a_killed_run_goes_on_on_another_mesh(device: str, tmp_path: Path) -> None:
+    """The losses of the run that nobody killed, in float32."""
+    words = [*KILLED.split(), f"launch.device={device}"]
+    first = [*words, "mesh.pp=1", "mesh.dp_shard=8", "mesh.ep=8"]
+    other = [*words, "mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2", "mesh.ep=4"]
+    whole = train(tmp_path / "whole", first)
+    train_and_kill(tmp_path / "killed", first, 5)
+    resumed = train(tmp_path / "killed", other)
+    assert [record["step"] for record in resumed] == [record["step"] for record in whole]
+    for record, expected in zip(resumed, whole, strict=True):
+        assert record["loss"] == pytest.approx(expected["loss"], rel=1e-4), record["step"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deep_ep") is None, reason="DeepEP is not built here")

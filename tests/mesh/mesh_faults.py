@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import automoe.model.attention
+import automoe.model.attention_masks
 import automoe.model.delta_net
 import automoe.moe.balance
 import automoe.moe.router
@@ -189,7 +189,7 @@ def load_fractions_never_updated():
 
 def documents_ignored_across_cp():
     return _replace(
-        automoe.model.attention,
+        automoe.model.attention_masks,
         "attention_mask",
         lambda original: lambda tokens, *args, **kwargs: original(replace(tokens, doc_ids=None), *args, **kwargs),
     )
@@ -415,7 +415,7 @@ def convolution_of_the_first_heads_on_every_tp_rank():
 
 def window_ignored_across_cp():
     return _replace(
-        automoe.model.attention,
+        automoe.model.attention_masks,
         "attention_mask",
         lambda original: lambda tokens, keys, window=0, always=False: original(tokens, keys, always=always),
     )

@@ -113,6 +113,7 @@ def test_rows_of_gates_stay() -> None:
         (["lora.rank=4", "model.hf_path=x"], "LoRA freezes"),
         (["train.compile=true"], "Set train.compile=false"),
         (["optim.master_weights=stochastic", "train.dtype=bfloat16"], "optim.master_weights=float32"),
+        (["kernels.attention=flex"], "Set kernels.attention=sdpa"),
         (["parallel.context=ring"], "Set parallel.context=gather"),
     ],
 )

@@ -7,12 +7,14 @@ import torch
 
 from automoe.config.context import gathers_latents
 from automoe.config.schema import AttentionConfig, ModelConfig
-from automoe.model.attention import AttentionContext, attention_mask, gather_row
+from automoe.model.attention import AttentionContext
 from automoe.model.attention_kernels import attend
+from automoe.model.attention_masks import attention_mask, gather_row
 from automoe.model.backend import BackendConfig
-from automoe.moe.process_groups import Communicator, ProcessGroupCollection
+from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.tokens import Tokens
 from automoe.parallel.context import head_tail_index
+from tests.support.rows import PartOfRows
 
 B, S, N, G, D = 2, 11, 4, 2, 6
 
@@ -72,20 +74,6 @@ def test_attention_is_the_softmax_over_what_is_seen(
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-class PartOfRows(Communicator):
-    """Of a rank of three that share rows of 12 positions; ``whole`` is what all of them have, in order."""
-
-    num_ranks = 3
-
-    def __init__(self, rank: int, whole: torch.Tensor) -> None:
-        self.rank, self.whole = rank, whole
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [self.whole[:, head_tail_index(12, 3, rank)] for rank in range(3)]
-        assert torch.equal(x, parts[self.rank])
-        return torch.cat(parts, dim=1)
-
-
 @pytest.mark.parametrize("window", [0, 1, 3, 20])
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -109,7 +97,7 @@ def test_ranks_that_share_rows_compute_what_is_seen(window: int, with_documents:
     attention = AttentionConfig(num_heads=N, head_dim=D, sliding_window=window, full_attention_interval=interval)
     for rank in range(3):
         mine = head_tail_index(length, 3, rank)
-        keys = PartOfRows(rank, docs)
+        keys = PartOfRows(rank, 3, docs)
         assert torch.equal(gather_row(docs[:, mine], keys), docs)
         tokens = Tokens(mine.expand(B, -1), mine.expand(B, -1), docs[:, mine] if with_documents else None, index.sum())
         runtime = BackendConfig(pg_collection=ProcessGroupCollection(context=keys, keys=keys), attend=counting)

@@ -45,6 +45,7 @@ REGISTRY, QUANTIZED = ["tests/hf/test_hf_registry.py"], ["tests/hf/test_hf_quant
 FORMATS, FP8 = ["tests/quantize/test_fp8_formats.py"], ["tests/quantize/test_fp8_layers.py"]
 INIT, NORMS = ["tests/model/test_init.py"], ["tests/model/test_rms_norm.py"]
 LOSS, MASKS = ["tests/model/test_cross_entropy.py"], ["tests/model/test_attention_masks.py"]
+BLOCKS = ["tests/model/test_block_masks.py"]
 ROPE = ["tests/model/test_rope.py"]
 FUSED = ["tests/hf/test_hf_parity.py::test_equal_to_transformers[fused-qwen3_moe]"]
 READ = ["tests/hf/test_hf_walk.py::test_what_was_once_read_otherwise"]
@@ -294,10 +295,19 @@ _MODEL = [
     ("attention_kernels.py", "% 128 != 64", "% 128 != 0", ["tests/model/test_attention_kernels.py"]),
     ("attention_kernels.py", "k_BRGD[:, 0, :, dim] = 1", "k_BRGD[:, 0, :, dim] = 2", GPT_OSS),
     ("attention_kernels.py", "F.pad(mask, (1, 0), value=True)", "F.pad(mask, (1, 0), value=False)", GPT_OSS),
+    ("attention_masks.py", "tokens.index - window + 1", "tokens.index - window", BLOCKS),
+    ("attention_masks.py", "first_BqQ.amin(2, True) <= ends_k", "first_BqQ.amax(2, True) <= ends_k", BLOCKS),
+    ("attention_masks.py", "padding, value=-1", "padding, value=num_keys", BLOCKS),
+    ("attention_kernels.py", "aux.lse - sinks_N[:, None]", "aux.lse + sinks_N[:, None]", BLOCKS),
     ("attention.py", "LATENT_NORM_EPS = 1e-6", "LATENT_NORM_EPS = 1e-4", parity("dsv3_odd")),
-    ("attention.py", "self.window_mask if window else self.mask", "self.mask", GPT_OSS),
-    ("attention.py", "chunks[::2] + chunks[::-2]", "chunks[::2] + chunks[1::2]", MASKS),
-    ("attention.py", "keys.num_ranks == 1 and not window", "not window", [f"{MESH}[deepseek-cp2-mb4-alltoall-nomask]"]),
+    ("attention.py", "self.blocks[window]", "self.blocks[0]", GPT_OSS),
+    ("attention_masks.py", "chunks[::2] + chunks[::-2]", "chunks[::2] + chunks[1::2]", MASKS),
+    (
+        "attention_masks.py",
+        "whole = keys.num_ranks == 1",
+        "whole = True",
+        [f"{MESH}[deepseek-cp2-mb4-alltoall-nomask]"],
+    ),
     (
         "attention.py",
         "first_of_rank(ranks, num_heads) * head_dim",
@@ -305,7 +315,7 @@ _MODEL = [
         [f"{MESH}[qwen3-tp4-ep4-mb4-allgather]"],
     ),
     (
-        "attention.py",
+        "attention_masks.py",
         "key_index_BR[:, None, :] <= tokens.index[:, :, None]",
         "key_index_BR[:, None, :] < tokens.index[:, :, None]",
         MASKS + LLAMA,

@@ -17,6 +17,7 @@ from automoe.parallel.expert import node_levels
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.groups import open_groups
 from automoe.parallel.mesh import build_meshes
+from automoe.planner.reserve import process_groups as planned_groups
 from automoe.verify.pool import RankPool
 from tests.support.configurations import quick_config
 
@@ -134,3 +135,40 @@ def test_the_all_to_all_is_warmed_up_where_ep_is_the_world(ranks: RankPool) -> N
         for found in ranks.run(exchanged, 8, mesh):
             assert found["all_to_all_single"] == dispatching
             assert found["all_reduce"][0] == "default_pg" and set(dispatching) < set(found["all_reduce"])
+
+
+def neighbours(mesh: dict[str, int]) -> list[tuple[list[int], float]]:
+    """The ranks of both groups with neighbours, and the sum of ranks over each."""
+    meshes = build_meshes(resolve_mesh(MeshConfig(**mesh), None), torch.device("cpu"), timedelta(seconds=60))
+    groups = meshes.pipeline_neighbours()
+    totals = [torch.tensor(float(dist.get_rank())) for _ in groups]
+    works = [dist.all_reduce(total, group=one, async_op=True) for total, one in zip(totals, groups, strict=True)]
+    for work in works:
+        work.wait()
+    assert open_groups().count == len(process_groups()), "in the order in which all ranks made them"
+    return [(dist.get_process_group_ranks(one), total.item()) for one, total in zip(groups, totals, strict=True)]
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_pipeline_ranks_have_a_group_with_each_neighbour_of_the_ring(ranks: RankPool, pp: int) -> None:
+    """An odd number of ranks too, of which each round leaves one alone."""
+    stage = 8 // pp
+    for rank, (before, behind) in enumerate(ranks.run(neighbours, stage * pp, dict(pp=pp, dp_shard=stage))):
+        expected = [sorted([rank, (rank + step * stage) % (stage * pp)]) for step in (-1, 1)]
+        assert [before[0], behind[0]] == expected
+        assert [before[1], behind[1]] == [sum(both) for both in expected]
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_the_plan_counts_the_groups_with_neighbours(pp: int) -> None:
+    changes = [f"mesh.pp={pp}", "mesh.dp_shard=2", "parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2"]
+    config = quick_config("config", [*changes, "model.num_layers=8"])
+    mesh = resolve_mesh(config.mesh, None)
+    with fake_world(0, mesh.world_size):
+        meshes = build_meshes(mesh, torch.device("cpu"))
+        meshes.pipeline_neighbours()
+        made = [
+            (group.group_desc.removeprefix("mesh_").replace("default_pg", "world"), group.size())
+            for group in process_groups()
+        ]
+    assert sorted(one for one in made if one[1] > 1) == sorted(planned_groups(config, mesh))

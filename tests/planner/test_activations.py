@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 
 import automoe.parallel.activation_checkpoint
 from automoe.config.batch import plan_batch
@@ -18,7 +19,8 @@ from automoe.config.recompute import RERUN
 from automoe.config.rules_kernels import CHUNK_TOKENS
 from automoe.config.schema import Config, LoraConfig, MeshConfig
 from automoe.model.adapters import adapter_activation_bytes
-from automoe.model.attention_kernels import AttentionFn, attend
+from automoe.model.attention_kernels import AttentionFn, attend, attend_in_blocks
+from automoe.model.attention_masks import block_masks, dense_masks
 from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
@@ -45,7 +47,7 @@ def saved_bytes(
     attention: AttentionFn = attend,
 ) -> int:
     """Bytes of distinct storage, parameters apart, that the backward pass of these layers holds."""
-    runtime = BackendConfig(attend=attention)
+    runtime = BackendConfig(attend=attention, masks=block_masks if attention is attend_in_blocks else dense_masks)
     part = Decoder(config.model, config.moe, layers, embeds=False, predicts=False, backend=runtime).to(dtype)
     if config.train.fp8 != "off":
         apply_fp8(part, meshes_of_one_rank(), config)
@@ -148,6 +150,23 @@ def test_a_layer_keeps_what_the_plan_says(model: str, layer: int, dtype: torch.d
     # What is left out: a number per token here and there, and rounded copies of small weights.
     measured = layer_bytes(config, layer, dtype, documents, [])
     assert measured == pytest.approx(sum(planned.values()), rel=0.005)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("model", "layer"), LAYERS[1:6])
+def test_blocks_of_scores_keep_no_mask(model: str, layer: int) -> None:
+    """In bfloat16, as CUDA keeps it; torch refuses gradients on the CPU, which its uncompiled form has.
+
+    That form keeps each query's largest score too.
+    """
+    config, dtype = composed(f"model={model}"), torch.bfloat16
+    load = replace(token_load(config, True, dtype), on_cpu=False, flex=True)
+    with patch.object(flex_attention, "_validate_device", lambda *heads: None):
+        measured = layer_bytes(config, layer, dtype, True, [], attend_in_blocks)
+    planned = sum(layer_activation_bytes(config.model, layer, load).values())
+    largest = 4 * TOKENS * config.model.attention.num_heads
+    assert measured == pytest.approx(planned + largest, rel=0.005)
 
 
 @DTYPES

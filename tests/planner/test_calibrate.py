@@ -19,19 +19,33 @@ from automoe.config.schema import ClusterConfig, Config, MeshConfig
 from automoe.config.shipped import load_file
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
-from automoe.planner.calibrate import MOST_RANKS, Bench, _text, cluster_values, usual
+from automoe.planner.calibrate import (
+    CPU_RANKS,
+    SIZES,
+    Bench,
+    Links,
+    _text,
+    cluster_values,
+    fit_link,
+    group_shapes,
+    measure_links,
+    usual,
+)
+from automoe.planner.communication import Group, all_to_all, gather, link_name, send
 from automoe.planner.layer_time import Place, layer_time
 from automoe.planner.machine import Constants, Machine
 from automoe.planner.time import MEASURED_BAND, step_time
+from automoe.verify.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
 BENCH = Bench.of("cpu", 1)
 CURVE = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0]
 KNOWN = {"gemm": 0.8, "memory": 0.8, "grouped": 0.5, "attention": 0.6, "latency": 1e-3}
 LINK = 2e9
+KINDS = ("all_gather", "reduce_scatter", "all_to_all", "send")
 
 
-def measured() -> tuple[dict[str, Any], list[list[dict[str, dict[int, float]]]]]:
+def measured() -> tuple[dict[str, Any], list[Links]]:
     """What a machine of ``KNOWN`` constants would be measured to do."""
     cluster = ClusterConfig(
         "", "cpu", peak_flops=1e11, memory_bandwidth=2e10, gemm_curve=CURVE, gemm_curve_from=4.0, constants=KNOWN
@@ -45,11 +59,8 @@ def measured() -> tuple[dict[str, Any], list[list[dict[str, dict[int, float]]]]]
     seen = {"gpu": "cpu", "peak": 1e11, "curve": CURVE, "memory": 2e10, "memory_bytes": 0, "step": 0.01}
     seen |= {"attention": 0.6 * 1e11, "experts": alone.gemm(n, 2 * n, n, 8) + alone.gemm(n, n, n, 8) + passes}
     seen |= {"host_layer": 0.002, "layer": 2 * 0.002 + sum(half.seconds for half in layer)}
-    links = []
-    for world in (2, 4):
-        one = {0: KNOWN["latency"], 1 << 22: KNOWN["latency"] + (1 << 22) * (1 - 1 / world) / LINK}
-        links.append([{kind: one for kind in ("gather", "reduce", "exchange")}] * world)
-    return seen, links
+    took = {sent: KNOWN["latency"] + sent / LINK for sent in (1e3, 1e5, 3e6)}
+    return seen, [{link_name(kind, *shape): took for kind in KINDS for shape in group_shapes(4)}] * 4
 
 
 def test_what_was_measured_is_what_the_model_then_takes() -> None:
@@ -58,6 +69,8 @@ def test_what_was_measured_is_what_the_model_then_takes() -> None:
     for name, value in (KNOWN | {"host_layer": 0.002, "step": 0.01, "overlap": 0.0, "on_node": 1.0}).items():
         assert found[name] == pytest.approx(value, rel=0.01), name
     assert values["intra_node_bandwidth"] == pytest.approx(LINK)
+    assert len(values["links"]) == len(KINDS) * len(group_shapes(4))
+    assert all(link == pytest.approx([KNOWN["latency"], LINK], rel=1e-3) for link in values["links"].values())
     text = _text(values, BENCH, "cpu")
     assert text.startswith("# Measured by automoe plan calibrate=true on 2") and "torch" in text and "1 thread" in text
     read = yaml.safe_load(text)
@@ -104,7 +117,88 @@ def test_another_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "cluster" / "measured_cpu.yaml").write_text("mine")
     assert plan.main(["calibrate=true", f"out={tmp_path}"]) == 2
     assert "measured_cpu.yaml is there" in capsys.readouterr().err
-    assert plan.main(["calibrate=true", "world=4"]) == 2 and MOST_RANKS >= 2
+    assert plan.main(["calibrate=true", "world=4"]) == 2 and CPU_RANKS >= 2
+
+
+def test_group_shapes_are_those_of_mesh_axes() -> None:
+    assert group_shapes(8) == [(2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)]
+    assert group_shapes(6) == [(2, 1), (2, 3), (3, 1), (3, 2), (6, 1)] and group_shapes(1) == []
+    for mesh in (
+        MeshConfig(pp=2, dp_shard=1, tp=2, ep=2),
+        MeshConfig(dp_shard=2, cp=2, ep=4),
+        MeshConfig(pp=4, dp_shard=1),
+    ):
+        shape = resolve_mesh(mesh, 4)
+        axes = [(view, axis, size) for view in ("default", "moe") for axis, size in shape.active_axes(view)]
+        assert {(size, shape.stride(view, axis)) for view, axis, size in axes} <= set(group_shapes(4))
+
+
+def test_a_link_is_the_line_through_what_was_measured() -> None:
+    assert fit_link({1e3: 2e-3 + 1e-6, 1e6: 2e-3 + 1e-3, 1e7: 2e-3 + 1e-2}) == pytest.approx([2e-3, 1e9])
+    noisy = fit_link({1e3: 2.1e-3, 1e6: 2.8e-3, 1e7: 12.5e-3})
+    assert noisy == pytest.approx([2e-3, 1e9], rel=0.1)
+    assert fit_link({1e3: 1.0, 1e6: 0.5})[0] >= 0 < fit_link({1e3: 1.0, 1e6: 0.5})[1] <= 1e24
+
+
+@pytest.mark.exhaustive
+def test_every_group_is_probed_over_gloo(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each collective in each shape of group at each size, on every rank; the file that comes of it is read again."""
+    found = ranks.run(measure_links, 4, replace(BENCH, threads=1))
+    for links in found:
+        assert {*links} == {link_name(kind, *shape) for kind in KINDS for shape in group_shapes(4)}
+        for name, seconds in links.items():
+            size = int(name.split()[1][0])
+            share = 1 if name.startswith("send") else 1 - 1 / size
+            assert list(seconds) == [num_bytes * share for num_bytes in SIZES["cpu"]]
+            assert min(seconds.values()) > 0
+    values = cluster_values(BENCH, measured()[0], found, "mine", 0)
+    config = Config(cluster=ClusterConfig(**yaml.safe_load(_text(values, BENCH, "cpu"))))
+    check_rows(config, number_rows(config))
+
+
+def test_measured_links_are_in_place_of_the_clusters_speeds() -> None:
+    """In groups of their size and stride within a node; each kind has its own."""
+    links = {f"{kind} 4x2": [1e-3 * number, 1e9 * number] for number, kind in enumerate(KINDS, 1)}
+    cluster = ClusterConfig("", "cpu", intra_node_bandwidth=5e9, inter_node_bandwidth=1e9, gpus_per_node=8)
+    plain, here = (Machine.of(Config(cluster=replace(cluster, links=found)), Constants.load()) for found in ({}, links))
+    group = Group.of(4, 2, 8)
+    assert gather(here, group, 4e8).seconds == pytest.approx(1e-3 + 3e8 / 1e9)
+    assert gather(here, group, 4e8, "reduce_scatter").seconds == pytest.approx(2e-3 + 3e8 / 2e9)
+    assert all_to_all(here, group, 4e8).seconds == pytest.approx(3e-3 + 3e8 / 3e9)
+    assert send(here, group, 4e8).seconds == pytest.approx(4e-3 + 4e8 / 4e9)
+    for other in (Group.of(4, 1, 8), Group.of(2, 2, 8), Group.of(4, 2, 4)):
+        for cost in (gather, all_to_all, send):
+            assert cost(here, other, 4e8) == cost(plain, other, 4e8)
+            assert cost(here, group, 4e8).bytes == cost(plain, group, 4e8).bytes
+
+
+def test_a_measured_link_moves_a_plan(tmp_path: Path) -> None:
+    config = calibrated(tmp_path, "mesh.pp=1", "mesh.ep=4")
+    shape = validate(config, 4)
+    links = config.cluster.links
+    slow = links | {"all_to_all 4x1": [links["all_to_all 4x1"][0], links["all_to_all 4x1"][1] / 9]}
+    other = step_time(replace(config, cluster=replace(config.cluster, links=slow)), shape)
+    before = step_time(config, shape)
+    assert other.communication["ep"] > 1.5 * before.communication["ep"]
+    assert other.communication["fsdp"] == before.communication["fsdp"]
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"all_to_all": [0.0, 1e9]},
+        {"broadcast 2x1": [0.0, 1e9]},
+        {"send 0x1": [0.0, 1e9]},
+        {"send 2x1": [1e9]},
+        {"send 2x1": [0.0, 0.0]},
+        {"send 2x1": [float("nan"), 1e9]},
+        {"send 2x1": [-1.0, 1e9]},
+    ],
+)
+def test_links_that_no_calibration_writes_are_refused(links: dict[str, list[float]]) -> None:
+    config = Config(cluster=ClusterConfig(links=links))
+    with pytest.raises(ConfigError, match=r"cluster\.links"):
+        check_rows(config, number_rows(config))
 
 
 @pytest.mark.exhaustive

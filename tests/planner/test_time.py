@@ -90,7 +90,9 @@ def test_what_a_configuration_chooses_costs_what_it_should() -> None:
     assert repeated.traffic["ep"] == pytest.approx(1.25 * plain.traffic["ep"], rel=1e-3), "sent again, not brought back"
     assert repeated.communication["ep"] > 1.25 * sent, "and the sizes a second time"
     assert more(train__fp8="blockwise") < 0.95
-    assert more(data__document_mask=False) < 1, "a mask leaves nothing out"
+    unmasked, blocks = more(data__document_mask=False), more(kernels__attention="flex")
+    assert unmasked < blocks < 1, "a mask leaves nothing out"
+    assert times(kernels__attention="flex", data__document_mask=False).compute == blocks * plain.compute
     assert more(moe__gate="learned") > 1 and times(moe__gate="learned").communication["ep"] > sent
     assert times(mesh__ep=8).communication["ep"] < 0.5 * sent, "in one node"
     once = times(moe__dispatcher="hierarchical").communication["ep"]

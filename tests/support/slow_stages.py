@@ -68,7 +68,7 @@ def seconds_of_steps(
     given = [torch.ones(count, 4)] if any(stage.is_first for stage in made) else []
     target = {"target": torch.zeros(count), "losses": []} if any(stage.is_last for stage in made) else {}
     for stage in made:
-        stage.sends_itself = True
+        stage.neighbours = (None, None)
     found = []
     for _ in range(1 + steps):
         dist.barrier()

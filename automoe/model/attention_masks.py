@@ -1,0 +1,142 @@
+"""Which keys a query may attend to: as a dense mask, or as blocks of scores for FlexAttention.
+
+Letters: B rows, S positions of this rank's queries, R positions of the whole row, Q queries and K
+keys of one block of queries (``automoe.config.context.query_blocks``), q and k their blocks of
+``BLOCK`` positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask
+
+from automoe.config.context import query_blocks
+from automoe.moe.process_groups import SINGLE_RANK, Communicator
+from automoe.moe.tokens import Tokens
+
+BLOCK = 128  # positions of FlexAttention's blocks of queries and of keys
+
+
+class QueryBlock(NamedTuple):
+    """Positions of a rank's queries, the range of the row's keys that they read, and the mask."""
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor | BlockMask | None
+
+
+# The arguments are those of ``dense_masks``.
+MaskFn = Callable[[Tokens, Communicator, int, bool], list[QueryBlock]]
+
+
+def gather_row(x_BS: torch.Tensor, keys: Communicator) -> torch.Tensor:
+    """Gather [B, S, ...] of the ranks that share rows: [B, R, ...] in the order of the row."""
+    if keys.num_ranks == 1:
+        return x_BS
+    chunks = keys.all_gather(x_BS).split(x_BS.shape[1] // 2, dim=1)
+    return torch.cat(chunks[::2] + chunks[::-2], dim=1)
+
+
+def documents(tokens: Tokens, keys: Communicator, always: bool) -> torch.Tensor | None:
+    """Return the document ids [B, S] of this rank's positions; None if no row has two documents.
+
+    One document per row is the common case and lets SDPA take its causal kernel. The ids are only
+    compared on the CPU: on a GPU the comparison would cost a host sync. With a context axis this
+    rank sees only a part of the row.
+
+    Args:
+        always: ids are returned for any values.
+    """
+    docs_BS = tokens.doc_ids
+    if docs_BS is None or docs_BS.device.type != "cpu" or keys.num_ranks > 1 or always:
+        return docs_BS
+    return None if bool((docs_BS == docs_BS[:, :1]).all()) else docs_BS
+
+
+def attention_mask(
+    tokens: Tokens, keys: Communicator = SINGLE_RANK, window: int = 0, always: bool = False
+) -> torch.Tensor | None:
+    """Return a mask [B, 1, S, R], True where a query may attend to a key; None for plain causality.
+
+    Args:
+        window: a query attends to at most this many positions of the row, its own included; 0: no
+            limit.
+        always: rows with document ids get a mask for any values of the ids, since compiled code is
+            made for one case.
+    """
+    whole = keys.num_ranks == 1
+    docs_BS = documents(tokens, keys, always)
+    if docs_BS is None and whole and not window:
+        return None
+    key_index_BR = torch.arange(
+        tokens.index.shape[1] * keys.num_ranks, device=tokens.index.device
+    ).unsqueeze(0)
+    mask_BSR = key_index_BR[:, None, :] <= tokens.index[:, :, None]
+    if window:
+        mask_BSR = mask_BSR & (key_index_BR[:, None, :] > tokens.index[:, :, None] - window)
+    if docs_BS is not None:
+        mask_BSR = mask_BSR & (gather_row(docs_BS, keys)[:, None, :] == docs_BS[:, :, None])
+    return mask_BSR[:, None]
+
+
+def dense_masks(tokens: Tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:
+    """Return the blocks of this rank's queries, each with its part of ``attention_mask``."""
+    mask = attention_mask(tokens, keys, window, always)
+    blocks = query_blocks(tokens.index.shape[1], keys.num_ranks, keys.rank, window)
+    if keys.num_ranks == 1:
+        return [QueryBlock(*blocks[0], mask)]
+    return [QueryBlock(q, kv, mask[:, :, q, kv]) for q, kv in blocks]
+
+
+def block_masks(
+    tokens: Tokens, keys: Communicator, window: int, always: bool = True
+) -> list[QueryBlock]:
+    """Return the blocks of this rank's queries, each with a ``BlockMask`` [B, 1, Q, K].
+
+    It is made from document borders, without scores and without waiting for the GPU, for any values
+    of the ids, whatever ``always`` is. A document is a run of positions with one id.
+    """
+    first_BS = torch.zeros_like(tokens.index)
+    if tokens.doc_ids is not None:
+        docs_BR = gather_row(tokens.doc_ids, keys)
+        place_R = torch.arange(docs_BR.shape[1], device=docs_BR.device)
+        begins_BR = docs_BR != docs_BR.roll(1, dims=1)
+        first_BS = torch.where(begins_BR, place_R, 0).cummax(1).values.gather(1, tokens.index)
+    if window:
+        first_BS = torch.maximum(first_BS, tokens.index - window + 1)
+    made = []
+    for q, kv in query_blocks(tokens.index.shape[1], keys.num_ranks, keys.rank, window):
+        ranges = (x[:, q].int() - kv.start for x in (first_BS, tokens.index))
+        made.append(QueryBlock(q, kv, _block_mask(*ranges, kv.stop - kv.start)))
+    return made
+
+
+def _block_mask(first_BQ: torch.Tensor, last_BQ: torch.Tensor, num_keys: int) -> BlockMask:
+    """Return the mask of queries at successive positions that see the keys first ... last."""
+    num_queries = first_BQ.shape[1]
+    padding = 0, -num_queries % BLOCK
+    # padding sees nothing, so it adds no block of keys, and no block with padding is full
+    first_BqQ = F.pad(first_BQ, padding, value=num_keys).unflatten(1, (-1, BLOCK))
+    last_BqQ = F.pad(last_BQ, padding, value=-1).unflatten(1, (-1, BLOCK))
+    starts_k = torch.arange(0, num_keys, BLOCK, device=first_BQ.device)
+    ends_k = starts_k + BLOCK - 1
+    # Ranges of neighbours meet or touch, so those of a block of queries cover one range together.
+    seen = (first_BqQ.amin(2, True) <= ends_k) & (last_BqQ.amax(2, True) >= starts_k)
+    whole = (first_BqQ.amax(2, True) <= starts_k) & (last_BqQ.amin(2, True) >= ends_k)
+    listed = []
+    for chosen_B1qk in ((seen & ~whole).unsqueeze(1).int(), whole.unsqueeze(1).int()):
+        order = chosen_B1qk.argsort(dim=-1, descending=True, stable=True)
+        listed += [chosen_B1qk.sum(-1, dtype=torch.int32), order.int()]
+    first_BQ, last_BQ = first_BQ.contiguous(), last_BQ.contiguous()
+
+    def mask_mod(b, h, query, key):
+        return (first_BQ[b, query] <= key) & (key <= last_BQ[b, query])
+
+    lengths = num_queries, num_keys
+    return BlockMask.from_kv_blocks(
+        *listed, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=lengths
+    )
