@@ -120,5 +120,5 @@ def test_rows_of_gates_stay() -> None:
 def test_where_it_cannot_act_it_is_refused(overrides: list[str], said: str) -> None:
     given = ["model=small_dsv3", "optim.qk_clip=100", *overrides]
     with pytest.raises(ConfigError, match=said) as error:
-        validate(quick_config(overrides=given), 4)
+        validate(quick_config(overrides=given), 4, "cuda")
     assert error.value.key == "optim.qk_clip"
