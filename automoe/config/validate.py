@@ -254,6 +254,15 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
             f"{micro_batches} % {pp} = {micro_batches % pp}")
     rule = misfit(schedule, pp, stages, micro_batches)
     yield ("parallel.schedule", bool(rule), rule, "Correct the file, or the numbers that it disagrees with")
+    yield from _halves_rows(config)
+    for name in ("reshard", "grad_sync"):
+        yield (f"parallel.{name}", getattr(parallel, name) == "micro_batch",
+               f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step",
+               f"Set parallel.{name}=step, or mesh.pp=1")
+
+
+def _halves_rows(config: Config) -> Iterator[Row]:
+    schedule = config.parallel.schedule
     model = config.model
     twice = model.num_mtp_layers > 1 or (model.num_mtp_layers > 0 and model.tie_embeddings)
     yield ("model.num_mtp_layers", twice and runs_halves(schedule),
@@ -263,10 +272,6 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("train.compile", config.train.compile and runs_halves(schedule),
            f"torch cannot run the halves of a compiled backward pass apart ({schedule})",
            "Set train.compile=false, or parallel.schedule=Interleaved1F1B")
-    for name in ("reshard", "grad_sync"):
-        yield (f"parallel.{name}", getattr(parallel, name) == "micro_batch",
-               f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step",
-               f"Set parallel.{name}=step, or mesh.pp=1")
 
 
 def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:

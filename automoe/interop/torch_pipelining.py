@@ -10,7 +10,7 @@ name or changes its meaning.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from automoe.config.pipeline import Order
-
 Works = list[dist.Work]
+# Entries of one action or two, (kind, stage, micro-batch) each, of every rank.
+Order = Sequence[Sequence[tuple[tuple[str, int, int], ...]]]
 
 
 def unshard_every_stage_once() -> None:

@@ -15,7 +15,13 @@ from functools import cache
 
 from automoe.config.batch import BatchPlan
 from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers, stays_unsharded
-from automoe.config.pipeline import ALL_FORWARDS_FIRST, is_csv, pipeline_order, stages_of_ranks
+from automoe.config.pipeline import (
+    ALL_FORWARDS_FIRST,
+    Entry,
+    is_csv,
+    pipeline_order,
+    stages_of_ranks,
+)
 from automoe.config.schema import Config
 from automoe.model.adapters import as_stored, with_adapters
 from automoe.model.params import Param, stage_params
@@ -226,13 +232,7 @@ def _pipeline_moments(
 
     overlap = parallel.overlap_all_to_all
     order = pipeline_order(schedule, mesh.pp, len(stages), num_micro_batches, overlap)[pp_rank]
-    # The backward pass of a pair is told of the forward pass, which then counts alone.
-    actions = [
-        (kind, local[stage], local[entry[0][1]] if len(entry) == 2 and kind == "B" else None)
-        for entry in order
-        for kind, stage, _ in reversed(entry)
-    ]
-    for kind, i, merged in actions:
+    for kind, i, merged in _actions(order, local):
         is_forward = kind == "F"
         stage = stages[i]
         held[i] += is_forward
@@ -276,6 +276,15 @@ def _pipeline_moments(
         "reduction", held, unsharded_gradients=whole, gathered_weights=gathered,
         temporaries=flat * (1 + (mesh.ep_shard == 1)),
     )  # fmt: skip
+
+
+def _actions(
+    order: tuple[Entry, ...], local: dict[int, int]
+) -> Iterator[tuple[str, int, int | None]]:
+    """Yield kind, local stage, and of a pair's backward pass the stage of its forward pass."""
+    for entry in order:
+        for kind, stage, _ in reversed(entry):
+            yield kind, local[stage], local[entry[0][1]] if entry[1:] and kind == "B" else None
 
 
 def _update_moment(config: Config, sizes: Sizes, params: list[Param]) -> Moment:
