@@ -156,7 +156,8 @@ def number_rows(config: Config) -> Iterator[Row]:
     links = config.cluster.links
     named = all(re.fullmatch(r"(all_gather|reduce_scatter|all_to_all|send) [1-9]\d*x[1-9]\d*", name) for name in links)
     yield "cluster.links", not named, 'a name is a collective with size and stride, such as "send 2x4"', "Calibrate again"
-    yield ("cluster.links", not all(len(link) == 2 and 0 <= link[0] <= 1e6 and 1 <= link[1] <= 1e24 for link in links.values()),
+    possible = all(len(link) == 2 and 0 <= link[0] <= 1e6 and 1 <= link[1] <= 1e24 for link in links.values())
+    yield ("cluster.links", not possible,
            "seconds from 0 to 1e6, then bytes/s from 1 to 1e24", "Calibrate again, or set cluster.links={}")
     rope = config.model.rope
     yield ("model.rope.partial_rotary_factor", rope.partial_rotary_factor > 1,

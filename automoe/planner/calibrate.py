@@ -3,9 +3,9 @@
 ``cluster=NAME`` reads the file. One rank measures matmuls over a range of arithmetic intensities, a
 pass over memory, attention, grouped matmuls, and the fixed time of a layer and of a step whose
 products are negligible. All ranks of this machine measure all-gathers, reduce-scatters, all-to-alls
-and sends of several sizes in groups of every size and stride that a mesh axis can have. On a GPU, seconds are the time between two CUDA events. On a CPU,
-seconds are the CPU time of the rank's threads: it excludes other programs of the machine and
-includes gloo's threads.
+and sends of several sizes in groups of every size and stride that a mesh axis can have. On a GPU,
+seconds are the time between two CUDA events. On a CPU, seconds are the CPU time of the rank's
+threads: it excludes other programs of the machine and includes gloo's threads.
 """
 
 from __future__ import annotations
