@@ -28,6 +28,7 @@ P = ParamSpec("P")
 # Errors that a network file system or a failing disk reports briefly; a second try may succeed.
 _PASSING = (errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
 _WAITS_S = (0.1, 0.5, 2.0)
+_TRIED = "tried several times"
 _NO_PROCESS = ("can't start new thread", os.strerror(errno.EAGAIN))
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # EINVAL: a FIFO or a device where a file belongs (``automoe.storage.files.open_regular``).
@@ -301,9 +302,13 @@ def retried(action: Callable[[], T]) -> T:
         try:
             return action()
         except OSError as error:
-            if error.errno not in _PASSING:
+            if error.errno not in _PASSING or _TRIED in getattr(error, "__notes__", ()):
                 raise
             where = f"{error.filename}: " if error.filename else ""
             print(f"warning: {where}{error.strerror}; trying again in {wait} s", flush=True)
             time.sleep(wait)
-    return action()
+    try:
+        return action()
+    except OSError as error:
+        error.add_note(_TRIED)  # so that a call around this one does not begin anew
+        raise

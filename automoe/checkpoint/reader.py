@@ -113,7 +113,7 @@ def _renamed(metadata: Metadata) -> Metadata:
 
 def _read_index(path: Path) -> Metadata:
     try:
-        metadata = _Unpickler(io.BytesIO(retried(lambda: read_file(path)))).load()
+        metadata = _Unpickler(io.BytesIO(read_file(path))).load()
         entries = metadata.state_dict_metadata
         paths = [one.relative_path for one in metadata.storage_data.values()]
         strange = [

@@ -11,15 +11,18 @@ import contextlib
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from automoe.config.paths import user_path
-from automoe.errors import ConfigError
+from automoe.errors import ConfigError, listed
+from automoe.storage.files import wrong_kind
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w./-]+?))??(?:@([0-9a-f]{40}))?")
 # Patterns of the files that describe a model and its tokenizer; pickles and code are excluded.
 _SMALL = ["*.json", "*.jinja", "vocab.txt", "merges.txt", "*.model"]
+_SILENT_S = 10.0  # a Hub that says nothing for so long is out of reach
 _COPIES = ["*/*.json", "*/*.model"]  # other formats and older steps, in folders of their own
 
 
@@ -32,9 +35,13 @@ def local_folder(spec: str | Path) -> Path:
     found = _ID.fullmatch(str(spec))
     if found is None or found[3] is None or folder.exists():
         return folder
+    return _cache_of(found[1]) / "snapshots" / found[3]
+
+
+def _cache_of(name: str) -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return Path(HF_HUB_CACHE, f"models--{found[1].replace('/', '--')}", "snapshots", found[3])
+    return Path(HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
 
 
 def is_data_set(path: str) -> bool:
@@ -89,7 +96,7 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
         if (before := id_and_commit(kept)) is not None and before[0] == name:
             commit = before[1]
             with contextlib.suppress(Exception):  # the Hub may be out of reach
-                newest = HfApi().model_info(name, timeout=10).sha
+                newest = HfApi().model_info(name, timeout=_SILENT_S).sha
                 if newest and newest != commit:
                     print(
                         f"note: {key}={name} is at commit {newest[:12]} now; this run stays with {commit[:12]}. For "
@@ -110,28 +117,43 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
 def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     """Download the files of a model that match the patterns ``files``; return its cache folder.
 
-    Processes on one machine may download the same file: huggingface_hub locks it.
+    Processes on one machine may download the same file: huggingface_hub locks it. A cached copy is
+    taken as it is where the Hub's list of its files cannot be had, and a note says so.
 
     Raises:
         ConfigError: as ``pinned``.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils import get_session
 
     options: dict[str, Any] = {
         "revision": revision,
         "allow_patterns": files,
         "ignore_patterns": _COPIES,
     }
+    place = _cache_of(name)
+    listing = place / "trees" / f"{revision}.json"
+    for file in (place / "refs" / revision, listing):
+        if (kind := wrong_kind(file)) is not None:  # it would be read, and a FIFO has no end
+            raise _refused(key, f"{name}@{revision}", f"{file} is {kind} and no file")
+    get_session().timeout = _SILENT_S  # its default is none
+    cached = None
+    with contextlib.suppress(Exception):
+        folder = Path(snapshot_download(name, local_files_only=True, **options))
+        if files is _SMALL or all((folder / file).exists() for file in files):
+            cached = folder
+    # A commit never changes, and huggingface_hub has compared the folder with the list.
+    if cached and len(revision) == 40 and listing.is_file():
+        return cached
     try:
-        if len(revision) == 40:  # a commit never changes, so the cache is current
-            with contextlib.suppress(LocalEntryNotFoundError):
-                folder = Path(snapshot_download(name, local_files_only=True, **options))
-                if files is _SMALL or all((folder / file).exists() for file in files):
-                    return folder
+        HfApi().model_info(name, revision=revision, timeout=_SILENT_S)
         return Path(snapshot_download(name, **options))
     except Exception as error:  # the library's own, those of its HTTP client, of the disk
-        raise _refused(key, f"{name}@{revision}", error) from error
+        if cached is None:
+            raise _refused(key, f"{name}@{revision}", error) from error
+        note = f"note: {cached} is used as it is: the Hub cannot be asked which files a model has"
+        print(f"{note} ({_one_line(error)})", file=sys.stderr)
+        return cached
 
 
 def fetch(key: str, spec: str, missing: list[str]) -> None:
@@ -145,9 +167,14 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
     found = id_and_commit(spec)
     assert found is not None, spec
     try:
-        there = HfApi().model_info(found[0], revision=found[1], files_metadata=True).siblings or []
+        there = (
+            HfApi()
+            .model_info(found[0], revision=found[1], files_metadata=True, timeout=_SILENT_S)
+            .siblings
+            or []
+        )
     except Exception as error:
-        raise _refused(key, spec, error) from error
+        raise _refused(key, spec, error, missing) from error
     sizes = {file.rfilename: file.size or 0 for file in there}
     if lost := [file for file in missing if file not in sizes]:
         raise ConfigError(
@@ -162,10 +189,16 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
     download(key, *found, missing)
 
 
-def _refused(key: str, spec: str, error: Exception | str) -> ConfigError:
+def _one_line(error: Exception | str) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _refused(
+    key: str, spec: str, error: Exception | str, missing: Iterable[str] = ("all that is needed",)
+) -> ConfigError:
     from huggingface_hub import constants, errors
 
-    why = " ".join(str(error).split())[:300]
+    why = _one_line(error)
     login = "log in (hf auth login, or HF_TOKEN)"
     name = spec.partition("@")[0]
     if isinstance(error, errors.GatedRepoError):
@@ -177,10 +210,10 @@ def _refused(key: str, spec: str, error: Exception | str) -> ConfigError:
             f"Where there is a network, run `hf download {name}`, and bring that cache here (HF_HOME says where it "
             "lies), or a copy of the model's folder, and name it"
         )
-        if constants.HF_HUB_OFFLINE:
+        if constants.HF_HUB_OFFLINE and isinstance(error, Exception):
             why = "HF_HUB_OFFLINE is set"
             remedy = f"Unset HF_HUB_OFFLINE. {remedy}"
-    rule = f"no such folder (looked from {os.getcwd()}), nor is all that is needed of the Hub's {spec} in "
+    rule = f"no such folder (looked from {os.getcwd()}), nor is {listed(missing)} of the Hub's {spec} in "
     return ConfigError(
         key, spec, f"{rule}{constants.HF_HUB_CACHE}, and it cannot be had: {why}", remedy
     )

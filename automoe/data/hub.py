@@ -50,13 +50,11 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
 
 
 def _reason(data: DataConfig, error: Exception, offline: bool) -> str:
-    absent = (
-        ""
-        if Path(data.path or "").expanduser().exists()
-        else f"nothing there (looked from {Path.cwd()}), and "
-    )
+    absent = f"nothing there (looked from {Path.cwd()}), and "
+    if there := Path(data.path or "").expanduser().exists():
+        absent = ""
     what = f"{data.path}: {absent}datasets cannot load it ({' '.join(str(error).split())[:300]})."
-    if offline or isinstance(error, ConnectionError):
+    if not there and (offline or isinstance(error, ConnectionError)):
         return (
             f"{what} The Hub is out of reach from here, or HF_HUB_OFFLINE is set: where there is a network, save it "
             f"with datasets.load_dataset({data.path!r}, split={data.split!r}).save_to_disk(DIR), and set data.path=DIR."

@@ -24,7 +24,7 @@ from automoe.config.schema import Config, tokenizer_of
 from automoe.config.shipped import shipped_folder
 from automoe.data.tokenizer_files import check_files, named_parts, settings_of, text_of, unreadable
 from automoe.errors import ConfigError
-from automoe.storage.foreign import MAX_ID
+from automoe.storage.foreign import MAX_ID, is_there
 from automoe.storage.guarded import doing, guarded
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class HFTokenizer(Tokenizer):
                 "a tokenizer is 'byte', a directory or a Hub id, and this directory does not exist",
                 "Set data.tokenizer=byte, the path of a directory with a tokenizer.json, or OWNER/NAME@main.",
             )
-        if (directory / "tokenizer.json").is_file():
+        if is_there(directory, "tokenizer.json"):
             self._backend, eos_id = _load_fast(directory)
             files = ["tokenizer.json"]
         else:
@@ -318,7 +318,7 @@ def check_tokenizer(spec: str) -> None:
     if spec in ("byte", NO_TOKENIZER) or not directory.is_dir():
         return
     check_files(directory)
-    if not (directory / "tokenizer.json").is_file():
+    if not is_there(directory, "tokenizer.json"):
         guarded(f"{directory}: its tokenizer", lambda: _load_with_transformers(directory) and None)
 
 
@@ -451,18 +451,19 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
                 "data.chat.template", chosen, rule, "Name a Jinja file, or plain"
             ) from error
     folder = local_folder(tokenizer)
-    files = [folder / TEMPLATE, *sorted(folder.glob(f"{OTHER_TEMPLATES}/*.jinja"))]
-    names = [str(file.relative_to(folder)) for file in files if file.is_file()]
-    found = "".join(text_of(folder, name) for name in names)
+    others = sorted(folder.glob(f"{OTHER_TEMPLATES}/*.jinja"))
+    names = [TEMPLATE, *(str(file.relative_to(folder)) for file in others)]
+    found = "".join(text_of(folder, name) for name in names if is_there(folder, name))
     for name in ("chat_template.json", "tokenizer_config.json"):
         content = "" if found else settings_of(folder, name).get("chat_template")
         if content:
             found = content if isinstance(content, str) else json.dumps(content)
     if not found:
+        lack = "has no chat template" if tokenizer == "byte" or folder.is_dir() else "is not there"
         raise ConfigError(
             "data.chat.template",
             None,
-            f"the tokenizer {tokenizer} has no chat template, and conversations need one",
+            f"the tokenizer {tokenizer} {lack}, and conversations need one",
             "Set data.tokenizer to that of an instruct model, data.chat.template to a Jinja file, or "
             "data.chat.template=plain for lines of 'user: ...' and 'assistant: ...'",
         )

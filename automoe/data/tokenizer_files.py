@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from automoe.errors import ConfigError
-from automoe.storage.foreign import read_bytes, read_settings
+from automoe.storage.foreign import is_there, read_bytes, read_settings
 from automoe.storage.guarded import doing, guarded
 
 _SETTINGS = (
@@ -58,7 +58,7 @@ def check_files(directory: Path) -> None:
     for name in _SETTINGS:
         settings_of(directory, name)
     path = directory / "tokenizer.json"
-    if path.is_file():
+    if is_there(directory, path.name):
         text = text_of(directory, path.name)
         if "Regex" in text or "precompiled_charsmap" in text:
             guarded(str(path), lambda: _try_parts(path, text))

@@ -17,9 +17,10 @@ from typing import Any, Literal, NamedTuple
 
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
-from automoe.errors import CheckpointError, ConfigError, listed
+from automoe.errors import CheckpointError, ConfigError, listed, retried
 from automoe.hf.keys import FUSED, INDEX_FILE, KeyMap
 from automoe.model.params import count_params
+from automoe.storage.files import named
 from automoe.storage.foreign import brief, is_there, open_inside, parse_json, read_bytes
 
 SINGLE_FILE = "model.safetensors"
@@ -126,7 +127,7 @@ def read_headers(path: str | Path) -> dict[str, StoredTensor]:
             f"{folder}: no such directory. Name a HuggingFace checkpoint directory"
         )
     try:
-        return _read_all(folder)
+        return retried(lambda: _read_all(folder))
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror}"
         raise CheckpointError(f"{reason}. Make it readable, or copy it again") from error
@@ -214,12 +215,13 @@ def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
         CheckpointError: its file became shorter since its header was read.
         OSError: its file cannot be read.
     """
-    with os.fdopen(open_inside(folder, tensor.file), "rb") as stream:
+    file = folder / tensor.file
+    with named(file), os.fdopen(open_inside(folder, tensor.file), "rb") as stream:
         stream.seek(tensor.start)
         for at in range(0, tensor.num_bytes, _PART):
             found = stream.read(min(_PART, tensor.num_bytes - at))
             if len(found) < min(_PART, tensor.num_bytes - at):
-                raise CheckpointError(f"{folder / tensor.file} was shortened. Copy the file again")
+                raise CheckpointError(f"{file} was shortened. Copy the file again")
             yield found
 
 
@@ -295,7 +297,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
     file = folder / name
-    with os.fdopen(open_inside(folder, name), "rb") as stream:
+    with named(file), os.fdopen(open_inside(folder, name), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         start = stream.read(len(_LFS_MARK))
         if start == _LFS_MARK:

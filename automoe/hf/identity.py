@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automoe.config.hub import fetch, id_and_commit, local_folder, pinned
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
-from automoe.hf.headers import StoredTensor, missing_files, read_headers
+from automoe.hf.headers import StoredTensor, missing_files, raw_bytes, read_headers
 
 if TYPE_CHECKING:
     from automoe.parallel.agreement import Ranks
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
 KIND = "crc32:"  # prefix of an identity; identities of different kinds cannot be compared
 # per rank; a thread reads 2 GB/s
 THREADS = 4
-PIECE_BYTES = 8 << 20
 SAID_BYTES = 10e9  # a larger checkpoint takes seconds to read, so a line is printed
 
 
@@ -94,22 +90,12 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
 def _checksums(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, int]:
     """Return the CRC-32 of each tensor's bytes, which a few threads read, file after file."""
 
-    def checksum(stored: StoredTensor) -> int:
+    def checksum(name: str) -> int:
         value = 0
-        at = stored.start
-        end = stored.start + stored.num_bytes
-        while at < end:
-            piece = os.pread(opened[stored.file].fileno(), min(PIECE_BYTES, end - at), at)
-            if not piece:
-                raise OSError(
-                    errno.EIO, "it became shorter while it was read", str(folder / stored.file)
-                )
+        for piece in raw_bytes(folder, tensors[name]):
             value = zlib.crc32(piece, value)
-            at += len(piece)
         return value
 
     order = sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].start))
-    with ExitStack() as stack, ThreadPoolExecutor(THREADS) as pool:
-        files = {stored.file for stored in tensors.values()}
-        opened = {file: stack.enter_context((folder / file).open("rb")) for file in files}
-        return dict(zip(order, pool.map(lambda name: checksum(tensors[name]), order), strict=True))
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(order, pool.map(checksum, order), strict=True))

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from automoe.config.convert import written
-from automoe.errors import CheckpointError, listed
+from automoe.errors import CheckpointError, listed, retried
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.files import DTYPES
 from automoe.hf.headers import StoredTensor, without_collection
@@ -390,17 +391,25 @@ class Reader:
         start = source.start + (matrix * num_rows + begin) * row_bytes + first
         target = into.numpy().data
         step = len(target) if width == row_bytes else width
-        try:
+
+        def read(part: memoryview, offset: int) -> int:
             if source.file not in self._open:
                 if len(self._open) == MAX_OPEN:
                     os.close(self._open.pop(next(iter(self._open))))
                 self._open[source.file] = open_inside(self.catalog.folder, source.file)
+            try:
+                return os.preadv(self._open[source.file], [part], offset)
+            except OSError:  # a stale handle stays stale
+                os.close(self._open.pop(source.file))
+                raise
+
+        try:
             done = 0
             while done < len(target):
                 row, skip = divmod(done, width)
                 offset = start + row * row_bytes + skip
                 part = target[done : done + step - done % step]
-                count = os.preadv(self._open[source.file], [part], offset)
+                count = retried(partial(read, part, offset))
                 if count == 0:
                     raise OSError(f"it ends at byte {offset:,}")
                 self.bytes_read += count

@@ -192,7 +192,7 @@ class AppendLog:
         Damage before the end of ``step`` is reported to the user.
         """
         # The parsed records of a long run would take several times the file's size.
-        lines = [line._replace(record={}) for line in _lines(self.path)]
+        lines = retried(lambda: [line._replace(record={}) for line in _lines(self.path)])
         good = {line.step: line for line in lines if line.step is not None and line.step <= step}
         kept = [good[number] for number in sorted(good)]
         missing = _without_record(lines, kept, step) if every_step else []
@@ -253,7 +253,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._samples = AppendLog(samples, resume_step, warn) if samples.exists() else None
             # Steps between two load snapshots. A resumed run keeps its stride; its first snapshot
             # may be off the grid.
-            steps = [record["step"] for record in read_jsonl(self._load.path)]
+            steps = retried(lambda: [one["step"] for one in read_jsonl(self._load.path)])
             self._stride = statistics.mode(np.diff(steps[1:]).tolist() or [1])
             if steps and steps[-1] < (due := (resume_step or 0) // self._stride * self._stride):
                 warn(
@@ -351,7 +351,7 @@ def _lines(path: StrPath) -> Iterator[_Line]:
     """Yield every line of a JSON-lines file; a missing file has none."""
     if not os.path.exists(path):
         return
-    with os.fdopen(open_regular(Path(path)), "rb") as file:
+    with named(Path(path)), os.fdopen(open_regular(Path(path)), "rb") as file:
         for number, raw in enumerate(file, start=1):
             record = {}
             with contextlib.suppress(ValueError):  # A power loss can leave zeros inside the file.

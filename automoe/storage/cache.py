@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from automoe.errors import DataError, retried
+from automoe.errors import DataError
 from automoe.storage.files import checksum
 from automoe.storage.folder import flush_folder
 from automoe.storage.lock_file import take_lock
@@ -39,7 +39,7 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
             not go on. Errors of ``write`` pass through.
     """
     try:
-        found = retried(lambda: _verified(entry))
+        found = _verified(entry)
     except OSError as error:  # An unreadable entry may be intact.
         raise DataError(
             f"{error.filename or entry}: cannot be read ({error.strerror}). Check this disk."

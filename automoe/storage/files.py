@@ -52,17 +52,24 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file of the program's own state. Raises as ``open_regular``."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        return file.read()
+    """Return the content of a file of the program's own state, retried after a passing error.
+
+    Raises ``OSError`` as ``open_regular``; it names the file.
+    """
+
+    def read() -> bytes:
+        with named(path), os.fdopen(open_regular(path), "rb") as file:
+            return file.read()
+
+    return retried(read)
 
 
 @contextmanager
-def named(path: Path, size: int) -> Iterator[None]:
+def named(path: Path, size: int = 0) -> Iterator[None]:
     """Name ``path`` in an ``OSError`` of the body, and say how much room a full disk lacks.
 
     Args:
-        size: bytes that the body writes.
+        size: bytes that the body writes; 0 if it reads.
     """
     try:
         yield
@@ -88,9 +95,14 @@ def checksum(path: Path, method: Callable[[], Any] = xxhash.xxh3_128) -> str:
     """Return a checksum of a file's bytes in hexadecimal digits.
 
     The default, XXH3, detects damage, not intent. It reads 7 GB per second from the page cache.
+    Raises as ``read_file``.
     """
-    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        return hashlib.file_digest(file, method).hexdigest()
+
+    def digest() -> str:
+        with named(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
+            return hashlib.file_digest(file, method).hexdigest()
+
+    return retried(digest)
 
 
 def flush(path: Path) -> None:

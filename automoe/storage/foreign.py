@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from automoe.errors import CheckpointError
+from automoe.errors import CheckpointError, retried
 from automoe.storage.files import named, wrong_kind
 
 # No config.json or index comes near: that of a model with a hundred thousand tensors has 10 MB.
@@ -90,13 +90,17 @@ def _check_regular(file: Path, opened: str | int) -> None:
 
 def read_bytes(folder: Path, name: str) -> bytes:
     """Read a JSON file whole. Raises as ``open_inside``, and if it exceeds ``MAX_JSON_BYTES``."""
-    with os.fdopen(open_inside(folder, name), "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(
-                f"{folder / name} has {size:,} bytes, and at most {MAX_JSON_BYTES:,} are read. Copy the file again"
-            )
-        return stream.read(MAX_JSON_BYTES)
+
+    def read() -> bytes:
+        with named(folder / name), os.fdopen(open_inside(folder, name), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > MAX_JSON_BYTES:
+                raise CheckpointError(
+                    f"{folder / name} has {size:,} bytes, and at most {MAX_JSON_BYTES:,} are read. Copy the file again"
+                )
+            return stream.read(MAX_JSON_BYTES)
+
+    return retried(read)
 
 
 def parse_json(raw: bytes) -> Any:
@@ -206,9 +210,9 @@ def brief(value: object) -> str:
 
 
 def copy_file(folder: Path, name: str, target: Path) -> None:
-    """Copy one file of ``folder``. Raises as ``open_inside``."""
+    """Copy one file of ``folder``; a second call is as good as the first. Raises as ``open_inside``."""
     with os.fdopen(open_inside(folder, name), "rb") as source:
-        with named(target, os.fstat(source.fileno()).st_size), open(target, "xb") as copy:
+        with named(target, os.fstat(source.fileno()).st_size), open(target, "wb") as copy:
             shutil.copyfileobj(source, copy, 1 << 20)
 
 

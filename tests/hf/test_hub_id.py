@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,9 +18,11 @@ import torch
 from safetensors.torch import save_file
 
 from automoe.config.compose import Arguments, compose_config
+from automoe.config.data_schema import ChatConfig
 from automoe.config.frozen import dump_config, parse_config
 from automoe.config.hub import id_and_commit, local_folder, pinned
-from automoe.errors import ConfigError
+from automoe.data.tokenizer import load_tokenizer, stored_template
+from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.identity import checkpoint_folder, checkpoint_identity, complete
 from automoe.launch.prepare import prepare, settle
 from tests.support.chat import save_tokenizer
@@ -213,6 +218,63 @@ def test_a_cache_that_was_copied_here_is_enough(
     (place / "snapshots" / commit).symlink_to(folders[0])
     assert pinned(KEY, NAME) == f"{NAME}@{commit}"
     assert checkpoint_identity(checkpoint_folder(NAME)) == checkpoint_identity(folders[0])
+
+
+def test_a_commit_of_which_another_program_cached_a_part_is_completed(
+    hub: Hub, folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = f"{NAME}@{hub.main}"
+    part = tmp_path / "cache" / "models--lab--tiny" / "snapshots" / hub.main
+    part.mkdir(parents=True)
+    shutil.copy(folders[0] / "config.json", part)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert pinned(KEY, spec) == spec and not (part / "tokenizer.json").exists()
+    assert "is used as it is: the Hub cannot be asked" in capsys.readouterr().err
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    assert pinned(KEY, spec) == spec and (part / "tokenizer.json").is_file()
+    assert (part / "generation_config.json").is_file()
+    before = len(hub.asked)
+    capsys.readouterr()
+    assert pinned(KEY, spec) == spec and len(hub.asked) == before and capsys.readouterr().err == ""
+
+
+def test_a_hub_that_is_silent_is_waited_for_no_longer_than_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("automoe.config.hub._SILENT_S", 0.2)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ConfigError, match="timed out"):
+            pinned(KEY, NAME)
+
+
+def test_what_a_cache_holds_in_place_of_files_is_named_at_once(
+    hub: Hub, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A FIFO where the library would read a revision; a shard that is missing; links that lead to nothing."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    place = tmp_path / "cache" / "models--lab--tiny"
+    (place / "refs").mkdir(parents=True)
+    os.mkfifo(place / "refs" / "main")
+    with pytest.raises(ConfigError, match=r"refs/main is a FIFO and no file"):
+        pinned(KEY, f"{NAME}@main")
+    folder = place / "snapshots" / hub.main
+    shutil.copytree(folders[0], folder)
+    (shard := sorted(folder.glob("*.safetensors"))[-1]).unlink()
+    with pytest.raises(ConfigError, match=f"nor is {shard.name} of the Hub's"):
+        checkpoint_folder(f"{NAME}@{hub.main}")
+    (folder / "chat_template.jinja").symlink_to(tmp_path / "gone")
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": "{{ messages }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises((ConfigError, CheckpointError), match=r"chat_template\.jinja"):
+        stored_template(ChatConfig(), str(folder))
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(tmp_path / "gone")
+    with pytest.raises((ConfigError, CheckpointError), match=r"tokenizer\.json"):
+        load_tokenizer(str(folder))
 
 
 def test_what_is_no_id_asks_nobody(hub: Hub, tmp_path: Path) -> None:

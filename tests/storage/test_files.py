@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,14 @@ from automoe.checkpoint.folder import promised_step
 from automoe.checkpoint.manifest import read_manifest
 from automoe.config.frozen import save_config
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, DataError, in_words
+from automoe.errors import AutomoeError, CheckpointError, DataError, in_words
+from automoe.hf.headers import read_headers
 from automoe.launch import run_dir as runs
 from automoe.observe.metrics import AppendLog, MetricsLog, read_metrics
 from automoe.observe.trackers import IDS_FILE, _read_ids
 from automoe.storage.cache import open_entry
 from automoe.storage.files import checksum, named, read_file, replace_durably, replace_file, write_durably
+from automoe.storage.foreign import read_bytes
 from automoe.storage.sealed import read_json
 from automoe.training.preference import _read
 
@@ -66,6 +69,38 @@ OPENED: dict[str, Callable[[Path], object]] = {
     "log": in_the_way("logs/rank3.log"),
     "trackers": ids_of,
 }
+
+
+@pytest.mark.parametrize("what", ["state", "settings", "lines", "headers"])
+def test_a_read_that_fails_is_tried_again_and_names_its_file(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system names no file where reading fails, only where opening does."""
+    monkeypatch.setattr("automoe.errors._WAITS_S", (0.0, 0.0, 0.0))
+    path = tmp_path / ("model.safetensors" if what == "headers" else "some.json")
+    path.write_bytes(b"\2\0\0\0\0\0\0\0{}" if what == "headers" else b"")
+    read = {
+        "state": lambda: read_file(path),
+        "settings": lambda: read_bytes(tmp_path, path.name),
+        "lines": lambda: AppendLog(path, 0, print),
+        "headers": lambda: read_headers(tmp_path),
+    }[what]
+    open_stream, left = os.fdopen, [1]
+
+    def fails(handle: int, *options: Any, **others: Any) -> Any:
+        if not left:
+            return open_stream(handle, *options, **others)
+        left.pop()
+        os.close(handle)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("os.fdopen", fails)
+    read()
+    assert capsys.readouterr().out == f"warning: {path}: Input/output error; trying again in 0.0 s\n"
+    left.extend([1] * 4)
+    with pytest.raises((OSError, CheckpointError)) as refused:
+        read()
+    assert str(path) in str(refused.value) and "Input/output error" in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a device"])

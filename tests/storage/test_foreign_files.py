@@ -250,6 +250,8 @@ def test_templates_that_are_not_text(tmp_path: Path) -> None:
     refused(lambda: stored_template(ChatConfig(), str(folder)), f"{folder}/chat_template.jinja", "can't decode")
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").mkdir()
+    refused(lambda: stored_template(ChatConfig(), str(folder)), "chat_template.jinja is a folder and no file")
+    (folder / "chat_template.jinja").rmdir()
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").symlink_to("/etc/passwd")
     refused(lambda: stored_template(ChatConfig(), str(folder)), "leads out of the checkpoint's folder")

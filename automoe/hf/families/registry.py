@@ -90,8 +90,9 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     try:
         return parse_settings(read_bytes(local_folder(path), "config.json"))
     except (FileNotFoundError, NotADirectoryError):
-        rule = "there is no config.json in it"
-        remedy = "Name a HuggingFace checkpoint directory"
+        there = local_folder(path).is_dir()
+        rule = "there is no config.json in it" if there else "there is no such folder"
+        remedy = "Name a HuggingFace checkpoint directory, or a Hub id (OWNER/NAME@main)"
     except OSError as error:
         rule = f"its config.json cannot be read: {error.strerror}"
         remedy = "Make it readable"
