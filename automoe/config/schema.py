@@ -12,6 +12,7 @@ from typing import Any, Literal
 from automoe.config.data_schema import NO_TOKENIZER, DataConfig
 from automoe.config.paths import PathText
 from automoe.config.run_schema import ClusterConfig, LaunchConfig, ObserveConfig
+from automoe.config.train_schema import LoraConfig, OptimConfig, TrainConfig
 
 
 @dataclass
@@ -311,114 +312,6 @@ class KernelsConfig:
     # rotary embedding; triton also assembles MLA's keys in the same kernel
     rope: Literal["torch", "triton"] = "torch"
     norm: Literal["torch", "te"] = "torch"  # te: needs CUDA and the package transformer-engine
-
-
-@dataclass
-class TrainConfig:
-    """Length, batch, precision, loss, frozen parameters and validation."""
-
-    steps: int = 200  # optimizer steps
-    seq_len: int = 256  # tokens per row
-    global_batch_size: int = 16  # rows per optimizer step, over all ranks
-    # [start, increment, rows]: the global batch begins with start rows and grows by increment rows
-    # at a time until it has global_batch_size, evenly over that many rows of training
-    rampup_batch_size: list[int] | None = None
-    micro_batch_size: int = 2  # rows per forward pass of one data-parallel rank
-    seed: int = 0  # seed of the initial weights and of the order of the data
-    # precision of activations and matrix products; optim.master_weights has that of the parameters
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    # compute the matrix products of attention, FFNs and experts in 8 bits (docs/fp8.md).
-    # tensorwise: one scale per tensor, from its own largest value; delayed: one scale per tensor,
-    # from the largest values of earlier steps; blockwise: one scale per block of a tensor
-    fp8: Literal["off", "tensorwise", "delayed", "blockwise"] = "off"
-    # compile attention with its norms, FFNs, router and loss by torch.compile; not the experts
-    compile: bool = False
-    # loss function: cross_entropy, or the name of one that a plugin registers (docs/extend.md)
-    loss: Literal["cross_entropy"] = "cross_entropy"
-    # model.num_mtp_layers: weight of the mean of the modules' losses beside the main loss
-    mtp_loss_weight: float = 0.3
-    grad_clip: float = 1.0  # maximum global gradient norm; 0: no clipping
-    max_skipped: int = 10  # the run ends after this many skipped steps in a row
-    # skip a step whose loss is this many standard deviations above recent losses; 0: never
-    spike_factor: float = 0.0
-    spike_window: int = 100  # number of recent losses that spike_factor compares with
-    # patterns of parameter names to freeze, such as "*.router.*"; LoRA freezes all parameters
-    freeze: list[str] = field(default_factory=list)
-    # patterns of parameter names to train even though freeze or LoRA freezes them
-    trainable: list[str] = field(default_factory=list)
-    val_every: int = 50  # steps between validations; 0: no validation
-    val_batches: int = 2  # global batches per validation
-
-
-@dataclass
-class LoraConfig:
-    """Low-rank adapters (arXiv 2106.09685) on the matrices of a frozen model (``docs/lora.md``)."""
-
-    rank: int = 0  # rank of every adapter; 0: no adapters, the model itself is trained
-    alpha: float = 32.0  # an adapter's output is multiplied by alpha / rank
-    dropout: float = 0.0  # dropout probability of an adapter's input features
-    # matrices that get adapters: groups (one that the model lacks is no error), or names such as
-    # q_proj, mlp.up_proj, experts.down_proj
-    targets: list[str] = field(
-        default_factory=lambda: ["attention", "mlp", "shared_experts", "experts"]
-    )
-    # merged: export the model with its adapters merged; adapter: export the adapters alone, which
-    # peft loads onto model.hf_path
-    export: Literal["merged", "adapter"] = "merged"
-    # storage of frozen matrices. weights: in train.dtype; fp8: in 8 bits, as the checkpoint stores
-    # them; nf4: in 4 bits
-    base: Literal["weights", "fp8", "nf4"] = "weights"
-
-
-@dataclass
-class Phase:
-    """A phase of training: how the learning rate leaves the last one, and what else changes."""
-
-    steps: int = 0
-    lr_ratio: float = 1.0  # learning rate of its last step divided by optim.lr
-    # way from the learning rate of the phase before; constant: lr_ratio from its first step on
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    bias_update_rate: float | None = None  # in place of moe.bias_update_rate; null: that one
-
-    def __repr__(self) -> str:
-        """Return the dictionary of a configuration file."""
-        given = {key: value for key, value in vars(self).items() if value is not None}
-        return "{" + ", ".join(f"{key}: {value}" for key, value in given.items()) + "}"
-
-
-@dataclass
-class OptimConfig:
-    """AdamW or Muon, and the learning-rate schedule."""
-
-    # muon: the matrices of layers are updated by Muon (arXiv 2502.16982), all other parameters by
-    # AdamW, with the same learning rate and weight decay
-    algorithm: Literal["adamw", "muon"] = "adamw"
-    momentum: float = 0.95  # of Muon, with Nesterov's step
-    # dtype in which Muon exchanges and orthogonalises matrices. float32: that of the parameters, at
-    # least float32; bfloat16: half the bytes, and an update that depends on the mesh by rounding
-    muon_dtype: Literal["float32", "bfloat16"] = "float32"
-    lr: float = 3e-3  # peak learning rate, after warm-up
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # for matrices; norms and biases are not decayed
-    schedule: Literal["cosine", "wsd", "constant", "phases"] = "cosine"
-    warmup_steps: int = 20  # steps in which the learning rate rises linearly
-    decay_steps: int = 50  # wsd: steps of the linear decay at the end
-    min_lr_ratio: float = 0.1  # final learning rate divided by the peak
-    # what follows the warm-up if schedule=phases; their steps sum to train.steps - warmup_steps
-    phases: list[Phase] = field(default_factory=list)
-    # parameters that the optimizer updates if train.dtype=bfloat16. float32: a float32 copy;
-    # stochastic: the bfloat16 parameters themselves, with stochastic rounding
-    master_weights: Literal["float32", "stochastic"] = "float32"
-    # precision of AdamW's moments; bfloat16 rounds stochastically, with either kind of master
-    # weights, and leaves the moments of routers in float32
-    moments: Literal["float32", "bfloat16"] = "float32"
-    # decay of an exponential moving average of the trained weights, kept in float32: 0.999 averages
-    # over about a thousand steps; 0: no average
-    ema_decay: float = 0.0
-    # QK-clip of MuonClip (arXiv 2507.20534): after a step, scale queries and keys of heads of which
-    # an attention logit of its batch was larger than this (Kimi K2: 100); 0: never
-    qk_clip: float = 0.0
 
 
 @dataclass

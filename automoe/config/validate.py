@@ -204,30 +204,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            f"Set {key}=1" + ("" if shape.world_size % 2 else ", or mesh.pp=2 or more"))
     yield (key, pp > 1 and schedule in V_SHAPED and stages != 2,
            f"{schedule} runs exactly 2 stages a rank: down the ranks and up again", f"Set {key}=2")
-    num_layers = config.model.num_layers
-    num_stages = pp * stages
-    sizes = parallel.layers_per_stage
-    yield ("model.num_layers", sizes is None and num_layers < num_stages, *too_many_stages(num_stages))
-    if sizes is not None:
-        remedy = "Set parallel.layers_per_stage=null"
-        if num_layers >= num_stages:
-            even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
-            remedy = f"Set parallel.layers_per_stage=[{even}] or null"
-        if parallel.layout is not None:
-            remedy = f"Write parallel.layout with {num_stages} stages and {num_layers} t"
-        yield ("parallel.layers_per_stage", len(sizes) != num_stages,
-               f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes",
-               remedy)
-        least = min(sizes, default=0)
-        yield ("parallel.layers_per_stage", least < 0, f"no stage has {least} layers", remedy)
-        # The first stage holds the embedding, the last one the head.
-        full = [n + (i in (0, num_stages - 1)) for i, n in enumerate(sizes)]
-        held = stages_of_ranks(pp, stages, schedule)
-        empty = [rank for rank, own in enumerate(held) if not any(full[stage] for stage in own)]
-        yield ("parallel.layers_per_stage", bool(empty),
-               f"every pipeline rank trains something, and the stages of rank {min(empty, default=0)} are all empty", remedy)
-        yield ("parallel.layers_per_stage", sum(sizes) != num_layers,
-               f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
+    yield from _stage_rows(config, shape)
     if parallel.overlap_all_to_all:
         yield from _overlap_rows(config, shape)
     if pp == 1:
@@ -272,6 +249,35 @@ def _halves_rows(config: Config) -> Iterator[Row]:
     yield ("train.compile", config.train.compile and runs_halves(schedule),
            f"torch cannot run the halves of a compiled backward pass apart ({schedule})",
            "Set train.compile=false, or parallel.schedule=Interleaved1F1B")
+
+
+def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    parallel, pp = config.parallel, shape.pp
+    stages, schedule = parallel.stages_per_rank, parallel.schedule
+    num_layers = config.model.num_layers
+    num_stages = pp * stages
+    sizes = parallel.layers_per_stage
+    yield ("model.num_layers", sizes is None and num_layers < num_stages, *too_many_stages(num_stages))
+    if sizes is not None:
+        remedy = "Set parallel.layers_per_stage=null"
+        if num_layers >= num_stages:
+            even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
+            remedy = f"Set parallel.layers_per_stage=[{even}] or null"
+        if parallel.layout is not None:
+            remedy = f"Write parallel.layout with {num_stages} stages and {num_layers} t"
+        yield ("parallel.layers_per_stage", len(sizes) != num_stages,
+               f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes",
+               remedy)
+        least = min(sizes, default=0)
+        yield ("parallel.layers_per_stage", least < 0, f"no stage has {least} layers", remedy)
+        # The first stage holds the embedding, the last one the head.
+        full = [n + (i in (0, num_stages - 1)) for i, n in enumerate(sizes)]
+        held = stages_of_ranks(pp, stages, schedule)
+        empty = [rank for rank, own in enumerate(held) if not any(full[stage] for stage in own)]
+        yield ("parallel.layers_per_stage", bool(empty),
+               f"every pipeline rank trains something, and the stages of rank {min(empty, default=0)} are all empty", remedy)
+        yield ("parallel.layers_per_stage", sum(sizes) != num_layers,
+               f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
 
 
 def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from automoe.config.schema import Config, OptimConfig, Phase
+from automoe.config.schema import Config, OptimConfig
+from automoe.config.train_schema import Phase
 from automoe.model.params import find_spec
 from automoe.optim import muon
 from automoe.optim.ema import KEY, first_average

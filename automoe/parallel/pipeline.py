@@ -294,11 +294,12 @@ class Stage(BufferlessStage):
 
     Attributes:
         neighbours: groups with the ranks of the stages before and behind
-            (``Meshes.pipeline_neighbours``; None: the group of all pipeline ranks), under a schedule that starts sends one by one and
+            (``Meshes.pipeline_neighbours``), under a schedule that starts sends one by one and
             waits for them at the end of the step, which keeps all sent tensors. The stage then
             starts the sends itself and waits for each after a few more. The peer posts its receives
-            in the order of the schedule and needs no later operation of this rank for them. None:
-            sends and receives are started together, in the group of all pipeline ranks.
+            in the order of the schedule and needs no later operation of this rank for them. In
+            place of either group None: that of all pipeline ranks. None for both: sends and
+            receives are started together, in that group.
     """
 
     neighbours: Neighbours | None = None

@@ -257,6 +257,21 @@ def _attention_bytes(
                 2 * tokens * heads + 2 * kv_tokens * groups
             )
         return kept + size * dim * (2 * tokens * heads + 2 * kv_tokens * groups)
+    return kept + _latent_bytes(attention, load, recompute, by_math)
+
+
+def _latent_bytes(
+    attention: AttentionConfig, load: TokenLoad, recompute: frozenset[str], by_math: bool
+) -> float:
+    """Bytes of latent attention but for the mask and the log-sum-exp of its kernel."""
+    again = "core_attn" in recompute
+    size, heads, tokens, kv_tokens = (
+        load.number_bytes,
+        attention.num_heads,
+        load.tokens,
+        load.kv_tokens,
+    )
+    kept = 0.0
     qk, value = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
     padded = load.on_cpu and value < qk
     in_place = not load.on_cpu or (padded and again)

@@ -220,8 +220,7 @@ def _pipeline_moments(
         # After the warm-up, every round repeats the one before.
         num_micro_batches = min(num_micro_batches, 4 * mesh.pp)
     gathered = sum(stage.weights for stage in stages)
-    held = [0] * len(stages)
-    done = [False] * len(stages)
+    held, done = [0] * len(stages), [False] * len(stages)
     seen = set()
 
     @cache

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from automoe.config.batch import rows_of_run
-from automoe.config.schema import Config, OptimConfig, Phase
+from automoe.config.schema import Config, OptimConfig
+from automoe.config.train_schema import Phase
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.optim.adamw import bias_update_rate, learning_rate

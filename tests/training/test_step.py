@@ -20,10 +20,10 @@ from automoe.config.schema import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
-    Phase,
     RouterConfig,
     TrainConfig,
 )
+from automoe.config.train_schema import Phase
 from automoe.data.loader import StepBatch
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
