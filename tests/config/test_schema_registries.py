@@ -30,7 +30,7 @@ from automoe.verify.run import TOLERANCES
         (schema.MoEConfig, "experts", [*BACKENDS, *FOREIGN_EXPERTS]),
         (schema.MoEConfig, "gate", ["learned", *GATES]),
         (schema.MoEConfig, "router_dtype", ROUTER_DTYPES),
-        (schema.KernelsConfig, "attention", ["sdpa", "te", *FORCED]),
+        (schema.KernelsConfig, "attention", ["sdpa", "te", "flex", *FORCED]),
         (schema.DataConfig, "kind", [*_SOURCES, *CHAT_KINDS, "benchmark"]),
         *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (COMPUTE_DTYPES, PARAM_DTYPES, ELEMENT_BYTES)),
         *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (DTYPE_BYTES, TOLERANCES)),

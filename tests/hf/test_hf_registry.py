@@ -171,7 +171,7 @@ def test_config_missing_or_not_json(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         model_config_from_hf(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match=r"model\.safetensors: there is no config\.json in it"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors: this is no folder"):
         model_config_from_hf(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ConfigError, match="git lfs pull"):
