@@ -95,7 +95,7 @@ def test_the_entry_imports_nothing_heavy() -> None:
         ("automoe tr", "train"),
         ("automoe train --config-name dsv", "dsv3_671b"),
         ("automoe train --config-name=dsv", "dsv3_671b"),
-        ("automoe train model=small_mi", "small_mixtral"),
+        ("automoe train model=small_mix", "small_mixtral"),
         ("automoe train train.steps=5 mesh.ep_s", "mesh.ep_shard="),
         ("automoe train recipe=pre", "pretrain"),
         ("automoe rec", "recipe"),

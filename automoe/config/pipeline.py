@@ -14,9 +14,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import zip_longest
+from pathlib import Path
 
 from automoe.config.v_schedules import Action, dual_pipe_v, zero_bubble_v
 from automoe.errors import ConfigError
+from automoe.storage.files import read_file
 
 Entry = tuple[Action, ...]
 Order = tuple[tuple[Entry, ...], ...]  # entries of every rank
@@ -227,8 +229,11 @@ def read_csv(path: str, stamp: int) -> Order:
     Raises:
         ConfigError: a field is no action of a computation.
     """
-    with open(path, newline="") as file:
-        rows = [[field.strip() for field in row] for row in csv.reader(file)]
+    try:
+        text = read_file(Path(path)).decode()
+        rows = [[field.strip() for field in row] for row in csv.reader(text.splitlines())]
+    except (OSError, ValueError, csv.Error) as error:
+        raise _refused(path, f"it cannot be read: {error}") from None
     return tuple(tuple(_entry(path, field) for field in row if field) for row in rows)
 
 

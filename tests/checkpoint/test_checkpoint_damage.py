@@ -82,7 +82,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_the_newest_valid_step_is_taken_loudly(
     ranks: RankPool, text: Path, run_dir: Path, damage: Callable[[Path], object]
@@ -261,7 +261,7 @@ def test_a_disk_that_never_answers_is_not_called_damaged(ranks: RankPool, text: 
     manifest.unlink()
     manifest.symlink_to("/proc/self/mem")
     (message,) = ranks.run(refusal_without_powers, 1, config(text), run_dir)
-    assert "step-3 cannot be read: Input/output error. It is left as it is" in message
+    assert "step-3 cannot be read: Input/output error" in message and "It is left as it is" in message
     assert names(run_dir / "checkpoints") == ["LATEST", "step-1", "step-2", "step-3"]
 
 

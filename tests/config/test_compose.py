@@ -67,7 +67,7 @@ SMALL = [name for name in list_options("model") if name.startswith("small")]
 MESHES = [name for name in list_options("mesh") if not name.startswith(("paper_", "tuned_", "overlap_", "first_"))]
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(40)
 @pytest.mark.parametrize(
     ("model", "mesh"), list(product(SMALL, MESHES)), ids=map("-".join, list(product(SMALL, MESHES)))
 )
@@ -82,6 +82,7 @@ def test_every_small_model_fits_every_mesh_group(model: str, mesh: str) -> None:
     assert validate(config, 4).world_size == 4
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("group", [group for group in list_groups() if group not in ("model", "mesh")])
 def test_every_option_of_every_group_composes(group: str) -> None:
     for option in list_options(group):

@@ -36,6 +36,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("text", "needles"),
     [
@@ -83,7 +84,7 @@ def test_a_run_directory_whose_configuration_does_harm(text: str, tmp_path: Path
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "key",
     "data.path data.tokenizer data.chat.template model.hf_path run_dir checkpoint.resume recipe observe.samples "

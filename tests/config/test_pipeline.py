@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,12 @@ def _swapped(text: str, one: str, other: str) -> str:
 def test_a_file_must_be_there_and_of_these_numbers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read .No such file"):
         pipeline_order(str(tmp_path / "none.csv"), 2, 2, 8)
+    os.mkfifo(tmp_path / "fifo.csv")
+    (tmp_path / "latin.csv").write_bytes(b"0F0,\xff")
+    (tmp_path / "quote.csv").write_text('"' + "0F0," * 50_000)
+    for name, said in (("fifo", "a FIFO"), ("latin", "utf-8"), ("quote", "field larger")):
+        with pytest.raises(ConfigError, match=f"{name}.csv: it cannot be read.*{said}"):
+            pipeline_order(str(tmp_path / f"{name}.csv"), 2, 2, 8)
     path = str(written(tmp_path / "order.csv", "ZBVZeroBubble", 2, 8))
     for stages_per_rank, count, needle in (
         (1, 8, "stages_per_rank=1"),

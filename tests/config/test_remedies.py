@@ -106,7 +106,7 @@ def ends(
             way = choices(met.remedy)[0] if met is not None else []
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("ranks", "overrides"), [one[:2] for one in BAD], ids=map(lambda case: " ".join(case[1]), [one[:2] for one in BAD])
 )
@@ -147,7 +147,7 @@ MORE: dict[str, tuple[int, list[str], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", list(MORE), ids=str)
 def test_what_other_errors_say_to_set_passes(case: str, files: Files) -> None:
     ranks, overrides, name = MORE[case]

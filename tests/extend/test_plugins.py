@@ -127,6 +127,7 @@ def test_what_a_plugin_measures_is_in_the_record_and_the_tracker(
     assert run.info.run_name == run_dir.name and run.data.tags["small"] == "true"
 
 
+@pytest.mark.exhaustive
 def test_a_cell_prints_what_rank_0_prints_and_holds_its_result(from_python: tuple[Path, str]) -> None:
     run_dir, said = from_python
     first, last = read_metrics(run_dir)

@@ -45,6 +45,7 @@ def test_every_kernel_equals_the_float64_scores(device: torch.device, dims: tupl
             assert relative(got, exact) < TOLERANCE[dtype], (name, part)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("dims", [(192, 128), (128, 128)], ids=["mla", "equal"])
 @pytest.mark.parametrize(("window", "with_sinks"), [(0, False), (150, True)], ids=["documents", "windows and sinks"])

@@ -120,6 +120,7 @@ def check_mesh(pool: RankPool, config: Config) -> None:
         assert not result.different, f"{each.train.dtype}: {result.different[0]}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in MESHES]
 )

@@ -241,6 +241,7 @@ def test_round_trip_keeps_every_bit(name: str, mesh: str, tmp_path: Path, ranks:
     check_round_trip(tmp_path / "in", tmp_path / "out", MESHES[mesh], ranks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "mesh"), [("dsv3", "tp2_dp2_ep2_etp2"), exhaustive("qwen3_moe_tied", "pp2_ep2_ep_shard2")]
 )

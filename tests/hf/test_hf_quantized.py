@@ -241,6 +241,7 @@ def export_fp8(path: Path, out: Path, mesh: MeshConfig) -> float | None:
     return to_hf(parts, out, fp8=True).logits_error
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", [MeshConfig(pp=2, dp_shard=2, ep_shard=2)], ids=mesh_name)
 def test_fp8_export_is_the_quantization_of_the_weights(mesh: MeshConfig, tmp_path: Path, ranks: RankPool) -> None:
     save_small_hf("dsv3", tmp_path / "in", other_sizes=BLOCKS)

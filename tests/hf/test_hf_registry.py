@@ -90,6 +90,7 @@ def test_rotated_share_in_both_spellings(tmp_path: Path) -> None:
     assert model_config_from_hf(write(tmp_path, silent)).rope.partial_rotary_factor == 0.5
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "family",
     ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next", "qwen3_5_moe"]
@@ -185,6 +186,7 @@ def test_model_that_the_family_cannot_express() -> None:
         family_of(config).write_config(config)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [

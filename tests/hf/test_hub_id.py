@@ -147,6 +147,7 @@ def hub(folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         server.shutdown()
 
 
+@pytest.mark.exhaustive
 def test_an_id_gets_its_commit_and_weights_come_when_they_are_needed(
     hub: Hub, folders: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_run_without_a_result_is_not_done(command: Command) -> None:
     assert (status["state"], status["objective"], status["fell_back"]) == ("done", 2.0, ["gone back to step 2"])
 
 
+@pytest.mark.faults
 def test_sigterm_reaches_the_ranks_and_a_second_run_is_refused_meanwhile(command: Command) -> None:
     process = command.start("recipe_until_stopped", *TWO_RANKS, "checkpoint.every=0")
     read_until(process, "stepping")

@@ -51,7 +51,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("command", "status", "start"),
     [(*command, start) for start in ("script", "module") for command in COMMANDS],

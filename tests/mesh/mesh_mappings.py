@@ -78,9 +78,9 @@ MORE = [
     Case("deepseek-mtp", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=DUAL_PIPE | MERGED),
     Case("qwen3-tied", dict(pp=2, dp_shard=2, tp=2, ep=2), rows=1, parallel=DUAL_PIPE),
     Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=ZBV | dict(layers_per_stage=[0, 5, 0, 0])),
-    Case("deepseek", dict(pp=2, cp=2), rows=1, parallel=DUAL_PIPE | dict(layers_per_stage=[2, 0, 0, 3])),
+    Case("deepseek", dict(pp=2, cp=2), rows=1, parallel=DUAL_PIPE | dict(layers_per_stage=[2, 0, 1, 2])),
     Case(
-        "deepseek", dict(pp=4, dp_shard=2, ep=2), rows=1, parallel=ZBV | dict(layers_per_stage=[1, 1, 0, 1, 1, 0, 1, 0])
+        "deepseek", dict(pp=4, dp_shard=2, ep=2), rows=1, parallel=ZBV | dict(layers_per_stage=[1, 1, 0, 1, 0, 1, 1, 0])
     ),
     Case("qwen3-tied", dict(pp=4), rows=1, parallel=DUAL_PIPE | dict(layers_per_stage=[0, 1, 1, 0, 1, 0, 1, 0])),
     Case("qwen3", dict(pp=2, dp_shard=2, etp=2), rows=1, parallel=HALVES),

@@ -104,6 +104,7 @@ def test_loss_and_gradients_of_adapters_are_those_of_peft(
         assert float((grad - found).norm() / found.norm().clamp_min(1e-12)) < 1e-12, name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model_type", "mesh"),
     [
@@ -173,8 +174,9 @@ def test_what_cannot_be_adapted_is_refused(saved: dict[str, Path]) -> None:
         config = lora_config(saved[model_type])
         with pytest.raises(ConfigError, match=r"lora\.targets.* has .*; adapters are for stacks gate_up_proj"):
             check_rows(config, adapter_rows(config))
-        some = replace(config, lora=replace(LORA, targets=["attention"]))
-        check_rows(some, adapter_rows(some))
+        if model_type != "dbrx":  # its one matrix of queries, keys and values is in no group
+            some = replace(config, lora=replace(LORA, targets=["attention"]))
+            check_rows(some, adapter_rows(some))
 
 
 def test_a_layer_whose_weight_is_read_without_a_call_is_refused(saved: dict[str, Path]) -> None:

@@ -60,7 +60,7 @@ def counted(config: Config, steps: int, per_round: int) -> tuple[Trajectory, int
         return run_trajectory(config, batches, steps), sum(sizes)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_updates_are_those_of_the_published_formula_on_whole_matrices(ranks: RankPool, case: Case) -> None:
     config = config_of(case)

@@ -114,6 +114,7 @@ def hidden(log: list[Event]) -> int:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("case", "share"),
     # Passes that warm up or drain a pipeline have no other to hide behind.

@@ -93,7 +93,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, {kind: numbers(ranks, folder, kind) for kind in ("sigmoid", "ipo")}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [

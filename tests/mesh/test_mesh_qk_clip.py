@@ -99,6 +99,7 @@ def test_rows_of_gates_stay() -> None:
     from automoe.model.backend import BackendConfig
 
     module = GroupedQueryAttention(GATED, 0, BackendConfig())
+    torch.nn.init.normal_(module.q_proj.weight)
     before = module.q_proj.weight.detach().clone().unflatten(0, (-1, 2, module.head_dim))
     qk_clip.clip_logits(qk_clip.LargestLogits([module], torch.tensor([[4.0, 1.0]])), 2.0)
     after = module.q_proj.weight.detach().unflatten(0, before.shape[:3])

@@ -33,7 +33,7 @@ def references(ranks: RankPool) -> dict[str, Trajectory]:
     return {family: run(ranks, Case(family, rows=ROWS, moe=DROPS)) for family in ("mixtral", "deepseek")}
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [

@@ -80,6 +80,7 @@ def check(function, reference, args: list[torch.Tensor], upstream: list[torch.Te
         assert (one.double() - other).norm() <= BOUNDS[dtype] * other.norm()
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=12)
 @given(
     dtype=st.sampled_from(list(BOUNDS)),

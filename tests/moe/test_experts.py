@@ -85,7 +85,7 @@ COMPUTED = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @COMPUTED
 def test_a_backend_computes_the_formula(backend: str, dtype: torch.dtype, tolerance: float, counts: list[int]) -> None:

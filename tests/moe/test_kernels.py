@@ -91,6 +91,7 @@ def test_copies_by_the_accelerator_and_by_threads_give_the_same_numbers(monkeypa
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_arguments_may_lie_in_memory_in_any_way() -> None:
     args = arguments([5, 0, 33, 2], 11, 24, 20)
     expected = run(expert_backend("triton"), args)

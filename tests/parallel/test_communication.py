@@ -129,6 +129,7 @@ def test_hierarchical_dispatch_sends_one_copy_a_node(ranks: RankPool) -> None:
     assert 1 / top_k < across["hierarchical"] / across["alltoall"] < 1.2 / top_k
 
 
+@pytest.mark.exhaustive
 def test_all_gather_dispatch_sends_ep_over_k_times_as_much(ranks: RankPool) -> None:
     ep, tokens = 8, ROWS // 8 * SEQ
     gathered = step_of(ranks, config(dispatcher="allgather", dp_shard=ep, ep=ep))[0]

@@ -149,6 +149,7 @@ def neighbours(mesh: dict[str, int]) -> list[tuple[list[int], float]]:
     return [(dist.get_process_group_ranks(one), total.item()) for one, total in zip(groups, totals, strict=True)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_pipeline_ranks_have_a_group_with_each_neighbour_of_the_ring(ranks: RankPool, pp: int) -> None:
     """An odd number of ranks too, of which each round leaves one alone."""
@@ -159,6 +160,7 @@ def test_pipeline_ranks_have_a_group_with_each_neighbour_of_the_ring(ranks: Rank
         assert [before[1], behind[1]] == [sum(both) for both in expected]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("pp", [2, 4])
 def test_the_plan_counts_the_groups_with_neighbours(pp: int) -> None:
     changes = [f"mesh.pp={pp}", "mesh.dp_shard=2", "parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2"]

@@ -140,7 +140,7 @@ LAYERS += [("small_qwen2_moe", 1), ("small_glm4_moe", 3)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("documents", [False, True], ids=["one_document", "documents"])
 @DTYPES
 @pytest.mark.parametrize(("model", "layer"), LAYERS)
@@ -208,7 +208,7 @@ def test_the_plan_copies_grouped_heads_for_cuda_and_torchs_choice_alone() -> Non
         assert TokenLoad.of(config, mesh, plan_batch(config, mesh)).copies_groups == expected
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("model", "layer", "dtype", "recompute"),
     [

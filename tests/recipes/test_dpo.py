@@ -309,6 +309,7 @@ def test_the_reference_belongs_to_each_setting_that_changes_it(
             assert float(made.runner.evaluate(inputs | reference.inputs(batch))) == pytest.approx(math.log(2))
 
 
+@pytest.mark.exhaustive
 def test_a_resume_knows_the_reference_of_its_step(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_run_whose_last_loss_is_no_number_is_not_done(tmp_path: Path) -> None:
             Run.check_result(over)  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_a_loss_spike_is_skipped_and_its_batch_named_also_right_after_a_resume(ranks: RankPool, tmp_path: Path) -> None:
     settings = config(tmp_path, steps=8, pp=2)
     settings.train.spike_factor, settings.train.spike_window = 6.0, 4
@@ -114,6 +115,7 @@ def test_accumulation_and_data_parallelism_change_nothing(ranks: RankPool, tmp_p
         assert [other[-1][key] for other in runs] == pytest.approx([runs[0][-1][key]] * 3, rel=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_a_growing_batch_trains_alike_on_meshes_and_goes_on_where_it_stopped(ranks: RankPool, tmp_path: Path) -> None:
     runs = []
     for number, (rows, mesh) in enumerate([(2, {}), (1, dict(dp_shard=2, ep=2)), (1, dict(pp=2))]):

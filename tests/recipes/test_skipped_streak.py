@@ -155,6 +155,7 @@ def by_the_clock(settings: Config, rank: int = 0) -> list[str]:
     return checkpoints(settings)
 
 
+@pytest.mark.exhaustive
 def test_minutes_are_counted_from_the_save_before_by_rank_0(tmp_path: Path) -> None:
     settings = config(tmp_path, steps=6)
     settings.train.val_every, settings.checkpoint.every_minutes, settings.checkpoint.keep = 0, 2, 9

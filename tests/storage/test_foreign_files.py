@@ -126,6 +126,7 @@ def replace(pattern: str, content: str = "") -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("part", "value"),
     [
@@ -205,7 +206,7 @@ def chat_corpus(tmp_path: Path, **chat: Any) -> None:
     open_corpus(data, load_tokenizer(folder), template=ChatTemplate(data.chat, folder))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("template", "needle"),
     [
@@ -313,6 +314,7 @@ RECORDS: dict[str, tuple[str | bytes, str]] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", RECORDS)
 def test_records_that_do_harm(name: str, tmp_path: Path) -> None:
     content, needle = RECORDS[name]

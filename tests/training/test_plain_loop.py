@@ -218,6 +218,7 @@ def test_tokens_of_every_expert_are_counted_without_padding(both: Both) -> None:
     assert [load["counts"] for load in both.loads] == [seen.counts for seen in both.expected]
 
 
+@pytest.mark.one_in(20)
 def test_validation_is_a_mean_over_tokens(both: Both) -> None:
     """Every third step, and the last; a checkpoint keeps the loss of its step, and is of a step that was taken."""
     steps = len(both.records)

@@ -69,6 +69,7 @@ def test_rows_that_another_rank_reads_are_found_by_their_number(tmp_path: Path) 
     assert torch.equal(read(tmp_path, first_row=5, num_rows=1), read(tmp_path)[1:])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

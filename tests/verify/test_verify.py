@@ -299,6 +299,7 @@ CHOICES = [
 ]
 NEED_CUDA = {
     ("kernels.attention", "cudnn"): "sdpa",
+    ("kernels.attention", "flex"): "sdpa",
     ("kernels.attention", "te"): "sdpa",
     ("kernels.norm", "te"): "torch",
     ("moe.experts", "te"): "grouped_mm",
