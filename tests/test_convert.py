@@ -36,6 +36,7 @@ def test_there_and_back_through_fused_experts(name: str, tmp_path: Path) -> None
     assert (between.keys() == before.keys()) == (name in ("gpt_oss", "llama"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["flex_olmo", "solar_open"])
 def test_a_class_of_transformers_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     architecture = type(save_class(name, tmp_path / "in")).__name__

@@ -133,6 +133,7 @@ def test_run_that_left_an_export_alone(run_dir: Path, tmp_path: Path, ranks: Ran
         export_run(run_dir, tmp_path / "none", ema=True)
 
 
+@pytest.mark.faults
 def test_damaged_checkpoint_is_not_exported(
     run_dir: Path, tmp_path: Path, ranks: RankPool, capsys: pytest.CaptureFixture[str]
 ) -> None:

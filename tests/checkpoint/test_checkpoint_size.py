@@ -23,7 +23,7 @@ def save(settings: Config, run_dir: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in open_store(settings, run_dir).save(state).iterdir()}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "mesh", [dict(pp=2, dp_shard=2, ep=2), dict(tp=2, ep=2), dict(dp_shard=1, dp_replicate=2, ep=2)], ids=str
 )

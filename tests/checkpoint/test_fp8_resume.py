@@ -60,6 +60,7 @@ def test_on_another_mesh_too(ranks: RankPool, text: Path, tmp_path: Path) -> Non
         assert torch.equal(loaded.states[2][name], history), name
 
 
+@pytest.mark.exhaustive
 def test_a_run_may_change_to_delayed_scales_and_back(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     """A checkpoint without a history starts one; a run that has no use for it leaves it."""
     to, plain = delayed(text), config(text, "float32")

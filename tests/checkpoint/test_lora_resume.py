@@ -124,6 +124,7 @@ def bytes_of_a_step(settings: Config, run_dir: Path) -> tuple[int, int, int, int
     return size(p for _, p in named), gradients, size(moments), averages, alone
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mesh", "kept"),
     [

@@ -86,6 +86,7 @@ def own(settings: Config, run_dir: Path) -> tuple[bool, str]:
     return resumed.own, str(refused.value)
 
 
+@pytest.mark.faults
 def test_whose_record_goes_on(ranks: RankPool, text: Path, tmp_path: Path, source: tuple[Path, Run]) -> None:
     copy = shutil.copytree(source[0], tmp_path / "run")
     ((mine, refused),) = ranks.run(own, 1, config(text), copy)

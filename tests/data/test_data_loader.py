@@ -486,6 +486,7 @@ def test_writer_that_dies_blocks_nobody_and_leaves_no_entry(config, cache):
     assert len(open_corpus(config.data, ByteTokenizer()).lengths) == 30
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_race_share_one_entry(config, cache):
     code = (
         "import sys; from automoe.config.data_schema import DataConfig; from automoe.data.prepare import open_corpus\n"

@@ -115,6 +115,7 @@ def training(tmp_path: Path, device: torch.device) -> Config:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("background", [False, True], ids=["save", "async"])
 def test_checkpoint_comes_back_to_the_bit(device: torch.device, tmp_path: Path, background: bool) -> None:
     config = training(tmp_path, device)

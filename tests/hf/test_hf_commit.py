@@ -51,6 +51,7 @@ def test_two_names_change_places_in_one_step(tmp_path: Path) -> None:
         folder.exchange(tmp_path / "one", tmp_path / "nowhere")
 
 
+@pytest.mark.faults
 def test_the_target_is_there_at_every_moment_and_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "out"
     export(path, "first")

@@ -268,6 +268,7 @@ def check_round_trip(path: Path, out: Path, mesh: MeshConfig, ranks: RankPool) -
     assert model_config_from_hf(out) == replace(model_config_from_hf(path), hf_path=str(out))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     ["qwen2_moe"]
@@ -285,6 +286,7 @@ def test_what_was_trained_leaves_equal_to_transformers(name: str, tmp_path: Path
     assert not any(torch.equal(before[key], after[key]) for key in trained)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name",
     ["dsv3_odd", "qwen2_moe"]

@@ -57,7 +57,7 @@ def test_a_rank_reads_what_it_holds(fused: bool, tmp_path: Path, ranks: RankPool
     assert min(asked for asked, _ in results) > bytes_of(tmp_path) / 8
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("gap_bytes", [0, 8 << 10])
 def test_copies_are_read_by_everyone_who_has_one(gap_bytes: int, tmp_path: Path, ranks: RankPool) -> None:
     """Columns of a matrix: alone, or in one go with the bytes between them."""
@@ -96,6 +96,7 @@ def local_shards_of(path: Path, mesh: str, chunk_bytes: int) -> dict[str, torch.
     return {name: local_shard(p) for part in parts.values() for name, p in part.named_parameters()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", ["one", "tp2_dp2_ep2_etp2"])
 def test_large_tensors_are_read_in_pieces(mesh: str, tmp_path: Path, ranks: RankPool) -> None:
     save_small_hf("qwen3_moe", tmp_path)

@@ -48,6 +48,7 @@ def settings(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", TYPES)
 def test_text_changes_and_all_else_is_copied(kind: str, saved: dict[str, Path], tmp_path: Path) -> None:
     """``to_hf`` compares every number and byte, and the whole with the wrapper's class of transformers."""

@@ -253,6 +253,7 @@ def test_another_system_than_linux_is_refused_before_anything_is_written(
         RankPool(1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["no_such_recipe", "recipes.no_such"])
 def test_a_recipe_that_does_not_exist(run: Callable[..., tuple[int, str, str]], name: str) -> None:
     code, _, err = run(name)

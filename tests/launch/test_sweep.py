@@ -80,6 +80,7 @@ def test_a_sweep_in_which_no_job_can_run_fails(command: Command, run: Run) -> No
     assert [job["state"] for job in journal(command)] == ["skipped", "skipped"]
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_a_person_must_mend_is_not_skipped(command: Command, run: Run) -> None:
     code, _, err = run("recipe_answers", "-m", *ONE_RANK, "data.kind=text", "data.path=gone,away")
     assert code == 1 and "data.path=gone: nothing there" in err

@@ -139,7 +139,7 @@ def load_and_write(path: Path, mesh: MeshConfig, out: Path) -> tuple[Loaded, int
 STREAMED = ["flex_olmo", "solar_open", *(name for name in CLASSES if name not in FAMILIES)]
 
 
-@pytest.mark.one_in(len(STREAMED))
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", STREAMED, ids=str)
 def test_published_files_stream_into_the_shards_and_back(
     ranks: RankPool, saved: dict[str, Path], model_type: str, tmp_path: Path

@@ -60,13 +60,13 @@ def check_first_step(ranks: RankPool, case: Case, config: Config, expected: Traj
     assert not different, f"{len(different)} of {len(compared)} differ, first: {different[0]}"
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_first_step_with_forced_routing(ranks: RankPool, recorded, case: Case) -> None:
     check_first_step(ranks, case, float32(case), recorded(case))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_the_first_step_of_kernels_that_read_what_a_dispatcher_brings(ranks: RankPool, dispatcher: str) -> None:
     """Triton's, which want a pointer; in its interpreter, so one layer."""

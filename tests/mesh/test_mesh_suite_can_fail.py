@@ -75,7 +75,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(40)
 @pytest.mark.parametrize("fault, case, step, kind, name", FAULTS, ids=map(lambda row: row[0].__name__, FAULTS))
 def test_a_fault_is_seen_where_it_acts(
     ranks: RankPool, reference, fault: Fault, case: Case, step: int, kind: str, name: str

@@ -70,7 +70,7 @@ def test_any_shape_and_any_load_equals_the_loop(counts, tokens, hidden, width, b
         assert (got.double() - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_run_repeats_bit_for_bit(dtype: torch.dtype) -> None:
     args = arguments([5, 0, 33, 2], 11, 24, 20, dtype)

@@ -114,7 +114,7 @@ def as_on_cuda(config: Config) -> Trajectory:
         return run_trajectory(config, batches, 2)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", list(CASES), ids=str)
 @pytest.mark.parametrize("dtype, experts", [("float32", "grouped_mm"), ("float64", "loop")])
 def test_whole_steps_have_the_same_bits(ranks: RankPool, name: str, dtype: str, experts: str) -> None:

@@ -101,6 +101,7 @@ def test_a_finished_run(tmp_path, capsys):
     assert capsys.readouterr().err.count("it ends after step") == 2
 
 
+@pytest.mark.exhaustive
 def test_a_dense_model_has_no_expert_load(tmp_path):
     config = small_config(tmp_path)
     config.model.first_k_dense = config.model.num_layers
@@ -138,6 +139,7 @@ def test_a_run_that_died_early(tmp_path, steps):
         assert_a_picture(path)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_diverged(tmp_path):
     write_run(
         tmp_path, steps=80, nan_steps=tuple(range(61, 81)), status={"state": "failed", "error": "loss is not finite"}
@@ -172,6 +174,7 @@ def test_an_empty_directory_and_half_written_files(tmp_path):
     assert "no_such_key" in page.words and "step 1" in page.words
 
 
+@pytest.mark.exhaustive
 def test_mfu_is_shown_where_the_peak_is_known(tmp_path):
     write_run(tmp_path, steps=5)
     path = tmp_path / "metrics.jsonl"

@@ -123,6 +123,7 @@ def test_offline_records_the_steps(tmp_path):
     assert runs[0] == runs[1] and runs[0][1:] == (tmp_path.name, "mine", ["small"])
 
 
+@pytest.mark.exhaustive
 def test_online_without_a_login_records_offline_after_one_warning(tmp_path):
     done = run(tmp_path, "online")
     assert "trained to step 3 with W&B" in done.stdout, done.stderr

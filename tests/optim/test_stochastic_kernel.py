@@ -68,6 +68,7 @@ def trained(model: nn.Module, grad_dtype: torch.dtype, moments: str = "float32",
     return [x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32) for x in whole]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(
     shape=st.sampled_from(SHAPES), grad_dtype=st.sampled_from(DTYPES), moments=st.sampled_from(["float32", "bfloat16"])
@@ -125,7 +126,7 @@ def trained_on_mesh(placements: list, shape: tuple[int, ...], moments: str) -> l
         return trained(model, torch.bfloat16, moments)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_mesh_gives_them(ranks: RankPool, name: str) -> None:
     shape = (3, 5, 8) if "uneven" in name else (4, 6, 8)

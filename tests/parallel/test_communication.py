@@ -148,6 +148,7 @@ def test_all_gather_dispatch_sends_ep_over_k_times_as_much(ranks: RankPool) -> N
     assert one_pass * HIDDEN / (all_to_all_pass * HIDDEN) == ep / TOP_K
 
 
+@pytest.mark.exhaustive
 def test_expert_tensor_parallelism_gathers_and_sums_received_rows(ranks: RankPool) -> None:
     """AG-V and RS-V of the R received rows, (ETP-1) R h b each, forward and backward; R weights, twice."""
     etp, tokens = 2, ROWS // 4 * SEQ
@@ -180,6 +181,7 @@ def expanded_rows(config: Config) -> int:
 EXPANDED = 2 * (10 + 6)  # numbers of keys and values in two heads
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("latent", [EXPANDED, EXPANDED // 4])
 def test_context_parallelism_expands_each_latent_once_unless_sending_takes_longer(ranks: RankPool, latent: int) -> None:
     """Wide latents: each rank expands its own part of the row. Narrow ones are sent themselves, and expanded by all."""
@@ -213,6 +215,7 @@ def test_tensor_parallelism_gathers_and_reduces_once_a_block(ranks: RankPool) ->
         assert sent(messages, "all_to_all", tp) == 2 * (2 * LAYERS + 2) * one_pass
 
 
+@pytest.mark.exhaustive
 def test_folding_ep_over_tp_needs_no_further_communication(ranks: RankPool) -> None:
     """Each tp rank routes its own tokens: the same gathers as without ep, and T K / EP rows a rank travel."""
     tp = ep = 2
@@ -236,6 +239,7 @@ def test_pipeline_borders_carry_activations_alone(ranks: RankPool) -> None:
             assert sent(activations, "send", 2) == ROWS * SEQ // 2 * HIDDEN * BYTES
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", ["step", "micro_batch"])
 def test_deferring_gathers_and_reduces_once_a_step(ranks: RankPool, policy: str) -> None:
     """P b (d-1)/d for each gather and each reduction; per micro-batch, two gathers and one reduction each."""
@@ -253,6 +257,7 @@ def test_deferring_gathers_and_reduces_once_a_step(ranks: RankPool, policy: str)
         assert sent(messages, "all_gather", 2) == times * gathers * BYTES // 2
 
 
+@pytest.mark.exhaustive
 def test_weights_of_experts_are_asked_for_before_the_dispatch_that_the_host_waits_for(ranks: RankPool) -> None:
     """Gathers of a step's first forward pass: the root, a layer and its experts, and before its experts the next layer."""
     freed = ParallelConfig(reshard="micro_batch", grad_sync="micro_batch")

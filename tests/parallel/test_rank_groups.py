@@ -99,6 +99,7 @@ def groups_of_a_bound_world(mesh: dict[str, int]) -> list[tuple[str, int, int, f
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", [dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), dict(dp_shard=4, ep=4)], ids=str)
 def test_groups_of_a_world_bound_to_a_device_have_one_gloo_thread_and_our_timeout(
     ranks: RankPool, mesh: dict[str, int]
@@ -130,6 +131,7 @@ def exchanged(mesh: dict[str, int]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_all_to_all_is_warmed_up_where_ep_is_the_world(ranks: RankPool) -> None:
     for mesh, dispatching in ((ALONE[0], ["mesh_ep"]), (ALONE[1], ["mesh_etp"]), (MESHES[1], ["mesh_ep", "mesh_etp"])):
         for found in ranks.run(exchanged, 8, mesh):

@@ -97,7 +97,7 @@ def reference(ranks: RankPool) -> Callable[[Config], Trajectory]:
     return get
 
 
-@pytest.mark.one_in(18)
+@pytest.mark.one_in(36)
 @pytest.mark.parametrize("config", CASES, ids=name_of)
 def test_recomputed_layers_train_like_kept_ones(ranks: RankPool, reference, config: Config) -> None:
     got, expected = run(ranks, config), reference(config)
@@ -109,7 +109,7 @@ def test_recomputed_layers_train_like_kept_ones(ranks: RankPool, reference, conf
     assert all(torch.equal(bias, expected.biases[name]) for name, bias in got.biases.items())
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recompute", "mesh"),
     list(product([EVERYTHING, "full"], [dict(pp=2), {}, dict(dp_shard=2, ep=2)])),
@@ -145,7 +145,7 @@ FULL = make_config(DEEPSEEK, rows=2, recompute="full")
 STAGES = make_config(DEEPSEEK, dict(pp=2), 2, recompute="full")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("config", [FULL, STAGES], ids=name_of)
 def test_tokens_counted_again_are_seen(ranks: RankPool, reference, config: Config) -> None:
     broken = ranks.run(run_with_fault, world_size(config), config, batches, STEPS, cases.counted_again)

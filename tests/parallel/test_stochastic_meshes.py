@@ -81,6 +81,7 @@ def test_one_rank_and_micro_batch_need_no_fsdp(ranks: RankPool) -> None:
     assert not different, str(different[0])
 
 
+@pytest.mark.exhaustive
 def test_training_stays_near_that_with_wider_copies(ranks: RankPool) -> None:
     """Three steps of a thousandth each: roundings of a unit, a 128th at most, are all that differs."""
     narrow, wide = (run(ranks, stochastic({}, 4, master_weights=kind)) for kind in ("stochastic", "float32"))

@@ -182,6 +182,7 @@ def test_where_nothing_fits_the_status_says_so(tmp_path: Path, capsys: pytest.Ca
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_the_largest_micro_batch_is_the_last_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config-name", "qwen3_30b_a3b", "mesh.pp=1", "mesh.tp=1", "mesh.cp=1", "mesh.ep=8", "mesh.etp=1"]
     words += ["parallel.recompute=full", "parallel.reshard=micro_batch"]

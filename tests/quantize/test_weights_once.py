@@ -82,6 +82,7 @@ def test_once_a_step_and_to_the_bit(ranks: RankPool, name: str) -> None:
     assert max(one.error for one in compare_trajectories(got, expected)) == 0
 
 
+@pytest.mark.exhaustive
 def test_what_is_gathered_anew_is_quantized_anew(ranks: RankPool) -> None:
     """Codes that outlive the weights that FSDP frees would take the memory that this saves."""
     freed = config("blockwise", dict(dp_shard=2), rows=1)

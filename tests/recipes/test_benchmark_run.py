@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from pretrain_runs import config
 from test_skipped_streak import run
 
 from automoe.config.data_schema import DataConfig
 
 
+@pytest.mark.exhaustive
 def test_synthetic_ids_train_validate_and_go_on_where_they_were(tmp_path: Path) -> None:
     settings = config(tmp_path, steps=4)
     settings.data, settings.checkpoint.every = DataConfig(kind="benchmark"), 2

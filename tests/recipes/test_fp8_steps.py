@@ -38,6 +38,7 @@ def remembered(settings: Config, at: tuple[int, ...]) -> list[torch.Tensor]:
     return after
 
 
+@pytest.mark.exhaustive
 def test_a_skipped_step_is_forgotten_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     settings = config(tmp_path, steps=4, dp_shard=2, ep=2)
     settings = replace(

@@ -86,6 +86,7 @@ def test_recorded_routing_is_replayed_on_another_mesh(pretrain, tmp_path: Path) 
     assert "val_loss" in replayed[-1], "validation rows are not replayed"
 
 
+@pytest.mark.exhaustive
 def test_what_is_dropped_and_the_z_loss_are_recorded(pretrain) -> None:
     runs = [
         pretrain(name, mesh, capacity_factor=1.0, drop_scope="sequence", pad_to_capacity=pad, z_loss_coef=1e-3)

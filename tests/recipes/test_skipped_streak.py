@@ -50,6 +50,7 @@ def checkpoints(settings: Config) -> list[str]:
     return sorted(path.name for path in (Path(settings.run_dir) / "checkpoints").iterdir())
 
 
+@pytest.mark.exhaustive
 def test_the_streak_goes_on_where_the_run_was_stopped(tmp_path: Path) -> None:
     """The second step moves every weight so far that no later loss is finite; six skipped steps in a row end a run."""
     settings = config(tmp_path, steps=4)
@@ -127,6 +128,7 @@ def test_a_skipped_step_is_not_saved_as_the_newest(tmp_path: Path) -> None:
     assert checkpoints(other) == ["LATEST", "step-4", "step-6"]
 
 
+@pytest.mark.exhaustive
 def test_a_save_that_falls_due_before_the_first_step_taken_after_a_resume_is_made_up_for(tmp_path: Path) -> None:
     settings = config(tmp_path, steps=6)
     settings.train.val_every, settings.checkpoint.every, settings.checkpoint.keep = 0, 2, 9

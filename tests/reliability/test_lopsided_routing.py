@@ -51,7 +51,7 @@ def train(ranks: RankPool, gate: str, top_k: int, dispatcher: str = "alltoall", 
     return merge_trajectories(ranks.run(run_trajectory, world_size, config, batches, STEPS))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize(
     ("gate", "top_k", "idle"),

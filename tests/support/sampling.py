@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-DAYS = 8
+DAYS = 10
 VARIABLE = "AUTOMOE_SAMPLE_SEED"
 
 

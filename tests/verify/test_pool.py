@@ -70,6 +70,7 @@ def redistribute_over_named_mesh(groups_before: int) -> torch.Tensor:
     return y.to_local()
 
 
+@pytest.mark.exhaustive
 def test_an_equal_mesh_of_an_earlier_case_is_forgotten(ranks: RankPool) -> None:
     x = torch.arange(16.0).view(4, 4)
     for groups_before in (0, 3, 1):

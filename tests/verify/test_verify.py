@@ -92,6 +92,7 @@ def test_both_dtypes_of_a_right_mesh_are_equal(ranks: RankPool, small: list[str]
         assert kinds.count("gradient") > 20
 
 
+@pytest.mark.exhaustive
 def test_a_dense_model_has_no_routing_to_force(ranks: RankPool, small: list[str]) -> None:
     dense = [
         "model=small_llama",
