@@ -191,6 +191,15 @@ class BufferlessStage(PipelineStage):
     is None except from the receive to the use.
     """
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Return the sends and receives by which 2.11 begins, without those from this rank to itself.
+
+        V-shaped schedules have two neighbouring stages on one rank, and gloo has no connection to
+        itself. Later versions begin otherwise by default.
+        """
+        found = super()._get_init_p2p_neighbors_ops()
+        return [op for op in found if op.group_peer != self.group_rank]
+
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._without_memory():
             return super()._prepare_forward_infra(*args, **kwargs)
