@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="automoe convert",
         description="Write a HuggingFace checkpoint anew in another dtype, layout or quantization, one tensor at a "
-        "time; block-FP8 and MXFP4 are dequantized.",
+        "time; block-FP8, MXFP4 and INT4 are dequantized.",
     )
     parser.add_argument("source", metavar="SRC", help="HuggingFace checkpoint directory or Hub id")
     add_options(parser, "as stored, bfloat16 where that is quantized")

@@ -310,5 +310,5 @@ def retried(action: Callable[[], T]) -> T:
     try:
         return action()
     except OSError as error:
-        error.add_note(_TRIED)  # so that a call around this one does not begin anew
+        error.add_note(_TRIED)  # so that an enclosing ``retried`` does not start over
         raise

@@ -43,8 +43,8 @@ class TrainState:
     def tensors(self, frozen: bool = True) -> dict[str, torch.Tensor]:
         """Return this rank's tensors by global name.
 
-        They are parameters, saved buffers, AdamW's moments and step counts, and averages. Of
-        copies in two stages the first is returned.
+        They are parameters, saved buffers, AdamW's moments and step counts, and averages. If two
+        stages of this rank hold a copy of a parameter, the first copy is returned.
 
         Args:
             frozen: True to include frozen parameters.
@@ -56,7 +56,7 @@ class TrainState:
 
     @torch.no_grad()
     def fill_copies(self) -> None:
-        """Give copies in later stages of this rank the values of ``tensors``.
+        """Copy the values of ``tensors`` to the copies that later stages of this rank hold.
 
         V-shaped schedules put the embedding and a tied head on one rank.
         """

@@ -27,7 +27,7 @@ class BatchPlan:
 
 
 def rows_of_step(train: TrainConfig, consumed_rows: int) -> int:
-    """Return the rows over all ranks of the step that follows ``consumed_rows`` rows of training.
+    """Return the global batch, in rows, of the step that begins after ``consumed_rows`` rows.
 
     ``train.rampup_batch_size`` has the numbers of Megatron-Core's ``--rampup-batch-size``, and
     means the same.

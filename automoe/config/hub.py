@@ -117,8 +117,8 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
 def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     """Download the files of a model that match the patterns ``files``; return its cache folder.
 
-    Processes on one machine may download the same file: huggingface_hub locks it. A cached copy is
-    taken as it is where the Hub's list of its files cannot be had, and a note says so.
+    Processes on one machine may download the same file: huggingface_hub locks it. If the Hub cannot
+    be asked for the model's files, a cached copy is used as it is, and a note says so.
 
     Raises:
         ConfigError: as ``pinned``.
@@ -134,7 +134,8 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     place = _cache_of(name)
     listing = place / "trees" / f"{revision}.json"
     for file in (place / "refs" / revision, listing):
-        if (kind := wrong_kind(file)) is not None:  # it would be read, and a FIFO has no end
+        # huggingface_hub would read it, and a FIFO has no end
+        if (kind := wrong_kind(file)) is not None:
             raise _refused(key, f"{name}@{revision}", f"{file} is {kind} and no file")
     get_session().timeout = _SILENT_S  # its default is none
     cached = None

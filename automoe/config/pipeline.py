@@ -30,10 +30,10 @@ V_SHAPED = {"ZBVZeroBubble": zero_bubble_v, "DualPipeV": dual_pipe_v}
 # Micro-batches run in equal rounds of mesh.pp or more.
 IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 NAMES = (*SINGLE, *IN_ROUNDS, "LoopedBFS", *V_SHAPED)
-# All backward passes run in halves; of DualPipeV those of the pipeline's ends do.
+# Every backward pass runs in halves. DualPipeV runs some of its passes so, at the ends of a step.
 IN_HALVES = ("InterleavedZeroBubble", "ZBVZeroBubble")
 ALL_FORWARDS_FIRST = ("GPipe", "LoopedBFS")
-# Orders that have pairs if they are asked for.
+# Orders that run passes in pairs with parallel.overlap_all_to_all.
 MERGES = ("Interleaved1F1B", "DualPipeV")
 _ACTION = re.compile(r"(\d+)([FIBW])(\d+)")
 _PAIR = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
@@ -67,7 +67,7 @@ def _has(schedule: str, what: Callable[[Entry], bool]) -> bool:
 
 
 def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
-    """Return the pipeline rank that holds a stage under ``schedule``; one rank holds all stages.
+    """Return the pipeline rank that holds a stage under ``schedule``; 0 if ``pp`` is 1.
 
     Raises:
         ConfigError: ``schedule`` is a file without the stage, or as ``read_csv``.
@@ -96,7 +96,7 @@ def pipeline_order(
 ) -> Order:
     """Return the entries of every rank in the order in which they run.
 
-    One rank runs micro-batch after micro-batch, whatever the schedule.
+    If ``pp`` is 1 the schedule has no effect: micro-batches run one after another.
 
     Args:
         merged: run forward and backward passes in pairs. Interleaved1F1B and the schedules of one
@@ -160,8 +160,8 @@ def _in_turn(
 
     GPipe and LoopedBFS run all forwards first. 1F1B starts ``pp - rank`` forwards, then alternates.
     Interleaved1F1B takes rounds of up to ``pp`` micro-batches through its stages in turn (arXiv
-    2104.04473, section 2.2). InterleavedZeroBubble does so, starts fewer forwards, and runs weight
-    halves ``rank`` backwards late (ZB1P of arXiv 2401.10241).
+    2104.04473, section 2.2). InterleavedZeroBubble does so, starts fewer forwards, and delays
+    each weight half by ``rank`` backward passes (ZB1P of arXiv 2401.10241).
     """
     total = num_micro_batches * stages_per_rank
     size = num_micro_batches // max(1, num_micro_batches // pp)  # micro-batches of a round
@@ -294,7 +294,7 @@ def _csv_misfit(path: str, pp: int, stages_per_rank: int, num_micro_batches: int
 
 
 def _stuck(order: Order, num_stages: int) -> str:
-    """Run the order without times; return where it cannot go on, or an empty string."""
+    """Simulate the order; return which ranks wait for each other, or an empty string."""
     done: set[Action] = set()
     left = [list(reversed(entries)) for entries in order]
 

@@ -64,8 +64,8 @@ def recompute_rows(config: Config) -> Iterator[Row]:
         rerun = [name for name in names if name in (*RERUN, FULL)]
         rest = ",".join(name for name in names if name not in rerun)
         yield (key, bool(rerun),
-               f"{', '.join(rerun)}: the halves of a backward pass, in which {schedule} runs it, each run them again, "
-               "and the second does for each weight",
+               f"{', '.join(rerun)}: the halves of a backward pass ({schedule}) each repeat the forward pass, "
+               "and the second half repeats it for each weight",
                f"Set {key}=[{rest}], or parallel.schedule=Interleaved1F1B")
     once = list(dict.fromkeys(names))
     yield key, once != names, "names a module twice", f"Set {key}=[{','.join(once)}]"

@@ -90,7 +90,7 @@ class ClusterConfig:
     cores: int = 0
     # measured constants that replace those of automoe/planner/constants.toml, by name
     constants: dict[str, float] = field(default_factory=dict)
-    # measured seconds besides the bytes, and bytes/s that a rank sends, of all_gather,
-    # reduce_scatter, all_to_all and send in groups of a size and stride within a node, such as
+    # measured delay in seconds and bytes/s that a rank sends, of all_gather, reduce_scatter,
+    # all_to_all and send in groups within a node, by size and stride of the group, such as
     # "all_to_all 4x2"; other groups go by the speeds above
     links: dict[str, list[float]] = field(default_factory=dict)

@@ -87,9 +87,9 @@ class AttentionConfig:
     num_kv_heads: int = 8  # gqa: key/value heads; divides num_heads
     head_dim: int = 32  # gqa: width of a head
     qk_norm: bool = False  # gqa: RMS norm of each head's query and key
-    # gqa: that norm is over the queries, or keys, of all heads together (OLMoE, MiniMax-M2)
+    # gqa: qk_norm is over the queries, or keys, of all heads together (OLMoE, MiniMax-M2)
     qk_norm_over_heads: bool = False
-    # gqa: largest absolute value of queries and keys (behind their norm) and values (OLMoE)
+    # gqa: largest absolute value of queries and keys (after their norm) and values (OLMoE)
     clip_qkv: float | None = None
     qkv_bias: bool = False  # biases in the projections to queries, keys and values
     q_lora_rank: int | None = None  # mla: rank of the query projection; null: one full matrix

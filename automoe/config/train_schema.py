@@ -68,13 +68,13 @@ class LoraConfig:
 
 @dataclass
 class Phase:
-    """A phase of training: how the learning rate leaves the last one, and what else changes."""
+    """A phase of training: its length, its learning rate and its rate of the routers' biases."""
 
-    steps: int = 0
+    steps: int = 0  # optimizer steps of the phase
     lr_ratio: float = 1.0  # learning rate of its last step divided by optim.lr
-    # way from the learning rate of the phase before; constant: lr_ratio from its first step on
+    # curve from the previous phase's learning rate; constant: lr_ratio from the first step on
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    bias_update_rate: float | None = None  # in place of moe.bias_update_rate; null: that one
+    bias_update_rate: float | None = None  # replaces moe.bias_update_rate; null: keeps it
 
     def __repr__(self) -> str:
         """Return the dictionary of a configuration file."""
@@ -112,6 +112,6 @@ class OptimConfig:
     # decay of an exponential moving average of the trained weights, kept in float32: 0.999 averages
     # over about a thousand steps; 0: no average
     ema_decay: float = 0.0
-    # QK-clip of MuonClip (arXiv 2507.20534): after a step, scale queries and keys of heads of which
-    # an attention logit of its batch was larger than this (Kimi K2: 100); 0: never
+    # QK-clip of MuonClip (arXiv 2507.20534): after a step, scale down the queries and keys of each
+    # head that had an attention logit above this limit (Kimi K2: 100); 0: never
     qk_clip: float = 0.0

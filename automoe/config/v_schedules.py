@@ -1,5 +1,8 @@
-"""Orders of the V-shaped schedules, in which a rank holds a stage of the way down and one of the way
-up: DualPipeV (DeepSeek-V3, section 3.2.1) and ZBV (arXiv 2401.10241, section 6)."""
+"""Orders of the V-shaped schedules: DualPipeV (DeepSeek-V3, section 3.2.1), ZBV (arXiv 2401.10241,
+section 6).
+
+Stages go down the ranks and up again, so each rank holds one stage of either way.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class _Order:
         return kind, self.stages[chunk], index
 
     def made_of(self, word: str) -> int:
-        """Return how many of the actions that ``word`` stands for there are."""
+        """Return how many actions of the kind and stage that ``word`` names were added."""
         return self.counts.get((word[0], int(word[1])), -1) + 1
 
     def add(self, *what: str) -> None:
@@ -64,7 +67,8 @@ def dual_pipe_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action
 def zero_bubble_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action, ...]]:
     """Return the actions of ZBV (arXiv 2401.10241, section 6).
 
-    A step of fewer than ``2 pp - 1`` micro-batches is one of so many without the others' actions.
+    With fewer than ``2 pp - 1`` micro-batches it is the order of ``2 pp - 1``, without the actions
+    of the missing ones.
     """
     order = _Order((rank, 2 * pp - 1 - rank))
     count = max(2 * pp - 1, num_micro_batches)
@@ -75,7 +79,8 @@ def zero_bubble_v(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Acti
     order.add(*["I0", "I1"] * rank)
     for _ in range(pp - rank):
         order.add("I0")
-        order.waiting.sort(key=lambda half: half[0] != rank)  # those of the way down are first
+        # weight halves of the stage on the way down come first
+        order.waiting.sort(key=lambda half: half[0] != rank)
         order.add("W")
     order.waiting.sort(key=lambda half: half[0] == rank)
     order.add(*["W"] * len(order.waiting))

@@ -139,11 +139,11 @@ def settings_rows(config: Config) -> Iterator[Row]:
                f"{one.bias_update_rate}; a phase has at least one step and no rate below 0", "Correct that phase")
     for broken, what, instead in (
         (config.model.attention.qk_norm, "norms of queries and keys undo any scale of weights", "Set optim.qk_clip=0"),
-        (config.lora.rank > 0, "LoRA freezes the projections that it scales", "Set optim.qk_clip=0"),
+        (config.lora.rank > 0, "LoRA freezes the projections that QK-clip scales", "Set optim.qk_clip=0"),
         (optim.master_weights == "stochastic", "a scale near 1 would round away", "Set optim.master_weights=float32"),
-        (config.train.compile, "logits are watched beside the kernel, not in it", "Set train.compile=false"),
-        (config.kernels.attention == "flex", "a mask of blocks shows no logits", "Set kernels.attention=sdpa"),
-        (config.parallel.context == "ring", "a ring has no rank with all logits", "Set parallel.context=gather"),
+        (config.train.compile, "compiled attention does not record its logits", "Set train.compile=false"),
+        (config.kernels.attention == "flex", "flex has no mask to watch logits under", "Set kernels.attention=sdpa"),
+        (config.parallel.context == "ring", "no rank of a ring has all keys of a row", "Set parallel.context=gather"),
     ):  # fmt: skip
         yield "optim.qk_clip", optim.qk_clip > 0 and broken, what, instead
     yield ("optim.ema_decay", not 0 <= optim.ema_decay < 1,

@@ -39,7 +39,7 @@ _ENDS = {
     "mxfp4": ("_blocks", "_scales", 3),
     "int4": ("_packed", "_scale", 2),
 }
-# What compressed-tensors says of the weights of a Kimi checkpoint.
+# Settings of compressed-tensors for the weights of a Kimi checkpoint.
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 _SHAPE = "_shape"  # suffix of the two sizes of a matrix in INT4
 
@@ -194,8 +194,8 @@ def _check_int4(folder: Path, stated: dict[str, Any]) -> None:
         f"{key}={found[key]}, not {value}" for key, value in asked.items() if found[key] != value
     ]:
         raise CheckpointError(
-            f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and of its kinds "
-            f"INT4 with a scale for {GROUP} numbers of a row is read here. Convert it to bfloat16"
+            f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and only "
+            f"INT4 with one scale per {GROUP} numbers of a row is read here. Convert it to bfloat16"
         )
 
 
@@ -230,7 +230,7 @@ def _pair_scales(
 
 
 def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return ``sources`` without the shapes that INT4 stores beside codes, which must agree."""
+    """Check the shapes that INT4 stores beside codes; return ``sources`` without them."""
     kept = dict(sources)
     opened: dict[str, int] = {}
     try:
@@ -297,8 +297,8 @@ def _check_scales(
         scale_dtypes = FLOAT_DTYPES
         if codes.full_shape[-1] % GROUP:
             raise CheckpointError(
-                f"{folder}: {key} has rows of {codes.full_shape[-1]} numbers in INT4, which are no whole groups of "
-                f"{GROUP}. Copy the checkpoint again"
+                f"{folder}: {key} has rows of {codes.full_shape[-1]} numbers in INT4, and a scale is for "
+                f"{GROUP} numbers, which does not divide that. Copy the checkpoint again"
             )
     else:
         asked = codes.shape[:-1]

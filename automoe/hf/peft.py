@@ -275,7 +275,7 @@ def _peft_config(
     groups = {param.name: param.spec.group for param in model_params(config)}
     for module, suffix, _, b in _adapters(ours):
         stored = [piece.key for piece in _pieces(module, suffix, b, keys)]
-        if keys.table:  # whole names: the last ones may mean other modules of the class, too
+        if keys.table:  # Whole names, since other modules of the class may have the same last name.
             if groups[f"{module}.{_WEIGHTS[suffix]}"] == "attention":
                 modules.add(stored[0].removesuffix(".weight"))
             else:

@@ -214,7 +214,7 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> tuple[int, int]:
-        """Range of bytes of each stored row that holds the columns; whole groups if they share one."""
+        """Range of bytes of each stored row that holds the columns, in whole groups of a scale."""
         left, right = self.cols
         if self.source.encoding in ("mxfp4", "int4"):
             half = GROUP // 2

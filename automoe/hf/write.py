@@ -124,7 +124,7 @@ def convert_hf(
 ) -> Written:
     """Convert a checkpoint to another dtype or layout, one tensor at a time, on the CPU.
 
-    Runs in one process. Block-FP8 and MXFP4 are dequantized. Config, generation config and
+    Runs in one process. Block-FP8, MXFP4 and INT4 are dequantized. Config, generation config and
     tokenizer are copied. ``out`` gets its name only after every number was read back and compared
     with ``source``, and after ``transformers`` built the same model from it, with the same logits
     if the model is small enough to be run twice.

@@ -89,8 +89,8 @@ def ordered_schedule(
 ) -> Any:
     """Return a schedule that runs ``order``, with sends, receives and gathers that torch adds.
 
-    Of an entry of two actions ``run_both`` is called with the backward and the forward pass, and
-    returns what the forward pass returns.
+    For an entry of two actions ``run_both`` is called with the backward and the forward pass, and
+    returns the result of the forward pass.
 
     2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` takes the order of a CSV file alone;
     ``_prepare_schedule_with_comms`` takes actions. It has ``register_custom_function`` for
@@ -115,8 +115,8 @@ def ordered_schedule(
 def _run_weight_half(action: Any, context: Any) -> None:
     """Run a weight half, and add its gradients where FSDP adds those of a whole backward pass.
 
-    FSDP moves gradients to its accumulator, in the dtype of the reduction, behind a backward pass.
-    Torch's schedules leave it out behind a weight half, so gradients of all micro-batches would be
+    After a backward pass FSDP moves gradients to its accumulator, in the dtype of the reduction.
+    Torch's schedules do not do so after a weight half: gradients of all micro-batches would be
     added up in the dtype of the parameters. 2.11 has one group of parameters per FSDP state.
     """
     schedule = context.schedule_ref

@@ -203,9 +203,9 @@ def attend_in_blocks(
     scale: float,
     sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute what ``attend`` computes by FlexAttention, without the blocks that no query sees.
+    """Compute the result of ``attend`` by FlexAttention, which skips blocks that no query sees.
 
-    Not compiled, it keeps all scores, as ``math`` does.
+    Without compilation it keeps all scores, as ``math`` does.
     """
     heads = (x.transpose(1, 2) for x in (q_BSND, k_BRGD, v_BRGD))
     given = {"block_mask": mask, "scale": scale, "enable_gqa": True}

@@ -49,7 +49,7 @@ def documents(tokens: Tokens, keys: Communicator, always: bool) -> torch.Tensor 
     rank sees only a part of the row.
 
     Args:
-        always: ids are returned for any values.
+        always: return the ids even if each row has one document.
     """
     docs_BS = tokens.doc_ids
     if docs_BS is None or docs_BS.device.type != "cpu" or keys.num_ranks > 1 or always:
@@ -97,8 +97,8 @@ def block_masks(
 ) -> list[QueryBlock]:
     """Return the blocks of this rank's queries, each with a ``BlockMask`` [B, 1, Q, K].
 
-    It is made from document borders, without scores and without waiting for the GPU, for any values
-    of the ids, whatever ``always`` is. A document is a run of positions with one id.
+    It is made from document borders, without scores and without waiting for the GPU. It is made for
+    any ids, so ``always`` has no effect. A document is a run of positions with one id.
     """
     first_BS = torch.zeros_like(tokens.index)
     if tokens.doc_ids is not None:
@@ -124,7 +124,7 @@ def _block_mask(first_BQ: torch.Tensor, last_BQ: torch.Tensor, num_keys: int) ->
     last_BqQ = F.pad(last_BQ, padding, value=-1).unflatten(1, (-1, BLOCK))
     starts_k = torch.arange(0, num_keys, BLOCK, device=first_BQ.device)
     ends_k = starts_k + BLOCK - 1
-    # Ranges of neighbours meet or touch, so those of a block of queries cover one range together.
+    # Ranges of successive queries overlap or touch: a block of queries sees one range of keys.
     seen = (first_BqQ.amin(2, True) <= ends_k) & (last_BqQ.amax(2, True) >= starts_k)
     whole = (first_BqQ.amax(2, True) <= starts_k) & (last_BqQ.amin(2, True) >= ends_k)
     listed = []

@@ -29,7 +29,7 @@ class BackendConfig:
             ``expert_backend(moe.experts)``.
         router_dtype: dtype in which routers are stored; None: that of the other parameters.
         attend: softmax attention.
-        masks: the masks that ``attend`` takes.
+        masks: function that makes the masks that ``attend`` takes.
         rope: rotation of heads.
         norm: constructor of a norm, with the arguments of ``RMSNorm``.
         chunk_loss: the cross-entropy of a chunk of tokens.

@@ -1,8 +1,8 @@
 """Low-rank adapters of modules that a class of ``transformers`` computes by its own code.
 
-A linear layer adds its adapter's output to its own. Experts compute with the sum of their weights
-and the adapters' products, as in ``peft``, since their code multiplies by whole weights; that sum
-is a copy of a layer's experts on this rank, made in each pass.
+A linear layer adds its adapter's output to its own. The code of experts multiplies by whole
+weights, so experts compute with the sum of their weights and the adapters' products, as in
+``peft``. The sum is a copy of one layer's experts on this rank, made in each pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from automoe.moe.lora import Adapter, ExpertLora
 
 
 def add_to_linear(linear: nn.Module, adapter: nn.Module) -> None:
-    """Make ``linear`` add what ``adapter`` makes of its input; the adapter becomes its ``lora``."""
+    """Make ``linear`` add the adapter's output to its own; the adapter becomes its ``lora``."""
     linear.add_module("lora", adapter)
 
     def add(_: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,7 @@ def causal_conv(
     terms = []
     for i in range(width):
         term_BSD = padded_BSD[:, i : i + size] * weight_D1W[:, 0, i]
-        if doc_ids_BS is not None:  # a product with a mask keeps nothing but the mask
+        if doc_ids_BS is not None:  # a product with a mask saves only the mask
             shifted_BS = F.pad(doc_ids_BS, (width - 1, 0))[:, i : i + size]
             term_BSD = term_BSD * (shifted_BS == doc_ids_BS).unsqueeze(-1)
         terms.append(term_BSD)

@@ -164,7 +164,7 @@ def norm_over_ranks(
     """Apply norms over features that lie on several ranks; their squares travel together.
 
     Args:
-        norms: with one epsilon.
+        norms: norms with the same epsilon.
         given: [..., w] of this rank for each norm. Features of which several ranks have copies
             are on equally many ranks each, so copies do not change the mean.
         rows: for each norm, the features of its whole weight that this rank has.

@@ -78,7 +78,7 @@ _GQA = (
     _vector("v_proj.bias", "G*D", 1, tp=0, when="attention.qkv_bias"),
     _vector("o_proj.bias", "H", 5, when="attention.o_bias"),
     _vector("sinks", "N", 3, tp=0, when="attention.sinks"),
-    # over all heads too, a tp rank keeps it whole: ranks may share a key head
+    # Even a norm over all heads is whole on every tp rank, since ranks may share a key head.
     _norm("q_norm", "Yq", 2, when="attention.qk_norm"),
     _norm("k_norm", "Yk", 2, when="attention.qk_norm"),
 )

@@ -161,7 +161,7 @@ def phase_at(optim: OptimConfig, step: int) -> tuple[Phase, float, float]:
     """Return the phase of a step after the warm-up, the ``lr_ratio`` before it, and the share done.
 
     The share of a phase of N steps is 1/N after its first step and 1 after its last. Steps past the
-    last phase are its last step.
+    last phase count as its last step.
     """
     before, first = 1.0, optim.warmup_steps
     for phase in optim.phases[:-1]:
@@ -174,9 +174,9 @@ def phase_at(optim: OptimConfig, step: int) -> tuple[Phase, float, float]:
 
 
 def bias_update_rate(config: Config, step: int) -> float:
-    """Return the rate at which step ``step`` moves the routers' biases: its phase's, if it has one.
+    """Return the rate at which step ``step`` moves the routers' biases.
 
-    The warm-up has that of ``moe.bias_update_rate``.
+    It is ``bias_update_rate`` of the step's phase, else (and in the warm-up) that of ``moe``.
     """
     optim, rate = config.optim, None
     if optim.schedule == "phases" and step >= optim.warmup_steps:

@@ -26,8 +26,8 @@ CHUNK = 512  # queries whose logits are in memory at once
 class WatchedAttention:
     """``AttentionContext.attend`` that remembers the largest logit [N] of each head it computed.
 
-    It watches what is computed for a backward pass. The logits are computed a second time, since
-    no attention kernel returns them.
+    Only forward passes that have a backward pass count. The logits are computed a second time,
+    since no attention kernel returns them.
     """
 
     def __init__(self, attend: Any) -> None:
@@ -122,12 +122,12 @@ def _of_all_heads(module: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def clip_logits(found: LargestLogits, limit: float) -> None:
-    """Scale weights so that the batch's logits of no head would exceed ``limit``.
+    """Scale weights so that no head's logits on the same batch would exceed ``limit``.
 
-    gamma = min(1, limit / largest logit) of each head. Of latent attention the parts of queries and
-    keys without rotation take sqrt(gamma) each, and the rotary part of queries, whose keys all heads
-    share, takes gamma (Kimi K2, algorithm 1). Of grouped-query attention, whose keys are shared
-    too, queries take gamma.
+    gamma = min(1, limit / largest logit) of each head. In latent attention the parts of queries and
+    keys without rotation are scaled by sqrt(gamma) each. The rotary part of queries is scaled by
+    gamma, because all heads share its keys (Kimi K2, algorithm 1). In grouped-query attention heads
+    share keys too, so queries are scaled by gamma.
     """
     for module, largest in zip(found.modules, found.by_head, strict=True):
         gamma = torch.where(largest > limit, limit / largest, 1.0)

@@ -74,7 +74,7 @@ class Meshes:
         return own or _make_group("pp", [dist.get_rank()], self.timeout)
 
     def pipeline_neighbours(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Return two new groups: with the pipeline rank before this one, and with the one behind.
+        """Return two new groups: with the pipeline rank before this one, and with the one after it.
 
         The first and the last rank are neighbours too. With pp = 2 the groups have the same ranks.
         NCCL runs a group's sends and receives in the order in which they were started, so that in
@@ -85,7 +85,8 @@ class Meshes:
         place = self.coordinate("pp")
         ranks = _ranks_along(self.shape, "default", "pp")
         before = behind = None
-        # In each round a rank is at one end of an edge of the ring, or alone: NCCL splits the world.
+        # NCCL splits the world, so groups are made in rounds: in each, every rank is at one end of
+        # an edge of the ring, or alone.
         for edges in (range(0, pp - 1, 2), range(1, pp, 2), range(pp - 1, pp - 1 + pp % 2)):
             edge = next((e for e in edges if place in (e, (e + 1) % pp)), None)
             ends = [place] if edge is None else [edge, (edge + 1) % pp]

@@ -293,13 +293,13 @@ class Stage(BufferlessStage):
     """Pipeline stage that keeps few of its sends waiting.
 
     Attributes:
-        neighbours: groups with the ranks of the stages before and behind
-            (``Meshes.pipeline_neighbours``), under a schedule that starts sends one by one and
-            waits for them at the end of the step, which keeps all sent tensors. The stage then
-            starts the sends itself and waits for each after a few more. The peer posts its receives
-            in the order of the schedule and needs no later operation of this rank for them. In
-            place of either group None: that of all pipeline ranks. None for both: sends and
-            receives are started together, in that group.
+        neighbours: groups with the ranks of the stages before and after
+            (``Meshes.pipeline_neighbours``); an entry is None if that rank is no neighbour, and the
+            group of all pipeline ranks is used. Set under schedules that start sends one by one
+            and wait for them at the end of the step, which keeps all sent tensors: the stage then
+            starts sends itself and waits for each after a few more. That is safe, since the peer
+            posts its receives in the order of the schedule. None under schedules that batch sends
+            with receives in the group of all pipeline ranks.
     """
 
     neighbours: Neighbours | None = None
@@ -435,7 +435,7 @@ class PipelineRunner(StepRunner):
         return self.meshes.pipeline_neighbours()
 
     def _neighbours(self, stage: int) -> Neighbours:
-        """Return the groups with the ranks of the stages before and behind, if those are neighbours."""
+        """Return the groups with the ranks of the stages before and after, if neighbours."""
         place, (before, behind) = self.meshes.coordinate("pp"), self._ring
         sides = ((place - 1) % self.pp, before), ((place + 1) % self.pp, behind)
 

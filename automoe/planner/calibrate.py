@@ -56,7 +56,7 @@ ROUNDS = 5
 LEAST_S = 0.03
 # bytes of the collectives that are timed, the smallest first
 SIZES = {"cpu": (1 << 12, 1 << 18, 1 << 22), "cuda": (1 << 12, 1 << 20, 1 << 24, 1 << 28)}
-CPU_RANKS = 4  # between which collectives are measured; of GPUs all that are visible
+CPU_RANKS = 4  # collectives are measured between so many; between all visible GPUs on CUDA
 
 # Seconds by bytes that a rank sends, by ``link_name``.
 Links = dict[str, dict[float, float]]

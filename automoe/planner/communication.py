@@ -78,7 +78,7 @@ def link_name(kind: str, size: int, stride: int) -> str:
 
 
 def measured(machine: Machine, group: Group, kind: str, sent: float) -> Cost | None:
-    """Return the cost of sending ``sent`` bytes by ``cluster.links``, which has groups in a node."""
+    """Return the cost of ``sent`` bytes by ``cluster.links``; None if it lacks the group."""
     link = machine.links.get(link_name(kind, group.size, group.stride))
     if link is None or group.nodes > 1:
         return None

@@ -69,7 +69,7 @@ class Pass:
     parts: dict[str, float] = field(default_factory=dict)
     communication: dict[str, Cost] = field(default_factory=dict)
     idle: float = 0.0  # seconds that the GPU waits for kernel launches
-    # Of a backward pass: seconds of the gradients of weights but the experts', and of the experts.
+    # Parts of a backward pass: gradients of all weights but the experts', and gradients of experts.
     weights: float = 0.0
     experts: float = 0.0
     # Communication that the recomputation of a module repeats: module -> axis -> cost.
@@ -286,7 +286,7 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
         moved = size * tokens * seen * masked
         dims = float(score_dims(attention))
         if config.kernels.attention == "flex":
-            # Rows are counted as one document: how many blocks shorter ones spare is not known.
+            # Rows count as one document: how many blocks shorter documents skip is not known.
             # Blocks at the ends of what queries see are computed whole.
             longest = min(window or seq, seq)
             seen = longest - longest**2 / (2 * seq) + (FLEX_BLOCK if window else FLEX_BLOCK / 2)

@@ -280,7 +280,7 @@ def _pipeline_moments(
 def _actions(
     order: tuple[Entry, ...], local: dict[int, int]
 ) -> Iterator[tuple[str, int, int | None]]:
-    """Yield kind, local stage, and of a pair's backward pass the stage of its forward pass."""
+    """Yield kind and local stage of each action; of a pair, also the forward pass's stage."""
     for entry in order:
         for kind, stage, _ in reversed(entry):
             yield kind, local[stage], local[entry[0][1]] if entry[1:] and kind == "B" else None

@@ -144,7 +144,7 @@ def _stages(one: Candidate) -> Iterator[Candidate]:
     parallel = one.config.parallel
     for count in STAGES if one.mesh.pp > 1 and parallel.layers_per_stage is None else ():
         if count != parallel.stages_per_rank and count * one.mesh.pp <= one.config.model.num_layers:
-            schedule = "Interleaved1F1B"
+            schedule = "Interleaved1F1B" if count > 1 else "1F1B"
             yield one.changed(parallel={"schedule": schedule, "stages_per_rank": count})
 
 

@@ -140,8 +140,8 @@ def stretch(
 
     With many micro-batches, only the first rounds are simulated and the repeating rounds are
     extrapolated. All rounds are simulated if they have more than ``pp`` micro-batches (``pp`` is not
-    a divisor), and of orders that do not repeat. For the cache, times are rounded to 1/``GRAIN`` of the
-    largest stage's time; this changes the waiting time of ranks, not their work.
+    a divisor) or if the order has no repeating rounds. For the cache, times are rounded to
+    1/``GRAIN`` of the largest stage's time; this changes the waiting time of ranks, not their work.
     """
     unit = max(stage.work for stage in stages) / GRAIN
     scaled = tuple(

@@ -308,7 +308,7 @@ def _stages(place: Place) -> list[_Stage]:
                 _add(place, stage, example[kind], number, known[kind])
             _add_ends(place, stage, *ends)
             if config.parallel.schedule in IN_HALVES and index > 0:
-                # The experts' operation computes both gradients in each of the halves.
+                # The operation of the experts computes both gradients in either half.
                 stage.passes.backward.add(REPEATED, stage.passes.backward.experts)
             _fsdp(place, stage)
         stages.append(made[key])

@@ -157,7 +157,10 @@ def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
         ("data.document_mask", not config.data.document_mask and "false", "documents are masked"),
         ("train.compile", train.compile, "experts as well"),
         ("optim.phases", len(config.optim.phases), "the learning rate stays after the warm-up"),
+        ("optim.algorithm", config.optim.algorithm != "adamw" and "muon", "AdamW"),
+        ("optim.qk_clip", config.optim.qk_clip, "no weights are clipped"),
         ("optim.ema_decay", config.optim.ema_decay, "no averages"),
+        ("train.rampup_batch_size", train.rampup_batch_size, "the full batch from the first step"),
         ("train.spike_factor", train.spike_factor, "no step is skipped"),
         ("train.val_every", train.val_every, "no validation; set validator"),
         (

@@ -210,7 +210,7 @@ def brief(value: object) -> str:
 
 
 def copy_file(folder: Path, name: str, target: Path) -> None:
-    """Copy one file of ``folder``; a second call is as good as the first. Raises as ``open_inside``."""
+    """Copy one file of ``folder``, over any older copy. Raises as ``open_inside``."""
     with os.fdopen(open_inside(folder, name), "rb") as source:
         with named(target, os.fstat(source.fileno()).st_size), open(target, "wb") as copy:
             shutil.copyfileobj(source, copy, 1 << 20)

@@ -116,7 +116,7 @@ def _work(what: str, work: Callable[[], Any], writing: int, parent: int) -> NoRe
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        faulthandler.disable()  # the error names what ended this process; its stack helps nobody
+        faulthandler.disable()  # the error says what ended this process
         limit_memory()
         doing(what)
         answer: tuple[Any, BaseException | None] = work(), None

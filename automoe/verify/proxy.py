@@ -212,4 +212,5 @@ def _cut_train(config: Config, full: MeshShape, small: MeshShape) -> TrainConfig
         seq_len=min(train.seq_len, MAX_SEQ_LEN) // unit * unit,
         micro_batch_size=rows,
         global_batch_size=small.dp * rows * micro_batches,
+        rampup_batch_size=None,
     )

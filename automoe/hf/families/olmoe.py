@@ -9,11 +9,11 @@ from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import COMMON_FIELDS, GQA, SOFTMAX_ROUTER, Family, Field
 
-_WHOLE = "an olmoe model's query heads are as wide as its hidden size together"
+_WHOLE = "the query heads of an olmoe model are together as wide as its hidden size"
 
 
 def _read_head_dim(size: int | None, theirs: Any) -> int:
-    """Return the width of a head; the class norms ``hidden_size`` queries, whatever it is."""
+    """Return the width of a head; the class always norms ``hidden_size`` numbers of a query."""
     heads = theirs.num_attention_heads
     size = size or theirs.hidden_size // heads
     if size * heads != theirs.hidden_size:
