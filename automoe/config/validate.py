@@ -132,6 +132,10 @@ def settings_rows(config: Config) -> Iterator[Row]:
     yield ("optim.phases", by_phases and sum_of_phases != after_warmup,
            f"phases take the steps after the warm-up, train.steps - optim.warmup_steps = {after_warmup}, and their "
            f"steps sum to {sum_of_phases}", f"Set train.steps={sum_of_phases + optim.warmup_steps}, or other steps")
+    rates = any(one.bias_update_rate is not None for one in optim.phases)
+    yield ("optim.phases", rates and not config.model.router.expert_bias,
+           "a phase has a bias_update_rate, and the routers have no biases to update (model.router.expert_bias=false)",
+           "Leave it out")
     for number, one in enumerate(optim.phases, 1):
         yield ("optim.phases", one.steps < 1 or not 0 <= one.lr_ratio < inf
                or not 0 <= (one.bias_update_rate or 0) < inf,
@@ -140,10 +144,11 @@ def settings_rows(config: Config) -> Iterator[Row]:
     for broken, what, instead in (
         (config.model.attention.qk_norm, "norms of queries and keys undo any scale of weights", "Set optim.qk_clip=0"),
         (config.lora.rank > 0, "LoRA freezes the projections that QK-clip scales", "Set optim.qk_clip=0"),
+        (bool(config.train.freeze), "train.freeze may freeze projections that QK-clip scales", "Set optim.qk_clip=0"),
         (optim.master_weights == "stochastic", "a scale near 1 would round away", "Set optim.master_weights=float32"),
         (config.train.compile, "compiled attention does not record its logits", "Set train.compile=false"),
         (config.kernels.attention == "flex", "flex has no mask to watch logits under", "Set kernels.attention=sdpa"),
-        (config.parallel.context == "ring", "no rank of a ring has all keys of a row", "Set parallel.context=gather"),
+        (config.parallel.context == "ring" and config.mesh.cp > 1, "no rank of a ring has all keys of a row", "Set parallel.context=gather"),
     ):  # fmt: skip
         yield "optim.qk_clip", optim.qk_clip > 0 and broken, what, instead
     yield ("optim.ema_decay", not 0 <= optim.ema_decay < 1,
@@ -172,7 +177,7 @@ def _rampup_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]
     key, train = "train.rampup_batch_size", config.train
     given = train.rampup_batch_size or []
     unit = shape.dp * train.micro_batch_size * (2 * shape.pp if shape.pp > 1 else 1)
-    example = f"For example [{unit},{unit},{100 * unit}]"
+    example = f"Choose start and increment among multiples of {unit}, and train.global_batch_size as their sum, or more"
     yield key, len(given) != 3, f"it is [start, increment, rows], three numbers, and has {len(given)}", example
     start, increment, over = given
     grows = train.global_batch_size - start

@@ -190,6 +190,8 @@ def _check_int4(folder: Path, stated: dict[str, Any]) -> None:
         key: weights.get(key) if isinstance(weights, dict) else None
         for key in asked.keys() - found.keys()
     }
+    for key in ("transform_config", "sparsity_config"):
+        asked[key], found[key] = "empty", stated.get(key) or "empty"
     if wrong := [
         f"{key}={found[key]}, not {value}" for key, value in asked.items() if found[key] != value
     ]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from automoe.config.mesh_shape import NEIGHBOUR, MeshShape
+from automoe.config.pipeline import SINGLE
 from automoe.config.schema import Config
 from automoe.planner.memory import RankMemory
 
@@ -57,10 +58,10 @@ def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
 
 def process_groups(config: Config, mesh: MeshShape) -> list[tuple[str, int]]:
     """Return (name, size) of each communicator of a rank, also of those within and
-    between nodes and of those with the neighbours in an interleaved pipeline.
+    between nodes and of those with the neighbours in a pipeline of several stages per rank.
     """
     named = mesh.process_groups()
-    if mesh.pp > 1 and config.parallel.schedule == "Interleaved1F1B":
+    if mesh.pp > 1 and config.parallel.schedule not in SINGLE:
         named += [(NEIGHBOUR, 2)] * 2
     if config.moe.dispatcher == "hierarchical" and mesh.ep > 1:
         per_node = mesh.ep_per_node(config.cluster.gpus_per_node)

@@ -172,6 +172,12 @@ def test_another_quantization_is_refused_by_name(
     assert says in refused(int4[0])
 
 
+@pytest.mark.parametrize("key", ["transform_config", "sparsity_config"])
+def test_transformed_or_sparse_codes_are_refused(key: str, int4: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    declare(int4[0], STATED | {key: {"format": "hadamard"}})
+    assert f"{key}={{'format': 'hadamard'}}, not empty" in refused(int4[0])
+
+
 def test_other_kinds_of_compressed_tensors_are_refused(int4: tuple[Path, dict[str, torch.Tensor]]) -> None:
     for change, says in (
         ({"format": "nvfp4-pack-quantized"}, "format=nvfp4-pack-quantized, not pack-quantized"),

@@ -115,7 +115,8 @@ def test_rows_of_gates_stay() -> None:
         (["train.compile=true"], "Set train.compile=false"),
         (["optim.master_weights=stochastic", "train.dtype=bfloat16"], "optim.master_weights=float32"),
         (["kernels.attention=flex"], "Set kernels.attention=sdpa"),
-        (["parallel.context=ring"], "Set parallel.context=gather"),
+        (["train.freeze=['*.q_b_proj.*']"], "train.freeze may freeze"),
+        (["parallel.context=ring", "mesh.cp=2", "data.document_mask=false"], "Set parallel.context=gather"),
     ],
 )
 def test_where_it_cannot_act_it_is_refused(overrides: list[str], said: str) -> None:
