@@ -200,7 +200,7 @@ def transformers_grouped_mm(config: Config, meshes: Meshes, device: torch.device
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
             module.register_forward_hook(_forced_choices(routing, config))
-    part = TransformersPart(model)
+    part = TransformersPart(model, config.model)
     if not stays_unsharded(config, meshes.shape):
         apply_data_parallel(part, meshes, config.parallel, config.train.dtype)  # type: ignore[arg-type]
 
@@ -267,9 +267,9 @@ class TransformersPart(nn.Module):
     loss, reported = None, ()  # the cross-entropy that it returns, and nothing else
     embedding = None  # nothing is shared with another stage
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, config: ModelConfig) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.config = model, config
 
     def units(self) -> Iterator[Unit]:
         return (Unit(number, layer) for number, layer in enumerate(self.model.model.layers))
