@@ -264,7 +264,7 @@ def build_trainer(name: str, config: Config, meshes: Meshes, device: torch.devic
 class TransformersPart(nn.Module):
     """A ``transformers`` model with the signature of a decoder that predicts."""
 
-    loss, reported = None, ()  # the cross-entropy that it returns, and nothing else
+    loss, reported, metrics = None, (), ()  # the cross-entropy that it returns, and nothing else
     embedding = None  # nothing is shared with another stage
 
     def __init__(self, model: Any, config: ModelConfig) -> None:
