@@ -148,7 +148,8 @@ def settings_rows(config: Config) -> Iterator[Row]:
         (optim.master_weights == "stochastic", "a scale near 1 would round away", "Set optim.master_weights=float32"),
         (config.train.compile, "compiled attention does not record its logits", "Set train.compile=false"),
         (config.kernels.attention == "flex", "flex has no mask to watch logits under", "Set kernels.attention=sdpa"),
-        (config.parallel.context == "ring" and config.mesh.cp > 1, "no rank of a ring has all keys of a row", "Set parallel.context=gather"),
+        (config.parallel.context == "ring" and config.mesh.cp > 1,
+         "no rank of a ring has all keys of a row", "Set parallel.context=gather"),
     ):  # fmt: skip
         yield "optim.qk_clip", optim.qk_clip > 0 and broken, what, instead
     yield ("optim.ema_decay", not 0 <= optim.ema_decay < 1,
