@@ -297,7 +297,6 @@ _MODEL = [
     ("attention_kernels.py", "F.pad(mask, (1, 0), value=True)", "F.pad(mask, (1, 0), value=False)", GPT_OSS),
     ("attention_masks.py", "tokens.index - window + 1", "tokens.index - window", BLOCKS),
     ("attention_masks.py", "first_BqQ.amin(2, True) <= ends_k", "first_BqQ.amax(2, True) <= ends_k", BLOCKS),
-    ("attention_masks.py", "padding, value=-1", "padding, value=num_keys", BLOCKS),
     ("attention_kernels.py", "aux.lse - sinks_N[:, None]", "aux.lse + sinks_N[:, None]", BLOCKS),
     ("attention.py", "LATENT_NORM_EPS = 1e-6", "LATENT_NORM_EPS = 1e-4", parity("dsv3_odd")),
     ("attention.py", "self.blocks[window]", "self.blocks[0]", GPT_OSS),
