@@ -410,8 +410,7 @@ class PipelineRunner(StepRunner):
         self.stages = stages
         self.first = 0 in model_parts
         self.last = num_stages - 1 in model_parts
-        self.parallel, self.pp, self.meshes = config.parallel, meshes.shape.pp, meshes
-        self.rows = rows
+        self.config, self.meshes = config, meshes
         self._use(train.global_batch_size // meshes.shape.dp // rows)
 
     def _use(self, num_micro_batches: int) -> None:
@@ -420,13 +419,14 @@ class PipelineRunner(StepRunner):
         options: dict[str, Any] = dict(
             n_microbatches=num_micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
         )
-        name, merged = self.parallel.schedule, self.parallel.overlap_all_to_all
+        parallel, pp = self.config.parallel, self.meshes.shape.pp
+        name, merged = parallel.schedule, parallel.overlap_all_to_all
         if name in SCHEDULES and not merged:
             self.schedule = SCHEDULES[name](self.stages[0], **options)
         else:
-            order = pipeline_order(name, self.pp, len(self.stages), num_micro_batches, merged)
+            order = pipeline_order(name, pp, len(self.stages), num_micro_batches, merged)
             self.schedule = ordered_schedule(self.stages, order, TURNS.run, **options)
-        if self.pp > 1 and starts_sends_one_by_one(self.schedule):
+        if pp > 1 and starts_sends_one_by_one(self.schedule):
             for one in self.stages:
                 one.neighbours = self._neighbours(one.stage_index)
 
@@ -436,13 +436,13 @@ class PipelineRunner(StepRunner):
 
     def _neighbours(self, stage: int) -> Neighbours:
         """Return the groups with the ranks of the stages before and after, if neighbours."""
-        place, (before, behind) = self.meshes.coordinate("pp"), self._ring
-        sides = ((place - 1) % self.pp, before), ((place + 1) % self.pp, behind)
+        place, pp, (before, behind) = self.meshes.coordinate("pp"), self.meshes.shape.pp, self._ring
+        sides = ((place - 1) % pp, before), ((place + 1) % pp, behind)
 
         def group(other: int, preferred: Iterable[tuple[int, dist.ProcessGroup]]):
-            if not 0 <= other < self.pp * len(self.stages):
+            if not 0 <= other < pp * len(self.stages):
                 return None
-            rank = rank_of_stage(other, self.pp, self.parallel.schedule)
+            rank = rank_of_stage(other, pp, self.config.parallel.schedule)
             return next((group for side, group in preferred if side == rank), None)
 
         return group(stage - 1, sides), group(stage + 1, sides[::-1])
@@ -466,7 +466,9 @@ class PipelineRunner(StepRunner):
 
     def _run(self, method: str, inputs: Inputs, losses: list[torch.Tensor]) -> torch.Tensor | None:
         # train.rampup_batch_size: steps have fewer micro-batches than a validation
-        if (count := len(inputs["labels"]) // self.rows) != self.num_micro_batches:
+        if (
+            count := len(inputs["labels"]) // self.config.train.micro_batch_size
+        ) != self.num_micro_batches:
             self._use(count)
         kwargs = {name: tensor for name, tensor in inputs.items() if name != "tokens"}
         tokens = [inputs["tokens"]] if self.first else []

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import wait
-from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +17,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from automoe.config.batch import rows_of_run, rows_of_step
-from automoe.config.schema import Config, TrainConfig
+from automoe.config.schema import Config
 from automoe.data.loader import Loader, StepBatch
 from automoe.data.prepare import open_corpus, split_documents
 from automoe.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -125,19 +120,6 @@ def test_a_growing_batch_reads_the_same_rows_in_order_on_any_mesh_and_after_a_re
     _, state = steps(config, 3, 2)
     rest, state = steps(config, 5, 4, state)
     assert equal(grown[3:], rest) and state == end
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(0, 90), st.integers(0, 300))
-def test_a_batch_grows_as_in_megatron(start, increment, increments, more, consumed):
-    over = increments + more
-    train = TrainConfig(global_batch_size=start + increment * increments, rampup_batch_size=[start, increment, over])
-    # Megatron-Core: consumed samples divided by those of an increment, rounded down
-    steps = int(Fraction(consumed) / Fraction(over, increments))
-    assert rows_of_step(train, consumed) == min(start + steps * increment, train.global_batch_size)
-    rows = [0]
-    for _ in range(9):
-        rows.append(rows[-1] + rows_of_step(train, rows[-1]))
-    assert rows_of_run(replace(train, steps=9)) == rows[-1]
 
 
 def test_the_step_after_is_made_by_a_thread_and_counts_when_it_is_taken(config, monkeypatch):

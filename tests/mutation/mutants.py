@@ -7,6 +7,7 @@ fastest that should see the mistake, not all that would. A mutant that no test c
 from __future__ import annotations
 
 from mutant import Mutant
+from mutants_config import CONFIG
 from mutants_fine_tuning import FINE_TUNING
 from mutants_planner import PLANNER
 
@@ -50,7 +51,7 @@ ROPE = ["tests/model/test_rope.py"]
 FUSED = ["tests/hf/test_hf_parity.py::test_equal_to_transformers[fused-qwen3_moe]"]
 READ = ["tests/hf/test_hf_walk.py::test_what_was_once_read_otherwise"]
 RATES, CLIP = ["tests/optim/test_schedule.py"], ["tests/mesh/test_mesh_qk_clip.py"]
-OVERLAP, LAYOUT = ["tests/mesh/test_mesh_overlap.py"], ["tests/config/test_layout.py"]
+OVERLAP = ["tests/mesh/test_mesh_overlap.py"]
 MESH = "tests/mesh/test_mesh_float64.py::test_a_mesh_trains_like_one_rank"
 
 
@@ -470,28 +471,7 @@ _QUANTIZE = [
     ("scaling.py", "local.nan_to_num(nan=torch.inf", "local.nan_to_num(nan=0.0", FP8),
     ("scaling.py", "GRAD: gradients}", "GRAD: E4M3}", FP8),
 ]
-_CONFIG = [
-    (
-        "batch.py",
-        "consumed_rows * ((rows - start)",
-        "consumed_rows * ((rows + start)",
-        ["tests/data/test_data_loader.py"],
-    ),
-    (
-        "pipeline.py",
-        "pp - 1 - place if schedule in V_SHAPED",
-        "place if schedule in V_SHAPED",
-        ["tests/config/test_pipeline.py"],
-    ),
-    ("layout.py", 'stage.count("t")', "len(stage)", LAYOUT),
-    ("layout.py", "last[-1] *= times", "last[-1] *= times + 1", LAYOUT),
-    ("layout.py", "len(sizes) // pp", "len(sizes) - pp", LAYOUT),
-    ("validate.py", "not any(full[stage] for stage in own)", "not all(full[stage] for stage in own)", LAYOUT),
-    ("context.py", "2 * num_ranks - rank)", "2 * num_ranks)", MASKS),
-    ("context.py", "- window + 1, 0) if window", "- window + 2, 0) if window", MASKS),
-]
 _FOLDERS = {
-    "automoe/config": _CONFIG,
     "automoe/optim": _OPTIM,
     "automoe/training": _TRAINING + _RUN,
     "recipes": _RECIPES,
@@ -509,6 +489,7 @@ MUTANTS = (
         for folder, rows in _FOLDERS.items()
         for file, *rest in rows
     ]
+    + CONFIG
     + FINE_TUNING
     + PLANNER
 )
