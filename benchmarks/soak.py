@@ -1,7 +1,8 @@
 """Kill runs and commands at random moments, for as long as asked, and check that nothing is lost.
 
-One job after the other, of four kinds in turn: conversations, LoRA, preferences, and a mixture upcycled from a dense
-checkpoint. A job trains and exports in its run, and then ``automoe export``, ``convert`` and (where it fits)
+One job after the other, of eight kinds in turn: conversations, LoRA, preferences, a mixture upcycled from a dense
+checkpoint; and DeepSeek-V3 in small from nothing, with its all-to-all behind another micro-batch, with multi-token
+prediction, with Muon and QK-clip, and in a V-shaped pipeline. A job trains and exports in its run, and then ``automoe export``, ``convert`` and (where it fits)
 ``upcycle`` make folders from it. Each kind has an uninterrupted job first. Then the same commands run again and again,
 and each start is hit by SIGKILL at random moments: a rank, all ranks, the fork server, the launcher, or the command. Half of
 the starts save in the background, and half may start their ranks again (``launch.max_restarts``). Three of four
@@ -62,11 +63,21 @@ UPCYCLED = (
     *CHAT[:2], "model.hf_path={folder}/dense", "model.upcycle=true", "model.num_experts=4",
     "model.num_experts_per_token=2", "model.moe_intermediate_size=48",
 )  # fmt: skip
+TEXT = (
+    "data=text", "data.path={folder}/text.txt", "model=small_dsv3", "model.hidden_size=64", "model.intermediate_size=96",
+    "model.moe_intermediate_size=32", "train.micro_batch_size=1",
+)  # fmt: skip
+INTERLEAVED = ("parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2")
+MUON = ("optim=muon", "optim.qk_clip=2.0")
 KINDS = {  # kind -> mesh, overrides
     "sft": ("pp2-dp2-ep2", CHAT),
     "lora": ("dp4-ep4", (*CHAT, "lora.rank=4", "lora.dropout=0.1")),
     "dpo": ("pp2-dp2-ep2", PAIRS),
     "upcycle": ("cp2-ep2", UPCYCLED),
+    "merged": ("pp2-dp2-ep2", (*TEXT, "parallel.overlap_all_to_all=true", *INTERLEAVED, "model.num_mtp_layers=1")),
+    "mtp": ("cp2-ep2", (*TEXT, "model.num_mtp_layers=2")),
+    "muon": ("dp4-ep4", (*TEXT, *MUON)),
+    "v": ("pp2-dp2-ep2", (*TEXT, *MUON, "parallel.schedule=ZBVZeroBubble", "model.num_mtp_layers=1")),
 }
 # Command -> its arguments; {out} is the folder that it makes.
 COMMANDS = {
@@ -108,7 +119,7 @@ class Job:
 
     def train(self) -> TrainCommand:
         mesh, settings = KINDS[self.kind]
-        words = [word.format(folder=self.folder) for word in (*settings, *MESHES[mesh], *COMMON)]
+        words = [word.format(folder=self.folder) for word in (*MESHES[mesh], *COMMON, *settings)]
         return TrainCommand(self.run_dir, words, {"XDG_CACHE_HOME": str(self.folder / "cache")})
 
     def commands(self) -> list[str]:
@@ -227,6 +238,7 @@ def write_sources(folder: Path) -> None:
         save_tokenizer(folder / name, "chatml")
     write_chat(folder / "chats.jsonl", [messages(f"What is {n}?", f"It is {n * n}.") for n in range(200)])
     write_pairs(folder / "pairs.jsonl", 64)
+    (folder / "text.txt").write_text("\n\n".join(f"{n} squared is {n * n}, and {n} cubed {n**3}." for n in range(4000)))
 
 
 # Jobs
