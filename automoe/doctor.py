@@ -98,7 +98,8 @@ def examine() -> Iterator[Fact]:
     linux = sys.platform == "linux"
     wrong = "" if linux else "ranks run on Linux alone: use a container or a virtual machine"
     yield Fact("system", platform.platform(), wrong)
-    installed = {one.name.lower(): one.version for one in distributions()}
+    # Of two on the path the first is imported: it comes last here.
+    installed = {one.name.lower(): one.version for one in reversed([*distributions()])}
     torch = installed.get("torch", "")
     build = "CUDA" if torch_has_cuda() else "CPU"
     wrong = torch_note(torch) or "" if torch else "pip install torch"

@@ -316,8 +316,8 @@ def foreach_add_(tensors: list[torch.Tensor], number: float) -> None:
     torch._foreach_add_(tensors, number)
 
 
-def foreach_mul_(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
-    """Multiply every tensor by a scalar tensor in one kernel. 2.11 to 2.15:
+def foreach_mul_(tensors: list[torch.Tensor], scale: float) -> None:
+    """Multiply every tensor by a number in one kernel. 2.11 to 2.15:
     ``torch._foreach_mul_``.
 
     ``torch.nn.utils.clip_grads_with_norm_`` takes parameters, and scales by their whole DTensors.

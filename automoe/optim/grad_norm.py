@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import math
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -85,8 +86,8 @@ def _sum_of_squares(gradients: list[torch.Tensor], wide: torch.dtype) -> torch.T
 
 
 @torch.no_grad()
-def clip_(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale every gradient in place by ``min(1, max_norm / norm)``, without a device sync.
+def clip_(parameters: Iterable[torch.Tensor], norm: float, max_norm: float) -> None:
+    """Scale every gradient in place by ``min(1, max_norm / norm)``.
 
     If ``norm`` is not finite, gradients are left as they are: the caller decides whether to skip
     the step.
@@ -96,17 +97,16 @@ def clip_(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: floa
         norm: the result of ``global_grad_norm``.
         max_norm: largest norm after clipping; 0 switches clipping off.
     """
-    if max_norm == 0:
+    if max_norm == 0 or not math.isfinite(norm) or norm <= max_norm:
         return
-    scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), torch.ones_like(norm))
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in _distinct(parameters):
         if parameter.grad is not None:
             gradient = _local_gradient(parameter)
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    # If the scale has the gradients' dtype, one kernel scales all of them.
-    for dtype, gradients in by_dtype.items():
-        foreach_mul_(gradients, scale.to(torch.promote_types(dtype, torch.float32)))
+    # A scale on the device would first be rounded to bfloat16 where gradients are bfloat16; a number is not.
+    for gradients in by_dtype.values():
+        foreach_mul_(gradients, max_norm / norm)
 
 
 def _distinct(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

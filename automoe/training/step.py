@@ -172,7 +172,7 @@ def optimizer_step(
         # Scales come before the update: the host would have to wait for the update otherwise.
         clipped_share = update_scales(model_parts, meshes, stepped=not skipped)
         if not skipped:
-            clip_(state.parameters(), norm, train.grad_clip)
+            clip_(state.parameters(), grad_norm, train.grad_clip)
             set_learning_rate(state.optimizer, lr)
             state.optimizer.step()
             if logits is not None:

@@ -47,8 +47,9 @@ def test_a_backend_equals_the_float64_loop(device: torch.device, dtype: torch.dt
         def random(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
 
-        # Rounded to bfloat16 numbers near a limit change sides, and their gradients with them.
-        limit = 0.5 if dtype == torch.float32 else 7.0
+        # Numbers near a limit change sides where they are rounded, and their gradients with them: of the 25 million of
+        # the large size some are within 1e-7 of any limit that is not far out, and of bfloat16's many.
+        limit = {torch.float32: 0.5 if num_tokens < 100 else 5.0, torch.bfloat16: 7.0}[dtype]
         extra = []
         if biased:
             extra = [random(num_experts, 2, width), random(num_experts, hidden)]

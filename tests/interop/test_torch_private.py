@@ -284,7 +284,7 @@ def test_operations_on_many_tensors_at_once() -> None:
     assert [one.dtype for one in wide] == [torch.float64] * 2
     assert [one.item() for one in wide] == pytest.approx([5**0.5, 4.0], rel=1e-15)
     torch_private.foreach_add_(tensors, 1)
-    torch_private.foreach_mul_(tensors, torch.tensor(2.0))
+    torch_private.foreach_mul_(tensors, 2.0)
     assert tensors[0].tolist() == [2, 4, 6] and tensors[1].tolist() == [[6, 6], [6, 6]]
 
 

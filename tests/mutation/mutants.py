@@ -99,7 +99,7 @@ _TRAINING = [
     ("step.py", "batch.labels >= 0", "batch.labels >= -100", LLAMA),
     ("step.py", "(batch.doc_ids >= 0).sum()", "(batch.doc_ids >= -1).sum()", QWEN),
     ("step.py", "(batch.labels >= 0).sum()), int(", "(batch.labels >= 0).sum()), 0 * int(", QWEN),
-    ("step.py", "clip_(state.parameters(), norm, train.grad_clip)", "pass", QWEN),
+    ("step.py", "clip_(state.parameters(), grad_norm, train.grad_clip)", "pass", QWEN),
     ("step.py", "state.tokens += num_label_tokens", "state.tokens += 0 if skipped else num_label_tokens", DSV3),
     ("step.py", "state.skipped + 1 if skipped", "1 if skipped", STREAK),
     ("step.py", "update_balance_state(stats, model_parts, bias_update_rate(config, state.step))", "pass", DSV3),

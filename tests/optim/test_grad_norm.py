@@ -93,7 +93,7 @@ def test_every_mesh_has_the_norm_of_one_process(ranks: RankPool, shape: tuple[in
 
 def clipped(shape: tuple[int, int, int, int, int], max_norm: float) -> dict[str, torch.Tensor]:
     layer, default, stage = build(shape)
-    clip_(layer.parameters(), global_grad_norm(layer.parameters(), default.get_group("pp")), max_norm)
+    clip_(layer.parameters(), global_grad_norm(layer.parameters(), default.get_group("pp")).item(), max_norm)
     return {f"{stage}.{name}": p.grad.full_tensor() for name, p in layer.named_parameters()}
 
 
@@ -140,7 +140,7 @@ def poisoned(value: float) -> tuple[float, bool]:
         layer.experts.weight.grad.to_local()[0, 0, 0] = value
     norm = global_grad_norm(layer.parameters())
     before = [p.grad.to_local().clone() for p in layer.parameters()]
-    clip_(layer.parameters(), norm, 1.0)
+    clip_(layer.parameters(), norm.item(), 1.0)
     after = [p.grad.to_local() for p in layer.parameters()]
     unchanged = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
     return norm.item(), unchanged
@@ -208,7 +208,7 @@ def test_gradients_of_every_dtype_are_clipped_together(device: str, dtype: torch
         parameter.grad = (scale * torch.linspace(-1, 1, 50, dtype=torch.float64)).to(parameter)
     norm = global_grad_norm(parameters)
     expected = [0.125 / norm.cpu() * p.grad.double().cpu() for p in parameters]
-    clip_(parameters, norm, 0.125)
+    clip_(parameters, norm.item(), 0.125)
     for parameter, gradient in zip(parameters, expected, strict=True):
         assert parameter.grad.dtype == parameter.dtype
         tolerance = rtol if parameter.dtype == dtype else 1e-6

@@ -33,6 +33,7 @@ def host_syncs(work: Callable[[], object], device: torch.device) -> dict[str, in
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
+        caught.clear()  # that this mode is a beta feature
         try:
             work()
         finally:
