@@ -8,9 +8,9 @@ model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
-import math
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
