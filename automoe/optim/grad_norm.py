@@ -104,9 +104,13 @@ def clip_(parameters: Iterable[torch.Tensor], norm: float, max_norm: float) -> N
         if parameter.grad is not None:
             gradient = _local_gradient(parameter)
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    # A scale on the device would first be rounded to bfloat16 where gradients are bfloat16; a number is not.
-    for gradients in by_dtype.values():
-        foreach_mul_(gradients, max_norm / norm)
+    scale = max_norm / norm
+    for dtype, gradients in by_dtype.items():
+        if dtype.itemsize >= 4:  # one kernel, which would round the scale to bfloat16 for others
+            foreach_mul_(gradients, scale)
+        else:
+            for gradient in gradients:
+                gradient.mul_(scale)
 
 
 def _distinct(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
