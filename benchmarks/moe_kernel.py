@@ -177,12 +177,19 @@ def failures(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def measure(shape: Shape, routing: str, device: torch.device, budget_s: float, spoil: str) -> dict[str, dict[str, Any]]:
-    """Every peer on one layer and routing: checked, then timed in turns until the budget is spent."""
+def measure(
+    shape: Shape,
+    routing: str,
+    peers: dict[str, Callable[[Shape, torch.Tensor], Layer]],
+    device: torch.device,
+    budget_s: float,
+    spoil: str,
+) -> dict[str, dict[str, Any]]:
+    """Every one of ``peers`` on one layer and routing: checked, then timed in turns until the budget is spent."""
     inputs, ids = Inputs(shape, device), choices(routing, shape, device)
     results: dict[str, dict[str, Any]] = {}
     layers: dict[str, Layer] = {}
-    for name, build in PEERS.items():
+    for name, build in peers.items():
         try:
             layer = build(shape, ids)
             poison(device)
@@ -261,7 +268,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         figure, (axis,) = new_figure(11, 4.8)
         wide = 0.8 / len(PEERS)
         for place, (peer, colour) in enumerate(zip(PEERS, [*CELLS, PALE_BLUE, MUTED], strict=True)):
-            bars = [layer["balanced"][peer].get("tflops", 0.0) for layer in layers.values()]
+            bars = [layer["balanced"].get(peer, {}).get("tflops", 0.0) for layer in layers.values()]
             axis.bar([n + place * wide for n in range(len(bars))], bars, wide, label=peer, color=colour)
         for n, name in enumerate(layers):
             ceiling = report["ceilings"]["layer"][name] / 1e12
@@ -282,7 +289,8 @@ def print_table(report: dict[str, Any]) -> None:
             for peer, facts in peers.items():
                 title = f"{name}, {routing}: {peer}"
                 if "absent" in facts:
-                    print(f"{title:62}  not run: {facts['absent'][:60]}")
+                    if "not reached" not in facts["absent"]:
+                        print(f"{title:62}  not run: {facts['absent'][:60]}")
                     continue
                 tflops = facts["tflops"]
                 saved = facts.get("saved_bytes_a_token")
@@ -300,13 +308,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small layers, on the CPU where there is no GPU")
     parser.add_argument("--seconds", type=float, default=480.0, help="for all timings together")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results; the temporary folder with --quick")
+    parser.add_argument("--layer", action="append", help="only this one (--quick has others); may be repeated")
+    parser.add_argument("--peer", action="append", choices=list(PEERS), help="only this one; may be repeated")
     parser.add_argument("--spoil", default="", help="make this peer wrong, to see the gate close")
     args = parser.parse_args()
     out = result_file(args.out, "moe_kernel", args.quick)
     if not args.quick and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device; --quick checks the script itself without one")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shapes = QUICK if args.quick else SHAPES
+    known = QUICK if args.quick else SHAPES
+    if unknown := sorted(set(args.layer or ()) - known.keys()):
+        raise SystemExit(f"no such layer: {'; '.join(unknown)}. There are: {'; '.join(known)}")
+    shapes = {name: shape for name, shape in known.items() if name in (args.layer or known)}
+    peers = {name: build for name, build in PEERS.items() if name in (args.peer or PEERS)}
     budget = 0.0 if args.quick else args.seconds / len(shapes) / len(ROUTINGS) / 2  # gates take the other half
     end = time.monotonic() + (args.seconds if not args.quick else float("inf"))
     report: dict[str, Any] = {
@@ -323,16 +337,16 @@ def main() -> None:
         "layers": {},
     }
     for (name, shape), routing in product(shapes.items(), ROUTINGS):
-        peers = report["layers"].setdefault(name, {})
+        found = report["layers"].setdefault(name, {})
         if time.monotonic() > end:
-            peers[routing] = {peer: {"absent": "not reached within --seconds"} for peer in PEERS}
+            found[routing] = {peer: {"absent": "not reached within --seconds"} for peer in peers}
         else:
             try:
-                peers[routing] = measure(shape, routing, device, budget, args.spoil)
+                found[routing] = measure(shape, routing, peers, device, budget, args.spoil)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
             except Exception as error:  # a kernel that reads what is not there costs the process its GPU
-                peers[routing] = {peer: not_timed(peer, error) for peer in PEERS}
+                found[routing] = {peer: not_timed(peer, error) for peer in peers}
         out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept, whatever comes next
     try:
         draw(report, out.with_suffix(".png"))
