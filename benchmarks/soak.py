@@ -77,7 +77,10 @@ KINDS = {  # kind -> mesh, overrides
     "merged": ("pp2-dp2-ep2", (*TEXT, "parallel.overlap_all_to_all=true", *INTERLEAVED, "model.num_mtp_layers=1")),
     "mtp": ("cp2-ep2", (*TEXT, "model.num_mtp_layers=2")),
     "muon": ("dp4-ep4", (*TEXT, *MUON)),
-    "v": ("pp2-dp2-ep2", (*TEXT, *MUON, "parallel.schedule=ZBVZeroBubble", "model.num_mtp_layers=1")),
+    "v": (
+        "pp2-dp2-ep2",
+        (*TEXT, *MUON, "parallel.schedule=ZBVZeroBubble", "parallel.stages_per_rank=2", "model.num_mtp_layers=1"),
+    ),
 }
 # Command -> its arguments; {out} is the folder that it makes.
 COMMANDS = {

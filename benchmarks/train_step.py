@@ -215,7 +215,8 @@ def measure(
         config, planned = case.slice_for(memory_bytes(device))
     except Absent as error:
         return {"absent": str(error)}
-    config = replace(config, train=replace(config.train, compile=compiles))
+    loss = "triton" if device.type == "cuda" else "torch"  # of all but transformers
+    config = replace(config, train=replace(config.train, compile=compiles), kernels=replace(config.kernels, loss=loss))
     facts, found = gate(config, meshes, device, spoil)
     times: dict[str, dict[str, list[float]]] = {routing: {} for routing in GATES}
     rounds = 0
@@ -407,6 +408,7 @@ def main() -> None:
         "--compile", action="store_true", help="our model and our parts of torchtitan's under train.compile"
     )
     parser.add_argument("--seconds", type=float, default=480.0, help="for all models together")
+    parser.add_argument("--without", action="append", default=[], choices=list(CONTENDERS), help="leave this one out")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results; the temporary folder with --quick")
     parser.add_argument("--spoil", default="", help="make this contender wrong, to see the gate close")
     args = parser.parse_args()
@@ -417,6 +419,8 @@ def main() -> None:
     if unknown := sorted(set(args.model or ()) - known.keys()):
         raise SystemExit(f"no such model: {', '.join(unknown)}. There are: {', '.join(known)}")
     chosen = {title: case for title, case in known.items() if title in (args.model or known)}
+    for name in args.without:
+        del CONTENDERS[name]
     with one_rank("cuda" if torch.cuda.is_available() else "cpu") as device:
         report: dict[str, Any] = {
             "commit": commit("../automoe", "*.py"),

@@ -30,7 +30,7 @@ LONGEST = """
 # then what costs time or memory only.
 FIRST_ON_GPU = """
     device_parity device_training device_experts row_sums kernels device_attention device_rope device_fp8 stochastic_kernel
-    device_optimizer grad_norm device_syncs device_overlap device_compile several_devices
+    device_optimizer device_loss grad_norm device_syncs device_overlap device_compile several_devices
 """.split()
 
 # An example may take as long as a loaded machine makes it take.

@@ -66,11 +66,12 @@ def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     dtype = config.train.dtype
     if config.kernels.attention != "sdpa":
         yield from _attention_rows(config, shape, device)
-    if config.kernels.rope == "triton":
-        yield ("kernels.rope", dtype == "float64", "it has no float64, and train.dtype=float64",
-               "Set kernels.rope=torch")
-        yield ("kernels.rope", device == "cpu" and not triton_is_interpreted(), _NEEDS_CUDA,
-               f"Set kernels.rope=torch, or {_INTERPRET}")
+    for name in ("rope", "loss"):
+        chosen = getattr(config.kernels, name) == "triton"
+        yield (f"kernels.{name}", chosen and dtype == "float64", "it has no float64, and train.dtype=float64",
+               f"Set kernels.{name}=torch")
+        yield (f"kernels.{name}", chosen and device == "cpu" and not triton_is_interpreted(), _NEEDS_CUDA,
+               f"Set kernels.{name}=torch, or {_INTERPRET}")
     if config.kernels.norm == "te":
         for key, value, wrong in (("launch.device", device, "cpu"), ("train.dtype", dtype, "float64")):
             yield ("kernels.norm", value == wrong,

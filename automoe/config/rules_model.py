@@ -18,7 +18,7 @@ TRANSFORMERS = "transformers"  # ``model.family`` of a class without a declarati
 # Settings that the decoder of native families computes.
 _NATIVE_ALONE = """
     moe.gate moe.router_jitter moe.router_dtype moe.capacity_factor moe.record_routing
-    moe.replay_routing train.fp8 train.compile kernels.attention kernels.rope kernels.norm lora.base
+    moe.replay_routing train.fp8 train.compile kernels.attention kernels.rope kernels.loss kernels.norm lora.base
     optim.algorithm optim.master_weights optim.qk_clip
 """.split()
 

@@ -311,6 +311,8 @@ class KernelsConfig:
     attention: Literal["sdpa", "cudnn", "flash", "flex", "math", "te"] = "sdpa"
     # rotary embedding; triton also assembles MLA's keys in the same kernel
     rope: Literal["torch", "triton"] = "torch"
+    # cross-entropy; triton passes over a chunk of logits twice, torch seven times
+    loss: Literal["torch", "triton"] = "torch"
     norm: Literal["torch", "te"] = "torch"  # te: needs CUDA and the package transformer-engine
 
 

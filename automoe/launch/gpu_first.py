@@ -66,7 +66,7 @@ CHECKS = (
     Check("gpu-killed", 1, _ALONE, "a GPU run killed with SIGKILL goes on to the bit", "gpu", 0.0, True),
     Check("bf16", 1, f"{_BF16} moe.experts=loop", "bfloat16 trains", "gpu", 0.05),
     Check("grouped-mm", 1, _BF16, "torch's grouped products", "bf16", 0.02),
-    Check("triton", 1, f"{_BF16} moe.experts=triton kernels.rope=triton", "our Triton kernels", "bf16", 0.02),
+    Check("triton", 1, f"{_BF16} moe.experts=triton kernels.rope=triton kernels.loss=triton", "our Triton kernels", "bf16", 0.02),
     Check("fp8", 1, f"{_BF16} train.fp8=tensorwise", "8-bit kernels (compute capability 8.9 and later)", "bf16", 0.1),
     Check("flex", 1, f"{_BF16} kernels.attention=flex", "FlexAttention by document borders", "bf16", 0.02),
     Check("compile", 1, f"{_BF16} train.compile=true", "torch.compile", "bf16", 0.02),

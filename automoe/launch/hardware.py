@@ -197,8 +197,9 @@ def _packages(config: Config, device: str, deepep: bool) -> Iterator[tuple[bool,
 
 def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
     """Yield (key=value, alternative) of every key in ``config`` that launches Triton kernels."""
-    if config.kernels.rope == "triton":
-        yield "kernels.rope=triton", "kernels.rope=torch"
+    for name in ("rope", "loss"):
+        if getattr(config.kernels, name) == "triton":
+            yield f"kernels.{name}=triton", f"kernels.{name}=torch"
     if _experts(config) == "triton":
         yield "moe.experts=triton", "moe.experts=grouped_mm"
     if device != "cuda":

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from automoe.config.rules_kernels import chunk_tokens
+from automoe.errors import import_backend
 from automoe.moe.process_groups import SINGLE_RANK, Communicator
 from automoe.moe.tokens import IGNORE, TokenCounts
 
@@ -35,7 +36,7 @@ def chunk_loss(
 
     The gradient [T, V] has the dtype of x. Other arguments are those of ``cross_entropy_sum``.
     """
-    trained_T1, target_T1, here_T1 = _targets(labels_T, weight_VH, first_id)
+    trained_T1, target_T1, here_T1 = targets(labels_T, weight_VH, first_id)
     logits_TV = x_TH @ weight_VH.T
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
@@ -57,7 +58,7 @@ def chunk_loss(
     return loss, grad_TV.scatter_(1, target_T1, target_grad_T1.to(grad_TV.dtype))
 
 
-def _targets(
+def targets(
     labels_T: torch.Tensor, weight_VH: torch.Tensor, first_id: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return three tensors [T, 1] about labels.
@@ -88,6 +89,21 @@ def _add_gradients(
         grad_weight_VH.addmm_(grad_TV.T, x_TH)
     elif grad_weight_VH is not None:
         grad_weight_VH += grad_TV.T @ x_TH
+
+
+def chunk_loss_fn(kernel: str) -> ChunkLoss:
+    """Return the ``ChunkLoss`` that ``kernels.loss`` names.
+
+    Raises:
+        BackendError: ``kernels.loss=triton``, and the package is missing.
+    """
+    if kernel == "torch":
+        return chunk_loss
+    assert kernel == "triton"
+    import_backend("triton", "kernels.loss=triton", "Install it, or set kernels.loss=torch")
+    from automoe.kernels import cross_entropy
+
+    return cross_entropy.chunk_loss
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -175,7 +191,7 @@ class _TokenLosses(torch.autograd.Function):
         step = chunk_tokens(*x_TH.shape)
         for start in range(0, len(x_TH), step):
             chunk = slice(start, start + step)
-            trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, first_id)
+            trained_T1, target_T1, here_T1 = targets(labels_T[chunk], weight_VH, first_id)
             logits_TV = x_TH[chunk] @ weight_VH.T
             largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
             target_logit_T1 = vocab.all_reduce(logits_TV.gather(1, target_T1).to(wide) * here_T1)
@@ -198,7 +214,7 @@ class _TokenLosses(torch.autograd.Function):
         step = chunk_tokens(*x_TH.shape)
         for start in range(0, len(x_TH), step):
             chunk = slice(start, start + step)
-            trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, ctx.first_id)
+            trained_T1, target_T1, here_T1 = targets(labels_T[chunk], weight_VH, ctx.first_id)
             grad_TV = (x_TH[chunk] @ weight_VH.T - log_sum_T[chunk].unsqueeze(1)).exp_()
             grad_TV.scatter_add_(1, target_T1, -here_T1.to(grad_TV.dtype))
             grad_TV.mul_(grad_T[chunk].unsqueeze(1) * trained_T1)

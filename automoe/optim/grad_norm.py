@@ -20,6 +20,8 @@ from automoe.interop.torch_private import foreach_mul_, foreach_norm
 
 # The CPU widens this many numbers at a time: 256 KiB of float64, which stay in its cache.
 _BLOCK = 1 << 15
+# On a GPU a tensor of fewer numbers is copied in float64 sooner than a kernel of its own starts.
+_SMALL = 1 << 20
 # A mesh, and its axes along which a tensor is sharded.
 _Sharding = tuple[DeviceMesh | None, tuple[int, ...]]
 
@@ -74,6 +76,13 @@ def global_grad_norm(
 
 def _sum_of_squares(gradients: list[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
     """Return the sum of squares of all numbers, squared and added in ``wide``, as a scalar."""
+    if gradients[0].device.type == "cuda":
+        from automoe.kernels.squares import sum_of_squares
+
+        small = [each for each in gradients if each.numel() < _SMALL]
+        sums = [sum_of_squares(each) for each in gradients if each.numel() >= _SMALL]
+        norms = foreach_norm(small, wide) if small else ()
+        return torch.stack([*sums, *(norm.square() for norm in norms)]).sum()
     if gradients[0].device.type != "cpu":
         return torch.stack(foreach_norm(gradients, wide)).square_().sum()
     # On the CPU, torch's norm in another dtype widens number by number and is five times slower.

@@ -19,7 +19,7 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.model.lora import adapt, fill_adapters
-from automoe.model.loss import chunk_loss
+from automoe.model.loss import ChunkLoss, chunk_loss_fn
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
 from automoe.model.transformers_model import TransformersModel
@@ -97,13 +97,18 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         masks=block_masks if kernels.attention == "flex" else dense_masks,
         rope=rope_fns(kernels.rope),
         norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
-        chunk_loss=compiled(chunk_loss) if config.train.compile else chunk_loss,
+        chunk_loss=_chunk_loss(config),
         loss=loss,
         mtp_loss_weight=config.train.mtp_loss_weight,
         has_side_stream=partial(has_side_stream, config.parallel),
         always_masked=config.train.compile,
         seed=config.train.seed,
     )
+
+
+def _chunk_loss(config: Config) -> ChunkLoss:
+    fn = chunk_loss_fn(config.kernels.loss)
+    return compiled(fn) if config.train.compile and config.kernels.loss == "torch" else fn
 
 
 def _build_communicators(meshes: Meshes, parallel: ParallelConfig) -> ProcessGroupCollection:

@@ -260,8 +260,8 @@ def _in_plain_torch(config: Config, keep_triton: bool) -> Config:
     # On CUDA torch's flash kernel computes in half precision alone.
     if kernels.attention in ("cudnn", "flex", "te") or config.launch.device == "cuda":
         kernels.attention = "sdpa"
-    if kernels.rope == "triton" and not keep_triton:
-        kernels.rope = "torch"
+    if not keep_triton:
+        kernels.rope = kernels.loss = "torch"
     # Gathering keys and values has the same arithmetic as a ring.
     parallel = replace(config.parallel, context="gather")
     return replace(config, moe=moe, kernels=kernels, parallel=parallel)

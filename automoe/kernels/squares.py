@@ -1,0 +1,35 @@
+"""Kernel for the gradient norm on a GPU: squares are summed in float64, and each number is read once.
+
+torch's norm in another dtype first makes a float64 copy of the tensor: on an H200 that took 70 ms
+for the 46 GB of gradients of a step of 830 ms, where reading them takes 10.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024  # numbers that a program adds at once
+BLOCKS = 64  # times a program does so
+
+
+@triton.jit
+def _squares(numbers, sums, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
+    total = tl.zeros([BLOCK], tl.float64)
+    for block in range(BLOCKS):
+        at = first + block * BLOCK + tl.arange(0, BLOCK)
+        number = tl.load(numbers + at, mask=at < count, other=0.0).to(tl.float64)
+        total += number * number
+    tl.store(sums + tl.program_id(0), tl.sum(total))
+
+
+def sum_of_squares(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the squares of all ``numbers`` as a float64 scalar, in a fixed order."""
+    flat = numbers.reshape(-1)
+    programs = triton.cdiv(flat.numel(), BLOCK * BLOCKS)
+    sums = torch.empty(programs, dtype=torch.float64, device=flat.device)
+    if programs:
+        _squares[(programs,)](flat, sums, flat.numel(), BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=4)
+    return sums.sum()
