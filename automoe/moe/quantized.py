@@ -1,7 +1,7 @@
 """The ``grouped_mm`` expert backend with its products in 8 bits (``train.fp8``).
 
 On CUDA, operands with one scale go to torch's grouped product, and operands with block scales to
-this project's kernels, which have not run on a GPU yet. Elsewhere dequantized operands are
+this project's kernels. Elsewhere dequantized operands are
 multiplied in float32, as in ``automoe.quantize.linear``. Shapes: R rows sorted by expert, E
 experts, N output and K input features.
 """

@@ -1,8 +1,7 @@
 """Expert backend ``moe.experts=triton``: kernels that need no permuted copy of the tokens.
 
 For the backward it keeps its arguments, and gate and up before the activation, [R, 2I]. Shapes are
-those of ``automoe.moe.experts``. The kernels have compiled for Hopper and run in Triton's
-interpreter; they have not run on a GPU yet.
+those of ``automoe.moe.experts``.
 """
 
 from __future__ import annotations
