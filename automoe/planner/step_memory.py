@@ -334,7 +334,15 @@ def plan_stage(
         last=last,
         border=compute * load.tokens * model.hidden_size * (mesh.pp > 1),
         shared=sum(mask_bytes(config, load, alike) for alike in again.values()),
-        head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained, load.on_cpu)
+        head=head_workspace_bytes(
+            model,
+            load.tokens,
+            compute,
+            mesh.tp,
+            head_trained,
+            load.on_cpu,
+            config.kernels.loss == "triton",
+        )
         * last,
         head_kept=head_kept,
         rest_weights=sizes.whole(rest, compute),

@@ -154,6 +154,7 @@ def head_workspace_bytes(
     tp: int = 1,
     trained: bool = True,
     on_cpu: bool = False,
+    in_place: bool = False,
 ) -> float:
     """Return the peak bytes of the chunked cross-entropy of the output head.
 
@@ -165,6 +166,7 @@ def head_workspace_bytes(
     Args:
         tokens: tokens of the micro-batch on this rank; each tp rank processes the tokens of all tp
             ranks with its part of the vocabulary.
+        in_place: logits become their gradient without a wide copy (``kernels.loss=triton``).
     """
     wide = max(4, bytes_per_number)
     narrower = bytes_per_number * (bytes_per_number < wide)  # equal widths are converted in place
@@ -173,12 +175,13 @@ def head_workspace_bytes(
     chunk = chunk_tokens(tokens, model.hidden_size)
     before = bytes_per_number * (chunk < tokens)
     rounding = wide * on_cpu * (narrower > 0)  # a CPU rounds the product from a wide copy
+    logits = bytes_per_number if in_place else wide + narrower + rounding
     gradient = model.hidden_size * rows * trained
     hidden = bytes_per_number * tokens * model.hidden_size
     return float(
         3 * hidden
         + max(
-            chunk * rows * (wide + narrower + before + rounding) + gradient * wide,
+            chunk * rows * (logits + before) + gradient * wide,
             chunk * rows * bytes_per_number + gradient * (wide + narrower),
             2 * gradient * bytes_per_number + hidden,
         )

@@ -38,4 +38,13 @@ def test_the_committed_soaks_killed_on_three_meshes_at_least_thirty_times_and_lo
     kills = [kill for report in reports for kill in report["kills"]]
     assert len(kills) >= 30
     assert len({kill["mesh"] for kill in kills}) == 3 and len({kill["victim"] for kill in kills}) >= 6
-    assert {kill.get("kind", "pretraining") for kill in kills} == {"pretraining", "sft", "lora", "dpo", "upcycle"}
+    assert {kill.get("kind", "pretraining") for kill in kills} == {
+        "pretraining",
+        "sft",
+        "lora",
+        "dpo",
+        "upcycle",
+        "merged",
+        "mtp",
+        "muon",
+    }
