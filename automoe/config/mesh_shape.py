@@ -212,6 +212,11 @@ def uses_ring(config: Config, mesh: MeshShape) -> bool:
     return config.parallel.context == "ring" and mesh.cp > 1
 
 
+def uses_ulysses(config: Config, mesh: MeshShape) -> bool:
+    """Return True if attention exchanges positions for heads over cp (``ulysses`` and cp > 1)."""
+    return config.parallel.context == "ulysses" and mesh.cp > 1
+
+
 def gathers_once(config: Config, pp: int) -> bool:
     """Return True if weights are gathered once a step and stay gathered until its end.
 
