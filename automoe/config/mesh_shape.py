@@ -217,6 +217,12 @@ def uses_ulysses(config: Config, mesh: MeshShape) -> bool:
     return config.parallel.context == "ulysses" and mesh.cp > 1
 
 
+def exchanges_heads(config: Config, mesh: MeshShape) -> bool:
+    """Return True if some layer exchanges positions for heads over cp: attention, or delta nets."""
+    linear = config.model.attention.linear_num_key_heads > 0 and mesh.cp > 1
+    return linear or uses_ulysses(config, mesh)
+
+
 def gathers_once(config: Config, pp: int) -> bool:
     """Return True if weights are gathered once a step and stay gathered until its end.
 

@@ -226,7 +226,7 @@ def _time_rows(config: Config, plan: Plan) -> Rows:
     texts = {
         "computing": "products, attention, memory",
         "tp": "around products that are cut",
-        "cp": "keys and values of other ranks",
+        "cp": f"keys and values of other ranks, {config.parallel.context}",
         "ep": f"tokens to experts, {config.moe.dispatcher}",
         "etp": "rows of ranks that share a width",
         "fsdp": "weights, gradients, what is seen",
