@@ -143,6 +143,37 @@ def test_what_travels_over_cp_is_what_the_model_gathers() -> None:
     assert ring == pytest.approx(1.5 * passes * 2 * 2048 * 2 * 128 * 192), "backward it travels twice"
 
 
+def test_heads_exchanged_over_cp_are_counted_by_their_widths() -> None:
+    """Bytes a step and a rank: queries, keys, values and outputs, and half of them go to the other of two ranks."""
+
+    def sent(name: str, tokens: int, **settings: Any) -> float:
+        keys = {"mesh.cp": 2, "parallel.recompute": [], "parallel.context": "ulysses"} | settings
+        keys |= {"mesh.pp": 1, "mesh.dp_shard": 8, "mesh.tp": 1, "mesh.ep": 8, "mesh.ep_shard": 2}
+        keys |= {"parallel.schedule": "1F1B", "parallel.stages_per_rank": 1, "parallel.layers_per_stage": None}
+        time = time_of(name, keys | {"train.micro_batch_size": 1, "train.global_batch_size": 8, "train.seq_len": tokens})
+        return time.traffic["cp"]
+
+    half = 2048 * 2 / 2  # positions of a rank, bytes, the other rank's share
+    qwen = sent("qwen3_30b_a3b", 4096)
+    assert qwen == pytest.approx(48 * 2 * half * (32 + 2 * 4 + 32) * 128)
+    mla = sent("moonlight_16b_a3b", 4096)
+    assert mla == pytest.approx(27 * 2 * (half * 16 * (192 + 256 + 128) + 2048 * 2 * 64))
+    # A delta net sends queries, keys, values, betas and decays, whatever the key says.
+    delta, attention = 2 * 16 * 128 + 32 * 128 + 2 * 32 + 32 * 128, (16 + 2 * 2 + 16) * 256
+    whole = {context: sent("qwen3_next_80b_a3b", 4096, **{"parallel.context": context}) for context in ("gather", "ulysses")}
+    assert whole["ulysses"] == pytest.approx(2 * half * (36 * delta + 12 * attention))
+    assert whole["gather"] == pytest.approx(2 * half * (36 * delta + 12 * 2 * 2 * 2 * 256))
+
+
+def test_whole_rows_of_heads_without_a_mask_compute_half_the_scores() -> None:
+    def compute(context: str, mask: bool) -> float:
+        keys = {"mesh.cp": 4, "train.seq_len": 65536, "train.global_batch_size": 64, "parallel.recompute": []}
+        return time_of("qwen3_30b_a3b", keys | {"parallel.context": context, "data.document_mask": mask}).compute
+
+    assert compute("ulysses", False) < compute("gather", False)  # 2 cp + 1 of 4 cp pairs of chunks, and a mask
+    assert compute("ulysses", True) > compute("gather", True), "every score of a row"
+
+
 def test_a_hierarchical_dispatch_sends_a_copy_a_node_and_waits_twice() -> None:
     machine = Machine.of(primary("qwen3_30b_a3b"), Constants.load())
     latency = machine.constants.latency
