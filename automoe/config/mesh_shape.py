@@ -16,9 +16,9 @@ from automoe.errors import ConfigError
 
 DEFAULT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MOE_AXES = ("pp", "ep_replicate", "ep_shard", "ep", "etp")
-# Tokens are dispatched over these axes. Each has a communicator of its own even if it is the world:
-# an all-to-all would else wait for the weights that FSDP gathers ahead.
-DISPATCH_AXES = ("ep", "etp")
+# Tokens, or their keys and values, travel over these axes. Each has a communicator of its own even
+# if it is the world: an all-to-all would else wait for the weights that FSDP gathers ahead.
+DISPATCH_AXES = ("cp", "ep", "etp")
 NEIGHBOUR = "neighbour"  # a group of two pipeline ranks (``Meshes.pipeline_neighbours``)
 VIEWS = ("default", "moe")
 
@@ -102,7 +102,7 @@ class MeshShape:
     def process_groups(self) -> list[tuple[str, int]]:
         """Return (name, size) of each process group of a rank, the world first.
 
-        An axis over which no tokens are dispatched uses the world's group if it is as large.
+        An axis over which no tokens travel uses the world's group if it is as large.
         """
         named = self.active_axes("default") + self.active_axes("moe")
         named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []

@@ -150,7 +150,9 @@ def test_heads_exchanged_over_cp_are_counted_by_their_widths() -> None:
         keys = {"mesh.cp": 2, "parallel.recompute": [], "parallel.context": "ulysses"} | settings
         keys |= {"mesh.pp": 1, "mesh.dp_shard": 8, "mesh.tp": 1, "mesh.ep": 8, "mesh.ep_shard": 2}
         keys |= {"parallel.schedule": "1F1B", "parallel.stages_per_rank": 1, "parallel.layers_per_stage": None}
-        time = time_of(name, keys | {"train.micro_batch_size": 1, "train.global_batch_size": 8, "train.seq_len": tokens})
+        time = time_of(
+            name, keys | {"train.micro_batch_size": 1, "train.global_batch_size": 8, "train.seq_len": tokens}
+        )
         return time.traffic["cp"]
 
     half = 2048 * 2 / 2  # positions of a rank, bytes, the other rank's share
@@ -160,7 +162,9 @@ def test_heads_exchanged_over_cp_are_counted_by_their_widths() -> None:
     assert mla == pytest.approx(27 * 2 * (half * 16 * (192 + 256 + 128) + 2048 * 2 * 64))
     # A delta net sends queries, keys, values, betas and decays, whatever the key says.
     delta, attention = 2 * 16 * 128 + 32 * 128 + 2 * 32 + 32 * 128, (16 + 2 * 2 + 16) * 256
-    whole = {context: sent("qwen3_next_80b_a3b", 4096, **{"parallel.context": context}) for context in ("gather", "ulysses")}
+    whole = {
+        context: sent("qwen3_next_80b_a3b", 4096, **{"parallel.context": context}) for context in ("gather", "ulysses")
+    }
     assert whole["ulysses"] == pytest.approx(2 * half * (36 * delta + 12 * attention))
     assert whole["gather"] == pytest.approx(2 * half * (36 * delta + 12 * 2 * 2 * 2 * 256))
 

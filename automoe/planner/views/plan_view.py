@@ -221,12 +221,19 @@ def _rank_rows(config: Config, plan: Plan) -> Rows:
         yield "not modelled", "?", text
 
 
+_CONTEXT = {
+    "gather": "keys and values of other ranks",
+    "ulysses": "heads for positions of whole rows",
+    "ring": "keys and values around a ring",
+}
+
+
 def _time_rows(config: Config, plan: Plan) -> Rows:
     time = plan.time
     texts = {
         "computing": "products, attention, memory",
         "tp": "around products that are cut",
-        "cp": f"keys and values of other ranks, {config.parallel.context}",
+        "cp": _CONTEXT[config.parallel.context],
         "ep": f"tokens to experts, {config.moe.dispatcher}",
         "etp": "rows of ranks that share a width",
         "fsdp": "weights, gradients, what is seen",
