@@ -267,6 +267,10 @@ def test_rows_of_128k_fit_over_the_ranks_of_a_node() -> None:
         assert plan.mesh.world_size == 64 and plan.mesh.cp == plan.mesh.ep == 8 and plan.warnings == []
         assert plan.uneven_needed < 0.85 * 85e9 and plan.time.off_node.get("cp", 0.0) == 0.0
     assert single.time.seconds < 0.75 * packed.time.seconds
+    file = io.StringIO()
+    config = quick_config(name, [experiment])
+    print_plan(config, resolve_mesh(config.mesh, None), Console(file=file, width=200))
+    assert "ulysses: heads for positions of whole rows" in file.getvalue()
     # Gathered keys need a mask of the rank's queries and all keys.
     masked = plan_of(name, experiment, *alone, "parallel.context=gather")
     assert masked.needed > 4 * single.needed

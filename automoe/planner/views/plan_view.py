@@ -131,6 +131,8 @@ def _summary(config: Config, plan: Plan) -> Rows:
             "pipeline",
             f"{config.parallel.schedule}, {stages} stages, {plan.bubble:.1%} of a step idle",
         )
+    if plan.mesh.cp > 1:
+        yield "context", f"{config.parallel.context}: {_CONTEXT[config.parallel.context]}"
     if config.parallel.recompute:
         yield "recompute", _recomputed(config)
     if cluster.memory_bytes and plan.mesh.world_size > 1:
