@@ -6,6 +6,8 @@ has 2 P chunks, and each rank holds one chunk from the head and its mirror from 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from automoe.config.schema import AttentionConfig
 
 # FLOPs of a matrix product that take as long as sending one byte between ranks. cuda: an H100 with
@@ -49,6 +51,36 @@ def mean_keys(seq_len: int, num_ranks: int, window: int = 0) -> float:
         return float(seq_len)
     ranks = [query_blocks(2 * chunk, num_ranks, rank, window) for rank in (0, num_ranks - 1)]
     return max(sum(keys.stop - keys.start for _, keys in blocks) for blocks in ranks) / 2
+
+
+class Exchange(NamedTuple):
+    """Numbers that a rank sends for each of its positions if heads are exchanged, by collective."""
+
+    into: int  # the all-to-all of queries, keys and values (the share that it keeps included)
+    gathered: int  # the gather of what all heads share, sent to each other rank
+    out: int  # the all-to-all of attention's output
+
+
+def exchange_widths(attention: AttentionConfig, linear: bool, tp: int, cp: int) -> Exchange:
+    """Return what ``automoe.model.rows.exchange_heads`` sends for one layer.
+
+    Args:
+        linear: the layer is a delta net, which sends the input of its convolution.
+    """
+    if linear:
+        values = attention.linear_num_value_heads * attention.linear_value_head_dim
+        keys = attention.linear_num_key_heads * attention.linear_key_head_dim
+        into = 2 * keys + values + 2 * attention.linear_num_value_heads
+        return Exchange(into // tp, 0, values // tp)
+    heads = attention.num_heads // tp
+    if attention.kind == "mla":
+        rope = attention.qk_rope_head_dim
+        query = attention.qk_nope_head_dim + rope
+        into = heads * query + expanded_width(attention, tp)
+        return Exchange(into, rope, heads * attention.v_head_dim)
+    key_heads = max(attention.num_kv_heads // tp, cp)  # fewer are repeated for the ranks
+    dim = attention.head_dim
+    return Exchange((heads + 2 * key_heads) * dim, 0, heads * dim)
 
 
 def expanded_width(attention: AttentionConfig, tp: int) -> int:

@@ -16,9 +16,9 @@ from automoe.errors import ConfigError
 
 DEFAULT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MOE_AXES = ("pp", "ep_replicate", "ep_shard", "ep", "etp")
-# Tokens are dispatched over these axes. Each has a communicator of its own even if it is the world:
-# an all-to-all would else wait for the weights that FSDP gathers ahead.
-DISPATCH_AXES = ("ep", "etp")
+# Tokens, or their keys and values, travel over these axes. Each has a communicator of its own even
+# if it is the world: an all-to-all would else wait for the weights that FSDP gathers ahead.
+DISPATCH_AXES = ("cp", "ep", "etp")
 NEIGHBOUR = "neighbour"  # a group of two pipeline ranks (``Meshes.pipeline_neighbours``)
 VIEWS = ("default", "moe")
 
@@ -102,7 +102,7 @@ class MeshShape:
     def process_groups(self) -> list[tuple[str, int]]:
         """Return (name, size) of each process group of a rank, the world first.
 
-        An axis over which no tokens are dispatched uses the world's group if it is as large.
+        An axis over which no tokens travel uses the world's group if it is as large.
         """
         named = self.active_axes("default") + self.active_axes("moe")
         named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
@@ -210,6 +210,17 @@ def _folding_error(mesh: MeshConfig, dp_shard: int, attention_ranks: int) -> Con
 def uses_ring(config: Config, mesh: MeshShape) -> bool:
     """Return True if attention runs as a ring over cp (``parallel.context=ring`` and cp > 1)."""
     return config.parallel.context == "ring" and mesh.cp > 1
+
+
+def uses_ulysses(config: Config, mesh: MeshShape) -> bool:
+    """Return True if attention exchanges positions for heads over cp (``ulysses`` and cp > 1)."""
+    return config.parallel.context == "ulysses" and mesh.cp > 1
+
+
+def exchanges_heads(config: Config, mesh: MeshShape) -> bool:
+    """Return True if some layer exchanges positions for heads over cp: attention, or delta nets."""
+    linear = config.model.attention.linear_num_key_heads > 0 and mesh.cp > 1
+    return linear or uses_ulysses(config, mesh)
 
 
 def gathers_once(config: Config, pp: int) -> bool:

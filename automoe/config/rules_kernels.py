@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import gcd
 
 from automoe.config.context import expanded_width
-from automoe.config.mesh_shape import MeshShape, uses_ring
+from automoe.config.mesh_shape import MeshShape, uses_ring, uses_ulysses
 from automoe.config.recompute import DISCARDED_OUTPUTS, recomputed_names
 from automoe.config.rules import Row, divides
 from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear
@@ -158,20 +158,21 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
         # A fault of cuDNN (pytorch#196678): with a mask, its gradient of queries may be NaN if the
         # number of keys is 64 modulo 128. The keys of a cp rank end where one of its chunks of the
         # row ends. A sink is one more key.
-        cp = shape.cp
+        cp = 1 if uses_ulysses(config, shape) else shape.cp
         seq_len = config.train.seq_len
         chunk, ends = (seq_len, 1) if cp == 1 else (seq_len // (2 * cp), 2 * cp)
         wrong = [n * chunk for n in range(1, ends + 1) if (n * chunk + attention.sinks) % 128 == 64]
         yield (key, bool(wrong) and (masked or window > 0 or cp > 1),
                "with a mask its gradient may be NaN over a number of keys that leaves 64 when divided by 128: "
-               f"train.seq_len={seq_len} on mesh.cp={cp} has {wrong and wrong[0]}",
+               f"train.seq_len={seq_len} on mesh.cp={shape.cp} has {wrong and wrong[0]}",
                f"{remedy}, which leaves it out there, or a train.seq_len that {128 * ends} divides")
         return
     unmasked = f"{remedy}, or data.document_mask=false"
     for broken, why, instead in (
         (masked, "data.document_mask=true masks documents", unmasked),
         (window > 0, f"model.attention.sliding_window={window} masks what is further back", remedy),
-        (shape.cp > 1, f"with mesh.cp={shape.cp} keys are masked by their position", remedy),
+        (shape.cp > 1 and not uses_ulysses(config, shape),
+         f"with mesh.cp={shape.cp} keys are masked by their position", f"{remedy}, or parallel.context=ulysses"),
         (attention.sinks and kernel == "te", "model.attention.sinks=true adds a key", remedy),
     ):
         yield key, broken, f"on CUDA it knows causality alone, and {why}", instead

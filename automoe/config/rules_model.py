@@ -7,7 +7,7 @@ from math import gcd, inf, isqrt
 from operator import attrgetter
 from pathlib import Path
 
-from automoe.config.mesh_shape import MeshShape, uses_ring
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row, divides
 from automoe.config.schema import Config, ModelConfig, TrainConfig
 
@@ -42,7 +42,7 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield from _expert_rows(model, shape)
     yield from _routing_rows(model)
     yield from _gqa_rows(model) if model.attention.kind == "gqa" else _mla_rows(model)
-    yield from _window_rows(config, shape)
+    yield from _window_rows(config)
     if model.attention.linear_num_key_heads:
         yield from _delta_net_rows(config, shape)
     for key in ("swiglu_alpha", "swiglu_limit"):
@@ -220,7 +220,7 @@ def _gqa_alone(key: str, broken: bool, plain: str) -> Row:
     return f"model.{key}", broken, "attention kind gqa alone has it", f"Set model.{key}={plain}"
 
 
-def _window_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+def _window_rows(config: Config) -> Iterator[Row]:
     attention = config.model.attention
     for key, least in (("full_attention_interval", 1), ("sliding_window", 0)):
         broken = getattr(attention, key) < least
@@ -237,9 +237,6 @@ def _window_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         value = getattr(attention, key)
         plain = "false" if isinstance(value, bool) else "0"
         yield _gqa_alone(f"attention.{key}", value and attention.kind != "gqa", plain)
-        yield ("parallel.context", value and uses_ring(config, shape) and key in ("sinks", "sliding_window"),
-               f"ring attention knows causality alone, and the model has model.attention.{key}={value}",
-               "Set parallel.context=gather")
 
 
 def _delta_net_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -257,9 +254,6 @@ def _delta_net_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("mesh.tp", heads % shape.tp != 0,
            f"tp ranks hold equal numbers of a delta net's key heads (model.attention.linear_num_key_heads): "
            f"{heads} % {shape.tp} = {heads % shape.tp}", f"Nearest valid choice: mesh.tp={gcd(heads, shape.tp)}")
-    yield ("mesh.cp", shape.cp > 1,
-           f"the state of a delta net runs through the whole row {given}, and cp ranks hold parts of it",
-           "Set mesh.cp=1, and mesh.tp or mesh.dp_shard larger")
 
 
 def moe_rows(config: Config) -> Iterator[Row]:

@@ -12,13 +12,7 @@ from typing import get_args, get_type_hints
 
 from automoe.config.data_schema import NO_TOKENIZER, DataConfig, sources_of
 from automoe.config.hub import is_data_set, local_folder
-from automoe.config.mesh_shape import (
-    MeshShape,
-    resolve_mesh,
-    split_layers,
-    too_many_stages,
-    uses_ring,
-)
+from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers, too_many_stages
 from automoe.config.paths import matches
 from automoe.config.pipeline import (
     ALL_FORWARDS_FIRST,
@@ -38,6 +32,7 @@ from automoe.config.plugins import registered_names
 from automoe.config.recipe_args import check_args
 from automoe.config.recompute import recompute_rows
 from automoe.config.rules import Row, check_rows, divides, number_rows
+from automoe.config.rules_context import context_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import Config
@@ -96,18 +91,8 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
         yield divides("train.seq_len", seq_len, cut,
             f"between blocks the ranks of cp and tp hold equal parts of a row: cp*tp = {shape.cp}*{shape.tp} = {cut}, "
             f"{seq_len} % {cut} = {seq_len % cut}")
-    if shape.cp > 1:
-        pieces = 2 * shape.cp
-        yield divides("train.seq_len", seq_len, pieces,
-            f"with mesh.cp={shape.cp} every rank holds a head piece and a tail piece, 2*cp = {pieces} equal pieces: "
-            f"{seq_len} % {pieces} = {seq_len % pieces}")
+    yield from context_rows(config, shape, device)
     yield from _pipeline_rows(config, shape)
-    ring = uses_ring(config, shape)
-    yield ("parallel.context", ring and config.data.document_mask,
-           "ring attention has no document mask, and data.document_mask=true asks for one",
-           "Set parallel.context=gather, or data.document_mask=false")
-    yield ("parallel.context", ring and device == "cpu",
-           "ring attention needs CUDA, and this run is on cpu", "Set parallel.context=gather")
     yield from expert_rows(config, shape, device)
     yield from fp8_rows(config, shape, device)
     yield from recompute_rows(config)

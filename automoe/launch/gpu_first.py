@@ -77,6 +77,7 @@ CHECKS = (
     Check("hsdp", 8, f"{_F32} mesh.dp_replicate=2 mesh.dp_shard=4 mesh.ep=4", "replicas beside shards", "gpu"),
     Check("tp", 8, f"{_F32} mesh.tp=2 mesh.ep=4", "tensor parallelism, folded with experts", "gpu"),
     Check("cp", 8, f"{_F32} mesh.cp=2 mesh.ep=4", "rows cut over ranks", "gpu"),
+    Check("ulysses", 8, f"{_F32} mesh.cp=2 mesh.ep=4 parallel.context=ulysses", "heads for positions", "gpu"),
     Check("pp", 8, f"{_F32} mesh.pp=2 mesh.dp_shard=4 mesh.ep=4", "a pipeline over NCCL", "gpu"),
     Check("deepep", 8, f"{_BF16} mesh.ep=8 moe.dispatcher=deepep", "DeepEP's kernels", "bf16", 0.05),
     Check("moonlight", 8, _MOONLIGHT, "16B parameters on a node: tokens/s, MFU, memory beside the plan"),

@@ -15,14 +15,15 @@ from torch import nn
 from automoe.config.context import expanded_width, gathers_latents
 from automoe.config.schema import ModelConfig, window_of
 from automoe.model.attention_kernels import prepare_cuda
-from automoe.model.attention_masks import documents, gather_row
+from automoe.model.attention_masks import documents
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear, Rows
 from automoe.model.norm import norm_over_ranks
 from automoe.model.params import sizes_of
 from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
+from automoe.model.rows import exchange_heads, exchange_positions, gather_row, own_heads, whole_rows
 from automoe.moe.local_shard import local_shard
-from automoe.moe.process_groups import Communicator, first_of_rank
+from automoe.moe.process_groups import SINGLE_RANK, Communicator, first_of_rank
 from automoe.moe.tokens import Tokens
 
 # DeepSeek's latent norms use this epsilon for any value of the model's own epsilon.
@@ -32,7 +33,8 @@ LATENT_NORM_EPS = 1e-6
 class AttentionContext:
     """Rotation angles, masks and the attention kernel that all layers of one forward share.
 
-    It also holds the ranks from which keys and values are gathered.
+    It also holds the ranks from which keys and values are gathered, or with which positions are
+    exchanged for heads. ``doc_ids`` are those of whole rows if a layer sees whole rows.
     """
 
     def __init__(
@@ -41,14 +43,20 @@ class AttentionContext:
         attention = config.attention
         dim = rotary_dim(attention, config.rope)
         self.rope = backend.rope
-        self.keys = backend.pg_collection.keys
+        ranks = backend.pg_collection
+        self.keys, self.heads = ranks.keys, ranks.heads
         self.cos, self.sin = rotary_cos_sin(
             config.rope, dim, tokens.positions, self.rope.angle_dtype or dtype
         )
         self.interleaved = config.rope.interleaved
-        self.doc_ids = documents(tokens, self.keys, backend.always_masked)
+        whole = tokens
+        if ranks.context.num_ranks > 1 and (
+            attention.linear_num_key_heads or ranks.heads is ranks.context
+        ):
+            whole = whole_rows(tokens, ranks.context)
+        self.doc_ids = documents(whole, SINGLE_RANK, backend.always_masked)
         self.window = attention.sliding_window
-        given = tokens, self.keys
+        given = tokens if self.heads.num_ranks == 1 else whole, self.keys
         self.blocks = {
             window: backend.masks(*given, window, backend.always_masked)
             for window in {0, self.window}
@@ -142,11 +150,12 @@ class GroupedQueryAttention(nn.Module):
             q_BSND, k_BSGD, v_BSGD = (
                 x.clamp(-self.clip, self.clip) for x in (q_BSND, k_BSGD, v_BSGD)
             )
-        q_BSND = context.rotate(q_BSND)
-        k_BRGD = gather_row(context.rotate(k_BSGD), context.keys)
-        v_BRGD = gather_row(v_BSGD, context.keys)
-        sinks_N = None if self.sinks is None else local_shard(self.sinks)
-        out_BSND = self.attend(context, q_BSND, k_BRGD, v_BRGD, self.scale, self.window, sinks_N)
+        q_BSND, k_BSGD = context.rotate(q_BSND), context.rotate(k_BSGD)
+        k_BRGD, v_BRGD = (gather_row(x, context.keys) for x in (k_BSGD, v_BSGD))
+        given = exchange_heads(context.heads, q_BSND, k_BRGD, v_BRGD)
+        sinks_N = None if self.sinks is None else own_heads(context.heads, local_shard(self.sinks))
+        out_BSND = self.attend(context, *given, self.scale, self.window, sinks_N)
+        out_BSND = exchange_positions(context.heads, out_BSND)
         out_BSND = out_BSND if gate is None else out_BSND * gate.sigmoid()
         return self.o_proj.reduce_scatter(out_BSND.flatten(2), self.sequence)
 
@@ -210,6 +219,7 @@ class LatentAttention(nn.Module):
             latent_BRL, k_rope_BRD = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         q_BSND, k_BRND, v_BRND = self.project_up(query_BSL, latent_BRL, k_rope_BRD, context)
         out_BSND = self.attend(context, q_BSND, k_BRND, v_BRND, self.scale)
+        out_BSND = exchange_positions(context.heads, out_BSND)
         return self.sequence.reduce_scatter(self.o_proj(out_BSND.flatten(2)))
 
     def gathers_latents(self, latent: torch.Tensor) -> bool:
@@ -224,7 +234,7 @@ class LatentAttention(nn.Module):
         k_rope_BRD: torch.Tensor,
         context: AttentionContext,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values of this rank's heads.
+        """Return queries, keys and values of this rank's heads, for whole rows with ``heads``.
 
         Args:
             query_BSL: the latent of queries, or the hidden states if queries have no latent.
@@ -237,5 +247,12 @@ class LatentAttention(nn.Module):
         kv_BRND = self.kv_b_proj(latent_BRL).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         if context.keys.num_ranks > 1 and not self.gathers_latents(latent_BRL):
             kv_BRND, k_rope_BRD = (gather_row(x, context.keys) for x in (kv_BRND, k_rope_BRD))
+        q_BSND = context.rotate(q_BSND, self.nope_dim)
+        if context.heads.num_ranks > 1:
+            # The rotary dims are those of all heads, so they are gathered once.
+            k_rope_BRD = gather_row(k_rope_BRD, context.heads)
+            widths = q_BSND.shape[-1], kv_BRND.shape[-1]
+            (joined,) = exchange_heads(context.heads, torch.cat((q_BSND, kv_BRND), dim=-1))
+            q_BSND, kv_BRND = joined.split(widths, dim=-1)
         k_BRND, v_BRND = context.rope.join_keys(kv_BRND, k_rope_BRD, self.nope_dim)
-        return context.rotate(q_BSND, self.nope_dim), k_BRND, v_BRND
+        return q_BSND, k_BRND, v_BRND

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from automoe.config.context import query_blocks
+from automoe.model.rows import gather_row
 from automoe.moe.process_groups import SINGLE_RANK, Communicator
 from automoe.moe.tokens import Tokens
 
@@ -31,14 +32,6 @@ class QueryBlock(NamedTuple):
 
 # The arguments are those of ``dense_masks``.
 MaskFn = Callable[[Tokens, Communicator, int, bool], list[QueryBlock]]
-
-
-def gather_row(x_BS: torch.Tensor, keys: Communicator) -> torch.Tensor:
-    """Gather [B, S, ...] of the ranks that share rows: [B, R, ...] in the order of the row."""
-    if keys.num_ranks == 1:
-        return x_BS
-    chunks = keys.all_gather(x_BS).split(x_BS.shape[1] // 2, dim=1)
-    return torch.cat(chunks[::2] + chunks[::-2], dim=1)
 
 
 def documents(tokens: Tokens, keys: Communicator, always: bool) -> torch.Tensor | None:

@@ -19,8 +19,9 @@ from automoe.config.schema import ModelConfig
 from automoe.model.attention import AttentionContext
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear, Rows, take_rows
+from automoe.model.rows import exchange_heads, exchange_positions, own_heads
 from automoe.moe.local_shard import local_shard
-from automoe.moe.process_groups import first_of_rank
+from automoe.moe.process_groups import SINGLE_RANK, Communicator, first_of_rank
 
 CHUNK = 64
 UNIT_EPS = 1e-6  # added to a squared length under the root
@@ -152,7 +153,9 @@ class GatedDeltaNet(nn.Module):
         keys = self.key_heads * self.key_dim
         values = self.value_heads * self.value_dim
         self.sequence = backend.pg_collection.sequence
-        self.rows = self._own_rows()
+        self.context = backend.pg_collection.context
+        self.rows = self._own_rows(SINGLE_RANK)
+        self.conv_rows = self._own_rows(self.context)
         channels = 2 * keys + values
         self.is_split = a.linear_split_projections
         if self.is_split:
@@ -174,20 +177,22 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x_BSH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Return the output [B, S, H]; the state begins anew with each document of a row."""
-        assert context.keys.num_ranks == 1, "a recurrent layer sees whole rows"
         docs_BS = context.doc_ids
         x_BSH = self.sequence.all_gather(x_BSH)
         width = self.repeats * self.value_dim
         mixed_BSD, z, b_BSN, a_BSN = self._project(x_BSH, width)
+        mixed_BSD, b_BSN, a_BSN = self._exchange(mixed_BSD, b_BSN, a_BSN)
         heads = b_BSN.shape[2] // self.repeats
-        conv_weight = take_rows(local_shard(self.conv1d.weight), self.rows)
+        conv_weight = take_rows(local_shard(self.conv1d.weight), self.conv_rows)
         mixed_BSD = F.silu(causal_conv(mixed_BSD, conv_weight, docs_BS))
         q, k, v = mixed_BSD.split(
             (heads * self.key_dim, heads * self.key_dim, heads * width), dim=-1
         )
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
-        step_BSN = F.softplus(a_BSN.to(wide) + local_shard(self.dt_bias).to(wide))
-        log_decay_BSN = -local_shard(self.A_log).to(wide).exp() * step_BSN
+        bias_N, log_N = (
+            own_heads(self.context, local_shard(x)).to(wide) for x in (self.dt_bias, self.A_log)
+        )
+        log_decay_BSN = -log_N.exp() * F.softplus(a_BSN.to(wide) + bias_N)
         if docs_BS is not None:  # a document's first token keeps nothing of the state before it
             starts_BS = F.pad(docs_BS[:, 1:] != docs_BS[:, :-1], (1, 0))
             log_decay_BSN = log_decay_BSN.masked_fill(starts_BS.unsqueeze(-1), float("-inf"))
@@ -198,6 +203,7 @@ class GatedDeltaNet(nn.Module):
             log_decay_BSN,
             b_BSN.sigmoid(),
         )
+        out_BSNV = exchange_positions(self.context, out_BSNV)
         gate_BSNV = z.reshape(out_BSNV.shape).to(wide)
         out_BSNV = (self.norm(out_BSNV).to(wide) * F.silu(gate_BSNV)).to(x_BSH.dtype)
         return self.out_proj.reduce_scatter(out_BSNV.flatten(2), self.sequence)
@@ -215,12 +221,33 @@ class GatedDeltaNet(nn.Module):
         mixed_BSD = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
         return mixed_BSD, z, b.flatten(2), a.flatten(2)
 
-    def _own_rows(self) -> Rows:
-        """Return the channels of this rank's heads: queries, keys and values."""
-        ranks = self.sequence.num_ranks
+    def _exchange(
+        self, mixed_BSD: torch.Tensor, b_BSN: torch.Tensor, a_BSN: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the convolution's input, betas and decays of whole rows and of fewer heads.
+
+        The recurrence runs through the row, so each rank of ``context`` computes some of the heads.
+        """
+        if self.context.num_ranks == 1:
+            return mixed_BSD, b_BSN, a_BSN
+        heads = b_BSN.shape[2] // self.repeats
+        widths = self.key_dim, self.key_dim, self.repeats * self.value_dim
+        mixed = mixed_BSD.split([heads * width for width in widths], dim=-1)
+        per_head = [x.unflatten(-1, (heads, -1)) for x in (*mixed, b_BSN, a_BSN)]
+        (row_BRGD,) = exchange_heads(self.context, torch.cat(per_head, dim=-1))
+        *mixed, b, a = row_BRGD.split((*widths, self.repeats, self.repeats), dim=-1)
+        return torch.cat([x.flatten(2) for x in mixed], dim=-1), b.flatten(2), a.flatten(2)
+
+    def _own_rows(self, context: Communicator) -> Rows:
+        """Return the channels (queries, keys and values) of the heads of this rank of tp.
+
+        With ``context`` they are those of the heads that ``exchange_heads`` leaves it.
+        """
+        ranks = self.sequence.num_ranks * context.num_ranks
         if ranks == 1:
             return None
         first = first_of_rank(self.sequence, self.key_heads)
+        first += context.rank * (self.key_heads // ranks)
         rows = []
         start = 0
         for width in (self.key_dim, self.key_dim, self.repeats * self.value_dim):

@@ -28,6 +28,13 @@ class Communicator:
         """
         return x
 
+    def all_to_all(self, x_P: torch.Tensor) -> torch.Tensor:
+        """Send part p of [P, ...] to rank p; part r of the result [P, ...] is from rank r.
+
+        Gradients travel back.
+        """
+        return x_P
+
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' terms [B, P S, ...] and return this rank's shard [B, S, ...]."""
         return x
@@ -71,15 +78,19 @@ class ProcessGroupCollection:
         sequence: tensor and sequence parallelism. Its ranks hold slices of one weight; between two
             blocks each rank has its shard of the positions, which are gathered where the weights
             multiply them.
-        context: the ranks that hold parts of the same rows.
+        context: the ranks that hold parts of the same rows. Delta nets exchange positions for
+            heads with them.
         keys: the ranks from which attention gathers keys and values: ``context``, or this rank
-            alone if the attention kernel itself sends them round (ring attention).
+            alone if the attention kernel itself sends them round (ring attention) or ``heads``.
+        heads: the ranks with which attention exchanges positions for heads (Ulysses): ``context``,
+            or this rank alone.
         data: the ranks with other rows of the same micro-batch, one communicator per mesh axis.
     """
 
     sequence: Communicator = SINGLE_RANK
     context: Communicator = SINGLE_RANK
     keys: Communicator = SINGLE_RANK
+    heads: Communicator = SINGLE_RANK
     data: tuple[Communicator, ...] = ()
 
     @property

@@ -33,6 +33,7 @@ class WatchedAttention:
     def __init__(self, attend: Any) -> None:
         self.attend = attend
         self.largest: torch.Tensor | None = None
+        self.first = 0  # the first of this tp rank's heads that it computed
 
     def __call__(
         self,
@@ -45,6 +46,7 @@ class WatchedAttention:
         sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if torch.is_grad_enabled():
+            self.first = context.heads.rank * q_BSND.shape[2]
             for queries, keys, mask in context.blocks[window]:
                 block = q_BSND.detach()[:, queries], k_BRGD.detach()[:, keys]
                 assert not isinstance(mask, BlockMask), "refused by the rules"
@@ -114,7 +116,7 @@ def take_largest_logits(
 def _of_all_heads(module: Any) -> torch.Tensor:
     own = module.attend.largest
     module.attend.largest = None
-    first = first_of_rank(module.sequence, module.num_heads)
+    first = first_of_rank(module.sequence, module.num_heads) + module.attend.first
     row = own.new_full((module.num_heads,), -math.inf)
     row[first : first + len(own)] = own
     return row

@@ -131,6 +131,9 @@ class GroupCommunicator(Communicator):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return all_gather(x, 1, self.group)
 
+    def all_to_all(self, x_P: torch.Tensor) -> torch.Tensor:
+        return _ExchangeParts.apply(x_P, self.group)
+
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return reduce_scatter(x, 1, self.group)
 

@@ -16,8 +16,9 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # Made by DeviceMesh itself. In a world bound to a GPU its gloo half has torch's default options:
 # two threads, which can corrupt the heap (``automoe.interop.gloo``). Nothing communicates over it.
 _FLATTENED = "mesh_fsdp"
-# groups over which tokens travel
+# groups over which tokens are dispatched
 _DISPATCH = ("mesh_ep", "mesh_ep_nodes", "mesh_ep_node", "mesh_etp")
+_CONTEXT = "mesh_cp"
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,21 @@ class Opened:
         return f"{self.count} process groups open in {self.seconds:.2f} s{memory}"
 
 
-def open_groups() -> Opened:
+def open_groups(exchanges_heads: bool = False) -> Opened:
     """Make each group's connections now, by a sum of ones over each of its backends. Collective.
 
     Backends connect with their first collective, which would otherwise be in the middle of a step
     and use memory that nobody has counted. An all-to-all connects more (1.06 GB a GPU before, 4.34
     after: nccl#1685), so groups that dispatch run one too.
 
+    Args:
+        exchanges_heads: all-to-alls run over cp as well (``mesh_shape.exchanges_heads``).
+
     Raises:
         RuntimeError: a group's sum differs from its number of ranks.
     """
     cuda = torch.cuda.is_initialized()
+    exchanging = (*_DISPATCH, _CONTEXT) if exchanges_heads else _DISPATCH
     if cuda:
         torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0] if cuda else 0
@@ -59,7 +64,7 @@ def open_groups() -> Opened:
                 continue
             ones = torch.ones(group.size(), device=device)  # on CUDA the current one
             dist.all_reduce(ones, group=group)
-            if group.group_desc in _DISPATCH and device == ("cuda" if cuda else "cpu"):
+            if group.group_desc in exchanging and device == ("cuda" if cuda else "cpu"):
                 dist.all_to_all_single(torch.empty_like(ones), ones, group=group)
             if (total := ones[0].item()) != group.size():
                 raise RuntimeError(

@@ -117,6 +117,7 @@ def _build_communicators(meshes: Meshes, parallel: ParallelConfig) -> ProcessGro
         sequence=communicator(meshes.group("tp")),
         context=context,
         keys=context if parallel.context == "gather" else SINGLE_RANK,
+        heads=context if parallel.context == "ulysses" else SINGLE_RANK,
         data=tuple(communicator(meshes.group(axis)) for axis in ("dp_shard", "dp_replicate")),
     )
 

@@ -17,7 +17,9 @@ width, K top-k, R = T K routed rows.
     routed experts             b R (H + 2 I) + router          gathered rows, gate, up
     an MTP module's inputs     4 b T H                         both, and both joined
 
-With parallel.context=gather, Tk counts the keys and values of whole rows, whatever cp is. An
+With parallel.context=gather, Tk counts the keys and values of whole rows, whatever cp is; with
+ulysses they are those of whole rows for 1 / cp of the heads, so Tk is T, and attention's output is
+kept once more as it arrives. An
 attention mask is kept as numbers, one [S, S] matrix per row. The product gate * up of the experts
 is recomputed. The experts' outputs are not kept: routing weights were applied before, so the sum
 over a token's experts does not need the outputs in its backward pass (a plain index_add would keep
@@ -42,7 +44,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from automoe.config.batch import BatchPlan
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.mesh_shape import MeshShape, uses_ulysses
 from automoe.config.recompute import FULL
 from automoe.config.rules_kernels import ELEMENT_BYTES
 from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear, window_of
@@ -93,6 +95,9 @@ class TokenLoad:
     # heads.
     copies_groups: bool
     tp: int = 1
+    head_ranks: int = (
+        1  # ranks that attend with other heads of the same tokens: tp, by cp with ulysses
+    )
     etp: int = 1
     # Rows that receive a gradient in the experts' backward pass: local tokens or received rows.
     read_rows: float = 0.0
@@ -107,7 +112,12 @@ class TokenLoad:
         tokens, on_cpu = batch.tokens_per_micro_batch, config.cluster.gpu == "cpu"
         # Attention runs on the sequence gathered over tp, so the mask covers the tokens of all tp
         # ranks.
-        mask_numbers = tokens * mesh.tp * (config.train.seq_len * gathered // mesh.cp)
+        exchanged = mesh.cp if uses_ulysses(config, mesh) else 1
+        whole = max(gathered, exchanged) // mesh.cp
+        queries = tokens * mesh.tp * exchanged
+        mask_numbers = queries * (
+            config.train.seq_len if whole else config.train.seq_len // mesh.cp
+        )
         dispatched = mesh.ep * mesh.etp > 1 or config.moe.pad_to_capacity
         read_rows: float = tokens
         if dispatched:
@@ -124,6 +134,7 @@ class TokenLoad:
             on_cpu=on_cpu,
             copies_groups=not on_cpu and config.kernels.attention == "sdpa",
             tp=mesh.tp,
+            head_ranks=mesh.tp * exchanged,
             etp=mesh.etp,
             read_rows=read_rows,
             loop=config.moe.experts == "loop",
@@ -238,6 +249,9 @@ def _attention_bytes(
             kept += tokens * ((heads + groups) * size * dim + norms * _norm_input(0, size))
         if attention.clip_qkv is not None:
             kept += tokens * (heads + 2 * groups) * size * dim
+        # Fewer heads than ranks are repeated for an exchange.
+        groups = max(groups, load.head_ranks)
+        kept += _exchanged_output(load, heads * dim, again)
         if load.copies_groups and not again and (mask_numbers or size > 2):
             groups = heads
         if attention.output_gate:
@@ -260,6 +274,14 @@ def _attention_bytes(
     return kept + _latent_bytes(attention, load, recompute, by_math)
 
 
+def _exchanged_output(load: TokenLoad, width: int, again: bool) -> float:
+    """Bytes of attention's output as the projection keeps it, beside the kernel's own output.
+
+    The kernel keeps none if it is recomputed.
+    """
+    return load.number_bytes * load.tokens * width * (load.head_ranks > load.tp and not again)
+
+
 def _latent_bytes(
     attention: AttentionConfig, load: TokenLoad, recompute: frozenset[str], by_math: bool
 ) -> float:
@@ -271,7 +293,7 @@ def _latent_bytes(
         load.tokens,
         load.kv_tokens,
     )
-    kept = 0.0
+    kept = _exchanged_output(load, heads * attention.v_head_dim, again)
     qk, value = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
     padded = load.on_cpu and value < qk
     in_place = not load.on_cpu or (padded and again)
@@ -305,7 +327,7 @@ def _latent_bytes(
 
 def score_numbers(load: TokenLoad, heads: int) -> float:
     """Return the number of attention scores: the rank's queries times all keys of their rows."""
-    return heads * load.window_numbers / load.tp
+    return heads * load.window_numbers / load.head_ranks
 
 
 def _math_bytes(load: TokenLoad, heads: int, qk: int, value: int, sinks: bool = False) -> float:

@@ -26,8 +26,8 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from automoe.config.batch import BatchPlan
-from automoe.config.context import expanded_width, gathers_latents, mean_keys
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.context import exchange_widths, expanded_width, gathers_latents, mean_keys
+from automoe.config.mesh_shape import MeshShape, uses_ulysses
 from automoe.config.recompute import FULL
 from automoe.config.rules_kernels import head_dims
 from automoe.config.schema import AttentionConfig, Config, is_linear, window_of
@@ -284,6 +284,8 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
         sharing = mesh.cp if gathered else 1
         seen = mean_keys(seq, sharing, window) if masked else seq / 2
         moved = size * tokens * seen * masked
+        if uses_ulysses(config, mesh):  # Each rank reads the mask of whole rows.
+            moved *= mesh.cp
         dims = float(score_dims(attention))
         if config.kernels.attention == "flex":
             # Rows count as one document: how many blocks shorter documents skip is not known.
@@ -308,8 +310,33 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
         * (1 + attention.qk_norm + (attention.clip_qkv is not None))
     )
     passes.add("attention", turned, 2 * turned)
-    if mesh.cp > 1 and not is_linear(attention, layer):
+    if mesh.cp == 1:
+        return
+    if uses_ulysses(config, mesh) or is_linear(attention, layer):
+        _exchange_heads(place, layer, passes)
+    else:
         _context_parallel(place, passes, seconds)
+
+
+def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:
+    """Add the two all-to-alls over cp of positions for heads, the same in both passes.
+
+    What is sent is copied into the order of ranks, and what arrives into that of rows.
+    """
+    attention = place.config.model.attention
+    mesh = place.mesh
+    machine = place.machine
+    group = place.group("cp")
+    widths = exchange_widths(attention, is_linear(attention, layer), mesh.tp, mesh.cp)
+    row = 1.0 * machine.number_bytes * place.tokens * mesh.tp
+    there = all_to_all(machine, group, row * widths.into)
+    there += gather(machine, group, row * mesh.cp * widths.gathered)
+    back = all_to_all(machine, group, row * widths.out)
+    passes.send("cp", there + back, there + back)
+    copied = machine.pass_over(4.0 * row * (widths.into + widths.out))
+    passes.add("attention", copied, copied)
+    if attention.kind == "mla":
+        passes.forward.again["mla_up_proj"] = {"cp": there}
 
 
 def _context_parallel(place: Place, passes: Passes, attending: float) -> None:

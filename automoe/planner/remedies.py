@@ -148,7 +148,18 @@ def _stages(one: Candidate) -> Iterator[Candidate]:
             yield one.changed(parallel={"schedule": schedule, "stages_per_rank": count})
 
 
-_WAYS: tuple[Callable[[Candidate], Iterator[Candidate]], ...] = (_axes, _rows, _policies, _stages)
+def _contexts(one: Candidate) -> Iterator[Candidate]:
+    if one.mesh.cp > 1 and one.config.parallel.context == "gather":
+        yield one.changed(parallel={"context": "ulysses"})
+
+
+_WAYS: tuple[Callable[[Candidate], Iterator[Candidate]], ...] = (
+    _axes,
+    _rows,
+    _policies,
+    _stages,
+    _contexts,
+)
 
 
 def _overrides(now: Candidate, one: Candidate) -> list[str]:

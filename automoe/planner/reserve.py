@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from automoe.config.mesh_shape import NEIGHBOUR, MeshShape
+from automoe.config.mesh_shape import NEIGHBOUR, MeshShape, exchanges_heads
 from automoe.config.pipeline import SINGLE
 from automoe.config.schema import Config
 from automoe.planner.memory import RankMemory
@@ -76,12 +76,18 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
     node = config.cluster.gpus_per_node
     named = process_groups(config, mesh)
     total = COMMUNICATOR * len(named) + NETWORK * (mesh.world_size > node)
-    sizes = dict(named)
     if config.moe.dispatcher in ("alltoall", "hierarchical"):
         for axis in ("ep", "etp"):
-            near = min(sizes.get(axis, 1), max(1, node // mesh.stride("moe", axis)))
-            total += ALL_TO_ALL_PEER * (near - 1)
+            total += _peers(mesh, "moe", axis, node)
+    if exchanges_heads(config, mesh):
+        total += _peers(mesh, "default", "cp", node)
     return total
+
+
+def _peers(mesh: MeshShape, view: str, axis: str, node: int) -> float:
+    """Return the bytes of the channels that all-to-alls of ``axis`` open within a node."""
+    near = min(getattr(mesh, axis), max(1, node // mesh.stride(view, axis)))
+    return ALL_TO_ALL_PEER * (near - 1)
 
 
 def not_modelled(config: Config) -> Iterator[str]:

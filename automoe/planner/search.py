@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, split_layers
@@ -31,6 +32,7 @@ TOP = 10  # number of candidates in the result
 # tried rows per micro-batch; tried stages per rank
 ROWS = (1, 2, 4, 8)
 STAGES = (2, 4, 8)
+CONTEXTS = ("gather", "ulysses", "ring")
 # Meshes that a process times in one call; candidates fitted between two updates of the result.
 CHUNK = 128
 STRIDE = 64
@@ -243,8 +245,8 @@ def _timed(
 
 
 def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Config]:
-    """Yield ``config`` with each micro-batch size, pipeline schedule and FSDP policy that is not
-    fixed.
+    """Yield ``config`` with each micro-batch size, pipeline schedule, FSDP policy and kind of
+    context parallelism that is not fixed.
     """
     train = config.train
     most = max(1, train.global_batch_size // shape.dp)
@@ -264,15 +266,17 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
         policies = [{}]
     elif shape.pp == 1:
         policies.append({"reshard": "micro_batch", "grad_sync": "micro_batch"})
+    contexts: list[dict[str, Any]] = [{}]
+    if shape.cp > 1 and "parallel.context" not in fixed:
+        contexts = [{"context": name} for name in CONTEXTS]
     nothing: dict[str, Any] = {"recompute": [], "recompute_layers": None}
     if RECOMPUTE_KEYS & set(fixed):
         nothing = {}
     for size in micro:
         for run in runs:
-            for policy in policies:
-                yield changed(
-                    config, train={"micro_batch_size": size}, parallel=run | policy | nothing
-                )
+            for policy, context in product(policies, contexts):
+                settings = run | policy | context | nothing
+                yield changed(config, train={"micro_batch_size": size}, parallel=settings)
 
 
 def _cannot_fit(config: Config, shape: MeshShape, params: ParamCount) -> bool:
@@ -314,8 +318,8 @@ def _fitting(candidate: Candidate, fixed: Sequence[str], floor: float) -> Candid
 AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))
 # Keys of ``parallel`` that a search sets.
 SEARCHED = (
-    "schedule stages_per_rank layers_per_stage layout overlap_all_to_all reshard grad_sync recompute "
-    "recompute_layers"
+    "schedule stages_per_rank layers_per_stage layout overlap_all_to_all reshard grad_sync context "
+    "recompute recompute_layers"
 ).split()
 
 

@@ -137,7 +137,7 @@ def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
         scores = 2 * max(4, load.number_bytes) * score_numbers(load, attention.num_heads)
     if attention.kind == "gqa":
         numbers = load.tokens * attention.num_heads + load.kv_tokens * max(
-            attention.num_kv_heads, load.tp
+            attention.num_kv_heads, load.head_ranks
         )
         return scores + 2.0 * load.number_bytes * attention.head_dim * numbers
     dims = attention.qk_nope_head_dim + attention.qk_rope_head_dim

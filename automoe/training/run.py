@@ -15,7 +15,7 @@ import torch
 
 from automoe.checkpoint.store import CheckpointStore, Resumed
 from automoe.checkpoint.train_state import TrainState
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.mesh_shape import MeshShape, exchanges_heads
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
@@ -60,7 +60,7 @@ def open_run(
         for line in state.loader.describe() if state.loader is not None else ():
             record.note(line)
         if context.world_size > 1:
-            record.note(str(open_groups()))
+            record.note(str(open_groups(exchanges_heads(config, shape))))
         opened.push(lambda error, *_: record.close("failed" if error else "done"))
         hooks.call("run.start", run)
         yield run

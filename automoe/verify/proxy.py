@@ -39,6 +39,7 @@ MAX_TOP_K = 4
 MAX_SEQ_LEN = 64
 MAX_MICRO_BATCHES = 4
 MAX_WINDOW = 16
+MAX_HEADS = MAX_AXIS**2  # tp and cp both divide heads
 # Largest sizes in the proxy, by kind of attention.
 MAX_ATTENTION = {
     "mla": dict(
@@ -48,8 +49,8 @@ MAX_ATTENTION = {
         head_dim=16,
         full_attention_interval=MAX_LAYERS,
         sliding_window=MAX_WINDOW,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
+        linear_num_key_heads=MAX_HEADS,
+        linear_num_value_heads=2 * MAX_HEADS,
         linear_key_head_dim=8,
         linear_value_head_dim=8,
     ),
@@ -150,8 +151,10 @@ def _multiple(size: int, unit: int) -> int:
 
 
 def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
-    heads = min(attention.num_heads, 4)
-    kv_heads = min(attention.num_kv_heads, heads)
+    # Not three: axes of three ranks become axes of two.
+    heads = MAX_HEADS if attention.num_heads > MAX_AXIS else attention.num_heads
+    kv_heads = heads if attention.num_kv_heads == attention.num_heads else attention.num_kv_heads
+    kv_heads = min(kv_heads, heads)
     if attention.kind == "gqa" and 1 < attention.num_kv_heads < attention.num_heads:
         kv_heads = max(heads // 2, 1)  # fewer than query heads, as in the configuration
     cut = {}

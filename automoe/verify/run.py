@@ -262,8 +262,9 @@ def _in_plain_torch(config: Config, keep_triton: bool) -> Config:
         kernels.attention = "sdpa"
     if not keep_triton:
         kernels.rope = kernels.loss = "torch"
-    # Gathering keys and values has the same arithmetic as a ring.
-    parallel = replace(config.parallel, context="gather")
+    parallel = replace(config.parallel)
+    if parallel.context == "ring":  # gathering keys and values has the same arithmetic
+        parallel.context = "gather"
     return replace(config, moe=moe, kernels=kernels, parallel=parallel)
 
 

@@ -100,6 +100,21 @@ def test_to_another_mesh_and_back(
 
 
 @pytest.mark.exhaustive
+def test_another_kind_of_context_parallelism_goes_on(
+    ranks: RankPool, text: Path, tmp_path: Path, one_rank: Run
+) -> None:
+    settings = config(text, cp=2, ep=2)
+    losses: list[float] = []
+    for step, context in ((2, "gather"), (4, "ulysses"), (6, "gather")):
+        other = replace(settings, parallel=replace(settings.parallel, context=context))
+        part = run(ranks, other, tmp_path / "run", until=step, save_at=[step])
+        assert part.resumed_at == (step - 2 or None)
+        assert_close(part.states[step], one_rank.states[step])
+        losses += part.losses
+    assert losses == pytest.approx(one_rank.losses, rel=TOLERANCE)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("other", [{}, dict(dp_shard=2, tp=2, etp=2)], ids=str)
 def test_muons_momentum_moves_to_another_mesh(
     ranks: RankPool, text: Path, tmp_path: Path, other: dict[str, int]

@@ -50,12 +50,6 @@ def next_config(**options: Any) -> Config:
             "model.attention.sinks",
             ["gqa alone", "sinks=false"],
         ),
-        (
-            partial(config, mesh=dict(cp=2), parallel__context="ring"),
-            "parallel.context",
-            ["causality alone", "sinks=True", "context=gather"],
-        ),
-        (partial(next_config, mesh=dict(cp=2)), "mesh.cp", ["linear_num_key_heads=4", "cp ranks hold parts of it"]),
         (partial(next_config, mesh=dict(tp=3)), "mesh.tp", ["4 % 3 = 1", "mesh.tp=1"]),
         (
             partial(next_config, model__attention__linear_num_value_heads=6),
@@ -97,7 +91,7 @@ def test_what_is_legal_passes(mesh: dict[str, int]) -> None:
     assert validate(fine, None, "cpu") == resolve_mesh(fine.mesh, None)
 
 
-@pytest.mark.parametrize("mesh", [dict(), dict(tp=2), dict(pp=2, dp_shard=2)])
+@pytest.mark.parametrize("mesh", [dict(), dict(tp=2), dict(pp=2, dp_shard=2), dict(cp=4), dict(cp=2, tp=2)])
 def test_delta_nets_pass(mesh: dict[str, int]) -> None:
     fine = next_config(mesh=mesh)
     assert validate(fine, None, "cpu") == resolve_mesh(fine.mesh, None)

@@ -25,6 +25,7 @@ from mesh_mappings import (
     MUON_CLIP,
     PARTS,
     PER_MICRO_BATCH,
+    ULYSSES,
     ZBV,
 )
 
@@ -66,6 +67,7 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
     world_size, family = choose(WORLDS), choose(FAMILIES)
     parallel: dict[str, Any] = dict(choose(SCHEDULES))
     parallel |= choose(({}, {}, {}, FULL, PARTS, dict(recompute="full", recompute_layers="every 2")))
+    parallel |= choose(({}, ULYSSES))
     moe: dict[str, Any] = choose(
         (
             {},

@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import automoe.model.attention
 import automoe.model.attention_masks
 import automoe.model.delta_net
+import automoe.model.rows
 import automoe.moe.balance
 import automoe.moe.router
 import automoe.moe.tokens
@@ -419,6 +421,30 @@ def window_ignored_across_cp():
         "attention_mask",
         lambda original: lambda tokens, keys, window=0, always=False: original(tokens, keys, always=always),
     )
+
+
+def sinks_of_the_first_heads_on_every_cp_rank():
+    return patch.object(automoe.model.attention, "own_heads", lambda ranks, x: x.chunk(ranks.num_ranks)[0])
+
+
+def decays_of_the_first_heads_on_every_cp_rank():
+    return patch.object(automoe.model.delta_net, "own_heads", lambda ranks, x: x.chunk(ranks.num_ranks)[0])
+
+
+def rows_exchanged_in_the_order_of_ranks():
+    """Each rank's head and tail chunk side by side: causality then hides other keys."""
+    return patch.object(automoe.model.rows, "_in_row_order", lambda parts: torch.cat(list(parts), dim=1))
+
+
+def documents_of_a_cp_rank_believed_the_row():
+    def make(original):
+        def whole_rows(tokens, ranks):
+            repeated = tokens.doc_ids.repeat(1, ranks.num_ranks)
+            return replace(original(tokens, ranks), doc_ids=repeated)
+
+        return whole_rows
+
+    return _replace(automoe.model.attention, "whole_rows", make)
 
 
 def recomputation_counted_again():

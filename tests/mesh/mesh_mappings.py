@@ -14,6 +14,7 @@ BREADTH_FIRST = dict(schedule="LoopedBFS", stages_per_rank=2)
 PER_MICRO_BATCH = dict(reshard="micro_batch", grad_sync="micro_batch")
 FULL = dict(recompute="full")
 PARTS = dict(recompute=["core_attn", "moe"])
+ULYSSES = dict(context="ulysses")
 DROP = dict(capacity_factor=1.0, drop_scope="sequence")
 PADDED = DROP | dict(drop_policy="position", pad_to_capacity=True)
 
@@ -60,6 +61,9 @@ CORE = [
     # delta nets
     Case("qwen3-next", dict(pp=2, dp_shard=2, ep=2), rows=2),
     Case("qwen3-next", dict(tp=2, ep=2), rows=4, parallel=PARTS),
+    # heads exchanged for positions: sinks and windows; delta nets
+    Case("gpt-oss", dict(cp=2, tp=2, ep=2), rows=4, parallel=ULYSSES),
+    Case("qwen3.5", dict(cp=4, ep=2), rows=4),
     # adapters of every kind on a frozen model
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, lora=LORA),
     # modules for multi-token prediction, whose embedding a pipeline holds twice
@@ -183,6 +187,20 @@ MORE = [
     Case("deepseek", dict(dp_replicate=2, dp_shard=2, cp=2, ep=4), rows=2, dispatcher="allgather"),
     Case("qwen3", dict(pp=2, dp_replicate=2, dp_shard=2, ep=2), rows=1),
     Case("mixtral", dict(dp_shard=8, ep=2), rows=1),
+    # heads exchanged for positions: latents, one key head for two ranks, shared rotary dims recomputed
+    Case("deepseek", dict(cp=2), rows=4, parallel=ULYSSES),
+    Case("qwen3", dict(cp=4, ep=2), rows=4, parallel=ULYSSES),
+    Case("gpt-oss", dict(dp_shard=2, cp=2, etp=2), rows=2, parallel=ULYSSES, document_mask=False),
+    Case("qwen3-next", dict(pp=2, cp=2, ep=2), rows=2, parallel=ULYSSES | INTERLEAVED),
+    Case("qwen3-next", dict(cp=2, tp=2, ep=4), rows=4, parallel=ULYSSES | PARTS, lora=LORA),
+    Case("qwen3.5", dict(dp_shard=2, cp=2, tp=2, ep=4), rows=2, optim=MUON),
+    Case("deepseek-direct", dict(cp=4, ep=4), rows=4, parallel=ULYSSES | dict(recompute=["mla_up_proj", "layernorm"])),
+    Case("deepseek-direct", dict(dp_shard=2, cp=2, tp=2, ep=4), rows=2, parallel=ULYSSES | FULL),
+    Case("deepseek", dict(pp=2, cp=2, ep=2), rows=2, parallel=ULYSSES | INTERLEAVED | MERGED, optim=MUON_CLIP),
+    Case("deepseek-mtp", dict(cp=2, ep=2), rows=4, parallel=ULYSSES | PER_MICRO_BATCH),
+    Case("gpt-oss", dict(cp=2, tp=2, ep=2), rows=2, parallel=ULYSSES, optim=MUON_CLIP),
+    Case("minimax", dict(cp=2, tp=2, etp=2), rows=4, parallel=ULYSSES | PARTS, lora=LORA),
+    Case("olmoe", dict(pp=2, cp=2, tp=2, ep=2), rows=2, parallel=ULYSSES),
     # biases, gated shared experts, partial rotation, dense models
     Case("qwen2", dict(dp_shard=2, cp=2, ep=2), rows=2, parallel=dict(recompute=["shared_experts"])),
     Case("qwen2", dict(pp=2, tp=2, etp=2), rows=2, parallel=INTERLEAVED),

@@ -45,6 +45,9 @@ def test_draws_reach_every_axis_and_every_option() -> None:
         assert sum(axis in case.mesh for case in drawn) > len(drawn) / 20, axis
     for key in ("recompute", "schedule", "reshard"):
         assert sum(key in case.parallel for case in drawn) > len(drawn) / 20, key
+    exchanging = [case for case in drawn if "cp" in case.mesh and "context" in case.parallel]
+    delta_nets = [case for case in drawn if "cp" in case.mesh and case.config.model.attention.linear_num_key_heads]
+    assert len(exchanging) > len(drawn) / 20 and len(delta_nets) > len(drawn) / 100
     for key in ("capacity_factor", "router_jitter", "pad_to_capacity"):
         assert sum(key in case.moe for case in drawn) > len(drawn) / 20, key
     assert sum(bool(case.optim) for case in drawn) > len(drawn) / 20

@@ -8,7 +8,7 @@ import mesh_faults as faults
 import pytest
 from mesh_cases import STEPS, Case, batches, run_case
 from mesh_faults import Fault, run_with_fault
-from mesh_mappings import CORE, FULL, NODES, PARTS
+from mesh_mappings import CORE, FULL, NODES, PARTS, ULYSSES
 from test_mesh_float64 import TOLERANCE
 
 from automoe.verify.pool import RankPool
@@ -30,6 +30,8 @@ GATED_TENSOR = Case("qwen2", dict(tp=4, ep=4), rows=4, parallel=FULL, **NODES)
 BIASED_TENSOR = Case("gpt-oss", dict(dp_shard=2, tp=2, etp=2), rows=2, document_mask=False)
 DELTA_NETS = Case("qwen3-next", dict(tp=2, ep=2), rows=4, parallel=PARTS)
 WINDOWS = Case("gpt-oss", dict(cp=2, etp=2), rows=4)
+EXCHANGED = Case("gpt-oss", dict(cp=2, tp=2, ep=2), rows=4, parallel=ULYSSES)
+EXCHANGED_STATES = Case("qwen3.5", dict(cp=4, ep=2), rows=4)
 
 # fault, the mesh it is put in, and the first thing that differs: step, kind, part of the name
 FAULTS = [
@@ -71,6 +73,10 @@ FAULTS = [
     (faults.columns_of_the_first_etp_rank_believed_everywhere, WINDOWS, 0, "gradient", "mlp.experts.down_proj_bias"),
     (faults.convolution_of_the_first_heads_on_every_tp_rank, DELTA_NETS, 0, "loss", ""),
     (faults.window_ignored_across_cp, WINDOWS, 0, "loss", ""),
+    (faults.sinks_of_the_first_heads_on_every_cp_rank, EXCHANGED, 0, "loss", ""),
+    (faults.rows_exchanged_in_the_order_of_ranks, EXCHANGED, 0, "loss", ""),
+    (faults.documents_of_a_cp_rank_believed_the_row, EXCHANGED_STATES, 0, "loss", ""),
+    (faults.decays_of_the_first_heads_on_every_cp_rank, EXCHANGED_STATES, 0, "loss", ""),
     (faults.recomputation_counted_again, GATED_TENSOR, 0, "sequence balance loss", ""),
 ]
 

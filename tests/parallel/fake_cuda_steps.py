@@ -68,6 +68,8 @@ CASES = {
     "delayed_tp2": step_of("small_dsv3", dict(tp=2, ep=2), train={"fp8": "delayed"}, model=WIDE),
     "recomputed": step_of("small_dsv3", parallel={"recompute": ["layernorm", "mla_up_proj", "moe"]}),
     "dropping_cp2": step_of("small_dsv3", dict(cp=2, ep=2), moe={"capacity_factor": 1.0}),
+    "ulysses_cp2": step_of("small_dsv3", dict(cp=2, ep=2), parallel={"context": "ulysses"}, **TRITON),
+    "qwen3_next_cp2": step_of("small_qwen3_next", dict(cp=2, ep=2), layers=4),
     "etp_hsdp": step_of("small_qwen3_moe", dict(dp_replicate=2, dp_shard=2, ep=2, etp=2)),
 }
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.pipelining import schedules
 from torch.nn.modules.module import register_module_forward_hook
 
-from automoe.config.context import gathers_latents
+from automoe.config.context import exchange_widths, gathers_latents
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.pipeline import pipeline_order
 from automoe.config.schema import (
@@ -199,6 +199,35 @@ def test_context_parallelism_expands_each_latent_once_unless_sending_takes_longe
     part = 1 if gathers_latents(latent, EXPANDED, "cpu", BYTES) else 2
     assert part == (2 if latent == EXPANDED else 1)
     assert ranks.run(expanded_rows, 2, run) == [LAYERS * ROWS * SEQ // part] * 2
+
+
+LATENTS = AttentionConfig(
+    kind="mla",
+    num_heads=2,
+    num_kv_heads=2,
+    kv_lora_rank=EXPANDED // 4,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("attention", [replace(MODEL.attention, num_kv_heads=1), LATENTS], ids=["gqa", "mla"])
+def test_exchanged_heads_send_what_the_plan_counts(ranks: RankPool, attention: AttentionConfig) -> None:
+    """Beside gathered keys and values, whose widths are known; over gloo both are all-to-alls, as FSDP's sums are."""
+    cp, family = 2, "deepseek_v3" if attention.kind == "mla" else "mixtral"
+    run = replace(config(cp=cp), model=replace(MODEL, family=family, attention=attention))
+    exchanging = replace(run, parallel=ParallelConfig(context="ulysses"))
+    totals = [{sent(messages, "all_to_all", cp) for messages in step_of(ranks, one)} for one in (run, exchanging)]
+    [gathered], [exchanged] = totals
+    into, shared, out = exchange_widths(attention, False, 1, cp)
+    widths = 2 * attention.num_kv_heads * attention.head_dim
+    if attention.kind == "mla":
+        assert gathers_latents(attention.kv_lora_rank, EXPANDED, "cpu", BYTES)
+        widths = attention.kv_lora_rank + attention.qk_rope_head_dim
+    numbers = (into + out) // cp + shared - widths  # of a position, to each other rank
+    assert exchanged - gathered == 2 * LAYERS * ROWS * (SEQ // cp) * (cp - 1) * numbers * BYTES
 
 
 def test_tensor_parallelism_gathers_and_reduces_once_a_block(ranks: RankPool) -> None:

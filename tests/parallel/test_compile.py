@@ -74,6 +74,8 @@ CASES = {  # name: what is run, graphs
     "modules": (make_config(replace(DEEPSEEK, num_layers=2, num_mtp_layers=1), dict(tp=2, ep=2), 4), 11),
     "tp2-ep2-windows-full": (make_config(WINDOWS, dict(tp=2, ep=2), 4, recompute="full"), 8),
     "cp2-ep2-recompute": (make_config(ONE_LAYER, dict(cp=2, ep=2), 4, recompute=EVERYTHING), 8),
+    "cp2-ep2-ulysses": (make_config(ONE_LAYER, dict(cp=2, ep=2), 4, context="ulysses", recompute=EVERYTHING), 8),
+    "delta-net-cp2": (make_config(DELTA_NET, dict(cp=2, ep=2), 4, context="ulysses"), 8),
     "delta-net": (make_config(DELTA_NET, rows=2), 8),
     "tp2-norms-over-heads": (make_config(OVER_HEADS, dict(tp=2, ep=2), 4), 7),
     "interleaved": (make_config(QWEN3, dict(pp=2), 2, schedule="Interleaved1F1B", stages_per_rank=2), None),

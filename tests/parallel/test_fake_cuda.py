@@ -77,6 +77,15 @@ def test_steps_with_triton_8_bits_and_folded_experts_and_that_their_kernels_fit(
 
 
 @pytest.mark.exhaustive
+def test_steps_that_exchange_heads_wait_for_no_more() -> None:
+    """One MoE layer and four: in two micro-batches rows sent to and received from two ranks of ep."""
+    found = traced("ulysses_cp2", "qwen3_next_cp2")
+    check(found["ulysses_cp2"], sizes=2 * 4)
+    check(found["qwen3_next_cp2"], sizes=4 * 2 * 4)
+    assert {"join_heads", "part_heads", "turn_heads"} < set(found["ulysses_cp2"]["kernels"])
+
+
+@pytest.mark.exhaustive
 def test_steps_without_fsdp_with_recompute_dropping_delta_rule_and_delayed_scales() -> None:
     found = traced("without_fsdp", "recomputed", "dropping_cp2", "qwen3_next", "delayed_tp2")
     check(found["without_fsdp"], dtypes=("bfloat16", "float32"))

@@ -23,6 +23,7 @@ from tests.support.configurations import quick_config
 
 # Axes as large as the world, of which those of dispatch have a communicator of their own.
 ALONE = [dict(dp_shard=8, ep=8), dict(dp_shard=1, tp=8, etp=8), dict(dp_shard=2, cp=4, ep=8)]
+ALONE += [dict(dp_shard=1, cp=8, ep=8)]
 ALONE += [dict(dp_replicate=8, dp_shard=1), dict(pp=8, dp_shard=1)]
 MESHES = [
     dict(pp=2, dp_shard=2, cp=2, ep=4),
@@ -112,7 +113,7 @@ def test_groups_of_a_world_bound_to_a_device_have_one_gloo_thread_and_our_timeou
         assert ("mesh_ep", mesh["ep"]) in made and (("mesh_stage", 4) in made) == (mesh.get("pp", 1) > 1)
 
 
-def exchanged(mesh: dict[str, int]) -> dict[str, list[str]]:
+def exchanged(mesh: dict[str, int], exchanges_heads: bool = False) -> dict[str, list[str]]:
     """Descriptions of the groups that each collective of ``open_groups`` went over."""
     build_meshes(resolve_mesh(MeshConfig(**mesh), None), torch.device("cpu"))
     found: dict[str, list[str]] = {}
@@ -127,7 +128,7 @@ def exchanged(mesh: dict[str, int]) -> dict[str, list[str]]:
         return patch.object(dist, name, collective)
 
     with noting("all_reduce"), noting("all_to_all_single"):
-        open_groups()
+        open_groups(exchanges_heads)
     return found
 
 
@@ -137,6 +138,12 @@ def test_the_all_to_all_is_warmed_up_where_ep_is_the_world(ranks: RankPool) -> N
         for found in ranks.run(exchanged, 8, mesh):
             assert found["all_to_all_single"] == dispatching
             assert found["all_reduce"][0] == "default_pg" and set(dispatching) < set(found["all_reduce"])
+
+
+@pytest.mark.exhaustive
+def test_the_all_to_all_of_heads_is_warmed_up(ranks: RankPool) -> None:
+    for found in ranks.run(exchanged, 4, dict(cp=2, dp_shard=2, ep=4), True):
+        assert found["all_to_all_single"] == ["mesh_cp", "mesh_ep"]
 
 
 def neighbours(mesh: dict[str, int]) -> list[tuple[list[int], float]]:

@@ -20,6 +20,7 @@ BF16, NARROW = "train.dtype=bfloat16", "optim.master_weights=stochastic"
 MUON = "optim.algorithm=muon"
 PP2, PP4 = "mesh.pp=2", "mesh.pp=4"
 TWICE = ["parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2"]
+EXCHANGED = ["mesh.dp_shard=1", "mesh.cp=2", "parallel.context=ulysses"]
 TINY = ["model.hidden_size=64", "model.intermediate_size=64", "model.num_layers=2", "model.vocab_size=264"]
 FREED = ["parallel.reshard=micro_batch", "parallel.grad_sync=micro_batch"]
 
@@ -49,6 +50,12 @@ CASES: dict[str, list[str]] = {
     "qwen etp2": [QWEN, TWO, "mesh.etp=2", BF16],
     "qwen capacity": [QWEN, TWO, "mesh.ep=2", "moe.capacity_factor=1.5", "moe.pad_to_capacity=true"],
     "qwen cp2": [QWEN, "mesh.dp_shard=1", "mesh.cp=2", "mesh.ep=2"],
+    "qwen cp2 ulysses": [QWEN, *EXCHANGED, "mesh.ep=2", "data.document_mask=false"],
+    "qwen cp2 ulysses core_attn": [QWEN, *EXCHANGED, "mesh.ep=2", BF16, again("core_attn", "layernorm")],
+    "gpt_oss cp2 ulysses": [GPT_OSS, *EXCHANGED, "mesh.ep=2", BF16],
+    "dsv3 cp2 ulysses": [DSV3, *EXCHANGED, "mesh.ep=2", BF16],
+    "dsv3 cp2 ulysses mla_up_proj": [DSV3, *EXCHANGED, "mesh.ep=2", again("mla_up_proj")],
+    "next cp2": ["model=small_qwen3_next", "mesh.dp_shard=1", "mesh.cp=2", "mesh.ep=2"],
     "qwen tp2": [QWEN, "mesh.dp_shard=1", "mesh.tp=2", "mesh.ep=2"],
     "qwen pp2, 8": [QWEN, ONE, PP2, "train.global_batch_size=16"],
     "qwen pp2, 64": [QWEN, ONE, PP2, "train.global_batch_size=64", "train.micro_batch_size=1", "train.seq_len=128"],

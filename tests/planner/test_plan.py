@@ -259,6 +259,23 @@ def test_no_limit_no_verdict() -> None:
     assert plan_of("moonlight_16b_a3b", "train.micro_batch_size=8", "cluster=laptop").warnings == []
 
 
+def test_rows_of_128k_fit_over_the_ranks_of_a_node() -> None:
+    name, experiment = "qwen3_30b_a3b", "experiment=rows_128k_qwen3_30b_a3b"
+    alone = ("data.document_mask=false", "kernels.attention=sdpa")
+    packed, single = (plan_of(name, experiment, *more) for more in ((), alone))
+    for plan in (packed, single):
+        assert plan.mesh.world_size == 64 and plan.mesh.cp == plan.mesh.ep == 8 and plan.warnings == []
+        assert plan.uneven_needed < 0.85 * 85e9 and plan.time.off_node.get("cp", 0.0) == 0.0
+    assert single.time.seconds < 0.75 * packed.time.seconds
+    file = io.StringIO()
+    config = quick_config(name, [experiment])
+    print_plan(config, resolve_mesh(config.mesh, None), Console(file=file, width=200))
+    assert "ulysses: heads for positions of whole rows" in file.getvalue()
+    # Gathered keys need a mask of the rank's queries and all keys.
+    masked = plan_of(name, experiment, *alone, "parallel.context=gather")
+    assert masked.needed > 4 * single.needed
+
+
 def test_an_idle_pipeline_is_named() -> None:
     mesh = ["mesh=first_mixtral_8x22b"]
     plan = plan_of("mixtral_8x22b", *mesh, "train.global_batch_size=128", "cluster=laptop")

@@ -36,6 +36,7 @@ def is_legal(shape: MeshShape, config: Config) -> bool:
     return (
         _fits_experts(shape, config.model)
         and _fits_heads(shape, config.model)
+        and _fits_context(shape, config)
         and _fits_batch(shape, config)
         and _fits_pipeline(shape, config)
     )
@@ -59,12 +60,22 @@ def _fits_experts(shape: MeshShape, model: ModelConfig) -> bool:
 
 def _fits_heads(shape: MeshShape, model: ModelConfig) -> bool:
     tp, attention = shape.tp, model.attention
-    if attention.linear_num_key_heads and (shape.cp > 1 or attention.linear_num_key_heads % tp):
+    if attention.linear_num_key_heads % (tp * shape.cp):  # cp ranks take some of tp's each
         return False
     kv_heads = attention.num_kv_heads if attention.kind == "gqa" else tp
     dense = model.intermediate_size if model.first_k_dense else 0
     cut = (attention.num_heads, model.vocab_size, dense, model.shared_width)
     return all(size % tp == 0 for size in cut) and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _fits_context(shape: MeshShape, config: Config) -> bool:
+    """Whether every cp rank gets as many heads as the others, where they exchange them."""
+    if config.parallel.context != "ulysses" or shape.cp == 1:
+        return True
+    attention = config.model.attention
+    heads = attention.num_heads // shape.tp
+    keys = max(attention.num_kv_heads // shape.tp, 1) if attention.kind == "gqa" else heads
+    return heads % shape.cp == 0 and (keys % shape.cp == 0 or shape.cp % keys == 0)
 
 
 def _fits_batch(shape: MeshShape, config: Config) -> bool:

@@ -131,6 +131,8 @@ def _summary(config: Config, plan: Plan) -> Rows:
             "pipeline",
             f"{config.parallel.schedule}, {stages} stages, {plan.bubble:.1%} of a step idle",
         )
+    if plan.mesh.cp > 1:
+        yield "context", f"{config.parallel.context}: {_CONTEXT[config.parallel.context]}"
     if config.parallel.recompute:
         yield "recompute", _recomputed(config)
     if cluster.memory_bytes and plan.mesh.world_size > 1:
@@ -221,12 +223,19 @@ def _rank_rows(config: Config, plan: Plan) -> Rows:
         yield "not modelled", "?", text
 
 
+_CONTEXT = {
+    "gather": "keys and values of other ranks",
+    "ulysses": "heads for positions of whole rows",
+    "ring": "keys and values around a ring",
+}
+
+
 def _time_rows(config: Config, plan: Plan) -> Rows:
     time = plan.time
     texts = {
         "computing": "products, attention, memory",
         "tp": "around products that are cut",
-        "cp": "keys and values of other ranks",
+        "cp": _CONTEXT[config.parallel.context],
         "ep": f"tokens to experts, {config.moe.dispatcher}",
         "etp": "rows of ranks that share a width",
         "fsdp": "weights, gradients, what is seen",

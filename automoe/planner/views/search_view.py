@@ -59,6 +59,7 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
     schedule = f"{parallel.schedule}{stages}; " if one.mesh.pp > 1 else ""
     again = ", ".join(recomputed_names(parallel)) or "nothing"
     policy = "" if one.mesh.pp > 1 else f"; reshard every {parallel.reshard}"
+    policy += f"; context {parallel.context}" if one.mesh.cp > 1 else ""
     yield f"{schedule}micro-batch {one.config.train.micro_batch_size}; recompute {again}{policy}"
     yield ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in _parts(time))
 

@@ -1,0 +1,74 @@
+"""Whole rows from ranks that hold parts of them: all positions gathered, or positions for heads.
+
+Each of P ranks holds two of a row's 2 P chunks, one from its head and the mirror chunk from its
+tail (``automoe.parallel.context.head_tail_index``). Letters: B rows, S positions of this rank, R =
+P S positions of the whole row, N heads, n = N / P heads of this rank, D any width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from automoe.moe.process_groups import Communicator
+from automoe.moe.tokens import Tokens
+
+
+def gather_row(x_BS: torch.Tensor, ranks: Communicator) -> torch.Tensor:
+    """Gather [B, S, ...] of the ranks that share rows: [B, R, ...] in the order of the row."""
+    if ranks.num_ranks == 1:
+        return x_BS
+    return _in_row_order(ranks.all_gather(x_BS).split(x_BS.shape[1], dim=1))
+
+
+def _in_row_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the ranks' parts [B, S, ...]: all heads of the row, then all tails in reverse."""
+    chunks = [chunk for part in parts for chunk in part.chunk(2, dim=1)]
+    return torch.cat(chunks[::2] + chunks[::-2], dim=1)
+
+
+def whole_rows(tokens: Tokens, ranks: Communicator) -> Tokens:
+    """Return what masks read of ``tokens`` for whole rows: index and document ids [B, R].
+
+    Other tensors stay those of this rank's positions.
+    """
+    num_rows, size = tokens.index.shape
+    index_R = torch.arange(size * ranks.num_ranks, device=tokens.index.device)
+    docs_BS = tokens.doc_ids
+    docs_BR = None if docs_BS is None else gather_row(docs_BS, ranks)
+    return replace(tokens, index=index_R.expand(num_rows, -1), doc_ids=docs_BR)
+
+
+def exchange_heads(ranks: Communicator, *given_BSND: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Give up heads for positions (arXiv 2309.14509): [B, S, N, D] to [B, R, n, D], rows in order.
+
+    One all-to-all sends all tensors, which may differ in N. Rank p takes the p-th n heads of each.
+    A tensor with fewer heads than ranks has each head repeated for the ranks that share it.
+    """
+    num_ranks = ranks.num_ranks
+    if num_ranks == 1:
+        return given_BSND
+    split = [
+        x.repeat_interleave(max(num_ranks // x.shape[2], 1), dim=2).chunk(num_ranks, dim=2)
+        for x in given_BSND
+    ]
+    sent_PBSnD = torch.stack([torch.cat(parts, dim=2) for parts in zip(*split, strict=True)])
+    row_BRnD = _in_row_order(ranks.all_to_all(sent_PBSnD).unbind())
+    return row_BRnD.split([parts[0].shape[2] for parts in split], dim=2)
+
+
+def exchange_positions(ranks: Communicator, row_BRnD: torch.Tensor) -> torch.Tensor:
+    """Undo ``exchange_heads``: [B, R, n, D] of this rank's heads to [B, S, N, D] of all heads."""
+    num_ranks = ranks.num_ranks
+    if num_ranks == 1:
+        return row_BRnD
+    chunks = row_BRnD.chunk(2 * num_ranks, dim=1)
+    parts = [torch.cat((chunks[p], chunks[-1 - p]), dim=1) for p in range(num_ranks)]
+    return torch.cat(ranks.all_to_all(torch.stack(parts)).unbind(), dim=2)
+
+
+def own_heads(ranks: Communicator, x_N: torch.Tensor) -> torch.Tensor:
+    """Return the entries [n] of the heads that ``exchange_heads`` gives to this rank."""
+    return x_N if ranks.num_ranks == 1 else x_N.chunk(ranks.num_ranks)[ranks.rank]
