@@ -49,7 +49,7 @@ class MoE(nn.Module):
         self.router = Router(config, moe, moe_index, self.pg_collection, seed, router_dtype)
         drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
         backend = expert_backend(moe.experts) if experts is None else experts()
-        self.experts = GroupedExperts(config, backend, drops)
+        self.experts = GroupedExperts(config, backend, drops, moe.dispatch_dtype == "fp8")
         self.shared_experts = shared_experts
         self.moe = moe
         self.num_experts = config.num_experts

@@ -149,8 +149,9 @@ class Loopback:
 
     rank = 0
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, in_8_bits: bool = False) -> None:
         self.num_ranks = num_ranks
+        self.in_8_bits = in_8_bits
 
     def all_to_all(self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]) -> torch.Tensor:
         assert output_splits == input_splits and sum(input_splits) == x.shape[0]
