@@ -126,7 +126,9 @@ class GroupedExperts(nn.Module):
     WIDTH_DIMS = {name: spec.etp for name, spec in EXPERT_SPECS.items()}
     ROW_DIMS = {name: spec.fsdp for name, spec in EXPERT_SPECS.items()}
 
-    def __init__(self, config: ModelConfig, backend: ExpertFn, drops: bool = False, in_8_bits: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, backend: ExpertFn, drops: bool = False, in_8_bits: bool = False
+    ) -> None:
         super().__init__()
         num_experts = config.num_experts
         hidden = config.hidden_size

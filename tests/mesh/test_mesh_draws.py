@@ -45,7 +45,7 @@ def test_draws_reach_every_axis_and_every_option() -> None:
         assert sum(axis in case.mesh for case in drawn) > len(drawn) / 20, axis
     for key in ("recompute", "schedule", "reshard"):
         assert sum(key in case.parallel for case in drawn) > len(drawn) / 20, key
-    for key in ("capacity_factor", "router_jitter", "pad_to_capacity"):
+    for key in ("capacity_factor", "router_jitter", "pad_to_capacity", "dispatch_dtype"):
         assert sum(key in case.moe for case in drawn) > len(drawn) / 20, key
     assert sum(bool(case.optim) for case in drawn) > len(drawn) / 20
     assert sum(case.config.model.num_mtp_layers > 0 for case in drawn) > len(drawn) / 20

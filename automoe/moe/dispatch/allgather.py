@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from automoe.moe.dispatch.base import DispatchGroup, Experts, run_choices
-from automoe.moe.dispatch.wire import Arrived, encode_rows
+from automoe.moe.dispatch.wire import arrived, encode_rows
 
 
 class AllGatherDispatcher:
@@ -31,7 +31,7 @@ class AllGatherDispatcher:
     ) -> torch.Tensor:
         if self.ep.in_8_bits:
             lines_AW = self.ep.all_gather(encode_rows(x_TH))
-            x_AH = Arrived.apply(x_TH, lines_AW, self.ep.reduce_scatter)
+            x_AH = arrived(x_TH, lines_AW, self.ep.reduce_scatter)
         else:
             x_AH = self.ep.all_gather(x_TH)
         weights_AK = self.ep.all_gather(weights_TK)

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from automoe.errors import BackendError
+from automoe.moe.discard_outputs import discard
 from automoe.moe.dispatch.base import Experts, run_choices
 from automoe.moe.dispatch.wire import scaled
 from automoe.quantize.formats import E4M3, LINE, quantize
-
 
 # Numbers [T, H], or e4m3 codes [T, H] and float32 scales [T, H / 128] of their 128 columns.
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -47,11 +47,7 @@ class TokenExchange(Protocol):
     """Interface that ``automoe.interop.deepep`` implements for either line of the library."""
 
     def dispatch(
-        self,
-        x_TH: Rows,
-        topk_ids_TK: torch.Tensor,
-        weights_TK: torch.Tensor,
-        num_experts: int,
+        self, x_TH: Rows, topk_ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
     ) -> Received:
         """Dispatch tokens; topk_ids are int64 with -1 for no choice, weights float32."""
 
@@ -143,6 +139,8 @@ class DeepEPDispatcher:
             x_TH, wide_TK, topk_ids_TK, self.num_experts, self.exchange, self.in_8_bits, out
         )
         received = out[0]
+        if isinstance(received.x_RH, tuple):
+            discard(x_RH, scaled, *received.x_RH, x_RH.dtype)
         local_ids_RK = received.topk_ids_RK.to(torch.int64)
         local_ids_RK = local_ids_RK.masked_fill(local_ids_RK < 0, self.num_local)
         num_rows = sum(received.counts)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from automoe.config.rules_kernels import wire_row_bytes
 from automoe.moe.dispatch.base import DispatchGroup, Experts, group_ends, regroup_by_expert
-from automoe.moe.dispatch.wire import decode_rows, encode_rows
+from automoe.moe.dispatch.wire import decode_rows, encode_rows, keep_encoded
 from automoe.moe.row_sums import sum_rows
 
 
@@ -245,7 +245,8 @@ class RowExchange:
         lines, given = self.group.wait(self._lines), self._given
         del self._lines, self._given
         if given:
-            return _ArrivedIn8Bits.apply(*given, lines, self)
+            rows_BH, words_RC = _ArrivedIn8Bits.apply(*given, lines, self)
+            return keep_encoded(rows_BH, lines), words_RC
         return _Unpack.apply(lines, self.into.word_MC, self.dtype)
 
 

@@ -2,8 +2,9 @@
 
 A row of H numbers travels as H e4m3 codes and one float32 scale for every 128 columns (DeepSeek-V3,
 arXiv 2412.19437, sections 3.3.2 and 3.3.3). Scales are powers of two, so rows that are quantized a
-second time keep their numbers. Experts read the decoded rows. The gradient of the rounding is the
-identity: gradients, and the experts' results, travel in the dtype of the rows.
+second time keep their numbers. Experts read the decoded rows, and keep the lines for their backward
+pass (``keep_encoded``). The gradient of the rounding is the identity: gradients, and the experts'
+results, travel in the dtype of the rows.
 
 Shapes: T rows, B encoded lines, H hidden, W words of 8 bytes of a line, S scales of a row.
 """
@@ -16,6 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from automoe.config.rules_kernels import wire_row_bytes
+from automoe.moe.discard_outputs import discard
 from automoe.quantize.formats import E4M3, LINE, SIDE, quantize
 
 _WORD = torch.int64  # wide elements, since gathering rows takes a thread an element
@@ -62,15 +64,29 @@ def scaled(codes_BH: torch.Tensor, scales_BS: torch.Tensor, dtype: torch.dtype) 
 
 def rounded_to_8_bits(x_TH: torch.Tensor) -> torch.Tensor:
     """Return rows as experts on another rank would read them, with an unchanged gradient."""
-    return Arrived.apply(x_TH, encode_rows(x_TH), lambda grad_TH: grad_TH)
+    return arrived(x_TH, encode_rows(x_TH), lambda grad_TH: grad_TH)
 
 
-class Arrived(torch.autograd.Function):
-    """Autograd function from rows x to rows decoded from the lines that ranks made of theirs.
+def arrived(
+    x_TH: torch.Tensor, lines_BW: torch.Tensor, send_back: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the rows [B, H] of lines that ranks made of their rows x.
 
-    ``send_back`` returns the gradient of x for that of the decoded rows.
+    ``send_back`` returns the gradient of x for that of the result.
     """
+    return keep_encoded(_Arrived.apply(x_TH, lines_BW, send_back), lines_BW)
 
+
+def keep_encoded(x_BH: torch.Tensor, lines_BW: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, the rows of ``lines``, which operations keep for their backward in its place.
+
+    Only in a ``discard_scope``.
+    """
+    discard(x_BH, decode_rows, lines_BW, x_BH.shape[1], x_BH.dtype)
+    return x_BH
+
+
+class _Arrived(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
