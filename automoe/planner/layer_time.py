@@ -11,8 +11,8 @@ moves these bytes, with b bytes per element:
     router                       24 T E
     permutation                  4 b R H to experts and back, and as much again to send rows;
                                  its backward pass moves the same
-    rows in 8 bits               (b + 1) T H, and (3 b + 1) R H of the received, forward; sending
-                                 gathers 2 R H instead of 2 b R H
+    rows in 8 bits               (b + 1) T H, and (3 b + 1) R H of the received, which the backward
+                                 pass decodes again; sending gathers 2 R H instead of 2 b R H
     widening (lora.base)         the bytes that its kernels read and write, for each matmul
 
 The backward pass takes twice the time of the forward pass. In attention it takes 2.5 times, because
@@ -186,7 +186,7 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
     passes.add("shared_experts" if routed else "mlp", act, 2 * act)
     _tensor_parallel(place, layer, passes)
     if routed:
-        _routing(place, passes)
+        _routing(place, passes, bool(again & {FULL, "moe"}))
     _run_again(*passes, again)
     return passes
 
@@ -368,7 +368,8 @@ def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
         passes.send("tp", cost, cost)
 
 
-def _routing(place: Place, passes: Passes) -> None:
+def _routing(place: Place, passes: Passes, run_again: bool) -> None:
+    """Add routing, dispatch and combine; ``run_again``: the backward pass dispatches once more."""
     config = place.config
     mesh = place.mesh
     machine = place.machine
@@ -385,15 +386,17 @@ def _routing(place: Place, passes: Passes) -> None:
     act = machine.pass_over(3.0 * size * place.rows * model.moe_intermediate_size / mesh.etp)
     row = 1.0 * size * model.hidden_size
     sent_row = row
-    cast = 0.0
+    cast = decoded = 0.0
     if config.moe.dispatch_dtype == "fp8":
         sent_row = 1.0 * wire_row_bytes(model.hidden_size)
         # Tokens become codes; codes are gathered to be sent in place of numbers, and arrived ones
         # become numbers, which are then scaled.
         arrived = place.rows if mesh.ep * mesh.etp > 1 else place.tokens
-        each = (size + 1.0) * place.tokens + (1 + 3.0 * size) * arrived
-        cast = machine.pass_over((each - 2 * (size - 1) * sorted_here) * model.hidden_size)
-    passes.add("moe", moved + act + cast, moved + 2 * act)
+        decoded = machine.pass_over((1 + 3.0 * size) * arrived * model.hidden_size)
+        saved = 2 * (size - 1) * sorted_here - (size + 1.0) * place.tokens
+        cast = decoded - machine.pass_over(saved * model.hidden_size)
+    # Experts keep codes, unless their rows arrive again.
+    passes.add("moe", moved + act + cast, moved + 2 * act + decoded * (not run_again))
     if mesh.ep > 1:
         there, back, once = _dispatch(place, chosen, sent_row)
         sent = _beside_shared_experts(place, there + back, forward)

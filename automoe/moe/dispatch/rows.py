@@ -4,8 +4,10 @@ A block of n rows for one rank is followed by as many further lines of the same 
 ("words") of the n rows fill, as bytes. So rows keep their width and alignment, rows and words are
 taken apart without a copy, every bit of a float32 weight next to bfloat16 rows arrives, and the
 gradient of the words comes back the same way. If the group sends rows in 8 bits, lines are encoded
-rows (``automoe.moe.dispatch.wire``), and gradients come back in as many lines of x's dtype. Shapes: T tokens to read from, M rows sent, R rows
-received, B lines of a buffer (rows and words), H hidden, C words per row, P ranks.
+rows (``automoe.moe.dispatch.wire``), and gradients come back in as many lines of x's dtype.
+
+Shapes: T tokens to read from, M rows sent, R rows received, B lines of a buffer (rows and words), W
+words of 8 bytes of an encoded line, H hidden, C words per row, P ranks.
 """
 
 from __future__ import annotations
