@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,14 +15,21 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
+from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.errors import BackendError
+from automoe.moe.dispatch import wire
 from automoe.moe.dispatch.allgather import AllGatherDispatcher
 from automoe.moe.dispatch.alltoall import AllToAllDispatcher
 from automoe.moe.dispatch.base import LocalDispatcher, group_ends, sort_by_expert, sum_to_tokens
 from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
 from automoe.moe.dispatch.rows import RowExchange
 from automoe.moe.dispatch.wire import decode_rows, encode_rows, rounded_to_8_bits
+from automoe.moe.layer import MoE
+from automoe.moe.tokens import Tokens
 from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.expert import node_levels
 from automoe.verify.pool import RankPool
@@ -216,6 +224,35 @@ def test_rows_in_8_bits(dtype: torch.dtype, hidden: int) -> None:
     assert ((torch.where(lost, 0, rounded) - finite).abs() <= (finite.abs() / 16).clamp_min(least)).all()
     again = rounded_to_8_bits(torch.where(lost, 0, rounded))
     assert torch.equal(again, torch.where(lost, 0, rounded))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_experts_keep_rows_in_8_bits(monkeypatch: pytest.MonkeyPatch, recomputed: bool) -> None:
+    """What they read is freed after the forward pass, and gradients are those of a layer that keeps it."""
+    widened: list[StorageWeakRef] = []
+
+    def watched(*args: Any) -> torch.Tensor:
+        rows = decode_rows(*args)
+        widened.append(StorageWeakRef(rows.untyped_storage()))
+        return rows
+
+    model = ModelConfig(hidden_size=160, num_experts=4, num_experts_per_token=2, moe_intermediate_size=16)
+    layer = MoE(model, MoEConfig(dispatch_dtype="fp8"), 0, None)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    x = torch.randn(2, 8, 160, generator=generator).requires_grad_()
+    index = torch.arange(8).expand(2, 8)
+    tokens = Tokens(index, index, None, torch.tensor(16), row_ids=index)
+    inputs = x, *layer.parameters()
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # within others the layer keeps rows
+        expected = torch.autograd.grad(layer(x, tokens).square().sum(), inputs)
+    monkeypatch.setattr(wire, "decode_rows", watched)
+    y = checkpoint(layer, x, tokens, use_reentrant=False) if recomputed else layer(x, tokens)
+    assert [reference.expired() for reference in widened] == [True]
+    gradients = torch.autograd.grad(y.square().sum(), inputs)
+    assert len(widened) == 2 and all(reference.expired() for reference in widened)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
 
 
 def on_its_own_machine() -> str:
