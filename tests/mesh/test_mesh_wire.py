@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from mesh_cases import MODELS, ROWS, Case, batches
-from mesh_mappings import DUAL_PIPE, FULL, HALVES, INTERLEAVED, MERGED, NODES, PADDED, PARTS
+from mesh_mappings import DUAL_PIPE, FULL, HALVES, INTERLEAVED, LORA, MERGED, NODES, PADDED, PARTS
 
 from automoe.config.schema import Config
 from automoe.moe.experts import GroupedExperts
@@ -40,6 +40,7 @@ CASES = [
     Case("mixtral", dict(pp=2, dp_shard=2, ep=2, etp=1), rows=1, parallel=HALVES, moe=FP8),
     Case("qwen3", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, parallel=PARTS, moe=FP8),
     Case("qwen2", dict(dp_shard=8, ep=8), rows=1, moe=FP8 | DROP),
+    Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, moe=FP8, lora=LORA),
 ]
 
 
