@@ -184,8 +184,8 @@ def layer_activation_bytes(
     received = size * hidden * load.read_rows * (load.dispatched and not load.loop)
     if load.in_8_bits:
         received = wire_row_bytes(hidden) * load.read_rows
-    kept = size * load.expert_rows * per_row + received
-    parts["experts"] = 0.0 if "moe" in recompute else kept
+    experts = size * load.expert_rows * per_row + received
+    parts["experts"] = 0.0 if "moe" in recompute else experts
     # Bytes of each choice's expert index, weight and positions; a recomputed dispatch keeps no
     # positions.
     per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows

@@ -251,6 +251,9 @@ def test_rows_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(BackendError, match=problem):
             dispatcher(x, ids, weights, multiplying_experts)
+    with pytest.raises(BackendError, match="multiple of 128 columns, and these have 136"):
+        in_8_bits = DeepEPDispatcher(E, RANKS, dispatcher.exchange, in_8_bits=True)
+        in_8_bits(torch.zeros(T, 136, dtype=torch.bfloat16), ids, weights, multiplying_experts)
     with pytest.raises(BackendError, match="int64 expert ids"):
         dispatcher(torch.zeros(T, H, dtype=torch.bfloat16), ids.int(), weights, multiplying_experts)
 

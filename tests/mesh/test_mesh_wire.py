@@ -13,10 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
-from mesh_cases import MODELS, ROWS, Case, batches
+from mesh_cases import MODELS, ROWS, Case, batches, float32
 from mesh_mappings import DUAL_PIPE, FULL, HALVES, INTERLEAVED, LORA, MERGED, NODES, PADDED, PARTS
 
 from automoe.config.schema import Config
+from automoe.moe.dispatch import wire
 from automoe.moe.experts import GroupedExperts
 from automoe.verify.compare import Comparison, compare_trajectories
 from automoe.verify.pool import RankPool
@@ -104,3 +105,28 @@ def test_rounding_is_seen(ranks: RankPool) -> None:
     assert not [c for c in compared(ranks, case) if not c.within(1e-12)]
     off = {c.kind: c.error for c in compared(ranks, case, run_trajectory)}
     assert 1e-5 < off["loss"] < 0.1 and 1e-3 < off["gradient norm"] < 0.5
+
+
+KEPT = [
+    Case("deepseek", dict(dp_shard=2, ep=2), rows=1, parallel=MERGED | dict(recompute=["layernorm"]), moe=FP8),
+    Case("qwen3", dict(dp_shard=4, ep=4), rows=2, moe=FP8, **NODES),
+    Case("qwen3", dict(dp_shard=2, ep=2), rows=2, dispatcher="allgather", moe=FP8 | DROP),
+    Case("mixtral", dict(tp=2, etp=2), rows=2, moe=FP8, lora=LORA),
+]
+
+
+def keeping_rows(*args: Any, **options: Any) -> Trajectory:
+    """``run_trajectory`` of a rank whose experts keep the numbers that they read."""
+    with mock.patch.object(wire, "discard", lambda *_: None):
+        return run_trajectory(*args, **options)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", KEPT, ids=str)
+def test_what_experts_keep_in_8_bits_changes_no_bit(ranks: RankPool, case: Case) -> None:
+    """In float32, whose experts are grouped products."""
+    config = float32(case)
+    config = replace(config, model=replace(config.model, hidden_size=WIDE))
+    got, expected = (ranks.run(run, case.world_size, config, batches, 1) for run in (run_trajectory, keeping_rows))
+    for one, other in zip(got, expected, strict=True):
+        assert not [c for c in compare_trajectories(one, other) if c.error]

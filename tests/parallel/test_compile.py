@@ -68,6 +68,8 @@ DELTA_NET = replace(
 )
 # An all-reduce in the compiled part, in both passes.
 OVER_HEADS = replace(QWEN3, num_layers=1, attention=replace(QWEN3.attention, qk_norm_over_heads=True, clip_qkv=0.8))
+
+
 def in_8_bits(config: Config) -> Config:
     return replace(config, moe=replace(config.moe, dispatch_dtype="fp8"))
 

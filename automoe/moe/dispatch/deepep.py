@@ -17,7 +17,7 @@ from automoe.errors import BackendError
 from automoe.moe.discard_outputs import discard
 from automoe.moe.dispatch.base import Experts, run_choices
 from automoe.moe.dispatch.wire import scaled
-from automoe.quantize.formats import E4M3, LINE, quantize
+from automoe.quantize.formats import E4M3, LINE, SIDE, quantize
 
 # Numbers [T, H], or e4m3 codes [T, H] and float32 scales [T, H / 128] of their 128 columns.
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -131,7 +131,7 @@ class DeepEPDispatcher:
         Raises:
             BackendError: DeepEP cannot send these rows.
         """
-        _check(x_TH, topk_ids_TK)
+        _check(x_TH, topk_ids_TK, self.in_8_bits)
         topk_ids_TK = topk_ids_TK.masked_fill(topk_ids_TK >= self.num_experts, -1)
         out: list[Received] = []
         wide_TK = weights_TK.to(torch.float32)
@@ -148,7 +148,12 @@ class DeepEPDispatcher:
         return _Combine.apply(sums_RH, received.handle, self.exchange)
 
 
-def _check(x_TH: torch.Tensor, topk_ids_TK: torch.Tensor) -> None:
+def _check(x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, in_8_bits: bool) -> None:
+    if in_8_bits and x_TH.shape[1] % SIDE:
+        raise BackendError(
+            f"DeepEP sends rows in 8 bits of a multiple of {SIDE} columns, and these have {x_TH.shape[1]}. "
+            "Set moe.dispatch_dtype=auto"
+        )
     row_bytes = x_TH.shape[1] * x_TH.element_size()
     if x_TH.dtype != torch.bfloat16 or row_bytes % 16:
         raise BackendError(
