@@ -65,6 +65,8 @@ def reads_of_a_step(config: Config) -> int:
         ({"dp_shard": 1, "tp": 2, "ep": 2}, {}, 1),
         ({"dp_shard": 2, "ep": 2}, {"dispatcher": "allgather"}, 1),
         ({"dp_shard": 4, "ep": 4}, {"dispatcher": "hierarchical"}, 2),
+        ({"dp_shard": 4, "ep": 4}, {"dispatcher": "hierarchical", "dispatch_dtype": "fp8"}, 2),
+        ({"dp_shard": 2, "ep": 2}, {"dispatch_dtype": "fp8"}, 1),
         ({"dp_shard": 2, "etp": 2}, {}, 1),
         ({"dp_shard": 4, "ep": 2, "etp": 2}, {}, 2),
         ({"dp_shard": 2, "ep": 2}, {"capacity_factor": 1.0, "pad_to_capacity": True}, 0),
