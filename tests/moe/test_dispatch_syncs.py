@@ -81,6 +81,8 @@ def reads_of_a_step(config: Config) -> int:
         "all-to-all over tp",
         "all-gather",
         "hierarchical",
+        "hierarchical, 8 bits",
+        "all-to-all, 8 bits",
         "etp",
         "all-to-all and etp",
         "all-to-all, padded",
