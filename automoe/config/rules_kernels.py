@@ -22,6 +22,7 @@ BLOCK = 128  # rows and columns of a weight under one 8-bit scale
 # Formats of ``lora.base``: the numbers of a row that share a scale, and the bytes of their codes
 # and scale (automoe.quantize.packed).
 BASE_BLOCKS = {"fp8": (BLOCK, BLOCK + 4), "nf4": (64, 36)}
+WIRE_WORD = 8  # bytes; rows in 8 bits travel as multiples of this
 ROW_BYTES = 16  # grouped products need rows of a multiple of this
 MAX_FLASH_DIM = 256
 MAX_CUDNN_DIM = 128
@@ -41,6 +42,12 @@ _NEEDS_CUDA = "Triton's kernels need CUDA, and this run is on cpu"
 def triton_is_interpreted() -> bool:
     """Return True if Triton's kernels run interpreted, without CUDA, in this process."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def wire_row_bytes(hidden: int) -> int:
+    """Return the bytes of a row in 8 bits on its way to an expert: codes, and float32 scales."""
+    scales = 4 * -(-hidden // BLOCK)
+    return -(-(-(-hidden // 4) * 4 + scales) // WIRE_WORD) * WIRE_WORD
 
 
 def chunk_tokens(tokens: int, hidden: int) -> int:

@@ -8,7 +8,9 @@ from operator import attrgetter
 from pathlib import Path
 
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.plugins import registered_names
 from automoe.config.rules import Row, divides
+from automoe.config.rules_kernels import BLOCK
 from automoe.config.schema import Config, ModelConfig, TrainConfig
 
 MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
@@ -17,7 +19,7 @@ NO_MODULES = "peft loads an adapter into the classes of transformers, which have
 TRANSFORMERS = "transformers"  # ``model.family`` of a class without a declaration
 # Settings that the decoder of native families computes.
 _NATIVE_ALONE = """
-    moe.gate moe.router_jitter moe.router_dtype moe.capacity_factor moe.record_routing
+    moe.gate moe.dispatch_dtype moe.router_jitter moe.router_dtype moe.capacity_factor moe.record_routing
     moe.replay_routing train.fp8 train.compile kernels.attention kernels.rope kernels.loss kernels.norm lora.base
     optim.algorithm optim.master_weights optim.qk_clip
 """.split()
@@ -288,6 +290,13 @@ def moe_rows(config: Config) -> Iterator[Row]:
     yield ("model.hidden_size", deepep and 2 * hidden % 16 != 0,
            f"moe.dispatcher=deepep sends rows of a multiple of 16 bytes: 2 * {hidden} % 16 = {2 * hidden % 16}",
            f"Set model.hidden_size={-(-hidden // 8) * 8}, or moe.dispatcher=alltoall")
+    in_8_bits = moe.dispatch_dtype == "fp8"
+    yield ("model.hidden_size", in_8_bits and deepep and hidden % BLOCK != 0,
+           f"DeepEP takes rows in 8 bits with scales of whole blocks of {BLOCK} columns: {hidden} % {BLOCK} = "
+           f"{hidden % BLOCK}", "Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall")
+    yield ("moe.dispatch_dtype", in_8_bits and moe.dispatcher in registered_names("moe.dispatcher"),
+           f"the dispatcher {moe.dispatcher} of a plugin sends tokens in a format of its own",
+           "Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall")
     if moe.replay_routing is None:
         return
     folder = Path(moe.replay_routing).expanduser().absolute()

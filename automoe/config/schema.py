@@ -230,6 +230,9 @@ class MoEConfig:
     # how tokens travel to the ranks of their experts. hierarchical: a token crosses the network
     # once per node of cluster.gpus_per_node ranks; deepep: needs CUDA and the package DeepEP
     dispatcher: Literal["alltoall", "allgather", "hierarchical", "deepep"] = "alltoall"
+    # format of tokens on their way to the experts. auto: as computed; fp8: e4m3, with a scale for
+    # every 128 columns. Results and gradients travel as computed
+    dispatch_dtype: Literal["auto", "fp8"] = "auto"
     # CUDA: run the shared experts on their own stream, at the same time as the routed experts
     overlap_shared_experts: bool = True
     # implementation of the routed experts' matrix products (docs/kernels.md)

@@ -68,13 +68,14 @@ class LoraConfig:
 
 @dataclass
 class Phase:
-    """A phase of training: its length, its learning rate and its rate of the routers' biases."""
+    """A phase of training: its length, its learning rate, and other values that it replaces."""
 
     steps: int = 0  # optimizer steps of the phase
     lr_ratio: float = 1.0  # learning rate of its last step divided by optim.lr
     # curve from the previous phase's learning rate; constant: lr_ratio from the first step on
     decay: Literal["constant", "linear", "cosine"] = "constant"
     bias_update_rate: float | None = None  # replaces moe.bias_update_rate; null: keeps it
+    mtp_loss_weight: float | None = None  # replaces train.mtp_loss_weight; null: keeps it
 
     def __repr__(self) -> str:
         """Return the dictionary of a configuration file."""

@@ -117,15 +117,20 @@ def settings_rows(config: Config) -> Iterator[Row]:
     yield ("optim.phases", by_phases and sum_of_phases != after_warmup,
            f"phases take the steps after the warm-up, train.steps - optim.warmup_steps = {after_warmup}, and their "
            f"steps sum to {sum_of_phases}", f"Set train.steps={sum_of_phases + optim.warmup_steps}, or other steps")
-    rates = any(one.bias_update_rate is not None for one in optim.phases)
-    yield ("optim.phases", rates and not config.model.router.expert_bias,
+    moving = any(one.bias_update_rate is not None for one in optim.phases)
+    yield ("optim.phases", moving and not config.model.router.expert_bias,
            "a phase has a bias_update_rate, and the routers have no biases to update (model.router.expert_bias=false)",
            "Leave it out")
+    weights = any(one.mtp_loss_weight is not None for one in optim.phases)
+    yield ("optim.phases", weights and not config.model.num_mtp_layers,
+           "a phase has an mtp_loss_weight, and there are no modules for multi-token prediction",
+           "Set model.num_mtp_layers=1, or leave it out")
     for number, one in enumerate(optim.phases, 1):
-        yield ("optim.phases", one.steps < 1 or not 0 <= one.lr_ratio < inf
-               or not 0 <= (one.bias_update_rate or 0) < inf,
+        rates = one.lr_ratio, one.bias_update_rate or 0, one.mtp_loss_weight or 0
+        yield ("optim.phases", one.steps < 1 or not all(0 <= rate < inf for rate in rates),
                f"phase {number} has steps={one.steps}, lr_ratio={one.lr_ratio}, bias_update_rate="
-               f"{one.bias_update_rate}; a phase has at least one step and no rate below 0", "Correct that phase")
+               f"{one.bias_update_rate}, mtp_loss_weight={one.mtp_loss_weight}; a phase has at least one step and no "
+               "rate or weight below 0", "Correct that phase")
     for broken, what, instead in (
         (config.model.attention.qk_norm, "norms of queries and keys undo any scale of weights", "Set optim.qk_clip=0"),
         (config.lora.rank > 0, "LoRA freezes the projections that QK-clip scales", "Set optim.qk_clip=0"),

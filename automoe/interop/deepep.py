@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 from automoe.errors import BackendError, import_backend
-from automoe.moe.dispatch.deepep import Received, TokenExchange
+from automoe.moe.dispatch.deepep import Received, Rows, TokenExchange
 
 # The group sizes that v1's published tables of settings have.
 V1_GROUP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+# Bytes of a number of the widest rows: gradients and results are bfloat16 if tokens are in 8 bits.
+_WIDE = 2
 NUM_SMS = 20  # for both lines: v2's own estimate divides by an RDMA bandwidth that may read zero
 _buffers: list[Any] = []  # of this process, in the order in which every rank made them
 
@@ -60,6 +62,11 @@ def close_deepep() -> None:
         _buffers.pop(0).destroy()
 
 
+def hidden_size(rows: Rows) -> int:
+    """Return H of rows [T, H], or of their codes."""
+    return (rows[0] if isinstance(rows, tuple) else rows).shape[1]
+
+
 class BufferExchange:
     """Exchange of tokens by ``Buffer`` of DeepEP v1: NVLink within a node, RDMA between nodes."""
 
@@ -77,7 +84,7 @@ class BufferExchange:
         self._row_bytes = 0
 
     def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
-        buffer = self._buffer_for(x_TH.shape[1] * x_TH.element_size())
+        buffer = self._buffer_for(_WIDE * hidden_size(x_TH))
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
             topk_ids_TK, num_experts
         )
@@ -130,7 +137,8 @@ class ElasticExchange:
         self._sizes = (0, 0, 0)
 
     def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
-        buffer = self._buffer_for((x_TH.shape[0], x_TH.shape[1], topk_ids_TK.shape[1]), x_TH.device)
+        sizes = topk_ids_TK.shape[0], hidden_size(x_TH), topk_ids_TK.shape[1]
+        buffer = self._buffer_for(sizes, topk_ids_TK.device)
         x_RH, topk_ids_RK, weights_RK, handle, _ = buffer.dispatch(
             x_TH,
             topk_idx=topk_ids_TK.to(self._deep_ep.topk_idx_t),

@@ -68,6 +68,7 @@ CHECKS = (
     Check("grouped-mm", 1, _BF16, "torch's grouped products", "bf16", 0.02),
     Check("triton", 1, f"{_BF16} moe.experts=triton kernels.rope=triton kernels.loss=triton", "our Triton kernels", "bf16", 0.02),
     Check("fp8", 1, f"{_BF16} train.fp8=tensorwise", "8-bit kernels (compute capability 8.9 and later)", "bf16", 0.1),
+    Check("rows-in-8-bits", 1, f"{_BF16} moe.dispatch_dtype=fp8", "the kernel that rounds rows to 8 bits", "bf16", 0.05),
     Check("flex", 1, f"{_BF16} kernels.attention=flex", "FlexAttention by document borders", "bf16", 0.02),
     Check("compile", 1, f"{_BF16} train.compile=true", "torch.compile", "bf16", 0.02),
     Check("speed", 1, f"{_MOONLIGHT} model.num_layers=6 train.global_batch_size=8 mesh.dp_shard=1 mesh.ep=1 train.steps=10",
@@ -80,6 +81,8 @@ CHECKS = (
     Check("ulysses", 8, f"{_F32} mesh.cp=2 mesh.ep=4 parallel.context=ulysses", "heads for positions", "gpu"),
     Check("pp", 8, f"{_F32} mesh.pp=2 mesh.dp_shard=4 mesh.ep=4", "a pipeline over NCCL", "gpu"),
     Check("deepep", 8, f"{_BF16} mesh.ep=8 moe.dispatcher=deepep", "DeepEP's kernels", "bf16", 0.05),
+    Check("ep8-rows-in-8-bits", 8, f"{_BF16} mesh.ep=8 moe.dispatch_dtype=fp8", "rows that travel in 8 bits",
+          "rows-in-8-bits", 0.05),
     Check("moonlight", 8, _MOONLIGHT, "16B parameters on a node: tokens/s, MFU, memory beside the plan"),
 )
 # fmt: on

@@ -208,6 +208,8 @@ def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
         yield "kernels.attention=flex", "kernels.attention=sdpa"
     if config.train.fp8 != "off":
         yield f"train.fp8={config.train.fp8}", "train.fp8=off"
+    if config.model.num_moe_layers and config.moe.dispatch_dtype == "fp8":
+        yield "moe.dispatch_dtype=fp8", "moe.dispatch_dtype=auto"
     if config.optim.master_weights == "stochastic":
         yield "optim.master_weights=stochastic", "optim.master_weights=float32"
     if config.optim.moments == "bfloat16":

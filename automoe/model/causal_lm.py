@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from automoe.config.schema import ModelConfig
+from automoe.config.schema import ModelConfig, TrainConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_losses
 from automoe.model.mtp import MTP_METRICS, count_shifted
@@ -64,6 +64,8 @@ class CausalLM(nn.Module, ABC):
 
     Attributes:
         loss: reduction of per-token losses, by default the backend's; a recipe may set its own.
+        mtp_loss_weight: weight of the mean loss of the modules for multi-token prediction; each
+            step sets its own.
         reported: sums of the values that the losses report, by name.
         first_id: token id of the first row of embedding and head on this rank.
     """
@@ -81,6 +83,7 @@ class CausalLM(nn.Module, ABC):
         self.embeds = embeds
         self.predicts = predicts
         self.loss = self.backend.loss
+        self.mtp_loss_weight = TrainConfig.mtp_loss_weight
         self.reported = dict[str, torch.Tensor]()
         self.first_id = first_of_rank(self.backend.pg_collection.sequence, config.vocab_size)
 
@@ -239,7 +242,7 @@ class CausalLM(nn.Module, ABC):
             losses.append(loss / count)
             inputs.report(f"mtp_loss.{depth + 1}", losses[-1])
             inputs.report(f"mtp_acceptance.{depth + 1}", hits.to(torch.float64) / count)
-        return backend.mtp_loss_weight / depths * torch.stack(losses).sum()
+        return self.mtp_loss_weight / depths * torch.stack(losses).sum()
 
     def _predict(
         self, x_BsH: torch.Tensor, inputs: LossInputs | None, next_token_at: torch.Tensor | None

@@ -115,7 +115,7 @@ class GroupedExperts(nn.Module):
     all ups. ``config.biased_experts`` adds gate_up_proj_bias [E, 2, I] and down_proj_bias [E, H].
 
     Args:
-        drops: choices may be of no expert (``LocalDispatcher``).
+        drops, in_8_bits: as in ``LocalDispatcher``.
 
     Attributes:
         dispatcher: brings tokens to these experts. All experts are on this rank until
@@ -126,7 +126,9 @@ class GroupedExperts(nn.Module):
     WIDTH_DIMS = {name: spec.etp for name, spec in EXPERT_SPECS.items()}
     ROW_DIMS = {name: spec.fsdp for name, spec in EXPERT_SPECS.items()}
 
-    def __init__(self, config: ModelConfig, backend: ExpertFn, drops: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, backend: ExpertFn, drops: bool = False, in_8_bits: bool = False
+    ) -> None:
         super().__init__()
         num_experts = config.num_experts
         hidden = config.hidden_size
@@ -139,7 +141,7 @@ class GroupedExperts(nn.Module):
         )
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden)) if biased else None
         self.num_experts = num_experts
-        self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops)
+        self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops, in_8_bits)
         self.first_bias_column = 0  # first column of down_proj_bias on this rank
         self.hidden_size = hidden
         self.backend = backend

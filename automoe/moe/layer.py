@@ -14,6 +14,7 @@ from torch import nn
 
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
+from automoe.moe.discard_outputs import discard_scope
 from automoe.moe.experts import ExpertFn, GroupedExperts, expert_backend
 from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.router import Router, Routing
@@ -49,7 +50,7 @@ class MoE(nn.Module):
         self.router = Router(config, moe, moe_index, self.pg_collection, seed, router_dtype)
         drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
         backend = expert_backend(moe.experts) if experts is None else experts()
-        self.experts = GroupedExperts(config, backend, drops)
+        self.experts = GroupedExperts(config, backend, drops, moe.dispatch_dtype == "fp8")
         self.shared_experts = shared_experts
         self.moe = moe
         self.num_experts = config.num_experts
@@ -75,6 +76,12 @@ class MoE(nn.Module):
 
     def run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
         """Dispatch tokens, run their experts and combine the results: [B, S, H]."""
+        run = self._run_experts
+        if self.moe.dispatch_dtype == "fp8":
+            run = discard_scope(run, outermost=True)
+        return run(x_BSH, routing, tokens)
+
+    def _run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
         x_TH, ids_TK, weights_TK = (
             x.flatten(0, 1) for x in (x_BSH, routing.topk_expert_ids, routing.topk_scores)
         )

@@ -44,6 +44,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     layers = ((model.first_k_dense, "dense"), (model.num_layers - model.first_k_dense, "MoE"))
     kinds = " + ".join(f"{count} {kind}" for count, kind in layers if count)
     modules = f", {model.num_mtp_layers} MTP" * bool(model.num_mtp_layers)
+    in_8_bits = ", rows in 8 bits" * (config.moe.dispatch_dtype == "fp8")
     facts = {
         "model": f"{model.family}, {kinds} layers{modules}, hidden {model.hidden_size}, "
         f"{model.attention.kind.upper()} attention",
@@ -59,7 +60,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
         "optimizer": f"{OPTIMIZERS[optim.algorithm]}, lr {optim.lr:g}, {optim.schedule} after "
         f"{optim.warmup_steps} warm-up steps",
         "data": SYNTHETIC if config.data.is_synthetic else source,
-        "MoE layer": f"{config.moe.dispatcher} dispatcher, {config.moe.experts} experts",
+        "MoE layer": f"{config.moe.dispatcher} dispatcher{in_8_bits}, {config.moe.experts} experts",
     }
     if not model.num_moe_layers:
         del facts["experts"], facts["MoE layer"]

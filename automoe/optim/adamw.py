@@ -178,7 +178,19 @@ def bias_update_rate(config: Config, step: int) -> float:
 
     It is ``bias_update_rate`` of the step's phase, else (and in the warm-up) that of ``moe``.
     """
-    optim, rate = config.optim, None
-    if optim.schedule == "phases" and step >= optim.warmup_steps:
-        rate = phase_at(optim, step)[0].bias_update_rate
-    return config.moe.bias_update_rate if rate is None else rate
+    return _of_phase(config, step, "bias_update_rate", config.moe.bias_update_rate)
+
+
+def mtp_loss_weight(config: Config, step: int) -> float:
+    """Return the weight of the loss of the modules for multi-token prediction in step ``step``.
+
+    It is ``mtp_loss_weight`` of the step's phase, else (and in the warm-up) that of ``train``.
+    """
+    return _of_phase(config, step, "mtp_loss_weight", config.train.mtp_loss_weight)
+
+
+def _of_phase(config: Config, step: int, key: str, otherwise: float) -> float:
+    value = None
+    if config.optim.schedule == "phases" and step >= config.optim.warmup_steps:
+        value = getattr(phase_at(config.optim, step)[0], key)
+    return otherwise if value is None else value

@@ -21,9 +21,9 @@ from automoe.config.recompute import DISCARDED_OUTPUTS, FULL, recomputed_modules
 from automoe.config.schema import ParallelConfig
 from automoe.model.block import MLP, Block
 from automoe.model.causal_lm import CausalLM
+from automoe.moe.discard_outputs import discard_outputs, discard_scope
 from automoe.moe.layer import MoE
 from automoe.moe.recompute import recompute_contexts
-from automoe.parallel.discard_outputs import discard_outputs, discard_scope
 
 
 class Recomputed:

@@ -166,8 +166,9 @@ class ProcessGroupDispatch:
     Copies of a model share it, because a process group cannot be copied.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, in_8_bits: bool = False) -> None:
         self.group = group
+        self.in_8_bits = in_8_bits
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
 

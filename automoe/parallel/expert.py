@@ -10,6 +10,7 @@ import socket
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,14 +40,14 @@ from automoe.parallel.overlap import OverlappedDispatch
 
 
 def _deepep(num_experts: int, ep: ProcessGroupDispatch) -> Dispatcher:
-    return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group))
+    return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group), ep.in_8_bits)
 
 
 def _hierarchical(
     num_experts: int, ep: ProcessGroupDispatch, gpus_per_node: int, timeout: timedelta | None
 ) -> Dispatcher:
     groups = node_levels(ep.group, gpus_per_node, timeout)
-    return HierarchicalDispatcher(num_experts, [type(ep)(group) for group in groups])
+    return HierarchicalDispatcher(num_experts, [type(ep)(group, ep.in_8_bits) for group in groups])
 
 
 def node_levels(
@@ -136,9 +137,11 @@ class ExpertParallel(ParallelStyle):
         gpus_per_node: consecutive ranks that hierarchical takes for a node.
         timeout: of the groups that hierarchical makes; None is torch's default.
         overlap: all-to-alls give way to the other merged pass (``parallel.overlap_all_to_all``).
+        in_8_bits: rows travel to their experts in 8 bits (``moe.dispatch_dtype=fp8``).
 
     Raises:
-        BackendError: no such dispatcher, or one that this machine does not have.
+        BackendError: no such dispatcher, one that this machine does not have, or a plugin with
+            ``in_8_bits``.
         ConfigError: no rank per node; when the style is applied, a module or a mesh that it cannot
             shard.
     """
@@ -149,6 +152,7 @@ class ExpertParallel(ParallelStyle):
         gpus_per_node: int = ClusterConfig.gpus_per_node,
         timeout: timedelta | None = None,
         overlap: bool = False,
+        in_8_bits: bool = False,
     ) -> None:
         dispatchers = DISPATCHERS | registered("moe.dispatcher")
         if dispatcher not in dispatchers:
@@ -159,10 +163,17 @@ class ExpertParallel(ParallelStyle):
             raise ConfigError(
                 "gpus_per_node", gpus_per_node, "a node has at least one rank", "Set 1 or more"
             )
+        if in_8_bits and dispatcher not in DISPATCHERS:
+            raise BackendError(
+                f"moe.dispatch_dtype=fp8: the dispatcher {dispatcher} of a plugin sends tokens in a format of its own. "
+                "Set moe.dispatch_dtype=auto"
+            )
         self._make = dispatchers[dispatcher]
         hierarchical = self._make is _hierarchical
         self._options = {"gpus_per_node": gpus_per_node, "timeout": timeout} if hierarchical else {}
-        self._group = OverlappedDispatch if overlap else ProcessGroupDispatch
+        group = OverlappedDispatch if overlap else ProcessGroupDispatch
+        self._group = partial(group, in_8_bits=in_8_bits)
+        self._in_8_bits = in_8_bits
         # Layers share a dispatcher, because groups and buffers are costly.
         self._dispatchers: dict[tuple[str, int], Dispatcher] = {}
 
@@ -177,7 +188,8 @@ class ExpertParallel(ParallelStyle):
             dispatcher = module.dispatcher
         if "etp" in meshes:
             etp = meshes["etp"]
-            dispatcher = ExpertTensorDispatcher(dispatcher, ProcessGroupDispatch(etp.get_group()))
+            group = ProcessGroupDispatch(etp.get_group(), self._in_8_bits)
+            dispatcher = ExpertTensorDispatcher(dispatcher, group)
             if module.down_proj_bias is not None:
                 module.first_bias_column = global_offset(module.down_proj_bias)[1]
         if grouped:
@@ -368,12 +380,24 @@ class _RoutedCall(nn.Module):
 
 
 def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
-    """Return the configured style, one object for all of a rank's parts. World collective."""
+    """Return the configured style, one object for all of a rank's parts. World collective.
+
+    Raises:
+        BackendError: as ``ExpertParallel``, or a GPU without 8-bit numbers.
+    """
+    in_8_bits = config.moe.dispatch_dtype == "fp8" and config.model.num_moe_layers > 0
+    if in_8_bits and meshes.default.device_type == "cuda":
+        if (found := torch.cuda.get_device_capability()) < (8, 9):
+            raise BackendError(
+                f"moe.dispatch_dtype=fp8 needs a GPU of compute capability 8.9 or later, and this one has {found}. "
+                "Set moe.dispatch_dtype=auto"
+            )
     style = ExpertParallel(
         config.moe.dispatcher,
         config.cluster.gpus_per_node,
         meshes.timeout,
         config.parallel.overlap_all_to_all,
+        in_8_bits,
     )
     if (ep := meshes.group("ep")) is not None:
         # NCCL makes groups by splitting the world's, so ranks of a pipeline stage without experts

@@ -46,7 +46,7 @@ from math import inf
 from automoe.config.batch import BatchPlan
 from automoe.config.mesh_shape import MeshShape, uses_ulysses
 from automoe.config.recompute import FULL
-from automoe.config.rules_kernels import ELEMENT_BYTES
+from automoe.config.rules_kernels import ELEMENT_BYTES, wire_row_bytes
 from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear, window_of
 
 # Chunk length of automoe.model.delta_net, repeated here because the planner must not import torch.
@@ -103,6 +103,7 @@ class TokenLoad:
     read_rows: float = 0.0
     loop: bool = False  # True for moe.experts=loop, which runs experts one by one through autograd
     scores: bool = False  # True for kernels.attention=math, which keeps every attention score
+    in_8_bits: bool = False  # True if experts keep the rows that they read in 8 bits
     flex: bool = False  # True for kernels.attention=flex, whose masks are lists of blocks
 
     @classmethod
@@ -139,6 +140,7 @@ class TokenLoad:
             read_rows=read_rows,
             loop=config.moe.experts == "loop",
             scores=config.kernels.attention == "math",
+            in_8_bits=config.moe.dispatch_dtype == "fp8" and config.moe.experts != "loop",
             flex=config.kernels.attention == "flex",
         )
 
@@ -190,8 +192,11 @@ def layer_activation_bytes(
         return parts
     width = model.moe_intermediate_size / load.etp
     per_row = hidden + 5 * width if load.loop else 2 * width
-    received = hidden * load.read_rows * (load.dispatched and not load.loop)
-    parts["experts"] = 0.0 if "moe" in recompute else size * (load.expert_rows * per_row + received)
+    received = size * hidden * load.read_rows * (load.dispatched and not load.loop)
+    if load.in_8_bits:
+        received = wire_row_bytes(hidden) * load.read_rows
+    experts = size * load.expert_rows * per_row + received
+    parts["experts"] = 0.0 if "moe" in recompute else experts
     # Bytes of each choice's expert index, weight and positions; a recomputed dispatch keeps no
     # positions.
     per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows

@@ -11,6 +11,8 @@ moves these bytes, with b bytes per element:
     router                       24 T E
     permutation                  4 b R H to experts and back, and as much again to send rows;
                                  its backward pass moves the same
+    rows in 8 bits               (b + 1) T H, and (3 b + 1) R H of the received, which the backward
+                                 pass decodes again; sending gathers 2 R H instead of 2 b R H
     widening (lora.base)         the bytes that its kernels read and write, for each matmul
 
 The backward pass takes twice the time of the forward pass. In attention it takes 2.5 times, because
@@ -29,7 +31,7 @@ from automoe.config.batch import BatchPlan
 from automoe.config.context import exchange_widths, expanded_width, gathers_latents, mean_keys
 from automoe.config.mesh_shape import MeshShape, uses_ulysses
 from automoe.config.recompute import FULL
-from automoe.config.rules_kernels import head_dims
+from automoe.config.rules_kernels import head_dims, wire_row_bytes
 from automoe.config.schema import AttentionConfig, Config, is_linear, window_of
 from automoe.planner.communication import (
     NOTHING,
@@ -184,7 +186,7 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
     passes.add("shared_experts" if routed else "mlp", act, 2 * act)
     _tensor_parallel(place, layer, passes)
     if routed:
-        _routing(place, passes)
+        _routing(place, passes, bool(again & {FULL, "moe"}))
     _run_again(*passes, again)
     return passes
 
@@ -393,7 +395,8 @@ def _tensor_parallel(place: Place, layer: int, passes: Passes) -> None:
         passes.send("tp", cost, cost)
 
 
-def _routing(place: Place, passes: Passes) -> None:
+def _routing(place: Place, passes: Passes, run_again: bool) -> None:
+    """Add routing, dispatch and combine; ``run_again``: the backward pass dispatches once more."""
     config = place.config
     mesh = place.mesh
     machine = place.machine
@@ -408,34 +411,50 @@ def _routing(place: Place, passes: Passes) -> None:
     sorted_here = 0.0 if config.moe.dispatcher == "deepep" or mesh.ep * mesh.etp == 1 else chosen
     moved = machine.pass_over(4.0 * size * (sorted_here + place.rows) * model.hidden_size)
     act = machine.pass_over(3.0 * size * place.rows * model.moe_intermediate_size / mesh.etp)
-    passes.add("moe", moved + act, moved + 2 * act)
+    row = 1.0 * size * model.hidden_size
+    sent_row = row
+    cast = decoded = 0.0
+    if config.moe.dispatch_dtype == "fp8":
+        sent_row = 1.0 * wire_row_bytes(model.hidden_size)
+        # Tokens become codes; codes are gathered to be sent in place of numbers, and arrived ones
+        # become numbers, which are then scaled.
+        arrived = place.rows if mesh.ep * mesh.etp > 1 else place.tokens
+        decoded = machine.pass_over((1 + 3.0 * size) * arrived * model.hidden_size)
+        saved = 2 * (size - 1) * sorted_here - (size + 1.0) * place.tokens
+        cast = decoded - machine.pass_over(saved * model.hidden_size)
+    # Experts keep codes, unless their rows arrive again.
+    passes.add("moe", moved + act + cast, moved + 2 * act + decoded * (not run_again))
     if mesh.ep > 1:
-        there, back, once = _dispatch(place, chosen)
-        both = there + back
-        seconds = both.seconds
-        hidden = 0.0
-        if config.moe.overlap_shared_experts and model.shared_width:
-            hidden = machine.constants.overlap * min(
-                forward.parts.get("shared_experts", 0.0), seconds
-            )
-        seen = both.seen(seconds - hidden)
-        passes.send("ep", seen + once, seen)
-        share = (there.seconds / seconds) if seconds else 0.0
-        forward.again.setdefault("moe", {})["ep"] = there.seen(share * seen.seconds) + once
+        there, back, once = _dispatch(place, chosen, sent_row)
+        sent = _beside_shared_experts(place, there + back, forward)
+        returned = _dispatch(place, chosen, row)[0] + back
+        passes.send("ep", sent + once, _beside_shared_experts(place, returned, forward))
+        share = there.seconds / max((there + back).seconds, 1e-30)
+        forward.again.setdefault("moe", {})["ep"] = there.seen(share * sent.seconds) + once
     if mesh.etp > 1:
-        row = 1.0 * size * model.hidden_size
-        there, back = (
-            gather(machine, place.group("etp"), place.rows * width) for width in (row + 4, row)
+        there, returned, back = (
+            gather(machine, place.group("etp"), place.rows * width)
+            for width in (sent_row + 4, row + 4, row)
         )
         once = NOTHING if config.moe.pad_to_capacity else exchange_sizes(machine)
-        passes.send("etp", there + back + once, there + back)
+        passes.send("etp", there + back + once, returned + back)
         forward.again.setdefault("moe", {})["etp"] = there + once
 
 
-def _dispatch(place: Place, chosen: float) -> tuple[Cost, Cost, Cost]:
+def _beside_shared_experts(place: Place, cost: Cost, forward: Pass) -> Cost:
+    """Return ``cost`` without the seconds during which the shared experts compute."""
+    if not (place.config.moe.overlap_shared_experts and place.config.model.shared_width):
+        return cost
+    computing = forward.parts.get("shared_experts", 0.0)
+    hidden = place.machine.constants.overlap * min(computing, cost.seconds)
+    return cost.seen(cost.seconds - hidden)
+
+
+def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cost]:
     """Return the ep collectives of one MoE layer: dispatch, combine, and exchange of sizes.
 
-    Dispatch sends rows with their routing weights. Sizes are exchanged only in the forward pass.
+    Dispatch sends rows of ``sent`` bytes with their routing weights, and combine brings rows in the
+    precision of activations back. Sizes are exchanged only in the forward pass.
     """
     machine = place.machine
     group = place.group("ep")
@@ -453,15 +472,16 @@ def _dispatch(place: Place, chosen: float) -> tuple[Cost, Cost, Cost]:
         # The copy of a token also carries the token's expert indices and routing weights.
         there, back = (
             dispatch_once(machine, group, chosen / top_k * width, top_k, limit, together)
-            for width in (row + 8 * top_k, row)
+            for width in (sent + 8 * top_k, row)
         )
         levels = 1 if together or group.nodes in (1, group.size) else 2
         return there, back, once * levels
     if moe.dispatcher == "allgather":
         back = gather(machine, group, tokens * row)
-        there = back + gather(machine, group, 4.0 * tokens * top_k)
+        there = gather(machine, group, tokens * sent)
+        there += gather(machine, group, 4.0 * tokens * top_k)
         return there, back, once + gather(machine, group, 8.0 * tokens * top_k)
-    there, back = (all_to_all(machine, group, chosen * width) for width in (row + 4, row))
+    there, back = (all_to_all(machine, group, chosen * width) for width in (sent + 4, row))
     return there, back, once
 
 

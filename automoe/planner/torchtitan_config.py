@@ -143,6 +143,7 @@ def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
             moe.dispatcher not in ("alltoall", "deepep") and moe.dispatcher,
             "all rows, all to all",
         ),
+        ("moe.dispatch_dtype", moe.dispatch_dtype == "fp8" and "fp8", "rows travel as computed"),
         (
             "parallel.recompute",
             FULL not in names and names,

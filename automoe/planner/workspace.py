@@ -12,6 +12,7 @@ ranks), H hidden, I expert width, W parameters of the rank's experts:
     or, earlier      b [R (H + 4 I) + W / 3]        activation, its gradient, gradient of gate
                                                     and up
     with biases      b [R (3 H + 2 I) + W / 3]      bias of each row, and its gradient
+    in 8 bits        b X H more                 the X rows decoded again
     loop             b [R H + 2 X H + W]            one expert at a time, each with a gradient
                                                     of all X rows
     dense FFN        b [2 T I + T H + weights]      gradients of gate and up, without their
@@ -127,6 +128,7 @@ def _experts_temporaries(model: ModelConfig, load: TokenLoad, expert_numbers: in
             rows * (hidden + (4 + scratch) * width) + expert_numbers / 3,
             (rows * (3 * hidden + 2 * width) + expert_numbers / 3) * model.biased_experts,
         )
+        numbers += read * hidden * load.in_8_bits
     return load.number_bytes * numbers
 
 

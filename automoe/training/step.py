@@ -25,7 +25,7 @@ from automoe.model.lora import set_dropout_step
 from automoe.model.mtp import MTP_METRICS, count_shifted, shift_rows
 from automoe.moe.tokens import TokenCounts, num_documents
 from automoe.observe.metrics import perplexity
-from automoe.optim.adamw import bias_update_rate, learning_rate, set_learning_rate
+from automoe.optim.adamw import bias_update_rate, learning_rate, mtp_loss_weight, set_learning_rate
 from automoe.optim.ema import averaged_weights, update_averages
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.optim.qk_clip import clip_logits, take_largest_logits
@@ -128,6 +128,8 @@ def forward_backward(
     model_parts = state.model_parts.values()
     if config.lora.dropout:
         set_dropout_step(model_parts, state.step)
+    for part in model_parts:
+        part.mtp_loss_weight = mtp_loss_weight(config, state.step)
     with (
         phase("forward_backward", state.step + 1),
         record_routing(config, model_parts, state.step),

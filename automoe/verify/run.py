@@ -44,8 +44,9 @@ MAX_SEQ_LEN = 1024
 # the order of sums; bfloat16 has 8 bits, and its rounding depends on how a sum is split.
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
 CLASS_TOLERANCE = 1e-6  # of classes of transformers that compute a part in float32
-# With 8-bit products in a dtype below float64, rounding tips a code to its neighbour, an eighth
-# away, and the next product tips more codes (docs/fp8.md). A mean over all tokens moves little.
+# With 8-bit products, or rows that travel in 8 bits, in a dtype below float64, rounding tips a code
+# to its neighbour, an eighth away, and the next product tips more codes (docs/fp8.md). A mean over
+# all tokens moves little.
 # Rounding to bfloat16 tips more codes than rounding to float32.
 FP8_TOLERANCE = 0.02
 FP8_GRADIENTS = {"float64": 0.25, "float32": 0.25, "bfloat16": 0.5}
@@ -338,7 +339,7 @@ def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
         from automoe.model.transformers_model import computes_in_float32
 
         return (CLASS_TOLERANCE,) * 2 if computes_in_float32(config.model) else (tolerance,) * 2
-    if config.train.fp8 == "off":
+    if config.train.fp8 == "off" and (dtype == "float64" or config.moe.dispatch_dtype == "auto"):
         return tolerance, tolerance
     if dtype != "float64":
         return max(FP8_TOLERANCE, tolerance), FP8_GRADIENTS[dtype]

@@ -114,7 +114,8 @@ def _both_views(shape: MeshShape, config: Config) -> str:
 
 
 def name_of(config: Config) -> str:
-    """Return the name of a pass: its dtype, and the format of its 8-bit products if any."""
+    """Return the name of a pass: its dtype, and what of it is in 8 bits if anything is."""
     dtype = config.train.dtype
     fp8 = config.train.fp8
-    return dtype if fp8 == "off" else f"{dtype} around {fp8} 8-bit products"
+    rows = ", rows to experts in 8 bits" * (config.moe.dispatch_dtype == "fp8")
+    return (dtype if fp8 == "off" else f"{dtype} around {fp8} 8-bit products") + rows

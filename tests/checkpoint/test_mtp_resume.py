@@ -10,19 +10,24 @@ import torch
 from checkpoint_runs import config, run, run_ranks
 
 from automoe.config.schema import Config
+from automoe.config.train_schema import Phase
 from automoe.verify.pool import RankError, RankPool
 
 UNTIL, SAVES = 4, (1, 2, 3)
 
 
 def with_modules(text: Path, **mesh: int) -> Config:
+    """The modules' loss weighs less in the second phase, which a run that was killed meets after it has gone on."""
     plain = config(text, "float32", **mesh)
-    return replace(plain, model=replace(plain.model, num_mtp_layers=2))
+    phases = [Phase(2, mtp_loss_weight=0.3), Phase(198, mtp_loss_weight=0.1)]
+    optim = replace(plain.optim, schedule="phases", phases=phases)
+    return replace(plain, model=replace(plain.model, num_mtp_layers=2), optim=optim)
 
 
 @pytest.mark.faults
 def test_a_killed_run_goes_on_to_the_bit(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     settings = with_modules(text, pp=2, dp_shard=2, ep=2)
+    settings = replace(settings, moe=replace(settings.moe, dispatch_dtype="fp8"))
     straight = run(ranks, settings, tmp_path / "straight", UNTIL)
     with pytest.raises(RankError, match="exit code -9"):
         run(ranks, settings, tmp_path / "run", UNTIL, SAVES, "kill:rank=3:at=shard_write:step=2")

@@ -251,10 +251,14 @@ def test_settings_that_change_the_numbers_are_said(ranks: RankPool, text: Path, 
     run(ranks, settings, tmp_path / "run", until=1, save_at=[1])
     rows = replace(settings, train=replace(settings.train, micro_batch_size=2))
     assert run(ranks, rows, tmp_path / "run", until=1).said == ""
-    faster = replace(settings, optim=replace(settings.optim, lr=0.02, ema_decay=0.5))
+    moe = replace(settings.moe, dispatch_dtype="fp8")
+    faster = replace(settings, moe=moe, optim=replace(settings.optim, lr=0.02, ema_decay=0.5))
     resumed = run(ranks, faster, tmp_path / "run", until=1)
     changed, begun = resumed.said.splitlines()
-    then, now = "optim.lr=0.01, optim.ema_decay=0.0", "optim.lr=0.02, optim.ema_decay=0.5"
+    then, now = (
+        f"moe.dispatch_dtype={dtype}, optim.lr={lr}, optim.ema_decay={decay}"
+        for dtype, lr, decay in (("auto", 0.01, 0.0), ("fp8", 0.02, 0.5))
+    )
     assert changed.endswith(f"step-1 was trained with {then}; it goes on with {now}")
     assert begun.endswith("step-1 has no averages of weights (optim.ema_decay): they begin with its weights")
     tensors = resumed.states[1]

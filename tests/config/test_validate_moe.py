@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from automoe.config import rules_model
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.rules_model import model_rows, moe_rows
@@ -39,13 +40,15 @@ def config(router: dict[str, Any] | None = None, experts: int = 8, top_k: int = 
         ),
         (config(top_k=8, gate="empty"), "moe.gate", "8 of 7"),
         (config(pad_to_capacity=True), "moe.pad_to_capacity", "dropless"),
+        (config(dispatcher="of a plugin", dispatch_dtype="fp8"), "moe.dispatch_dtype", "format of its own"),
         (config(replay_routing="/nonexistent"), "moe.replay_routing", "no recorded steps"),
         (config(replay_routing="a", gate="zipf"), "moe.replay_routing", "gate=zipf"),
         (config(replay_routing="a", record_routing="./a"), "moe.record_routing", "same directory"),
     ],
     ids=lambda value: value if isinstance(value, str) and "moe" in value else "",
 )
-def test_a_broken_rule_is_named(broken: Config, key: str, said: str) -> None:
+def test_a_broken_rule_is_named(broken: Config, key: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules_model, "registered_names", lambda _: ("of a plugin",))
     with pytest.raises(ConfigError, match=said) as error:
         check_rows(broken, number_rows(broken))
         check_rows(broken, moe_rows(broken))

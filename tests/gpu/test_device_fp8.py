@@ -9,6 +9,7 @@ import torch
 from device_models import relative, small
 
 from automoe.data.loader import StepBatch
+from automoe.moe.dispatch.wire import decode_rows, encode_rows
 from automoe.moe.quantized import _spread_rows, grouped_product, whole_tiles
 from automoe.quantize.formats import BLOCK, E4M3, E5M2, LINE, WHOLE, Quantized, dequantize, quantize
 from automoe.quantize.linear import scaled_product
@@ -73,6 +74,19 @@ def test_grouped_products(device: torch.device, dtype: torch.dtype, tiles: tuple
             assert not got[expert].any()
         else:
             assert relative(got[expert], expected) < loose
+
+
+@pytest.mark.parametrize("hidden", [130, 7168])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_on_their_way_to_experts(device: torch.device, dtype: torch.dtype, hidden: int) -> None:
+    """Every bit of codes, scales and numbers is the CPU's."""
+    x = numbers(torch.device("cpu"), 300, hidden).to(dtype)
+    x[3], x[4, 0], x[5, -1] = 0, torch.nan, torch.inf
+    lines = encode_rows(x.to(device))
+    assert lines.device.type == device.type
+    here = decode_rows(lines, hidden, dtype).cpu()
+    torch.testing.assert_close(here, decode_rows(encode_rows(x), hidden, dtype), rtol=0, atol=0, equal_nan=True)
+    assert decode_rows(encode_rows(x[:0].to(device)), hidden, dtype).shape == (0, hidden)
 
 
 def repeated(config, step: int, dp_rank: int, dp_size: int) -> StepBatch:

@@ -26,7 +26,7 @@ from automoe.launch.ranks import close_ranks
 from automoe.moe.dispatch.deepep import DeepEPDispatcher
 from tests.support.host_syncs import HostReads
 
-T, K, H, E, RANKS = 6, 3, 16, 8, 2
+T, K, H, E, RANKS = 6, 3, 128, 8, 2
 LOCAL = E // RANKS
 CALLS: list[str] = []
 
@@ -41,17 +41,30 @@ class Group:
         return self._size
 
 
-def route(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[Any, ...]:
+def route(x: Any, ids: torch.Tensor, weights: torch.Tensor) -> tuple[Any, ...]:
     """Rows, local ids, weights, counts and the tokens that came, after checks that both lines share."""
-    assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] * 2 % 16 == 0
-    assert ids.dtype == torch.int64 and ids.shape == weights.shape == (x.shape[0], K)
+    if isinstance(x, tuple):
+        codes, scales = x
+        assert codes.dtype == torch.float8_e4m3fn and codes.is_contiguous() and codes.shape[1] % 128 == 0
+        assert scales.dtype == torch.float32 and scales.shape == (len(codes), codes.shape[1] // 128)
+    else:
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] * 2 % 16 == 0
+        codes, scales = x, None
+    assert ids.dtype == torch.int64 and ids.shape == weights.shape == (codes.shape[0], K)
     assert weights.dtype == torch.float32 and weights.is_contiguous()
     assert int(ids.min()) >= -1 and int(ids.max()) < E
     here = (ids >= 0) & (ids < LOCAL)
     tokens = here.any(1).nonzero().squeeze(1)
     local = ids.masked_fill(~here, -1)[tokens]
     counts = [int((local == e).sum()) for e in range(LOCAL)]
-    return x[tokens], local, weights.masked_fill(~here, 0)[tokens], counts, tokens
+    rows = codes.view(torch.uint8 if scales is not None else codes.dtype)[tokens].view(codes.dtype)
+    return (
+        rows if scales is None else (rows, scales[tokens]),
+        local,
+        weights.masked_fill(~here, 0)[tokens],
+        counts,
+        tokens,
+    )
 
 
 def add_up(rows: torch.Tensor, weights: torch.Tensor | None, tokens: torch.Tensor) -> tuple[Any, Any]:
@@ -184,9 +197,10 @@ def multiplying_experts(x, gather_idx, offsets, probs):
     return x[gather_idx] * (probs * factors).to(x.dtype).unsqueeze(1)
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("line", LINES)
-def test_both_lines_behind_one_dispatcher(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small whole numbers, which bfloat16 adds exactly: output and both gradients equal the formula."""
+def test_both_lines_behind_one_dispatcher(line: str, in_8_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small whole numbers, which bfloat16 adds exactly and e4m3 holds: output and both gradients equal the formula."""
     monkeypatch.setitem(sys.modules, "deep_ep", LINES[line])
     monkeypatch.setattr("torch.distributed.all_reduce", lambda x, group: CALLS.append("all_reduce"))
     monkeypatch.setattr(deepep, "_buffers", [])
@@ -199,7 +213,7 @@ def test_both_lines_behind_one_dispatcher(line: str, monkeypatch: pytest.MonkeyP
     weights = torch.randint(1, 4, (T, K), generator=generator).float().requires_grad_()
     upstream = torch.randint(-2, 3, (T, H), generator=generator).bfloat16()
 
-    dispatcher = DeepEPDispatcher(E, RANKS, open_deepep(Group(RANKS)))  # type: ignore[arg-type]
+    dispatcher = DeepEPDispatcher(E, RANKS, open_deepep(Group(RANKS)), in_8_bits)  # type: ignore[arg-type]
     with HostReads() as reads:
         got = dispatcher(x, ids, weights, multiplying_experts)
     got.backward(upstream)
@@ -232,11 +246,14 @@ def test_rows_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher = DeepEPDispatcher(E, RANKS, open_deepep(Group(RANKS)))  # type: ignore[arg-type]
     ids, weights = torch.zeros(T, K, dtype=torch.int64), torch.ones(T, K)
     for x, problem in (
-        (torch.zeros(T, H), r"torch\.float32 rows of 64 bytes.*alltoall"),
+        (torch.zeros(T, H), r"torch\.float32 rows of 512 bytes.*alltoall"),
         (torch.zeros(T, 12, dtype=torch.bfloat16), r"rows of 24 bytes.*alltoall"),
     ):
         with pytest.raises(BackendError, match=problem):
             dispatcher(x, ids, weights, multiplying_experts)
+    with pytest.raises(BackendError, match="multiple of 128 columns, and these have 136"):
+        in_8_bits = DeepEPDispatcher(E, RANKS, dispatcher.exchange, in_8_bits=True)
+        in_8_bits(torch.zeros(T, 136, dtype=torch.bfloat16), ids, weights, multiplying_experts)
     with pytest.raises(BackendError, match="int64 expert ids"):
         dispatcher(torch.zeros(T, H, dtype=torch.bfloat16), ids.int(), weights, multiplying_experts)
 
@@ -250,7 +267,7 @@ def test_v1_names_the_group_sizes_that_it_has(monkeypatch: pytest.MonkeyPatch) -
 def config(**changes: Any) -> Config:
     return Config(
         mesh=MeshConfig(dp_shard=2, ep=2),
-        moe=MoEConfig(dispatcher="deepep"),
+        moe=MoEConfig(dispatcher="deepep", dispatch_dtype=changes.pop("dispatch_dtype", "auto")),
         train=TrainConfig(dtype=changes.pop("dtype", "bfloat16")),
         model=ModelConfig(**changes),
     )
@@ -276,6 +293,10 @@ def test_absence_is_told_before_ranks_start(device: str, problem: str) -> None:
     ("changes", "problem"),
     [
         ({"dtype": "float32"}, r"train\.dtype=float32: .*bfloat16"),
+        (
+            {"hidden_size": 136, "dispatch_dtype": "fp8"},
+            r"blocks of 128 columns: 136 % 128 = 8\. Set moe\.dispatch_dtype",
+        ),
         ({"hidden_size": 20}, r"model\.hidden_size=20: .*16 bytes: 2 \* 20 % 16 = 8\. Set model\.hidden_size=24"),
     ],
 )

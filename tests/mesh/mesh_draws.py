@@ -78,6 +78,8 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
             dict(capacity_factor=1.0, drop_scope="sequence", drop_policy="position", pad_to_capacity=True),
         )
     )
+    if generator.random() < 0.25:
+        moe = moe | dict(dispatch_dtype="fp8")
     run: dict[str, Any] = dict(
         rows=choose((1, 2, 4, ROWS)),
         dispatcher=choose(("alltoall", "hierarchical", "allgather")),

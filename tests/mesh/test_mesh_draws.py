@@ -48,7 +48,7 @@ def test_draws_reach_every_axis_and_every_option() -> None:
     exchanging = [case for case in drawn if "cp" in case.mesh and "context" in case.parallel]
     delta_nets = [case for case in drawn if "cp" in case.mesh and case.config.model.attention.linear_num_key_heads]
     assert len(exchanging) > len(drawn) / 20 and len(delta_nets) > len(drawn) / 100
-    for key in ("capacity_factor", "router_jitter", "pad_to_capacity"):
+    for key in ("capacity_factor", "router_jitter", "pad_to_capacity", "dispatch_dtype"):
         assert sum(key in case.moe for case in drawn) > len(drawn) / 20, key
     assert sum(bool(case.optim) for case in drawn) > len(drawn) / 20
     assert sum(case.config.model.num_mtp_layers > 0 for case in drawn) > len(drawn) / 20

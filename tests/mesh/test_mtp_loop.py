@@ -137,10 +137,11 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("depths", "tied"), [(1, False), (2, True), (3, False)])
 def test_losses_and_gradients_are_those_of_a_plain_loop(depths: int, tied: bool) -> None:
     model = replace(MODEL, num_mtp_layers=depths, tie_embeddings=tied)
-    backend = BackendConfig(mtp_loss_weight=WEIGHT, seed=0)
+    backend = BackendConfig(seed=0)
     with default_dtype(torch.float64):
         ours = Decoder(model, MoEConfig(experts="loop", seq_balance_coef=BALANCE), backend=backend)
         plain = Plain(model)
+    ours.mtp_loss_weight = WEIGHT
     reset_buffers(ours)
     initialize(ours, 0.3, seed=1)
     theirs = dict(plain.named_parameters())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,13 +15,21 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
+from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.errors import BackendError
+from automoe.moe.dispatch import wire
 from automoe.moe.dispatch.allgather import AllGatherDispatcher
 from automoe.moe.dispatch.alltoall import AllToAllDispatcher
 from automoe.moe.dispatch.base import LocalDispatcher, group_ends, sort_by_expert, sum_to_tokens
 from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
 from automoe.moe.dispatch.rows import RowExchange
+from automoe.moe.dispatch.wire import decode_rows, encode_rows, rounded_to_8_bits
+from automoe.moe.layer import MoE
+from automoe.moe.tokens import Tokens
 from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.expert import node_levels
 from automoe.verify.pool import RankPool
@@ -108,19 +117,24 @@ ROUTINGS: dict[str, Callable[[torch.Generator, int, int], torch.Tensor]] = {
 
 
 def dispatched(kind: str, routing: str, tokens_per_rank: list[int], *top_ks: int) -> bool:
+    """Rows in 8 bits are rounded beforehand: they must arrive as they are."""
     rank, num_local = dist.get_rank(), E // WORLD
-    world = ProcessGroupDispatch(dist.group.WORLD)
     kind, _, per_node = kind.partition(" ")
+    levels = [dist.group.WORLD]
     if kind == "hierarchical":
         levels = node_levels(dist.group.WORLD, int(per_node), None)
         assert [dist.get_world_size(group) for group in levels] == {1: [4], 2: [2, 2], 4: [4]}[int(per_node)]
-        dispatcher = HierarchicalDispatcher(E, [ProcessGroupDispatch(group) for group in levels])
-    else:
-        dispatcher = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}[kind](E, world)
-    for seed, top_k in product(range(3), top_ks):
+    for seed, top_k, in_8_bits in product(range(3), top_ks, (False, True)):
+        groups = [ProcessGroupDispatch(group, in_8_bits) for group in levels]
+        if kind == "hierarchical":
+            dispatcher = HierarchicalDispatcher(E, groups)
+        else:
+            dispatcher = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}[kind](E, groups[0])
         generator = torch.Generator().manual_seed(100 * seed + rank)
         tokens = tokens_per_rank[rank]
         x = torch.randn(tokens, H, generator=generator, dtype=torch.float64)
+        if in_8_bits:
+            x = decode_rows(encode_rows(x), H, x.dtype)
         weights = torch.rand(tokens, top_k, generator=generator, dtype=torch.float64)
         ids = ROUTINGS[routing](generator, tokens, top_k)
         check(dispatcher, multiplying_experts(rank * num_local, num_local), x, ids, weights)
@@ -149,8 +163,9 @@ class Loopback:
 
     rank = 0
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, in_8_bits: bool = False) -> None:
         self.num_ranks = num_ranks
+        self.in_8_bits = in_8_bits
 
     def all_to_all(self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]) -> torch.Tensor:
         assert output_splits == input_splits and sum(input_splits) == x.shape[0]
@@ -165,17 +180,21 @@ class Loopback:
     st.lists(st.integers(0, 9), min_size=1, max_size=4),
     st.integers(1, 7),
     st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+    st.booleans(),
 )
-def test_words_behind_rows_arrive_with_every_bit(counts: list[int], num_words: int, dtype: torch.dtype) -> None:
+def test_words_behind_rows_arrive_with_every_bit(
+    counts: list[int], num_words: int, dtype: torch.dtype, in_8_bits: bool
+) -> None:
     """Narrow rows, float32 words that no bfloat16 holds, and their gradients."""
     num_rows, num_tokens = sum(counts), 5
     generator = torch.Generator().manual_seed(num_rows)
-    x = torch.randn(num_tokens, 6, generator=generator).to(dtype).requires_grad_()
+    x = torch.randn(num_tokens, 6, generator=generator).to(dtype)
+    x = (decode_rows(encode_rows(x), 6, dtype) if in_8_bits else x).requires_grad_()
     words = torch.randn(num_rows, num_words, generator=generator).to(torch.promote_types(dtype, torch.float32))
     words.requires_grad_()
     source = torch.randint(num_tokens, (num_rows,), generator=generator)
     counts_2P = torch.tensor([counts, counts])
-    exchange = RowExchange(Loopback(len(counts)), x, source, words, counts_2P, counts, counts)
+    exchange = RowExchange(Loopback(len(counts), in_8_bits), x, source, words, counts_2P, counts, counts)
     lines, arrived = exchange.wait()
     assert lines.shape[1] == 6 and lines.dtype == dtype and lines.is_contiguous()
     assert torch.equal(arrived, words) and torch.equal(lines[exchange.row_R], x[source])
@@ -184,6 +203,56 @@ def test_words_behind_rows_arrive_with_every_bit(counts: list[int], num_words: i
     grads = torch.autograd.grad((rows, arrived), (x, words), (torch.ones_like(rows), grad_words))
     assert torch.equal(grads[0], torch.bincount(source, minlength=5).to(dtype).unsqueeze(1).expand(5, 6))
     assert torch.equal(grads[1], grad_words)
+
+
+@pytest.mark.parametrize("hidden", [1, 100, 128, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rows_in_8_bits(dtype: torch.dtype, hidden: int) -> None:
+    """Within half of a step of 3 bits; a second time without a change; zeros, and what is not finite."""
+    x = torch.randn(64, hidden, generator=torch.Generator().manual_seed(hidden)).to(dtype)
+    x *= torch.logspace(-8, 8, 64, dtype=dtype).unsqueeze(1)  # rows, whose scales are their own
+    x[5], x[6, 0], x[7, -1], x[8, 0] = 0, torch.nan, torch.inf, -torch.inf
+    rounded = rounded_to_8_bits(x.requires_grad_())
+    [grad] = torch.autograd.grad(rounded, x, torch.full_like(x, 3.0))
+    assert torch.equal(grad, torch.full_like(x, 3.0))
+    assert rounded.dtype == dtype and torch.equal(rounded[5], torch.zeros_like(x[5]))
+    lost = torch.zeros_like(x, dtype=torch.bool)
+    lost[6, :128] = lost[8, :128] = lost[7, (hidden - 1) // 128 * 128 :] = True
+    assert torch.equal(rounded.isnan(), lost)
+    finite = torch.where(lost, 0, x).detach()
+    least = finite.abs().amax(1, keepdim=True) * 2.0**-17  # half the smallest code, of the row's largest number
+    assert ((torch.where(lost, 0, rounded) - finite).abs() <= (finite.abs() / 16).clamp_min(least)).all()
+    again = rounded_to_8_bits(torch.where(lost, 0, rounded))
+    assert torch.equal(again, torch.where(lost, 0, rounded))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_experts_keep_rows_in_8_bits(monkeypatch: pytest.MonkeyPatch, recomputed: bool) -> None:
+    """What they read is freed after the forward pass, and gradients are those of a layer that keeps it."""
+    widened: list[StorageWeakRef] = []
+
+    def watched(*args: Any) -> torch.Tensor:
+        rows = decode_rows(*args)
+        widened.append(StorageWeakRef(rows.untyped_storage()))
+        return rows
+
+    model = ModelConfig(hidden_size=160, num_experts=4, num_experts_per_token=2, moe_intermediate_size=16)
+    layer = MoE(model, MoEConfig(dispatch_dtype="fp8"), 0, None)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    x = torch.randn(2, 8, 160, generator=generator).requires_grad_()
+    index = torch.arange(8).expand(2, 8)
+    tokens = Tokens(index, index, None, torch.tensor(16), row_ids=index)
+    inputs = x, *layer.parameters()
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # within others the layer keeps rows
+        expected = torch.autograd.grad(layer(x, tokens).square().sum(), inputs)
+    monkeypatch.setattr(wire, "decode_rows", watched)
+    y = checkpoint(layer, x, tokens, use_reentrant=False) if recomputed else layer(x, tokens)
+    assert [reference.expired() for reference in widened] == [True]
+    gradients = torch.autograd.grad(y.square().sum(), inputs)
+    assert len(widened) == 2 and all(reference.expired() for reference in widened)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
 
 
 def on_its_own_machine() -> str:

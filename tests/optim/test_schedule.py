@@ -11,7 +11,7 @@ from automoe.config.schema import Config, OptimConfig
 from automoe.config.train_schema import Phase
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
-from automoe.optim.adamw import bias_update_rate, learning_rate
+from automoe.optim.adamw import bias_update_rate, learning_rate, mtp_loss_weight
 from tests.support.configurations import quick_config
 
 
@@ -64,7 +64,12 @@ def test_every_step_has_a_rate_and_the_decay_never_climbs(
     assert all(rate >= min_lr_ratio - 1e-12 for rate in after)
 
 
-PHASES = [Phase(2), Phase(4, 0.5, "linear"), Phase(2, 0.7, bias_update_rate=0.0), Phase(4, 0.1, "cosine")]
+PHASES = [
+    Phase(2),
+    Phase(4, 0.5, "linear", mtp_loss_weight=0.1),
+    Phase(2, 0.7, bias_update_rate=0.0),
+    Phase(4, 0.1, "cosine"),
+]
 
 
 def test_each_phase_goes_from_the_one_before_to_its_own_rate() -> None:
@@ -74,10 +79,11 @@ def test_each_phase_goes_from_the_one_before_to_its_own_rate() -> None:
     assert rates[12:] == pytest.approx([0.4 + 0.3 * 2**-0.5, 0.4, 0.4 - 0.3 * 2**-0.5, 0.1])
 
 
-def test_biases_move_at_the_rate_of_their_phase() -> None:
+def test_biases_and_modules_have_the_rates_of_their_phase() -> None:
     config = Config(optim=OptimConfig(schedule="phases", warmup_steps=4, phases=PHASES))
     rates = [bias_update_rate(config, step) for step in (0, 3, 4, 9, 10, 11, 12, 15)]
     assert rates == [1e-3] * 4 + [0.0] * 2 + [1e-3] * 2
+    assert [mtp_loss_weight(config, step) for step in (0, 3, 5, 6, 9, 10)] == [0.3] * 3 + [0.1] * 2 + [0.3]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +109,8 @@ def test_a_recipe_has_the_rates_and_tokens_of_its_paper(
     validate(config, 1024, "cuda")
     if experiment == "dsv3_recipe":
         assert [bias_update_rate(config, step_at(seen)) for seen in (14.29, 14.31)] == [1e-3, 0]
+        weights = [mtp_loss_weight(config, step_at(seen)) for seen in (1, 9.999, 10.001, 14.29, 14.31, 14.799)]
+        assert weights == [0.3] * 2 + [0.1] * 4 and config.model.num_mtp_layers == 1
 
 
 @pytest.mark.parametrize(
@@ -113,6 +121,7 @@ def test_a_recipe_has_the_rates_and_tokens_of_its_paper(
         (["optim.schedule=phases", "optim.phases=[{steps: 9}, {steps: 1}]"], "Set train.steps=30"),
         (["optim.schedule=phases", "optim.phases=[{steps: 281}, {steps: -1}]"], "phase 2 has steps=-1"),
         (["optim.schedule=phases", "optim.phases=[{steps: 280, lr_ratio: -1}]"], "lr_ratio=-1"),
+        (["optim.schedule=phases", "optim.phases=[{steps: 280, mtp_loss_weight: 0.1}]"], "Set model.num_mtp_layers=1"),
         (["optim.schedule=phases", "optim.phases=[{steps: 180, decay: cubic}]"], "cubic"),
         (["optim.schedule=phases", "optim.phases=[{step: 180}]"], "step"),
     ],

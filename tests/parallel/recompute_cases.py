@@ -24,9 +24,9 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.loader import StepBatch
+from automoe.moe.discard_outputs import _Recompute
 from automoe.moe.recompute import is_recomputing, recompute_contexts
 from automoe.moe.tokens import IGNORE
-from automoe.parallel.discard_outputs import _Recompute
 from automoe.verify.trajectory import Batches, Trajectory
 from tests.support.trajectories import run_trajectory
 

@@ -90,6 +90,19 @@ def step_of(pool: RankPool, config: Config) -> list[list[Message]]:
     return pool.run(messages_of_a_step, world, config)
 
 
+def test_rows_in_8_bits_save_one_exchange_of_four(ranks: RankPool) -> None:
+    """A line is 16 codes, a scale and 4 bytes that fill up three words; gradients come back in as many wide lines."""
+    run, ep, line = config(dp_shard=4, ep=4), 4, 24
+    for messages in step_of(ranks, replace(run, moe=replace(run.moe, dispatch_dtype="fp8"))):
+        each = SEQ * TOP_K // ep
+        lines = (ep - 1) * (each + -(-each // (line // BYTES)))
+        wide = lines + 2 * (ep - 1) * each  # gradients of rows; results, and their gradients
+        layers, sizes = LAYERS * ROWS // ep, 8 * MODEL.num_experts * (ep - 1) // ep
+        assert sent(messages, "all_to_all", ep) == layers * wide * HIDDEN * BYTES
+        integers = [m.sent for m in messages if m.op == "all_to_all" and not m.dtype.is_floating_point]
+        assert sum(integers) == layers * (lines * line + sizes)
+
+
 @pytest.mark.parametrize("ep", [4, *(pytest.param(ep, marks=pytest.mark.exhaustive) for ep in (2, 8))])
 def test_all_to_all_sends_each_choice_once(ranks: RankPool, ep: int) -> None:
     """T K h b (EP-1)/EP a pass, two passes forward and two backward a layer; and the weights of T K choices, within."""

@@ -68,10 +68,16 @@ DELTA_NET = replace(
 )
 # An all-reduce in the compiled part, in both passes.
 OVER_HEADS = replace(QWEN3, num_layers=1, attention=replace(QWEN3.attention, qk_norm_over_heads=True, clip_qkv=0.8))
+
+
+def in_8_bits(config: Config) -> Config:
+    return replace(config, moe=replace(config.moe, dispatch_dtype="fp8"))
+
+
 CASES = {  # name: what is run, graphs
     "recompute": (make_config(replace(DEEPSEEK, num_layers=3), rows=2, recompute=EVERYTHING), 9),
-    # attention of a module's own class, and a loss that also counts hits
-    "modules": (make_config(replace(DEEPSEEK, num_layers=2, num_mtp_layers=1), dict(tp=2, ep=2), 4), 11),
+    # attention of a module's own class, a loss that also counts hits, and rows that travel in 8 bits
+    "modules": (in_8_bits(make_config(replace(DEEPSEEK, num_layers=2, num_mtp_layers=1), dict(tp=2, ep=2), 4)), 11),
     "tp2-ep2-windows-full": (make_config(WINDOWS, dict(tp=2, ep=2), 4, recompute="full"), 8),
     "cp2-ep2-recompute": (make_config(ONE_LAYER, dict(cp=2, ep=2), 4, recompute=EVERYTHING), 8),
     "cp2-ep2-ulysses": (make_config(ONE_LAYER, dict(cp=2, ep=2), 4, context="ulysses", recompute=EVERYTHING), 8),
@@ -86,7 +92,7 @@ CASES = {  # name: what is run, graphs
 @pytest.mark.parametrize(("config", "graphs"), CASES.values(), ids=CASES)
 def test_compiled_layers_train_like_eager_ones(ranks: RankPool, config: Config, graphs: int | None) -> None:
     """Three steps with other numbers of tokens at every expert; the second and third compile nothing."""
-    whole_batch = replace(make_config(config.model), data=config.data)
+    whole_batch = replace(make_config(config.model), data=config.data, moe=config.moe)
     [reference] = ranks.run(run_trajectory, 1, whole_batch, batches, STEPS)
     got, facts = run(ranks, config)
     check(got, reference, FLOAT64)

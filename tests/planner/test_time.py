@@ -101,6 +101,15 @@ def test_what_a_configuration_chooses_costs_what_it_should() -> None:
     once = times(moe__dispatcher="hierarchical").communication["ep"]
     assert times(moe__dispatcher="deepep").communication["ep"] < once < sent
     assert times(moe__dispatcher="allgather").traffic["ep"] == pytest.approx(16 / 8 * plain.traffic["ep"], rel=0.01)
+    in_8_bits = {
+        name: times(moe__dispatcher=name, moe__dispatch_dtype="fp8").traffic["ep"]
+        / times(moe__dispatcher=name).traffic["ep"]
+        for name in ("alltoall", "hierarchical", "deepep", "allgather")
+    }
+    hidden = primary("qwen3_30b_a3b").model.hidden_size
+    share = (3 * 2 * hidden + hidden + 4 * hidden / 128) / (4 * 2 * hidden)  # one transfer of four
+    assert in_8_bits == pytest.approx(dict.fromkeys(in_8_bits, share), rel=0.01)
+    assert 1 < more(moe__dispatch_dtype="fp8") < 1.05, "codes are made and widened"
     freed = times(parallel__reshard="micro_batch", parallel__grad_sync="micro_batch")
     assert freed.traffic["fsdp"] > 10 * plain.traffic["fsdp"]
     frozen = more(lora__rank=16, lora__targets=["attention"])

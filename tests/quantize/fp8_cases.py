@@ -57,13 +57,14 @@ def config(
     attention: AttentionConfig = MODEL.attention,
     gate: Any = "learned",
     num_mtp_layers: int = 0,
+    dispatch_dtype: Any = "auto",
     **train: Any,
 ) -> Config:
     """``rows`` rows a micro-batch on ``mesh``."""
     return Config(
         mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))),
         model=replace(MODEL, attention=attention, num_mtp_layers=num_mtp_layers),
-        moe=MoEConfig(experts="grouped_mm", gate=gate),
+        moe=MoEConfig(experts="grouped_mm", gate=gate, dispatch_dtype=dispatch_dtype),
         parallel=ParallelConfig(),
         train=TrainConfig(global_batch_size=ROWS, seq_len=SEQ_LEN, micro_batch_size=rows, fp8=fp8, **train),  # type: ignore[arg-type]
         optim=OptimConfig(lr=4e-3, warmup_steps=0, schedule="constant"),

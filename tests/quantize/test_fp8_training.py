@@ -88,6 +88,8 @@ CODES = {
     "delayed dp2 ep2": ("delayed", DP_EP, 2, {}),
     "delayed tp2 etp2": ("delayed", TP_ETP, 4, {}),
     "blockwise dp2 ep2": ("blockwise", DP_EP, 2, {}),
+    "blockwise dp2 ep2, rows in 8 bits": ("blockwise", DP_EP, 2, dict(dispatch_dtype="fp8")),
+    "tensorwise dp2 ep2, rows in 8 bits": ("tensorwise", DP_EP, 2, dict(dispatch_dtype="fp8")),
     "tensorwise pp2 dp2 cp2 ep2 etp2": (
         "tensorwise",
         dict(pp=2, dp_replicate=2, cp=2, ep=2, etp=2),

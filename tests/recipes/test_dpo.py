@@ -242,6 +242,7 @@ BELONGS = {
     "optim.master_weights": "stochastic",
     "lora.base": "nf4",
     "moe.gate": "balanced",
+    "moe.dispatch_dtype": "fp8",
     "moe.router_dtype": "bfloat16",
     "moe.capacity_factor": 1.0,
     "moe.drop_policy": "position",

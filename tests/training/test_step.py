@@ -159,3 +159,14 @@ def test_a_step_has_the_rates_of_its_phase(rate: float | None) -> None:
     assert update.lr == optim.lr / 2
     [bias] = [one for part in state.model_parts.values() for name, one in part.named_buffers() if "expert_bias" in name]
     assert bias.abs().max() == (CONFIG.moe.bias_update_rate if rate is None else rate)
+
+
+@pytest.mark.parametrize("weight", [None, 0.0])
+def test_a_step_weighs_modules_as_its_phase_says(weight: float | None) -> None:
+    optim = OptimConfig(schedule="phases", warmup_steps=0, phases=[Phase(10, mtp_loss_weight=weight)])
+    config = replace(CONFIG, model=replace(CONFIG.model, num_mtp_layers=1), optim=optim)
+    _, state, _ = order_of(None, config)
+    [module] = [
+        one for part in state.model_parts.values() for name, one in part.named_parameters() if "eh_proj" in name
+    ]
+    assert bool(state.optimizer.state[module]["exp_avg"].any()) == (weight is None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from automoe.moe.dispatch.base import DispatchGroup, Experts, run_choices
+from automoe.moe.dispatch.wire import arrived, encode_rows
 
 
 class AllGatherDispatcher:
@@ -28,7 +29,11 @@ class AllGatherDispatcher:
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
     ) -> torch.Tensor:
-        x_AH = self.ep.all_gather(x_TH)
+        if self.ep.in_8_bits:
+            lines_AW = self.ep.all_gather(encode_rows(x_TH))
+            x_AH = arrived(x_TH, lines_AW, self.ep.reduce_scatter)
+        else:
+            x_AH = self.ep.all_gather(x_TH)
         weights_AK = self.ep.all_gather(weights_TK)
         topk_ids_AK = self.ep.all_gather(topk_ids_TK)
 

@@ -26,6 +26,7 @@ from typing import Protocol
 
 import torch
 
+from automoe.moe.dispatch.wire import rounded_to_8_bits
 from automoe.moe.row_sums import sum_rows
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -37,10 +38,15 @@ class DispatchGroup(Protocol):
 
     Tensors are split on dim 0. Exchanges of rows are differentiable, and may return before their
     data has arrived: call ``wait`` if anything other than torch reads the data.
+
+    Attributes:
+        in_8_bits: dispatchers send rows in 8 bits to their experts (``automoe.moe.dispatch.wire``),
+            and only those.
     """
 
     rank: int
     num_ranks: int
+    in_8_bits: bool
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Gather [T, ...], of equal size on all ranks: [P T, ...].
@@ -174,14 +180,18 @@ class LocalDispatcher:
     Args:
         drops: choices may be of no expert (id ``num_experts``). Leaving them out costs one host
             sync per call.
+        in_8_bits: experts read rows rounded as those that travel, so that no mesh changes a number.
     """
 
-    def __init__(self, num_experts: int, drops: bool = False) -> None:
+    def __init__(self, num_experts: int, drops: bool = False, in_8_bits: bool = False) -> None:
         self.num_experts = num_experts
         self.drops = drops
+        self.in_8_bits = in_8_bits
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
     ) -> torch.Tensor:
         num_rows = None if self.drops else topk_ids_TK.numel()
+        if self.in_8_bits:
+            x_TH = rounded_to_8_bits(x_TH)
         return run_choices(x_TH, topk_ids_TK, weights_TK, experts, self.num_experts, num_rows)

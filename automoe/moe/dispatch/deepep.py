@@ -14,7 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from automoe.errors import BackendError
+from automoe.moe.discard_outputs import discard
 from automoe.moe.dispatch.base import Experts, run_choices
+from automoe.moe.dispatch.wire import scaled
+from automoe.quantize.formats import E4M3, LINE, SIDE, quantize
+
+# Numbers [T, H], or e4m3 codes [T, H] and float32 scales [T, H / 128] of their 128 columns.
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Received:
     """The rows and routing that a rank holds after a dispatch.
 
     Attributes:
-        x_RH: the tokens.
+        x_RH: the tokens, or their codes and scales if these were sent.
         topk_ids_RK: int64, experts of this rank 0 ... L - 1; -1 for choices of other ranks' experts
             and of no expert.
         weights_RK: float32 routing weights.
@@ -30,7 +36,7 @@ class Received:
         handle: DeepEP's record of the dispatch, kept while a combine or a second dispatch needs it.
     """
 
-    x_RH: torch.Tensor
+    x_RH: Rows
     topk_ids_RK: torch.Tensor
     weights_RK: torch.Tensor
     counts: list[int]
@@ -41,11 +47,7 @@ class TokenExchange(Protocol):
     """Interface that ``automoe.interop.deepep`` implements for either line of the library."""
 
     def dispatch(
-        self,
-        x_TH: torch.Tensor,
-        topk_ids_TK: torch.Tensor,
-        weights_TK: torch.Tensor,
-        num_experts: int,
+        self, x_TH: Rows, topk_ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
     ) -> Received:
         """Dispatch tokens; topk_ids are int64 with -1 for no choice, weights float32."""
 
@@ -67,22 +69,28 @@ class _Dispatch(torch.autograd.Function):
         topk_ids_TK,
         num_experts: int,
         exchange: TokenExchange,
+        in_8_bits: bool,
         out: list[Received],
     ):
-        received = exchange.dispatch(
-            x_TH.contiguous(), topk_ids_TK, weights_TK.contiguous(), num_experts
-        )
+        rows: Rows = x_TH.contiguous()
+        if in_8_bits:
+            quantized = quantize(x_TH, E4M3, LINE)
+            rows = quantized.codes, quantized.scales
+        received = exchange.dispatch(rows, topk_ids_TK, weights_TK.contiguous(), num_experts)
         out.append(received)
         ctx.exchange = exchange
         ctx.handle = received.handle
-        return received.x_RH, received.weights_RK
+        x_RH = received.x_RH
+        if isinstance(x_RH, tuple):
+            x_RH = scaled(*x_RH, x_TH.dtype)
+        return x_RH, received.weights_RK
 
     @staticmethod
     def backward(ctx, grad_x_RH: torch.Tensor, grad_weights_RK: torch.Tensor):
         x_TH, weights_TK = ctx.exchange.combine(
             grad_x_RH.contiguous(), grad_weights_RK.contiguous(), ctx.handle
         )
-        return x_TH, weights_TK, None, None, None, None
+        return x_TH, weights_TK, None, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -104,12 +112,16 @@ class DeepEPDispatcher:
 
     Args:
         exchange: the library's exchange, shared by all layers since its buffers are large.
+        in_8_bits: send tokens in 8 bits; gradients and results stay in bfloat16.
     """
 
-    def __init__(self, num_experts: int, num_ranks: int, exchange: TokenExchange) -> None:
+    def __init__(
+        self, num_experts: int, num_ranks: int, exchange: TokenExchange, in_8_bits: bool = False
+    ) -> None:
         self.num_experts = num_experts
         self.num_local = num_experts // num_ranks
         self.exchange = exchange
+        self.in_8_bits = in_8_bits
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
@@ -119,14 +131,16 @@ class DeepEPDispatcher:
         Raises:
             BackendError: DeepEP cannot send these rows.
         """
-        _check(x_TH, topk_ids_TK)
+        _check(x_TH, topk_ids_TK, self.in_8_bits)
         topk_ids_TK = topk_ids_TK.masked_fill(topk_ids_TK >= self.num_experts, -1)
         out: list[Received] = []
         wide_TK = weights_TK.to(torch.float32)
         x_RH, weights_RK = _Dispatch.apply(
-            x_TH, wide_TK, topk_ids_TK, self.num_experts, self.exchange, out
+            x_TH, wide_TK, topk_ids_TK, self.num_experts, self.exchange, self.in_8_bits, out
         )
         received = out[0]
+        if isinstance(received.x_RH, tuple):
+            discard(x_RH, scaled, *received.x_RH, x_RH.dtype)
         local_ids_RK = received.topk_ids_RK.to(torch.int64)
         local_ids_RK = local_ids_RK.masked_fill(local_ids_RK < 0, self.num_local)
         num_rows = sum(received.counts)
@@ -134,7 +148,12 @@ class DeepEPDispatcher:
         return _Combine.apply(sums_RH, received.handle, self.exchange)
 
 
-def _check(x_TH: torch.Tensor, topk_ids_TK: torch.Tensor) -> None:
+def _check(x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, in_8_bits: bool) -> None:
+    if in_8_bits and x_TH.shape[1] % SIDE:
+        raise BackendError(
+            f"DeepEP sends rows in 8 bits of a multiple of {SIDE} columns, and these have {x_TH.shape[1]}. "
+            "Set moe.dispatch_dtype=auto"
+        )
     row_bytes = x_TH.shape[1] * x_TH.element_size()
     if x_TH.dtype != torch.bfloat16 or row_bytes % 16:
         raise BackendError(

@@ -3,8 +3,11 @@
 A block of n rows for one rank is followed by as many further lines of the same width as the numbers
 ("words") of the n rows fill, as bytes. So rows keep their width and alignment, rows and words are
 taken apart without a copy, every bit of a float32 weight next to bfloat16 rows arrives, and the
-gradient of the words comes back the same way. Shapes: T tokens to read from, M rows sent, R rows
-received, B lines of a buffer (rows and words), H hidden, C words per row, P ranks.
+gradient of the words comes back the same way. If the group sends rows in 8 bits, lines are encoded
+rows (``automoe.moe.dispatch.wire``), and gradients come back in as many lines of x's dtype.
+
+Shapes: T tokens to read from, M rows sent, R rows received, B lines of a buffer (rows and words), W
+words of 8 bytes of an encoded line, H hidden, C words per row, P ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from automoe.config.rules_kernels import wire_row_bytes
 from automoe.moe.dispatch.base import DispatchGroup, Experts, group_ends, regroup_by_expert
+from automoe.moe.dispatch.wire import decode_rows, encode_rows, keep_encoded
 from automoe.moe.row_sums import sum_rows
 
 
@@ -26,11 +32,24 @@ class Layout:
         row_M: int64, the line of each row.
         word_MC: int64, the place of each row's words, counted in words from the start of the
             buffer.
+        line_words: words that a line is filled with.
     """
 
     splits: list[int]
     row_M: torch.Tensor
     word_MC: torch.Tensor
+    line_words: int
+
+    def word_places(self, width: int) -> torch.Tensor:
+        """Return ``word_MC`` of lines that are ``width`` words wide, and filled as these are."""
+        if width == self.line_words:
+            return self.word_MC
+        return self.word_MC // self.line_words * width + self.word_MC % self.line_words
+
+    def words(self, lines_BW: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the words [M, C] among lines of any width."""
+        width = lines_BW.shape[1] * lines_BW.element_size() // dtype.itemsize
+        return _words(lines_BW, dtype)[self.word_places(width)]
 
 
 def layout_of(counts_P: torch.Tensor, counts: list[int], num_words: int, line_words: int) -> Layout:
@@ -56,11 +75,20 @@ def layout_of(counts_P: torch.Tensor, counts: list[int], num_words: int, line_wo
         [count - (-count * num_words // line_words) for count in counts],
         row_M + (tail_P.cumsum(0) - tail_P)[block_M],
         word_M.unsqueeze(1) + torch.arange(num_words, device=device),
+        line_words,
     )
 
 
 def _words(lines_BH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return lines_BH.view(-1).view(dtype)
+
+
+def _packed(
+    rows_TW: torch.Tensor, words_MC: torch.Tensor, source_B: torch.Tensor, word_MC: torch.Tensor
+) -> torch.Tensor:
+    lines_BW = rows_TW.index_select(0, source_B.clamp(max=rows_TW.shape[0] - 1))
+    _words(lines_BW, words_MC.dtype)[word_MC] = words_MC
+    return lines_BW
 
 
 class _Pack(torch.autograd.Function):
@@ -80,9 +108,7 @@ class _Pack(torch.autograd.Function):
         ctx.save_for_backward(source_B, word_MC)
         ctx.num_tokens = x_TH.shape[0]
         ctx.dtype = words_MC.dtype
-        lines_BH = x_TH.index_select(0, source_B.clamp(max=ctx.num_tokens - 1))
-        _words(lines_BH, ctx.dtype)[word_MC] = words_MC
-        return lines_BH
+        return _packed(x_TH, words_MC, source_B, word_MC)
 
     @staticmethod
     def backward(ctx, grad_BH: torch.Tensor):
@@ -132,6 +158,37 @@ class SumLines(torch.autograd.Function):
         return grad_TH.index_select(0, source_B.clamp(max=grad_TH.shape[0] - 1)), None, None
 
 
+class _ArrivedIn8Bits(torch.autograd.Function):
+    """Rows and words among encoded lines that have arrived; gradients go back in lines like x."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x_TH: torch.Tensor,
+        words_MC: torch.Tensor,
+        lines_BW: torch.Tensor,
+        exchange: RowExchange,
+    ):
+        ctx.num_tokens, hidden = x_TH.shape
+        ctx.dtype = words_MC.dtype
+        wide = hidden * x_TH.element_size() // words_MC.element_size()
+        out, into = exchange.out, exchange.into
+        ctx.save_for_backward(exchange.source_B, out.word_places(wide), into.word_places(wide))
+        ctx.send = exchange.group.all_to_all
+        ctx.splits = out.splits, into.splits
+        return decode_rows(lines_BW, hidden, x_TH.dtype), into.words(lines_BW, ctx.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_BH: torch.Tensor, grad_RC: torch.Tensor):
+        source_B, word_MC, word_RC = ctx.saved_tensors
+        grad_BH = grad_BH.contiguous()
+        _words(grad_BH, ctx.dtype)[word_RC] = grad_RC
+        grad_BH = ctx.send(grad_BH, *ctx.splits).contiguous()
+        grad_TH = sum_rows(grad_BH, source_B, ctx.num_tokens)
+        return grad_TH, _words(grad_BH, ctx.dtype)[word_MC], None, None
+
+
 class RowExchange:
     """One all-to-all of rows with their words, started by the constructor.
 
@@ -163,21 +220,36 @@ class RowExchange:
         assert not rest, (
             f"rows of {hidden} {x_TH.dtype} numbers hold no whole number of {self.dtype} words"
         )
-        out, self.into = (
+        if group.in_8_bits:
+            # Rows and gradients have the same lines, so the narrower of both limits their words.
+            line_words = min(line_words, wire_row_bytes(hidden) // words_MC.element_size())
+        self.out, self.into = (
             layout_of(counts_P, counts, words_MC.shape[1], line_words)
             for counts_P, counts in zip(counts_2P.unbind(0), (sent, received), strict=True)
         )
-        self.source_B = token_idx_M.new_full((sum(out.splits),), num_tokens)
-        self.source_B[out.row_M] = token_idx_M
-        lines_BH = _Pack.apply(x_TH, words_MC, self.source_B, out.word_MC)
-        self.out_splits = out.splits
+        self.source_B = token_idx_M.new_full((sum(self.out.splits),), num_tokens)
+        self.source_B[self.out.row_M] = token_idx_M
+        self.out_splits = self.out.splits
         self.in_splits = self.into.splits
         self.row_R = self.into.row_M
-        self._lines = group.all_to_all(lines_BH, self.in_splits, self.out_splits)
+        self._given = (x_TH, words_MC) if group.in_8_bits else ()
+        if group.in_8_bits:
+            rows_TW = encode_rows(x_TH)
+            width = rows_TW.shape[1] * rows_TW.element_size() // words_MC.element_size()
+            places = self.out.word_places(width)
+            lines = _packed(rows_TW, words_MC.detach(), self.source_B, places)
+        else:
+            lines = _Pack.apply(x_TH, words_MC, self.source_B, self.out.word_MC)
+        self._lines = group.all_to_all(lines, self.in_splits, self.out_splits)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lines [B, H] and the words [R, C] that have arrived."""
-        return _Unpack.apply(self.group.wait(self._lines), self.into.word_MC, self.dtype)
+        """Return the lines [B, H] and the words [R, C] that have arrived. Call it once."""
+        lines, given = self.group.wait(self._lines), self._given
+        del self._lines, self._given
+        if given:
+            rows_BH, words_RC = _ArrivedIn8Bits.apply(*given, lines, self)
+            return keep_encoded(rows_BH, lines), words_RC
+        return _Unpack.apply(lines, self.into.word_MC, self.dtype)
 
 
 def run_received(exchange: RowExchange, counts_PE: torch.Tensor, experts: Experts) -> torch.Tensor:

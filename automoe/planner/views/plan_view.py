@@ -236,7 +236,8 @@ def _time_rows(config: Config, plan: Plan) -> Rows:
         "computing": "products, attention, memory",
         "tp": "around products that are cut",
         "cp": _CONTEXT[config.parallel.context],
-        "ep": f"tokens to experts, {config.moe.dispatcher}",
+        "ep": f"tokens to experts, {config.moe.dispatcher}"
+        + " in 8 bits" * (config.moe.dispatch_dtype == "fp8"),
         "etp": "rows of ranks that share a width",
         "fsdp": "weights, gradients, what is seen",
         "pp": "activations between stages",

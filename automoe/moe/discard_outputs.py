@@ -22,14 +22,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from automoe.interop.torch_private import innermost_saved_tensor_hooks, storage_address
 
 
-def discard_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
+def discard_scope(fn: Callable[..., Any], outermost: bool = False) -> Callable[..., Any]:
     """Wrap ``fn`` in a scope in which outputs of ``discard_outputs`` functions are discarded.
 
     The wrapper has the arguments and the result of ``fn``.
+
+    Args:
+        outermost: leave the scope out within other hooks of saved tensors: those of another scope
+            do the same, and a checkpointed part keeps nothing.
     """
 
     def call(*args: Any) -> Any:
-        with _Hooks() if torch.is_grad_enabled() else nullcontext():
+        within = outermost and innermost_saved_tensor_hooks() is not None
+        with _Hooks() if torch.is_grad_enabled() and not within else nullcontext():
             return fn(*args)
 
     return call
@@ -45,17 +50,22 @@ def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         outputs = fn(*args)
-        hooks = _CURRENT.get()
-        # A checkpointed part of the scope keeps nothing, and has hooks of its own.
-        if (
-            torch.is_grad_enabled()
-            and hooks is not None
-            and innermost_saved_tensor_hooks() == hooks.pair
-        ):
-            hooks.discard(_Recompute(fn, args), outputs)
+        discard(outputs, fn, *args)
         return outputs
 
     return call
+
+
+def discard(outputs: Any, fn: Callable[..., Any], *args: Any) -> None:
+    """Discard ``outputs``, whose values are those of ``fn(*args)``, as ``discard_outputs`` would."""
+    hooks = _CURRENT.get()
+    # A checkpointed part of the scope keeps nothing, and has hooks of its own.
+    if (
+        torch.is_grad_enabled()
+        and hooks is not None
+        and innermost_saved_tensor_hooks() == hooks.pair
+    ):
+        hooks.discard(_Recompute(fn, args), outputs)
 
 
 class _Hooks(saved_tensors_hooks):

@@ -1,0 +1,103 @@
+"""Rows in 8 bits on their way to the experts (``moe.dispatch_dtype=fp8``).
+
+A row of H numbers travels as H e4m3 codes and one float32 scale for every 128 columns (DeepSeek-V3,
+arXiv 2412.19437, sections 3.3.2 and 3.3.3). Scales are powers of two, so rows that are quantized a
+second time keep their numbers. Experts read the decoded rows, and keep the lines for their backward
+pass (``keep_encoded``). The gradient of the rounding is the identity: gradients, and the experts'
+results, travel in the dtype of the rows.
+
+Shapes: T rows, B encoded lines, H hidden, W words of 8 bytes of a line, S scales of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from automoe.config.rules_kernels import wire_row_bytes
+from automoe.moe.discard_outputs import discard
+from automoe.quantize.formats import E4M3, LINE, SIDE, quantize
+
+_WORD = torch.int64  # wide elements, since gathering rows takes a thread an element
+_SCALE_BYTES = 4
+
+
+def encode_rows(x_TH: torch.Tensor) -> torch.Tensor:
+    """Quantize rows to lines of codes and scales: int64 [T, W].
+
+    128 columns with a number that is not finite become NaN.
+    """
+    num_rows, hidden = x_TH.shape
+    rows = quantize(x_TH, E4M3, LINE)
+    lines_TW = x_TH.new_zeros(num_rows, wire_row_bytes(hidden) // _WORD.itemsize, dtype=_WORD)
+    codes, scales = _parts(lines_TW, hidden)
+    codes.copy_(rows.codes.view(torch.uint8))
+    scales.copy_(rows.scales.contiguous().view(torch.uint8))
+    return lines_TW
+
+
+def decode_rows(lines_BW: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers [B, H] of encoded rows in ``dtype``, which holds them exactly."""
+    codes, scales = _parts(lines_BW, hidden)
+    return scaled(codes.view(E4M3), scales.contiguous().view(torch.float32), dtype)
+
+
+def _parts(lines_BW: torch.Tensor, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes of codes and scales among lines, as views."""
+    scales = -(-hidden // SIDE) * _SCALE_BYTES
+    first = -(-hidden // _SCALE_BYTES) * _SCALE_BYTES
+    lines = lines_BW.view(torch.uint8)
+    return lines[:, :hidden], lines[:, first : first + scales]
+
+
+def scaled(codes_BH: torch.Tensor, scales_BS: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return codes times the scales of their 128 columns: [B, H] in ``dtype``."""
+    x_BH = codes_BH.to(dtype)
+    scales_BS = scales_BS.to(dtype)
+    whole = x_BH.shape[1] // SIDE
+    x_BH[:, : whole * SIDE].unflatten(1, (whole, SIDE)).mul_(scales_BS[:, :whole].unsqueeze(2))
+    x_BH[:, whole * SIDE :].mul_(scales_BS[:, whole:])  # a last block of fewer columns
+    return x_BH
+
+
+def rounded_to_8_bits(x_TH: torch.Tensor) -> torch.Tensor:
+    """Return rows as experts on another rank would read them, with an unchanged gradient."""
+    return arrived(x_TH, encode_rows(x_TH), lambda grad_TH: grad_TH)
+
+
+def arrived(
+    x_TH: torch.Tensor, lines_BW: torch.Tensor, send_back: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the rows [B, H] of lines that ranks made of their rows x.
+
+    ``send_back`` returns the gradient of x for that of the result.
+    """
+    return keep_encoded(_Arrived.apply(x_TH, lines_BW, send_back), lines_BW)
+
+
+def keep_encoded(x_BH: torch.Tensor, lines_BW: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, the rows of ``lines``, which operations keep for their backward in its place.
+
+    Only in a ``discard_scope``.
+    """
+    discard(x_BH, decode_rows, lines_BW, x_BH.shape[1], x_BH.dtype)
+    return x_BH
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        x_TH: torch.Tensor,
+        lines_BW: torch.Tensor,
+        send_back: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.send_back = send_back
+        return decode_rows(lines_BW, x_TH.shape[1], x_TH.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_BH: torch.Tensor):
+        return ctx.send_back(grad_BH), None, None
