@@ -35,6 +35,8 @@ class BackendConfig:
         chunk_loss: the cross-entropy of a chunk of tokens.
         loss: reduction of per-token losses; None: mean cross-entropy.
         mtp_loss_weight: weight of the mean loss of the modules for multi-token prediction.
+        indexer_loss_coef: coefficient of the indexers' loss.
+        indexer_warmup: attention sees all keys, and indexers learn from all of them.
         has_side_stream: function of a layer's number: its shared experts may run on a stream of
             their own.
         always_masked: rows with document ids get a mask for any values of the ids
@@ -52,6 +54,8 @@ class BackendConfig:
     chunk_loss: ChunkLoss = chunk_loss
     loss: Loss | None = None
     mtp_loss_weight: float = 0.3
+    indexer_loss_coef: float = 1.0
+    indexer_warmup: bool = False
     has_side_stream: Callable[[int], bool] = lambda layer: True
     always_masked: bool = False
     seed: int = 0
