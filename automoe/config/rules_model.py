@@ -43,6 +43,7 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield from _routing_rows(model)
     yield from _gqa_rows(model) if model.attention.kind == "gqa" else _mla_rows(model)
     yield from _window_rows(config, shape)
+    yield from _indexer_rows(config, shape)
     if model.attention.linear_num_key_heads:
         yield from _delta_net_rows(config, shape)
     for key in ("swiglu_alpha", "swiglu_limit"):
@@ -214,6 +215,37 @@ def _mla_rows(model: ModelConfig) -> Iterator[Row]:
     yield _gqa_alone("attention.clip_qkv", a.clip_qkv is not None, "null")
     yield _gqa_alone("rope.partial_rotary_factor", model.rope.partial_rotary_factor != 1, "1.0")
     yield divides("model.attention.qk_rope_head_dim", a.qk_rope_head_dim, 2, _PAIRS)
+
+
+def _indexer_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    a = config.model.attention
+    for key, value, plain in (("indexer", config.train.indexer, "sparse"),
+                              ("indexer_loss_coef", config.train.indexer_loss_coef, 1.0)):
+        yield (f"train.{key}", not a.index_topk and value != plain,
+               "the model has no indexers (model.attention.index_topk=0)", f"Set train.{key}={plain}")
+    yield _mla_alone("attention.index_topk", a.index_topk > 0 and a.kind != "mla", "0")
+    if not a.index_topk or a.kind != "mla":
+        return
+    given = f"(model.attention.index_topk={a.index_topk})"
+    yield ("model.attention.q_lora_rank", a.q_lora_rank is None,
+           f"an indexer's queries are projected from the latent of attention's {given}",
+           "Set model.attention.q_lora_rank=1 or more")
+    for key, least in (("index_n_heads", 1), ("index_head_dim", a.qk_rope_head_dim)):
+        yield (f"model.attention.{key}", getattr(a, key) < least,
+               f"an indexer needs this size, of which model.attention.qk_rope_head_dim={a.qk_rope_head_dim} dims turn "
+               f"{given}" if least > 1 else f"an indexer needs this size {given}",
+               f"Set model.attention.{key}={least} or more")
+    shared = a.index_shared_layers
+    layers = range(1, config.model.num_layers)
+    yield ("model.attention.index_shared_layers", any(layer not in layers for layer in shared),
+           f"{shared}: layers 1 to {layers.stop - 1} can use the choice of a layer before them",
+           "Leave the others out")
+    yield ("parallel.context", uses_ring(config, shape),
+           f"ring attention knows causality alone, and a query sees chosen keys {given}", "Set parallel.context=gather")
+
+
+def _mla_alone(key: str, broken: bool, plain: str) -> Row:
+    return f"model.{key}", broken, "attention kind mla alone has it", f"Set model.{key}={plain}"
 
 
 def _gqa_alone(key: str, broken: bool, plain: str) -> Row:

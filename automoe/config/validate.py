@@ -211,6 +211,11 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield (key, pp > 1 and schedule in V_SHAPED and stages != 2,
            f"{schedule} runs exactly 2 stages a rank: down the ranks and up again", f"Set {key}=2")
     yield from _stage_rows(config, shape)
+    shared = config.model.attention.index_shared_layers
+    orphans = [stage.start for stage in stage_layers(config, shape) if stage and stage.start in shared]
+    yield ("model.attention.index_shared_layers", bool(orphans),
+           f"layers {orphans} begin a pipeline stage, and the layers whose choice they use are in another",
+           "Set parallel.layers_per_stage so that a stage begins with a layer that has an indexer, or mesh.pp=1")
     if parallel.overlap_all_to_all:
         yield from _overlap_rows(config, shape)
     if pp == 1:

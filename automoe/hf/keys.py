@@ -308,10 +308,10 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
 def is_quantized_in_fp8(key: str, shape: Sequence[int], keys: KeyMap) -> bool:
     """Return True if block-FP8 checkpoints quantize the tensor ``key``.
 
-    They quantize the matrices of layers, but not routers, gates, the embedding or the head, and of
-    a module for multi-token prediction neither copies of these nor the projection of its inputs.
+    They quantize the matrices of layers, but not routers, gates, the weights of an indexer's heads,
+    the embedding or the head, and of a module for multi-token prediction neither copies of these nor the projection of its inputs.
     """
-    kept = (keys.router, keys.shared_gate, *(f"{name}.weight" for name in _MTP_KEPT))
+    kept = (keys.router, keys.shared_gate, "indexer.weights_proj.weight", *(f"{name}.weight" for name in _MTP_KEPT))
     return (
         key.startswith("model.layers.")
         and len(shape) == 2

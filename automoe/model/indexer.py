@@ -12,6 +12,7 @@ latent of queries, c a chunk of queries.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -109,7 +110,8 @@ class Indexer(nn.Module):
         chosen_BsR = torch.zeros_like(seen_BsR)
         parts = (x.split(CHUNK, dim=1) for x in (inputs.q, inputs.w, seen_BsR, chosen_BsR))
         for q, w, seen, chosen in zip(*parts, strict=True):
-            scores = index_scores(q, inputs.k, w).masked_fill(~seen, -torch.inf)
+            scores, _ = index_scores(q, inputs.k, w)
+            scores = scores.masked_fill(~seen, -torch.inf)
             top = scores.topk(min(self.topk, scores.shape[-1]), dim=-1).indices
             # Queries with fewer keys than k have chosen some that they do not see.
             chosen.scatter_(-1, top, True).logical_and_(seen)
@@ -147,11 +149,26 @@ class Indexer(nn.Module):
         return self.coef * loss
 
 
-def index_scores(q_BcJD: torch.Tensor, k_BRD: torch.Tensor, w_BcJ: torch.Tensor) -> torch.Tensor:
-    """Return the scores [B, c, R] of all keys (equation 1), scaled as in ``transformers``."""
+def take_losses(model_parts: Iterable[nn.Module], device: torch.device) -> torch.Tensor:
+    """Return the sum of the ``loss_sum`` of all indexers, a float64 scalar, and zero them."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for indexer in (module for part in model_parts for module in part.modules()):
+        if isinstance(indexer, Indexer):
+            total += indexer.loss_sum
+            indexer.reset_buffers()
+    return total
+
+
+def index_scores(
+    q_BcJD: torch.Tensor, k_BRD: torch.Tensor, w_BcJ: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores [B, c, R] of all keys (equation 1), and those of every head [B, c, J, R].
+
+    Both are scaled as in ``transformers``.
+    """
     heads, dim = q_BcJD.shape[-2:]
-    scores_BcJR = F.relu((q_BcJD @ k_BRD.mT.unsqueeze(1)) * dim**-0.5)
-    return ((w_BcJ * heads**-0.5).unsqueeze(-2) @ scores_BcJR).squeeze(-2)
+    by_head_BcJR = F.relu((q_BcJD @ k_BRD.mT.unsqueeze(1)) * dim**-0.5)
+    return ((w_BcJ * heads**-0.5).unsqueeze(-2) @ by_head_BcJR).squeeze(-2), by_head_BcJR
 
 
 @torch.no_grad()
@@ -172,7 +189,8 @@ class _Divergence(torch.autograd.Function):
     """Weighted sum over queries of KL(target || softmax of the scores of the chosen keys).
 
     Gradients are made in the forward pass, one chunk of queries after the other: scores of every
-    head would take J numbers for each query and key.
+    head would take J numbers for each query and key. The gradient of a query's divergence by its
+    scores is softmax - target.
     """
 
     @staticmethod
@@ -180,19 +198,19 @@ class _Divergence(torch.autograd.Function):
         total = weight_Bs.new_zeros(())
         grads_q, grads_w = [], []
         grad_k = torch.zeros_like(k_BRD)
+        heads, dim = q_BsJD.shape[-2:]
         parts = (x.split(CHUNK, 1) for x in (q_BsJD, w_BsJ, target_BsR, chosen_BsR, weight_Bs))
         for q, w, target, chosen, weight in zip(*parts, strict=True):
-            leaves = [x.detach().requires_grad_() for x in (q, k_BRD, w)]
-            with torch.enable_grad():
-                scores = index_scores(*leaves).masked_fill(~chosen, -torch.inf)
-                log_shares = scores.log_softmax(-1).masked_fill(~chosen, 0.0)
-                divergence = F.kl_div(log_shares, target, reduction="none").sum(-1)
-                loss = (divergence * weight).sum()
-            grad_q, more_k, grad_w = torch.autograd.grad(loss, leaves)
-            grads_q.append(grad_q)
-            grads_w.append(grad_w)
-            grad_k += more_k
-            total += loss.detach()
+            scores, by_head = index_scores(q, k_BRD, w)
+            log_shares = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1)
+            divergence = F.kl_div(log_shares.masked_fill(~chosen, 0.0), target, reduction="none")
+            total += (divergence.sum(-1) * weight).sum()
+            grad_BcR = (log_shares.exp() - target) * weight.unsqueeze(-1)
+            grads_w.append((by_head @ grad_BcR.unsqueeze(-1)).squeeze(-1) * heads**-0.5)
+            scale_BcJ1 = (w * (heads * dim) ** -0.5).unsqueeze(-1)
+            grad_BcJR = scale_BcJ1 * grad_BcR.unsqueeze(-2) * (by_head > 0)
+            grads_q.append(grad_BcJR @ k_BRD.unsqueeze(1))
+            grad_k += grad_BcJR.flatten(1, 2).mT @ q.flatten(1, 2)
         ctx.save_for_backward(torch.cat(grads_q, 1), grad_k, torch.cat(grads_w, 1))
         return total
 

@@ -198,6 +198,24 @@ MODELS["olmoe"] = ModelConfig(
 # One and two modules for multi-token prediction; the latter read a tied embedding, which is the head too.
 MODELS["deepseek-mtp"] = replace(MODELS["deepseek"], num_mtp_layers=1)
 MODELS["glm-mtp"] = replace(MODELS["glm"], num_layers=4, num_mtp_layers=2, tie_embeddings=True)
+# Each query sees three keys, which an indexer chooses.
+MODELS["deepseek-sparse"] = replace(
+    MODELS["deepseek"],
+    family="deepseek_v32",
+    attention=replace(MODELS["deepseek"].attention, index_topk=3, index_n_heads=3, index_head_dim=6),
+)
+# One head, so that many keys tie, and layers that use the choice of the layer before them.
+MODELS["glm-sparse"] = replace(
+    MODELS["deepseek-sparse"],
+    family="glm_moe_dsa",
+    attention=replace(
+        MODELS["deepseek-sparse"].attention,
+        index_topk=5,
+        index_n_heads=1,
+        index_interleaved=True,
+        index_shared_layers=[1, 3],
+    ),
+)
 # No experts at all.
 MODELS["llama"] = ModelConfig(
     family="llama",
