@@ -204,16 +204,15 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}, "norm_topk_prob": False},
     ),
     "dsv32": ("deepseek_v32", _DSA),
-    # Three heads, one key a query, ties: of one head, every key with a negative product scores zero.
+    # Three heads, two keys a query, ties: of one head, every key with a negative product scores zero.
     "dsv32_odd": (
         "deepseek_v32",
         _DSA
         | {"vocab_size": 101, "kv_lora_rank": 18, "intermediate_size": 37, "n_routed_experts": 6}
-        | {"num_attention_heads": 3, "num_key_value_heads": 3, "index_topk": 1, "index_n_heads": 1}
+        | {"num_attention_heads": 3, "num_key_value_heads": 3, "index_topk": 2, "index_n_heads": 1}
         | {"index_head_dim": 8, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "norm_topk_prob": False}
         | {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}},
     ),
-    "dsv32_ties": ("deepseek_v32", _DSA | {"index_n_heads": 1, "index_topk": 16, "num_hidden_layers": 2}),
     "dsv32_all_keys": ("deepseek_v32", _DSA | {"index_topk": 4096, "num_hidden_layers": 2}),
     "glm_moe_dsa": ("glm_moe_dsa", _DSA | {"indexer_types": ["full"] * 4}),
     "glm_moe_dsa_shared": (
