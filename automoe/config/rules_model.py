@@ -11,7 +11,7 @@ from automoe.config.mesh_shape import MeshShape, uses_ring
 from automoe.config.rules import Row, divides
 from automoe.config.schema import Config, ModelConfig, TrainConfig
 
-MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
+MTP_FAMILIES = ("deepseek_v3", "glm4_moe", "deepseek_v32", "glm_moe_dsa")
 BY_CROSS_ENTROPY = "modules for multi-token prediction learn the next tokens by cross-entropy"
 NO_MODULES = "peft loads an adapter into the classes of transformers, which have no modules for multi-token prediction"
 TRANSFORMERS = "transformers"  # ``model.family`` of a class without a declaration

@@ -16,6 +16,7 @@ from automoe.config.mesh_shape import (
     MeshShape,
     resolve_mesh,
     split_layers,
+    stage_layers,
     too_many_stages,
     uses_ring,
 )

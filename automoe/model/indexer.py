@@ -167,7 +167,9 @@ def index_scores(
     Both are scaled as in ``transformers``.
     """
     heads, dim = q_BcJD.shape[-2:]
-    by_head_BcJR = F.relu((q_BcJD @ k_BRD.mT.unsqueeze(1)) * dim**-0.5)
+    # one product for all queries of a row: a product for each would copy the keys for each
+    logits = (q_BcJD.flatten(1, 2) @ k_BRD.mT).unflatten(1, (-1, heads))
+    by_head_BcJR = F.relu(logits * dim**-0.5)
     return ((w_BcJ * heads**-0.5).unsqueeze(-2) @ by_head_BcJR).squeeze(-2), by_head_BcJR
 
 
@@ -208,9 +210,9 @@ class _Divergence(torch.autograd.Function):
             grad_BcR = (log_shares.exp() - target) * weight.unsqueeze(-1)
             grads_w.append((by_head @ grad_BcR.unsqueeze(-1)).squeeze(-1) * heads**-0.5)
             scale_BcJ1 = (w * (heads * dim) ** -0.5).unsqueeze(-1)
-            grad_BcJR = scale_BcJ1 * grad_BcR.unsqueeze(-2) * (by_head > 0)
-            grads_q.append(grad_BcJR @ k_BRD.unsqueeze(1))
-            grad_k += grad_BcJR.flatten(1, 2).mT @ q.flatten(1, 2)
+            grad_BIR = (scale_BcJ1 * grad_BcR.unsqueeze(-2) * (by_head > 0)).flatten(1, 2)
+            grads_q.append((grad_BIR @ k_BRD).view_as(q))
+            grad_k += grad_BIR.mT @ q.flatten(1, 2)
         ctx.save_for_backward(torch.cat(grads_q, 1), grad_k, torch.cat(grads_w, 1))
         return total
 

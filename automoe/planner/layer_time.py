@@ -30,7 +30,7 @@ from automoe.config.context import expanded_width, gathers_latents, mean_keys
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import FULL
 from automoe.config.rules_kernels import head_dims
-from automoe.config.schema import AttentionConfig, Config, is_linear, window_of
+from automoe.config.schema import AttentionConfig, Config, has_indexer, is_linear, window_of
 from automoe.planner.communication import (
     NOTHING,
     Cost,
@@ -239,7 +239,7 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
         passes.add(
             part,
             seconds + widened + machine.cast(tokens * columns),
-            seconds + own + widened + machine.cast(tokens * rows),
+            seconds * (not weight.detached) + own + widened + machine.cast(tokens * rows),
         )
         if part == "moe" and not place.fused:  # others' grouped products have a part for each half
             passes.backward.experts += seconds + own
@@ -280,7 +280,9 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
         # cp-sharded rows that no query sees. Without a mask, the causal kernel skips half of the
         # scores.
         gathered = mesh.cp > 1 and config.parallel.context == "gather"
-        masked = config.data.document_mask or gathered or window > 0
+        # Chosen keys are a mask too: no score is left out.
+        sparse = attention.index_topk > 0 and config.train.indexer == "sparse"
+        masked = config.data.document_mask or gathered or window > 0 or sparse
         sharing = mesh.cp if gathered else 1
         seen = mean_keys(seq, sharing, window) if masked else seq / 2
         moved = size * tokens * seen * masked
@@ -310,6 +312,37 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
     passes.add("attention", turned, 2 * turned)
     if mesh.cp > 1 and not is_linear(attention, layer):
         _context_parallel(place, passes, seconds)
+    if has_indexer(attention, layer):
+        _index(place, layer, passes)
+
+
+def _index(place: Place, layer: int, passes: Passes) -> None:
+    """Add an indexer's scores of all keys and its choice, and its loss if it learns.
+
+    A learning indexer computes its scores a second time, with both gradients, and the probabilities
+    of all heads of attention, all of it in the forward pass and in float32.
+    """
+    config, mesh, machine = place.config, place.mesh, place.machine
+    attention = config.model.attention
+    heads, dim = attention.index_n_heads, attention.index_head_dim
+    weights = layer_weights(place.key, config, layer, mesh.tp).weights
+    learns = any(weight.detached and weight.trained for weight in weights)
+    pairs = 1.0 * place.tokens * config.train.seq_len
+    scored = (config.train.indexer == "sparse") + 3 * learns
+    flops = 2.0 * heads * dim * scored
+    moved = 16.0 * heads * scored  # scores of each head are written and read in float32
+    if learns:
+        # tp ranks compute their heads for the positions of all of them
+        flops += 2.0 * attention.num_heads * head_dims(attention)[0]
+        moved += 16.0 * attention.num_heads
+    seconds = SLOW_PRODUCTS * machine.attention(flops * pairs) + machine.pass_over(moved * pairs)
+    passes.add("attention", seconds, 0.0)
+    keys = 1.0 * machine.number_bytes * place.tokens * mesh.tp * dim
+    for axis, size in (("tp", keys), ("cp", keys * mesh.cp)):
+        cost = gather(machine, place.group(axis), size)
+        passes.send(axis, cost, cost if learns else NOTHING)
+    rows = (1.0 + 4.0 * learns) * pairs * mesh.tp  # a byte each of what is chosen, and probabilities
+    passes.send("tp", gather(machine, place.group("tp"), rows), NOTHING)
 
 
 def _context_parallel(place: Place, passes: Passes, attending: float) -> None:

@@ -208,6 +208,8 @@ MODELS["deepseek-sparse"] = replace(
 MODELS["glm-sparse"] = replace(
     MODELS["deepseek-sparse"],
     family="glm_moe_dsa",
+    num_layers=4,
+    num_mtp_layers=1,
     attention=replace(
         MODELS["deepseek-sparse"].attention,
         index_topk=5,
