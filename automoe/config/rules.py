@@ -94,7 +94,6 @@ _ABOVE_ZERO = {
     "model.rope.beta_slow": "1",
     "model.rope.partial_rotary_factor": "1",
     "model.rope.low_freq_factor": "1",
-    "train.indexer_loss_coef": "1",
     "model.router.routed_scaling_factor": "1",
     "optim.eps": "1e-8",
     "cluster.gemm_curve_from": "64",

@@ -219,12 +219,11 @@ def _mla_rows(model: ModelConfig) -> Iterator[Row]:
 
 def _indexer_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     a = config.model.attention
-    for key, value, plain in (("indexer", config.train.indexer, "sparse"),
-                              ("indexer_loss_coef", config.train.indexer_loss_coef, 1.0)):
-        yield (f"train.{key}", not a.index_topk and value != plain,
-               "the model has no indexers (model.attention.index_topk=0)", f"Set train.{key}={plain}")
-    yield _mla_alone("attention.index_topk", a.index_topk > 0 and a.kind != "mla", "0")
-    if not a.index_topk or a.kind != "mla":
+    yield ("train.indexer", config.train.indexer != "sparse" and not a.index_topk,
+           "the model has no indexers (model.attention.index_topk=0)", "Set train.indexer=sparse")
+    yield ("model.attention.index_topk", a.index_topk > 0 and a.kind != "mla", "attention kind mla alone has it",
+           "Set model.attention.index_topk=0")
+    if not a.index_topk:
         return
     given = f"(model.attention.index_topk={a.index_topk})"
     yield ("model.attention.q_lora_rank", a.q_lora_rank is None,
@@ -232,8 +231,8 @@ def _indexer_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            "Set model.attention.q_lora_rank=1 or more")
     for key, least in (("index_n_heads", 1), ("index_head_dim", a.qk_rope_head_dim)):
         yield (f"model.attention.{key}", getattr(a, key) < least,
-               f"an indexer needs this size, of which model.attention.qk_rope_head_dim={a.qk_rope_head_dim} dims turn "
-               f"{given}" if least > 1 else f"an indexer needs this size {given}",
+               f"an indexer needs {least} or more {given}; the first model.attention.qk_rope_head_dim="
+               f"{a.qk_rope_head_dim} dims of its heads turn",
                f"Set model.attention.{key}={least} or more")
     shared = a.index_shared_layers
     layers = range(1, config.model.num_layers)
@@ -242,10 +241,6 @@ def _indexer_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            "Leave the others out")
     yield ("parallel.context", uses_ring(config, shape),
            f"ring attention knows causality alone, and a query sees chosen keys {given}", "Set parallel.context=gather")
-
-
-def _mla_alone(key: str, broken: bool, plain: str) -> Row:
-    return f"model.{key}", broken, "attention kind mla alone has it", f"Set model.{key}={plain}"
 
 
 def _gqa_alone(key: str, broken: bool, plain: str) -> Row:

@@ -36,8 +36,6 @@ class TrainConfig:
     # model.attention.index_topk: what attention sees and indexers learn from. sparse: the chosen keys;
     # warmup: all keys, while all parameters but the indexers' are frozen
     indexer: Literal["sparse", "warmup"] = "sparse"
-    # coefficient of the indexers' loss, their mean divergence from attention per token
-    indexer_loss_coef: float = 1.0
     grad_clip: float = 1.0  # maximum global gradient norm; 0: no clipping
     max_skipped: int = 10  # the run ends after this many skipped steps in a row
     # skip a step whose loss is this many standard deviations above recent losses; 0: never

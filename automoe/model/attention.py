@@ -251,9 +251,7 @@ class LatentAttention(nn.Module):
         loss = self.indexer.loss(inputs, chosen_BSR, q_BSND, k_BRND, self.scale, context)
         return out_BsH if loss is None else attach_loss(out_BsH, loss)
 
-    def _choose(
-        self, inputs: IndexInputs | None, context: AttentionContext
-    ) -> torch.Tensor | None:
+    def _choose(self, inputs: IndexInputs | None, context: AttentionContext) -> torch.Tensor | None:
         if self.indexer is not None:
             context.chosen = self.indexer.choose(inputs, context)
         return context.chosen

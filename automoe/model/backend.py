@@ -35,7 +35,6 @@ class BackendConfig:
         chunk_loss: the cross-entropy of a chunk of tokens.
         loss: reduction of per-token losses; None: mean cross-entropy.
         mtp_loss_weight: weight of the mean loss of the modules for multi-token prediction.
-        indexer_loss_coef: coefficient of the indexers' loss.
         indexer_warmup: attention sees all keys, and indexers learn from all of them.
         has_side_stream: function of a layer's number: its shared experts may run on a stream of
             their own.
@@ -54,7 +53,6 @@ class BackendConfig:
     chunk_loss: ChunkLoss = chunk_loss
     loss: Loss | None = None
     mtp_loss_weight: float = 0.3
-    indexer_loss_coef: float = 1.0
     indexer_warmup: bool = False
     has_side_stream: Callable[[int], bool] = lambda layer: True
     always_masked: bool = False

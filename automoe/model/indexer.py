@@ -12,7 +12,7 @@ latent of queries, c a chunk of queries.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -33,7 +33,10 @@ CHUNK = 128  # queries whose scores by every head are in memory at once
 
 
 class IndexInputs(NamedTuple):
-    """What scores are made of: queries [B, s, J, D], keys [B, R, D], weights of heads [B, s, J]."""
+    """What scores are made of: queries [B, s, J, D], keys [B, R, D], weights of heads [B, s, J].
+
+    Queries are scaled by 1/sqrt(D) and weights by 1/sqrt(J), as in ``transformers``.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -41,14 +44,9 @@ class IndexInputs(NamedTuple):
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm with a bias, computed in at least float32."""
+    """LayerNorm with a bias; torch computes it in at least float32."""
 
     first_values = {"weight": "ones"}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight, bias = self.weight.to(wide), self.bias.to(wide)
-        return F.layer_norm(x.to(wide), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
 class Indexer(nn.Module):
@@ -56,7 +54,7 @@ class Indexer(nn.Module):
 
     Attributes:
         loss_sum: this rank's share of the mean loss of a token, summed over the micro-batches of a
-            step, without its coefficient.
+            step.
     """
 
     loss_sum: torch.Tensor
@@ -70,7 +68,6 @@ class Indexer(nn.Module):
         self.dim = attention.index_head_dim
         self.topk = attention.index_topk
         self.interleaved = attention.index_interleaved
-        self.coef = backend.indexer_loss_coef
         self.warmup = backend.indexer_warmup
         self.wq_b = Linear(attention.q_lora_rank, attention.index_n_heads * self.dim)
         self.wk = Linear(config.hidden_size, self.dim)
@@ -95,7 +92,8 @@ class Indexer(nn.Module):
         )
         k_BRD = gather_row(self.ranks.all_gather(k_Bs1D.squeeze(2)), context.keys)
         wide = torch.promote_types(x_BsH.dtype, torch.float32)
-        return IndexInputs(q_BsJD.to(wide), k_BRD.to(wide), self.weights_proj(x_BsH).to(wide))
+        q_BsJD, k_BRD, w_BsJ = (x.to(wide) for x in (q_BsJD, k_BRD, self.weights_proj(x_BsH)))
+        return IndexInputs(q_BsJD * self.dim**-0.5, k_BRD, w_BsJ * w_BsJ.shape[-1] ** -0.5)
 
     @torch.no_grad()
     def choose(self, inputs: IndexInputs, context: AttentionContext) -> torch.Tensor:
@@ -103,16 +101,13 @@ class Indexer(nn.Module):
 
         Ties are broken as torch's ``topk`` breaks them over whole rows, as in ``transformers``.
         """
-        assert context.seen is not None
         if self.warmup:
             return context.seen
         seen_BsR = self.ranks.local_shard(context.seen)
         chosen_BsR = torch.zeros_like(seen_BsR)
-        parts = (x.split(CHUNK, dim=1) for x in (inputs.q, inputs.w, seen_BsR, chosen_BsR))
-        for q, w, seen, chosen in zip(*parts, strict=True):
-            scores, _ = index_scores(q, inputs.k, w)
-            scores = scores.masked_fill(~seen, -torch.inf)
-            top = scores.topk(min(self.topk, scores.shape[-1]), dim=-1).indices
+        for q, w, seen, chosen in _chunks(inputs.q, inputs.w, seen_BsR, chosen_BsR):
+            scores = index_scores(q, inputs.k, w)[0].masked_fill(~seen, -torch.inf)
+            top = scores.topk(min(self.topk, scores.shape[-1])).indices
             # Queries with fewer keys than k have chosen some that they do not see.
             chosen.scatter_(-1, top, True).logical_and_(seen)
         return self.ranks.all_gather(chosen_BsR)
@@ -128,14 +123,14 @@ class Indexer(nn.Module):
     ) -> torch.Tensor | None:
         """Return this rank's share of the loss, a scalar; None if nothing here learns from it.
 
-        It is the mean over the tokens of the global batch, times the coefficient.
+        It is the mean over the tokens of the global batch.
 
         Args:
             chosen_BSR: keys that each query attends to.
             q_BSND, k_BRND, scale: what attention computes its scores from, of this rank's heads.
         """
-        learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        if not (learns and self.training):
+        learns = torch.is_grad_enabled() and self.training
+        if not (learns and any(x.requires_grad for x in inputs)):
             return None
         shares_BSR = attention_shares(q_BSND, k_BRND, chosen_BSR, scale)
         target_BsR = self.ranks.reduce_scatter(shares_BSR)
@@ -146,31 +141,20 @@ class Indexer(nn.Module):
         loss = _Divergence.apply(*inputs, target_BsR, chosen_BsR, weight_Bs)
         if not is_recomputing():  # the forward pass has counted these tokens
             self.loss_sum += loss.detach()
-        return self.coef * loss
+        return loss
 
 
-def take_losses(model_parts: Iterable[nn.Module], device: torch.device) -> torch.Tensor:
-    """Return the sum of the ``loss_sum`` of all indexers, a float64 scalar, and zero them."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for indexer in (module for part in model_parts for module in part.modules()):
-        if isinstance(indexer, Indexer):
-            total += indexer.loss_sum
-            indexer.reset_buffers()
-    return total
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(x.split(CHUNK, dim=1) for x in tensors), strict=True)
 
 
 def index_scores(
     q_BcJD: torch.Tensor, k_BRD: torch.Tensor, w_BcJ: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores [B, c, R] of all keys (equation 1), and those of every head [B, c, J, R].
-
-    Both are scaled as in ``transformers``.
-    """
-    heads, dim = q_BcJD.shape[-2:]
+    """Return the scores [B, c, R] of all keys (equation 1), and those of every head [B, c, J, R]."""
     # one product for all queries of a row: a product for each would copy the keys for each
-    logits = (q_BcJD.flatten(1, 2) @ k_BRD.mT).unflatten(1, (-1, heads))
-    by_head_BcJR = F.relu(logits * dim**-0.5)
-    return ((w_BcJ * heads**-0.5).unsqueeze(-2) @ by_head_BcJR).squeeze(-2), by_head_BcJR
+    by_head_BcJR = F.relu(q_BcJD.flatten(1, 2) @ k_BRD.mT).unflatten(1, q_BcJD.shape[1:3])
+    return (w_BcJ.unsqueeze(-2) @ by_head_BcJR).squeeze(-2), by_head_BcJR
 
 
 @torch.no_grad()
@@ -181,7 +165,7 @@ def attention_shares(
     wide = torch.promote_types(q_BSND.dtype, torch.float32)
     k_BNDR = k_BRND.permute(0, 2, 3, 1)
     shares = []
-    for q, mask in zip(q_BSND.split(CHUNK, 1), mask_BSR.split(CHUNK, 1), strict=True):
+    for q, mask in _chunks(q_BSND, mask_BSR):
         logits_BNcR = (q.transpose(1, 2) @ k_BNDR).to(wide) * scale
         shares.append(logits_BNcR.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(-1).sum(1))
     return torch.cat(shares, dim=1)
@@ -200,17 +184,16 @@ class _Divergence(torch.autograd.Function):
         total = weight_Bs.new_zeros(())
         grads_q, grads_w = [], []
         grad_k = torch.zeros_like(k_BRD)
-        heads, dim = q_BsJD.shape[-2:]
-        parts = (x.split(CHUNK, 1) for x in (q_BsJD, w_BsJ, target_BsR, chosen_BsR, weight_Bs))
-        for q, w, target, chosen, weight in zip(*parts, strict=True):
+        for q, w, target, chosen, weight in _chunks(
+            q_BsJD, w_BsJ, target_BsR, chosen_BsR, weight_Bs
+        ):
             scores, by_head = index_scores(q, k_BRD, w)
             log_shares = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1)
             divergence = F.kl_div(log_shares.masked_fill(~chosen, 0.0), target, reduction="none")
             total += (divergence.sum(-1) * weight).sum()
             grad_BcR = (log_shares.exp() - target) * weight.unsqueeze(-1)
-            grads_w.append((by_head @ grad_BcR.unsqueeze(-1)).squeeze(-1) * heads**-0.5)
-            scale_BcJ1 = (w * (heads * dim) ** -0.5).unsqueeze(-1)
-            grad_BIR = (scale_BcJ1 * grad_BcR.unsqueeze(-2) * (by_head > 0)).flatten(1, 2)
+            grads_w.append((by_head @ grad_BcR.unsqueeze(-1)).squeeze(-1))
+            grad_BIR = (w.unsqueeze(-1) * grad_BcR.unsqueeze(-2) * (by_head > 0)).flatten(1, 2)
             grads_q.append((grad_BIR @ k_BRD).view_as(q))
             grad_k += grad_BIR.mT @ q.flatten(1, 2)
         ctx.save_for_backward(torch.cat(grads_q, 1), grad_k, torch.cat(grads_w, 1))

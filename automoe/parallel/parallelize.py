@@ -100,7 +100,6 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         chunk_loss=compiled(chunk_loss) if config.train.compile else chunk_loss,
         loss=loss,
         mtp_loss_weight=config.train.mtp_loss_weight,
-        indexer_loss_coef=config.train.indexer_loss_coef,
         indexer_warmup=config.train.indexer == "warmup",
         has_side_stream=partial(has_side_stream, config.parallel),
         always_masked=config.train.compile,

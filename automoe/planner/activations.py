@@ -268,19 +268,13 @@ def _attention_bytes(
             )
         return kept + size * dim * (2 * tokens * heads + 2 * kv_tokens * groups)
     kept += _latent_bytes(attention, load, recompute, by_math)
-    return kept + _index_bytes(attention, load, again) * has_indexer(attention, layer)
-
-
-def _index_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -> float:
-    """Return the bytes that an indexer keeps, which its loss has made in the forward pass.
-
-    They are the gradients of queries, keys and weights of heads, the input of the keys' norm, and
-    the chosen keys if attention is recomputed.
-    """
-    wide, tokens, dim = max(4, load.number_bytes), load.tokens, attention.index_head_dim
-    row = load.kv_tokens * load.tp
-    kept = wide * (tokens * attention.index_n_heads * (dim + 1) + (row + tokens) * dim)
-    return float(kept + load.window_numbers * again)
+    if has_indexer(attention, layer):
+        # Gradients that its loss has made, the input of its keys' norm, and the chosen keys if
+        # attention is recomputed.
+        dim, row = attention.index_head_dim, kv_tokens * load.tp
+        numbers = tokens * attention.index_n_heads * (dim + 1) + (row + tokens) * dim
+        kept += max(4, size) * numbers + load.window_numbers * again
+    return kept
 
 
 def _latent_bytes(

@@ -319,30 +319,23 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
 def _index(place: Place, layer: int, passes: Passes) -> None:
     """Add an indexer's scores of all keys and its choice, and its loss if it learns.
 
-    A learning indexer computes its scores a second time, with both gradients, and the probabilities
-    of all heads of attention, all of it in the forward pass and in float32.
+    A learning indexer computes its scores again, with both gradients, and the probabilities of all
+    heads of attention, all of it in the forward pass and in float32.
     """
     config, mesh, machine = place.config, place.mesh, place.machine
-    attention = config.model.attention
-    heads, dim = attention.index_n_heads, attention.index_head_dim
+    a = config.model.attention
     weights = layer_weights(place.key, config, layer, mesh.tp).weights
     learns = any(weight.detached and weight.trained for weight in weights)
     pairs = 1.0 * place.tokens * config.train.seq_len
-    scored = (config.train.indexer == "sparse") + 3 * learns
-    flops = 2.0 * heads * dim * scored
-    moved = 16.0 * heads * scored  # scores of each head are written and read in float32
-    if learns:
-        # tp ranks compute their heads for the positions of all of them
-        flops += 2.0 * attention.num_heads * head_dims(attention)[0]
-        moved += 16.0 * attention.num_heads
-    seconds = SLOW_PRODUCTS * machine.attention(flops * pairs) + machine.pass_over(moved * pairs)
-    passes.add("attention", seconds, 0.0)
-    keys = 1.0 * machine.number_bytes * place.tokens * mesh.tp * dim
-    for axis, size in (("tp", keys), ("cp", keys * mesh.cp)):
-        cost = gather(machine, place.group(axis), size)
-        passes.send(axis, cost, cost if learns else NOTHING)
-    rows = (1.0 + 4.0 * learns) * pairs * mesh.tp  # a byte each of what is chosen, and probabilities
-    passes.send("tp", gather(machine, place.group("tp"), rows), NOTHING)
+    times = a.index_n_heads * ((config.train.indexer == "sparse") + 3 * learns)
+    heads = a.num_heads * learns  # a tp rank has a part of them, at the positions of all ranks
+    flops = 2 * pairs * (times * a.index_head_dim + heads * head_dims(a)[0])
+    moved = 16 * pairs * (times + heads)  # each head's scores are written and read
+    passes.add("attention", SLOW_PRODUCTS * machine.attention(flops) + machine.pass_over(moved), 0)
+    # a byte each of what is chosen, probabilities, and keys of the row
+    keys = 1.0 * machine.number_bytes * place.tokens * mesh.tp * a.index_head_dim
+    for axis, size in (("tp", (1 + 4 * learns) * pairs * mesh.tp + keys), ("cp", keys * mesh.cp)):
+        passes.send(axis, gather(machine, place.group(axis), size), NOTHING)
 
 
 def _context_parallel(place: Place, passes: Passes, attending: float) -> None:

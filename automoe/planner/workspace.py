@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL
 from automoe.config.rules_kernels import chunk_tokens
-from automoe.config.schema import AttentionConfig, ModelConfig
+from automoe.config.schema import ModelConfig
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, score_numbers
 
 INDEX_CHUNK = 128  # of automoe.model.indexer: the planner imports no torch
@@ -146,21 +146,12 @@ def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
         dims + attention.v_head_dim
     )
     if attention.index_topk:
-        scores += _index_temporaries(attention, load)
+        # For an indexer's loss, attention's probabilities summed over heads, before and after they
+        # are put together, and those of each head for a chunk of queries.
+        by_head = max(attention.num_heads, attention.index_n_heads)
+        chunk = min(1.0, INDEX_CHUNK / (load.tokens * load.tp))
+        scores += max(4, load.number_bytes) * load.window_numbers * (2 + 3 * chunk * by_head)
     return scores + float(load.number_bytes) * attention.num_heads * numbers
-
-
-def _index_temporaries(attention: AttentionConfig, load: TokenLoad) -> float:
-    """Return the bytes of an indexer's loss while it is computed.
-
-    These are probabilities of attention, summed over heads, before and after they are put
-    together, and those of each head for a chunk of queries.
-    """
-    wide = max(4, load.number_bytes)
-    row = load.kv_tokens * load.tp
-    rows_at_once = min(INDEX_CHUNK, load.tokens * load.tp) / (load.tokens * load.tp)
-    by_head = rows_at_once * load.window_numbers * max(attention.num_heads, attention.index_n_heads)
-    return wide * (2.0 * load.window_numbers + 3 * by_head + row * attention.index_head_dim)
 
 
 def head_workspace_bytes(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from automoe.config.schema import Config
 from automoe.errors import DataError
 from automoe.model.causal_lm import CausalLM
-from automoe.model.indexer import take_losses
+from automoe.model.indexer import Indexer
 from automoe.moe.balance import LOSSES, LoadCounter, update_expert_bias
 
 Name = TypeVar("Name")  # of a value
@@ -66,7 +66,11 @@ def gather_stats(
     model = config.model
     model_parts = list(model_parts)
     if model.attention.index_topk:
-        reported = {**reported, "indexer_loss": take_losses(model_parts, loss_share.device)}
+        modules = [module for part in model_parts for module in part.modules()]
+        indexers = [module for module in modules if isinstance(module, Indexer)]
+        reported = {**reported, "indexer_loss": sum(one.loss_sum for one in indexers)}
+        for one in indexers:
+            one.reset_buffers()
     num_layers = model.num_moe_layers
     num_experts = model.num_experts
     device = loss_share.device

@@ -62,7 +62,8 @@ MAX_ATTENTION = {
     ),
 }
 HEAD_WIDTHS = (
-    "head_dim", "index_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim",
+    "head_dim", "index_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
 # A width that is divided into blocks of 8-bit scales keeps two blocks, so that blocks can meet.
 MAX_BLOCKED = 2 * BLOCK

@@ -244,6 +244,7 @@ class Case:
     moe: dict[str, object] = field(default_factory=dict)
     lora: dict[str, object] = field(default_factory=dict)
     optim: dict[str, object] = field(default_factory=dict)
+    train: dict[str, object] = field(default_factory=dict)
     gpus_per_node: int = 8  # where the dispatcher asks
 
     @property
@@ -270,7 +271,9 @@ class Case:
             lora=LoraConfig(**self.lora),
             optim=OptimConfig(**self.optim),
             cluster=ClusterConfig(gpus_per_node=self.gpus_per_node),
-            train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64"),
+            train=TrainConfig(
+                seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64", **self.train
+            ),
             data=DataConfig(document_mask=self.document_mask),
         )
 
@@ -287,7 +290,7 @@ class Case:
         extra += "" if self.document_mask else "-nomask"
         extra += "".join(
             f"-{value if isinstance(value, str) and key == 'schedule' else f'{key}={value}'}"
-            for key, value in (self.parallel | self.moe | self.lora | self.optim).items()
+            for key, value in (self.parallel | self.moe | self.lora | self.optim | self.train).items()
         )
         return f"{self.family}-{axes}-mb{self.rows}-{self.dispatcher}{extra}".replace(" ", "").replace("'", "")
 

@@ -22,6 +22,7 @@ NODES = dict(dispatcher="hierarchical", gpus_per_node=2)
 LORA = dict(rank=4, dropout=0.25)
 MUON = dict(algorithm="muon")
 MUON_CLIP = MUON | dict(qk_clip=0.5)  # most heads of these models have larger logits
+WARMUP = dict(indexer="warmup", freeze=["*"], trainable=["*.indexer.*"])
 MERGED = dict(overlap_all_to_all=True)
 
 CORE = [
@@ -77,11 +78,14 @@ MORE = [
     Case("deepseek-sparse", rows=2),
     Case("deepseek-sparse", dict(dp_shard=2), rows=4, document_mask=False),
     Case("deepseek-sparse", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON_CLIP),
-    Case("deepseek-sparse", dict(tp=2, ep=2), rows=2, parallel=dict(recompute=["layernorm", "mla_up_proj", "core_attn"])),
+    Case(
+        "deepseek-sparse", dict(tp=2, ep=2), rows=2, parallel=dict(recompute=["layernorm", "mla_up_proj", "core_attn"])
+    ),
     Case("deepseek-sparse", dict(pp=2, dp_shard=2, tp=2, ep=4), rows=1, parallel=ZBV),
     Case("deepseek-sparse", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED),
     Case("deepseek-sparse", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED, **NODES),
     Case("deepseek-sparse", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, lora=LORA),
+    Case("deepseek-sparse", dict(pp=2, cp=2, tp=2, ep=2), rows=4, train=WARMUP),
     Case("glm-sparse", dict(tp=2, ep=2), rows=4, parallel=FULL),
     Case("glm-sparse", dict(cp=2, ep=2), rows=4, document_mask=False),
     Case("glm-sparse", dict(pp=2, cp=2, ep=2), rows=2, parallel=FULL | dict(layers_per_stage=[2, 2])),

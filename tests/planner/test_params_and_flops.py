@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig
+from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.model.adapters import is_trained, with_adapters
 from automoe.model.decoder import Decoder
 from automoe.model.flops import step_flops_per_token, train_flops_per_token
@@ -219,3 +219,28 @@ def products_of_a_token(*overrides: str) -> tuple[float, float]:
 def test_flops_of_what_is_trained_are_those_that_torch_counts(overrides: str) -> None:
     planned, counted = products_of_a_token(*overrides.split())
     assert planned == counted
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_an_indexer_is_counted_by_query_and_key(warmup: bool) -> None:
+    """DeepSeek-V3.2 beside DeepSeek-V3, one query at a time."""
+    dense, sparse = preset("dsv3_671b"), preset("dsv32_672b")
+    a, seq, layers = sparse.attention, 4096, sparse.num_layers
+    own = sum(param.numel for param in model_params(sparse) if ".indexer." in param.name and param.multiplies)
+    assert count_params(sparse).total - count_params(dense).total == own + 2 * layers * a.index_head_dim
+    seen = sum(range(1, seq + 1)) / seq
+    chosen = sum(min(place, a.index_topk) for place in range(1, seq + 1)) / seq
+    pair = a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim)
+    scores = a.index_n_heads * a.index_head_dim
+    config = replace(quick_config(), model=sparse, train=TrainConfig(seq_len=seq))
+    if not warmup:
+        expected = 4 * own + layers * (6 * pair * (chosen - seen) + scores * (2 * seen + 4 * chosen))
+        more = step_flops_per_token(config).causal - train_flops_per_token(dense, seq).causal
+        assert more == pytest.approx(expected, rel=5e-3)  # as if keys were a continuum
+        return
+    config.train = TrainConfig(seq_len=seq, indexer="warmup", freeze=["*"], trainable=["*.indexer.*"])
+    none = replace(config, model=dense, train=TrainConfig(seq_len=seq, freeze=["*"], trainable=["norm.weight"]))
+    forward = step_flops_per_token(none).causal
+    # above the first layer's attention everything has the gradient of its input, on which the losses ride
+    assert step_flops_per_token(config).causal > 1.9 * forward
+    assert step_flops_per_token(config).causal < 2.1 * forward + layers * 6 * scores * seq + 4 * own

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from automoe.config.schema import ModelConfig
 from automoe.hf.families import glm4_moe
 from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import Field
@@ -14,16 +13,10 @@ from automoe.hf.families.family import Field
 def _read_topk(topk: int, theirs: Any) -> int:
     """Return ``index_topk``; 0 would be attention without an indexer here."""
     if topk < 1:
-        raise not_computed(theirs.name_or_path, f"index_topk={topk}, and a query sees 1 key or more")
+        raise not_computed(
+            theirs.name_or_path, f"index_topk={topk}, and a query sees 1 key or more"
+        )
     return topk
-
-
-def _read_shared(kinds: list[str], theirs: Any) -> list[int]:
-    return [layer for layer in range(theirs.num_hidden_layers) if kinds[layer] == "shared"]
-
-
-def _write_kinds(shared: list[int], config: ModelConfig) -> list[str]:
-    return ["shared" if layer in shared else "full" for layer in range(config.num_layers)]
 
 
 _V3 = {key: one for key, one in glm4_moe.LITE.fields.items() if key != "rope.interleaved"}
@@ -46,7 +39,11 @@ GLM_MOE_DSA = replace(
     fields=FAMILY.fields
     | {
         "attention.index_shared_layers": Field(
-            "indexer_types", read=_read_shared, write=_write_kinds
+            "indexer_types",
+            read=lambda kinds, hf: [n for n in range(hf.num_hidden_layers) if kinds[n] == "shared"],
+            write=lambda shared, config: [
+                "shared" if layer in shared else "full" for layer in range(config.num_layers)
+            ],
         )
     },
     fixed=FAMILY.fixed | {"attention.index_interleaved": True},

@@ -27,8 +27,6 @@ _OPTIONAL = (
     "attention.qk_norm_over_heads",
     "attention.clip_qkv",
     "attention.index_topk",
-    "attention.index_n_heads",
-    "attention.index_head_dim",
     "attention.index_interleaved",
     "attention.index_shared_layers",
     "attention.full_attention_interval",
