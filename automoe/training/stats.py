@@ -68,7 +68,10 @@ def gather_stats(
     if model.attention.index_topk:
         modules = [module for part in model_parts for module in part.modules()]
         indexers = [module for module in modules if isinstance(module, Indexer)]
-        reported = {**reported, "indexer_loss": sum(one.loss_sum for one in indexers)}
+        reported = {
+            **reported,
+            "indexer_loss": sum((one.loss_sum for one in indexers), loss_share.new_zeros(())),
+        }
         for one in indexers:
             one.reset_buffers()
     num_layers = model.num_moe_layers
