@@ -63,7 +63,7 @@ _AT_LEAST = {
     0: (
         "train.seed train.grad_clip train.spike_factor train.val_every model.first_k_dense "
         "model.num_shared_experts model.num_mtp_layers train.mtp_loss_weight "
-        "model.shared_intermediate_size model.norm_eps optim.lr optim.weight_decay "
+        "model.attention.index_topk model.shared_intermediate_size model.norm_eps optim.lr optim.weight_decay "
         "optim.warmup_steps optim.decay_steps optim.min_lr_ratio optim.qk_clip checkpoint.every checkpoint.every_minutes "
         "checkpoint.keep_every checkpoint.keep_best launch.max_restarts launch.threads_per_rank launch.gc_every "
         "launch.probe_every cluster.memory_bytes cluster.peak_flops cluster.peak_flops_fp8 cluster.memory_bandwidth "

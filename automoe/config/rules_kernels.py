@@ -132,6 +132,10 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     yield key, uses_ring(config, shape), "ring attention (parallel.context=ring) calls kernels of its own", remedy
     if kernel == "math":
         return
+    sparse = config.model.attention.index_topk
+    yield (key, sparse > 0 and kernel in ("te", "flash", "flex"),
+           f"a query sees the keys that an indexer chooses (model.attention.index_topk={sparse}), and {kernel} has no "
+           "such mask", remedy)
     query, value = head_dims(config.model.attention)
     if kernel == "flex":
         query, value = head_dims(replace(config.model.attention, sinks=False))
@@ -169,7 +173,7 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
         seq_len = config.train.seq_len
         chunk, ends = (seq_len, 1) if cp == 1 else (seq_len // (2 * cp), 2 * cp)
         wrong = [n * chunk for n in range(1, ends + 1) if (n * chunk + attention.sinks) % 128 == 64]
-        yield (key, bool(wrong) and (masked or window > 0 or cp > 1),
+        yield (key, bool(wrong) and (masked or window > 0 or cp > 1 or sparse > 0),
                "with a mask its gradient may be NaN over a number of keys that leaves 64 when divided by 128: "
                f"train.seq_len={seq_len} on mesh.cp={shape.cp} has {wrong and wrong[0]}",
                f"{remedy}, which leaves it out there, or a train.seq_len that {128 * ends} divides")
@@ -213,6 +217,8 @@ def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         (kernels.attention == "te", "the modules of kernels.attention=te", "kernels.attention=sdpa"),
         (kernels.attention == "flex", "FlexAttention with its blocks (kernels.attention=flex)", "kernels.attention=sdpa"),
         (kernels.rope == "triton", "the kernels of kernels.rope=triton", "kernels.rope=torch"),
+        (config.model.attention.index_topk > 0, "an indexer with its choice (model.attention.index_topk)",
+         "another model"),
         (kernels.norm == "te", "the modules of kernels.norm=te", "kernels.norm=torch"),
         (config.train.fp8 != "off", f"the products of train.fp8={config.train.fp8}", "train.fp8=off"),
         (bool(hooked), f"the hooks of parallel.recompute=[{','.join(hooked)}]", f"parallel.recompute=[{left}]"),

@@ -13,7 +13,7 @@ from automoe.config.rules import Row, divides
 from automoe.config.rules_kernels import BLOCK
 from automoe.config.schema import Config, ModelConfig, TrainConfig
 
-MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
+MTP_FAMILIES = ("deepseek_v3", "glm4_moe", "deepseek_v32", "glm_moe_dsa")
 BY_CROSS_ENTROPY = "modules for multi-token prediction learn the next tokens by cross-entropy"
 NO_MODULES = "peft loads an adapter into the classes of transformers, which have no modules for multi-token prediction"
 TRANSFORMERS = "transformers"  # ``model.family`` of a class without a declaration
@@ -45,6 +45,7 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield from _routing_rows(model)
     yield from _gqa_rows(model) if model.attention.kind == "gqa" else _mla_rows(model)
     yield from _window_rows(config)
+    yield from _indexer_rows(config, shape)
     if model.attention.linear_num_key_heads:
         yield from _delta_net_rows(config, shape)
     for key in ("swiglu_alpha", "swiglu_limit"):
@@ -216,6 +217,34 @@ def _mla_rows(model: ModelConfig) -> Iterator[Row]:
     yield _gqa_alone("attention.clip_qkv", a.clip_qkv is not None, "null")
     yield _gqa_alone("rope.partial_rotary_factor", model.rope.partial_rotary_factor != 1, "1.0")
     yield divides("model.attention.qk_rope_head_dim", a.qk_rope_head_dim, 2, _PAIRS)
+
+
+def _indexer_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    a = config.model.attention
+    yield ("train.indexer", config.train.indexer != "sparse" and not a.index_topk,
+           "the model has no indexers (model.attention.index_topk=0)", "Set train.indexer=sparse")
+    yield ("model.attention.index_topk", a.index_topk > 0 and a.kind != "mla", "attention kind mla alone has it",
+           "Set model.attention.index_topk=0")
+    if not a.index_topk:
+        return
+    given = f"(model.attention.index_topk={a.index_topk})"
+    yield ("model.attention.q_lora_rank", a.q_lora_rank is None,
+           f"an indexer's queries are projected from the latent of attention's {given}",
+           "Set model.attention.q_lora_rank=1 or more")
+    for key, least in (("index_n_heads", 1), ("index_head_dim", a.qk_rope_head_dim)):
+        yield (f"model.attention.{key}", getattr(a, key) < least,
+               f"an indexer needs {least} or more {given}; the first model.attention.qk_rope_head_dim="
+               f"{a.qk_rope_head_dim} dims of its heads turn",
+               f"Set model.attention.{key}={least} or more")
+    shared = a.index_shared_layers
+    layers = range(1, config.model.num_layers)
+    yield ("model.attention.index_shared_layers", any(layer not in layers for layer in shared),
+           f"{shared}: layers 1 to {layers.stop - 1} can use the choice of a layer before them",
+           "Leave the others out")
+    context = config.parallel.context
+    yield ("parallel.context", shape.cp > 1 and context != "gather",
+           f"{context} serves no masks of one rank's queries, and a query sees chosen keys {given}",
+           "Set parallel.context=gather")
 
 
 def _gqa_alone(key: str, broken: bool, plain: str) -> Row:

@@ -98,6 +98,13 @@ class AttentionConfig:
     # mla: dims of a head's query and key with rotary embedding; all heads share the key's
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0  # mla: width of a head's value
+    # mla: keys that a query attends to, chosen by an indexer (DeepSeek-V3.2); 0: all, no indexer
+    index_topk: int = 0
+    index_n_heads: int = 0  # mla: heads of an indexer
+    index_head_dim: int = 0  # mla: width of an indexer's head; its first qk_rope_head_dim dims turn
+    index_interleaved: bool = False  # mla: indexers rotate pairs (2i, 2i+1), not (i, i + D/2)
+    # mla: layers without an indexer, which use the choice of the last layer that has one (GLM)
+    index_shared_layers: list[int] = field(default_factory=list)
     o_bias: bool = False  # gqa: a bias in the output projection
     # gqa: each head has a learned logit that joins its softmax and has no value (GPT-OSS)
     sinks: bool = False
@@ -149,6 +156,8 @@ class ModelConfig:
 
     family: Literal[
         "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
         "qwen3_moe",
         "mixtral",
         "qwen2_moe",
@@ -399,6 +408,11 @@ def window_of(attention: AttentionConfig, layer: int) -> int:
 def is_linear(attention: AttentionConfig, layer: int) -> bool:
     """Return True if layer number ``layer`` is a gated delta net."""
     return attention.linear_num_key_heads > 0 and not _full(attention, layer)
+
+
+def has_indexer(attention: AttentionConfig, layer: int) -> bool:
+    """Return True if layer number ``layer`` chooses the keys of its queries itself."""
+    return attention.index_topk > 0 and layer not in attention.index_shared_layers
 
 
 def _full(attention: AttentionConfig, layer: int) -> bool:

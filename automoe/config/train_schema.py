@@ -33,6 +33,9 @@ class TrainConfig:
     loss: Literal["cross_entropy"] = "cross_entropy"
     # model.num_mtp_layers: weight of the mean of the modules' losses beside the main loss
     mtp_loss_weight: float = 0.3
+    # model.attention.index_topk: what attention sees and indexers learn from. sparse: the chosen keys;
+    # warmup: all keys, while all parameters but the indexers' are frozen
+    indexer: Literal["sparse", "warmup"] = "sparse"
     grad_clip: float = 1.0  # maximum global gradient norm; 0: no clipping
     max_skipped: int = 10  # the run ends after this many skipped steps in a row
     # skip a step whose loss is this many standard deviations above recent losses; 0: never

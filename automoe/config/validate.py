@@ -12,7 +12,13 @@ from typing import get_args, get_type_hints
 
 from automoe.config.data_schema import NO_TOKENIZER, DataConfig, sources_of
 from automoe.config.hub import is_data_set, local_folder
-from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers, too_many_stages
+from automoe.config.mesh_shape import (
+    MeshShape,
+    resolve_mesh,
+    split_layers,
+    stage_layers,
+    too_many_stages,
+)
 from automoe.config.paths import matches
 from automoe.config.pipeline import (
     ALL_FORWARDS_FIRST,
@@ -201,6 +207,11 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield (key, pp > 1 and schedule in V_SHAPED and stages != 2,
            f"{schedule} runs exactly 2 stages a rank: down the ranks and up again", f"Set {key}=2")
     yield from _stage_rows(config, shape)
+    shared = config.model.attention.index_shared_layers
+    orphans = [stage.start for stage in stage_layers(config, shape) if stage and stage.start in shared]
+    yield ("model.attention.index_shared_layers", bool(orphans),
+           f"layers {orphans} begin a pipeline stage, and the layers whose choice they use are in another",
+           "Set parallel.layers_per_stage so that a stage begins with a layer that has an indexer, or mesh.pp=1")
     if parallel.overlap_all_to_all:
         yield from _overlap_rows(config, shape)
     if pp == 1:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from automoe.config.schema import ModelConfig
+from automoe.config.schema import ModelConfig, has_indexer
 from automoe.errors import ConfigError
 from automoe.model.params import SPECS, model_params
 
@@ -20,7 +20,9 @@ INDEX_FILE = "model.safetensors.index.json"  # tensor -> file
 FP8_BLOCK = (128, 128)  # rows and columns under one scale
 SCALE_SUFFIX = "_scale_inv"  # suffix of a block-FP8 tensor's name in the name of its scales
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-# Matrices of a module for multi-token prediction that block-FP8 checkpoints leave as they are.
+# Block-FP8 checkpoints leave these matrices as they are: of a module for multi-token prediction, and of
+# an indexer.
+_INDEX_WEIGHTS = "self_attn.indexer.weights_proj"
 _MTP_KEPT = ("eh_proj", "embed_tokens", "shared_head.head")
 
 
@@ -308,10 +310,16 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
 def is_quantized_in_fp8(key: str, shape: Sequence[int], keys: KeyMap) -> bool:
     """Return True if block-FP8 checkpoints quantize the tensor ``key``.
 
-    They quantize the matrices of layers, but not routers, gates, the embedding or the head, and of
-    a module for multi-token prediction neither copies of these nor the projection of its inputs.
+    They quantize the matrices of layers, but not routers, gates, the weights of an indexer's heads,
+    the embedding or the head, and of a module for multi-token prediction neither copies of these nor
+    the projection of its inputs.
     """
-    kept = (keys.router, keys.shared_gate, *(f"{name}.weight" for name in _MTP_KEPT))
+    kept = (
+        keys.router,
+        keys.shared_gate,
+        f"{_INDEX_WEIGHTS}.weight",
+        *(f"{name}.weight" for name in _MTP_KEPT),
+    )
     return (
         key.startswith("model.layers.")
         and len(shape) == 2
@@ -339,6 +347,11 @@ def fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
         f"model.layers.{layer}.{name.removesuffix('.weight')}"
         for layer in layers
         for name in (*names, *(_MTP_KEPT if layer >= config.num_layers else ()))
+    ]
+    kept += [
+        f"model.layers.{layer}.{_INDEX_WEIGHTS}"
+        for layer in config.all_layers
+        if has_indexer(config.attention, layer)
     ]
     return {
         "quant_method": "fp8",

@@ -182,6 +182,11 @@ def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row
             yield (key, not any(fnmatchcase(name, pattern) for name in names),
                    f"{pattern!r} matches no parameter of the model; some of its names are {_some(names)}",
                    f"Leave it out of {key}, or write a pattern such as '*.router.*'")
+    moved = [param.name for param in params if is_trained(param.name, config) and not param.spec.detached]
+    yield ("train.freeze", config.train.indexer == "warmup" and (bool(moved) or config.lora.rank > 0),
+           f"train.indexer=warmup trains indexers alone, and {len(moved)} other parameters are trained "
+           f"(lora.rank={config.lora.rank})",
+           "Set train.freeze=['*'], train.trainable=['*.indexer.*'] and lora.rank=0")
     yield ("train.trainable", bool(config.train.trainable) and not (config.train.freeze or config.lora.rank),
            "it names exceptions from what is frozen, and nothing is", "Set train.freeze=['*'], or lora.rank")
     if config.lora.rank:

@@ -13,17 +13,20 @@ import torch
 from torch import nn
 
 from automoe.config.context import expanded_width, gathers_latents
-from automoe.config.schema import ModelConfig, window_of
+from automoe.config.schema import ModelConfig, has_indexer, window_of
 from automoe.model.attention_kernels import prepare_cuda
-from automoe.model.attention_masks import documents
+from automoe.model.attention_masks import QueryBlock, documents, seen_keys
 from automoe.model.backend import BackendConfig
+from automoe.model.indexer import Indexer, IndexInputs
 from automoe.model.linear import Linear, Rows
 from automoe.model.norm import norm_over_ranks
 from automoe.model.params import sizes_of
 from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
 from automoe.model.rows import exchange_heads, exchange_positions, gather_row, own_heads, whole_rows
+from automoe.moe.balance import attach_loss
 from automoe.moe.local_shard import local_shard
 from automoe.moe.process_groups import SINGLE_RANK, Communicator, first_of_rank
+from automoe.moe.recompute import save_for_recompute
 from automoe.moe.tokens import Tokens
 
 # DeepSeek's latent norms use this epsilon for any value of the model's own epsilon.
@@ -35,7 +38,13 @@ class AttentionContext:
 
     It also holds the ranks from which keys and values are gathered, or with which positions are
     exchanged for heads. ``doc_ids`` are those of whole rows if a layer sees whole rows.
+
+    Attributes:
+        seen: [B, S, R] bool, True where a query may see a key; None for models without indexers.
+        chosen: [B, S, R] bool, the choice of the last indexer, for layers that share it.
     """
+
+    chosen: torch.Tensor | None = None
 
     def __init__(
         self, config: ModelConfig, tokens: Tokens, backend: BackendConfig, dtype: torch.dtype
@@ -61,6 +70,11 @@ class AttentionContext:
             window: backend.masks(*given, window, backend.always_masked)
             for window in {0, self.window}
         }
+        self.tokens = tokens
+        self.seen = None
+        if attention.index_topk:
+            docs_BS = documents(tokens, self.keys, backend.always_masked)
+            self.seen = seen_keys(tokens, self.keys, docs_BS=docs_BS)
         self._attend = backend.attend
         if tokens.positions.device.type == "cuda":
             prepare_cuda()
@@ -68,15 +82,28 @@ class AttentionContext:
     def rotate(self, x_BSND: torch.Tensor, start: int = 0) -> torch.Tensor:
         return self.rope.rotate(x_BSND, self.cos, self.sin, self.interleaved, start)
 
+    def query_blocks(
+        self, window: int = 0, chosen_BSR: torch.Tensor | None = None
+    ) -> list[QueryBlock]:
+        """Return blocks of queries with the masks of these rows, of a window, or of chosen keys."""
+        assert window in (0, self.window)
+        if chosen_BSR is None:
+            return self.blocks[window]
+        return [
+            block._replace(mask=chosen_BSR[:, None, block.queries, block.keys])
+            for block in self.blocks[window]
+        ]
+
     def attend(
-        self, q_BSND, k_BRGD, v_BRGD, scale: float, window: int = 0, sinks_N=None
+        self, q_BSND, k_BRGD, v_BRGD, scale: float, window: int = 0, sinks_N=None, chosen_BSR=None
     ) -> torch.Tensor:
         """Attend as an ``AttentionFn``, with the mask of these rows and of the layer's window.
 
-        ``window`` is 0 for a layer without a sliding window.
+        Args:
+            window: 0 for a layer without a sliding window.
+            chosen_BSR: True where a query attends to a key; None: to all keys that it may see.
         """
-        assert window in (0, self.window)
-        blocks = self.blocks[window]
+        blocks = self.query_blocks(window, chosen_BSR)
         if self.keys.num_ranks == 1:
             return self._attend(q_BSND, k_BRGD, v_BRGD, blocks[0].mask, scale, sinks_N)
         out = [
@@ -175,9 +202,13 @@ class GroupedQueryAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """MLA: keys and values are expanded from one latent of kv_lora_rank numbers per token."""
+    """MLA: keys and values are expanded from one latent of kv_lora_rank numbers per token.
 
-    def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
+    With ``index_topk`` a query attends to the keys that an indexer chooses: the layer's own, or
+    that of the last layer that has one.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
         super().__init__()
         attention = config.attention
         hidden = config.hidden_size
@@ -202,6 +233,8 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(self.num_heads * self.v_dim, hidden)
         self.attend = AttentionContext.attend  # parallel.recompute=[core_attn] wraps it
         self.scale = softmax_scale(config.rope, qk_dim)
+        self.sparse = attention.index_topk > 0 and not backend.indexer_warmup
+        self.indexer = Indexer(config, backend) if has_indexer(attention, layer) else None
 
     def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Return the attention output [B, s, H] for hidden states [B, s, H]."""
@@ -218,9 +251,21 @@ class LatentAttention(nn.Module):
             gathered = gather_row(torch.cat((latent_BRL, k_rope_BRD), dim=-1), context.keys)
             latent_BRL, k_rope_BRD = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         q_BSND, k_BRND, v_BRND = self.project_up(query_BSL, latent_BRL, k_rope_BRD, context)
-        out_BSND = self.attend(context, q_BSND, k_BRND, v_BRND, self.scale)
+        inputs = None if self.indexer is None else self.indexer(x_BsH, query, context)
+        chosen_BSR = save_for_recompute(self._choose, inputs, context)
+        mask_BSR = chosen_BSR if self.sparse else None
+        out_BSND = self.attend(context, q_BSND, k_BRND, v_BRND, self.scale, 0, None, mask_BSR)
         out_BSND = exchange_positions(context.heads, out_BSND)
-        return self.sequence.reduce_scatter(self.o_proj(out_BSND.flatten(2)))
+        out_BsH = self.sequence.reduce_scatter(self.o_proj(out_BSND.flatten(2)))
+        if self.indexer is None:
+            return out_BsH
+        loss = self.indexer.loss(inputs, chosen_BSR, q_BSND, k_BRND, self.scale, context)
+        return out_BsH if loss is None else attach_loss(out_BsH, loss)
+
+    def _choose(self, inputs: IndexInputs | None, context: AttentionContext) -> torch.Tensor | None:
+        if self.indexer is not None:
+            context.chosen = self.indexer.choose(inputs, context)
+        return context.chosen
 
     def gathers_latents(self, latent: torch.Tensor) -> bool:
         return gathers_latents(

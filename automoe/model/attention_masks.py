@@ -61,10 +61,20 @@ def attention_mask(
         always: rows with document ids get a mask for any values of the ids, since compiled code is
             made for one case.
     """
-    whole = keys.num_ranks == 1
     docs_BS = documents(tokens, keys, always)
-    if docs_BS is None and whole and not window:
+    if docs_BS is None and keys.num_ranks == 1 and not window:
         return None
+    return seen_keys(tokens, keys, window, docs_BS)[:, None]
+
+
+def seen_keys(
+    tokens: Tokens, keys: Communicator, window: int = 0, docs_BS: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return [B, S, R], True where a query may see a key.
+
+    Args:
+        docs_BS: document ids of this rank's positions; None: a row is one document.
+    """
     key_index_BR = torch.arange(
         tokens.index.shape[1] * keys.num_ranks, device=tokens.index.device
     ).unsqueeze(0)
@@ -73,7 +83,7 @@ def attention_mask(
         mask_BSR = mask_BSR & (key_index_BR[:, None, :] > tokens.index[:, :, None] - window)
     if docs_BS is not None:
         mask_BSR = mask_BSR & (gather_row(docs_BS, keys)[:, None, :] == docs_BS[:, :, None])
-    return mask_BSR[:, None]
+    return mask_BSR
 
 
 def dense_masks(tokens: Tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:

@@ -34,6 +34,7 @@ class BackendConfig:
         norm: constructor of a norm, with the arguments of ``RMSNorm``.
         chunk_loss: the cross-entropy of a chunk of tokens.
         loss: reduction of per-token losses; None: mean cross-entropy.
+        indexer_warmup: attention sees all keys, and indexers learn from all of them.
         has_side_stream: function of a layer's number: its shared experts may run on a stream of
             their own.
         always_masked: rows with document ids get a mask for any values of the ids
@@ -50,6 +51,7 @@ class BackendConfig:
     norm: Callable[..., RMSNorm] = RMSNorm
     chunk_loss: ChunkLoss = chunk_loss
     loss: Loss | None = None
+    indexer_warmup: bool = False
     has_side_stream: Callable[[int], bool] = lambda layer: True
     always_masked: bool = False
     seed: int = 0

@@ -65,7 +65,7 @@ class Block(nn.Module):
         if is_linear(config.attention, layer):
             self.linear_attn = GatedDeltaNet(config, backend)
         elif config.attention.kind == "mla":
-            self.self_attn = LatentAttention(config, backend)
+            self.self_attn = LatentAttention(config, layer, backend)
         else:
             self.self_attn = GroupedQueryAttention(config, layer, backend)
         self.post_attention_layernorm = backend.norm(

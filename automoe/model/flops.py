@@ -4,16 +4,24 @@ FLOPs come in the two conventions that published MFU figures use. A multiply-add
 backward pass costs twice the forward, so a weight that a token meets costs 6; a frozen one 4, or 2
 where nothing below it is trained. A gated delta net counts as its recurrence: reading a head's
 state with a key, changing it, and reading it with a query are three products of Dk x Dv numbers a
-token. Router, norms, biases, softmax and recomputation are not counted.
+token. Queries that see chosen keys are counted with these alone; an indexer scores all keys, and
+learns from the chosen ones. Router, norms, biases, softmax and recomputation are not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear, window_of
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    ModelConfig,
+    has_indexer,
+    is_linear,
+    window_of,
+)
 from automoe.model.adapters import with_adapters
 from automoe.model.param_spec import NUM_PLACES, SCORES, Param
 from automoe.model.params import model_params
@@ -63,7 +71,7 @@ def train_flops_per_token(
         for place in range(NUM_PLACES):
             here = [param for param in by_layer[layer] if param.spec.place == place]
             matmul += sum(_active(model, param) * _passes(param, flows) for param in here)
-            flows = flows or any(param.trained for param in here)
+            flows = flows or any(param.trained and not param.spec.detached for param in here)
             if place != SCORES:
                 continue
             # Two products, forward and for both of their factors backward.
@@ -75,9 +83,16 @@ def train_flops_per_token(
                 continue
             # A window leaves a band of the attention matrix, whose first rows are cut by the
             # matrix's border.
-            keys = min(window_of(attention, layer) or seq_len, seq_len)
-            causal += passes * _score_dims(attention) * keys * (1 - keys / (2 * seq_len))
+            keys = min(window_of(attention, layer) or attention.index_topk or seq_len, seq_len)
+            band = keys * (1 - keys / (2 * seq_len))
+            causal += passes * _score_dims(attention) * band
             full += passes * _score_dims(attention) * keys
+            if has_indexer(attention, layer):
+                learns = any(param.trained and param.spec.detached for param in by_layer[layer])
+                dims = attention.index_n_heads * attention.index_head_dim
+                causal += dims * (seq_len + 4 * learns * band)
+                full += dims * (2 * seq_len + 4 * learns * keys)
+                flows = flows or learns  # its loss rides on attention's output
     flows = flows or tail[0].trained
     head = model.hidden_size * model.vocab_size
     uses = 1 + model.num_mtp_layers
@@ -91,7 +106,11 @@ def step_flops_per_token(config: Config) -> TokenFlops:
     Frozen weights have no gradient; adapters are multiplied as well.
     """
     made = partial(with_adapters, config=config)
-    return train_flops_per_token(config.model, config.train.seq_len, made=made)
+    model = config.model
+    if config.train.indexer == "warmup":  # attention sees all keys
+        every = replace(model.attention, index_topk=config.train.seq_len)
+        model = replace(model, attention=every)
+    return train_flops_per_token(model, config.train.seq_len, made=made)
 
 
 def _passes(param: Param, flows: bool) -> int:
@@ -99,6 +118,7 @@ def _passes(param: Param, flows: bool) -> int:
 
     They consist of the forward product, the gradient of the input if needed, and the weight's.
     """
+    flows = flows and not param.spec.detached
     return 2 + 2 * (flows or param.name.endswith(_LORA_B)) + 2 * param.trained
 
 

@@ -48,6 +48,7 @@ class ParamSpec:
             matrix are contiguous in a HuggingFace file, and dim 0 already belongs to the ep axis.
         fp8: whether ``train.fp8`` multiplies by it in 8 bits.
         lora: its name in ``lora.targets``; None: it gets no adapter.
+        detached: whether no gradient passes from its products to their inputs.
         hf: its key below ``model.layers.N.`` in published files, if that differs from its name;
             gate and up have one key each. A family lists its other spellings
             (``automoe.hf.keys``).
@@ -66,6 +67,7 @@ class ParamSpec:
     fsdp: int = 0
     fp8: bool = False
     lora: str | None = None
+    detached: bool = False
     hf: str = ""
     when: str = ""
     part: str = ""

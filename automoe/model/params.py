@@ -11,6 +11,7 @@ Sizes (``sizes_of``) that the table writes shapes in:
     Q  rows of queries: N, or 2 N with an output gate          r   rank of an adapter
     P  MLA: dim of a query     C, T  of it from the latent, and rotary     W  dim of a value
     Rq MLA: rank of queries    Rkv MLA: rank of keys and values
+    J, Dj  indexer: heads and their dim
     Nk, Dk  delta net: key heads and their dim     Nv, Dv  value heads and their dim
     K  delta net: width of its convolution
     Yq, Yk  width of the norm of queries, and of keys: D, or all heads together
@@ -27,7 +28,7 @@ from math import prod
 from typing import Any
 
 from automoe.config.rules_model import TRANSFORMERS
-from automoe.config.schema import ModelConfig, is_linear
+from automoe.config.schema import ModelConfig, has_indexer, is_linear
 from automoe.model.param_spec import PARTS, Param, ParamSpec
 
 _LAYER = re.compile(r"layers\.\d+\.")
@@ -91,6 +92,14 @@ _MLA = (
     _norm("kv_a_layernorm", "Rkv", 2),
     _colwise("kv_b_proj", "N*C+N*W Rkv", 3),
     _rowwise("o_proj", "H N*W", 5),
+)
+# Whole on every tp rank, which computes its own positions; neither adapters nor 8 bits.
+_INDEXER = (
+    ParamSpec("wq_b.weight", "J*Dj Rq", 3, detached=True),
+    ParamSpec("wk.weight", "Dj H", 1, detached=True),
+    _norm("k_norm", "Dj", 2, detached=True),
+    _vector("k_norm.bias", "Dj", 2, detached=True),
+    ParamSpec("weights_proj.weight", "J H", 1, detached=True),
 )
 _SPLIT = "attention.linear_split_projections"
 _DELTA_NET = (
@@ -199,6 +208,10 @@ def _has_mla(model: ModelConfig, layer: int) -> bool:
     return model.attention.kind == "mla" and not _has_delta_net(model, layer)
 
 
+def _has_indexer(model: ModelConfig, layer: int) -> bool:
+    return has_indexer(model.attention, layer)
+
+
 def _is_dense(model: ModelConfig, layer: int) -> bool:
     return layer < model.first_k_dense
 
@@ -221,6 +234,7 @@ _MODULES = (
     _Module("linear_attn", "attention", _DELTA_NET, _has_delta_net, "attention"),
     _Module("self_attn", "attention", _GQA, _has_gqa, "attention"),
     _Module("self_attn", "attention", _MLA, _has_mla, "attention"),
+    _Module("self_attn.indexer", "attention", _INDEXER, _has_indexer),
     _Module("mlp", "dense_ffn", _DENSE_FFN, _is_dense, "mlp"),
     _Module("mlp.router", "router", _ROUTER, _is_moe),
     _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts"),
@@ -306,6 +320,8 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "W": a.v_head_dim,
         "Rq": a.q_lora_rank or 0,
         "Rkv": a.kv_lora_rank,
+        "J": a.index_n_heads,
+        "Dj": a.index_head_dim,
         "Nk": a.linear_num_key_heads,
         "Dk": a.linear_key_head_dim,
         "Nv": a.linear_num_value_heads,

@@ -44,15 +44,16 @@ class WatchedAttention:
         scale: float,
         window: int = 0,
         sinks_N: torch.Tensor | None = None,
+        chosen_BSR: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if torch.is_grad_enabled():
             self.first = context.heads.rank * q_BSND.shape[2]
-            for queries, keys, mask in context.blocks[window]:
+            for queries, keys, mask in context.query_blocks(window, chosen_BSR):
                 block = q_BSND.detach()[:, queries], k_BRGD.detach()[:, keys]
                 assert not isinstance(mask, BlockMask), "refused by the rules"
                 found = largest_logits(*block, mask, scale)
                 self.largest = found if self.largest is None else self.largest.maximum(found)
-        return self.attend(context, q_BSND, k_BRGD, v_BRGD, scale, window, sinks_N)
+        return self.attend(context, q_BSND, k_BRGD, v_BRGD, scale, window, sinks_N, chosen_BSR)
 
 
 @torch.no_grad()

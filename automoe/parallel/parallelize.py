@@ -99,6 +99,7 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
         chunk_loss=_chunk_loss(config),
         loss=loss,
+        indexer_warmup=config.train.indexer == "warmup",
         has_side_stream=partial(has_side_stream, config.parallel),
         always_masked=config.train.compile,
         seed=config.train.seed,

@@ -10,6 +10,7 @@ width, K top-k, R = T K routed rows.
     gqa                        b [2 T N D + 2 Tk G D] + 4 T N
     gqa with sinks             b [3 T N + 2 Tk G] D + 4 T N    D is up to 8 larger; output copied
     mla                        b [(T + Tk) N (Dqk + Dv) + latents] + 4 T N
+    indexer of J heads         w [T J (Dj + 1) + (T + Tk) Dj]  gradients, made in the forward pass
     ffn of width I             4 b T I                         gate, silu(gate), up, product
     attention=math             w N [T Dqk + Tk (Dqk + Dv) + T S] + b T N Dv
                                                                copies of w >= 4 bytes, scores
@@ -47,7 +48,14 @@ from automoe.config.batch import BatchPlan
 from automoe.config.mesh_shape import MeshShape, uses_ulysses
 from automoe.config.recompute import FULL
 from automoe.config.rules_kernels import ELEMENT_BYTES, wire_row_bytes
-from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear, window_of
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    ModelConfig,
+    has_indexer,
+    is_linear,
+    window_of,
+)
 
 # Chunk length of automoe.model.delta_net, repeated here because the planner must not import torch.
 DELTA_CHUNK = 64
@@ -170,6 +178,8 @@ def layer_activation_bytes(
     if FULL in recompute:
         choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
         kept = {"norms": float(size * tokens * hidden * (1 + mtp))}
+        if has_indexer(model.attention, layer):
+            kept["attention"] = float(load.window_numbers)  # what it has chosen, a byte each
         return kept | ({"router": 8.0 * choices * tokens * top_k} if routed else {})
     # Inputs of tp-sharded weights are kept gathered over tp. Routers and MLA's down projections
     # read only the rank's own tokens.
@@ -242,7 +252,7 @@ def _attention_bytes(
     heads = attention.num_heads
     tokens = load.tokens
     kv_tokens = load.kv_tokens
-    mask_numbers = load.mask(window_of(attention, layer))
+    mask_numbers = load.mask(window_of(attention, layer) or attention.index_topk)
     by_math = load.scores and not again
     mask_bytes = mask_numbers * size  # Torch keeps one mask per layer in the dtype of the heads.
     # Attention keeps its log-sum-exp (4 bytes per token and head) and its mask.
@@ -276,7 +286,14 @@ def _attention_bytes(
                 2 * tokens * heads + 2 * kv_tokens * groups
             )
         return kept + size * dim * (2 * tokens * heads + 2 * kv_tokens * groups)
-    return kept + _latent_bytes(attention, load, recompute, by_math)
+    kept += _latent_bytes(attention, load, recompute, by_math)
+    if has_indexer(attention, layer):
+        # Gradients that its loss has made, the input of its keys' norm, and the chosen keys if
+        # attention is recomputed.
+        dim, row = attention.index_head_dim, kv_tokens * load.tp
+        numbers = tokens * attention.index_n_heads * (dim + 1) + (row + tokens) * dim
+        kept += max(4, size) * numbers + load.window_numbers * again
+    return kept
 
 
 def _exchanged_output(load: TokenLoad, width: int, again: bool) -> float:

@@ -32,7 +32,7 @@ from automoe.config.context import exchange_widths, expanded_width, gathers_late
 from automoe.config.mesh_shape import MeshShape, uses_ulysses
 from automoe.config.recompute import FULL
 from automoe.config.rules_kernels import head_dims, wire_row_bytes
-from automoe.config.schema import AttentionConfig, Config, is_linear, window_of
+from automoe.config.schema import AttentionConfig, Config, has_indexer, is_linear, window_of
 from automoe.planner.communication import (
     NOTHING,
     Cost,
@@ -241,7 +241,7 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
         passes.add(
             part,
             seconds + widened + machine.cast(tokens * columns),
-            seconds + own + widened + machine.cast(tokens * rows),
+            seconds * (not weight.detached) + own + widened + machine.cast(tokens * rows),
         )
         if part == "moe" and not place.fused:  # others' grouped products have a part for each half
             passes.backward.experts += seconds + own
@@ -282,7 +282,9 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
         # cp-sharded rows that no query sees. Without a mask, the causal kernel skips half of the
         # scores.
         gathered = mesh.cp > 1 and config.parallel.context == "gather"
-        masked = config.data.document_mask or gathered or window > 0
+        # Chosen keys are a mask too: no score is left out.
+        sparse = attention.index_topk > 0 and config.train.indexer == "sparse"
+        masked = config.data.document_mask or gathered or window > 0 or sparse
         sharing = mesh.cp if gathered else 1
         seen = mean_keys(seq, sharing, window) if masked else seq / 2
         moved = size * tokens * seen * masked
@@ -312,12 +314,34 @@ def _attention(place: Place, layer: int, passes: Passes) -> None:
         * (1 + attention.qk_norm + (attention.clip_qkv is not None))
     )
     passes.add("attention", turned, 2 * turned)
-    if mesh.cp == 1:
-        return
-    if uses_ulysses(config, mesh) or is_linear(attention, layer):
+    if mesh.cp > 1 and (uses_ulysses(config, mesh) or is_linear(attention, layer)):
         _exchange_heads(place, layer, passes)
-    else:
+    elif mesh.cp > 1:
         _context_parallel(place, passes, seconds)
+    if has_indexer(attention, layer):
+        _index(place, layer, passes)
+
+
+def _index(place: Place, layer: int, passes: Passes) -> None:
+    """Add an indexer's scores of all keys and its choice, and its loss if it learns.
+
+    A learning indexer computes its scores again, with both gradients, and the probabilities of all
+    heads of attention, all of it in the forward pass and in float32.
+    """
+    config, mesh, machine = place.config, place.mesh, place.machine
+    a = config.model.attention
+    weights = layer_weights(place.key, config, layer, mesh.tp).weights
+    learns = any(weight.detached and weight.trained for weight in weights)
+    pairs = 1.0 * place.tokens * config.train.seq_len
+    times = a.index_n_heads * ((config.train.indexer == "sparse") + 3 * learns)
+    heads = a.num_heads * learns  # a tp rank has a part of them, at the positions of all ranks
+    flops = 2 * pairs * (times * a.index_head_dim + heads * head_dims(a)[0])
+    moved = 16 * pairs * (times + heads)  # each head's scores are written and read
+    passes.add("attention", SLOW_PRODUCTS * machine.attention(flops) + machine.pass_over(moved), 0)
+    # a byte each of what is chosen, probabilities, and keys of the row
+    keys = 1.0 * machine.number_bytes * place.tokens * mesh.tp * a.index_head_dim
+    for axis, size in (("tp", (1 + 4 * learns) * pairs * mesh.tp + keys), ("cp", keys * mesh.cp)):
+        passes.send(axis, gather(machine, place.group(axis), size), NOTHING)
 
 
 def _exchange_heads(place: Place, layer: int, passes: Passes) -> None:

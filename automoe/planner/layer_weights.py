@@ -26,6 +26,7 @@ class Weight:
     trained: bool
     # bytes per element of a packed weight, which is widened for each matmul; 0: not packed
     packed: float = 0.0
+    detached: bool = False  # no gradient of its input
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,17 @@ def _weights_of(config: Config, layer: int, tp: int) -> LayerWeights:
             columns = param.shape[-1]
             rows = param.numel // groups // columns
             weights.append(
-                Weight(param.part, param.name, rows, columns, groups, dim, param.trained, packed)
+                Weight(
+                    param.part,
+                    param.name,
+                    rows,
+                    columns,
+                    groups,
+                    dim,
+                    param.trained,
+                    packed,
+                    param.spec.detached,
+                )
             )
     return LayerWeights(
         tuple(weights), gathered[False], gathered[True], trained[False], trained[True]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_modules
-from automoe.config.schema import Config, is_linear, window_of
+from automoe.config.schema import Config, has_indexer, is_linear, window_of
 from automoe.model.adapters import adapter_activation_bytes
 from automoe.model.params import Param
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, mask_bytes
@@ -60,6 +60,7 @@ class LayerKind(NamedTuple):
     linear: bool
     window: int
     recomputed: frozenset[str]
+    indexed: bool = False  # an indexer of its own
     mtp: bool = False  # a module for multi-token prediction
 
 
@@ -70,6 +71,7 @@ def layer_kind(config: Config, layer: int) -> LayerKind:
         is_linear(model.attention, layer),
         window_of(model.attention, layer),
         recomputed_modules(config.parallel, layer),
+        has_indexer(model.attention, layer),
         layer >= model.num_layers,
     )
 

@@ -32,6 +32,7 @@ from automoe.config.rules_kernels import chunk_tokens
 from automoe.config.schema import ModelConfig
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, score_numbers
 
+INDEX_CHUNK = 128  # of automoe.model.indexer: the planner imports no torch
 # Rows of the expert width that CUDA's backward keeps for each activation: silu(gate) for swiglu;
 # gate, its sigmoid, up and their product for clamped_swiglu. CPU operators process blocks of rows
 # and keep none of these whole.
@@ -146,6 +147,12 @@ def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
     numbers = load.tokens * (dims + attention.v_head_dim) + load.kv_tokens * (
         dims + attention.v_head_dim
     )
+    if attention.index_topk:
+        # For an indexer's loss, attention's probabilities summed over heads, before and after they
+        # are put together, and those of each head for a chunk of queries.
+        by_head = max(attention.num_heads, attention.index_n_heads)
+        chunk = min(1.0, INDEX_CHUNK / (load.tokens * load.tp))
+        scores += max(4, load.number_bytes) * load.window_numbers * (2 + 3 * chunk * by_head)
     return scores + float(load.number_bytes) * attention.num_heads * numbers
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from automoe.config.schema import Config
 from automoe.errors import DataError
 from automoe.model.causal_lm import CausalLM
+from automoe.model.indexer import Indexer
 from automoe.moe.balance import LOSSES, LoadCounter, update_expert_bias
 
 Name = TypeVar("Name")  # of a value
@@ -37,7 +38,7 @@ class StepStats:
         dropped_share: [L] share of the choices that exceeded an expert's capacity.
         device_counts: [L, 2, E] float64 on the model's device: ``expert_counts``, and the counts
             that plain top-k of the scores would give.
-        metrics: values that the loss reports, by name.
+        metrics: values that the loss reports, by name, and ``indexer_loss``, summed over layers.
     """
 
     loss: float
@@ -63,6 +64,16 @@ def gather_stats(
             every rank.
     """
     model = config.model
+    model_parts = list(model_parts)
+    if model.attention.index_topk:
+        modules = [module for part in model_parts for module in part.modules()]
+        indexers = [module for module in modules if isinstance(module, Indexer)]
+        reported = {
+            **reported,
+            "indexer_loss": sum((one.loss_sum for one in indexers), loss_share.new_zeros(())),
+        }
+        for one in indexers:
+            one.reset_buffers()
     num_layers = model.num_moe_layers
     num_experts = model.num_experts
     device = loss_share.device

@@ -43,7 +43,14 @@ MAX_HEADS = MAX_AXIS**2  # tp and cp both divide heads
 # Largest sizes in the proxy, by kind of attention.
 MAX_ATTENTION = {
     "mla": dict(
-        q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        index_topk=MAX_WINDOW,
+        index_n_heads=4,
+        index_head_dim=16,
     ),
     "gqa": dict(
         head_dim=16,
@@ -56,7 +63,8 @@ MAX_ATTENTION = {
     ),
 }
 HEAD_WIDTHS = (
-    "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim",
+    "head_dim", "index_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
 # A width that is divided into blocks of 8-bit scales keeps two blocks, so that blocks can meet.
 MAX_BLOCKED = 2 * BLOCK
@@ -161,6 +169,8 @@ def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
     for name, limit in MAX_ATTENTION[attention.kind].items():
         if (size := getattr(attention, name)) is not None:
             cut[name] = min(size, limit)
+    # The second layer is in the first stage, whatever the stages are.
+    cut["index_shared_layers"] = [1] if attention.index_shared_layers else []
     return replace(attention, num_heads=heads, num_kv_heads=kv_heads, **cut)
 
 

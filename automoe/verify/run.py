@@ -299,7 +299,7 @@ def passes(config: Config) -> list[Config]:
     The first uses float64 with the reference experts and rotary embedding. With ``train.fp8``, the
     second uses float64 around the 8-bit products, where no order of sums tips a code to its
     neighbour. The last is ``config`` in its own dtype and backend, unless that is float64. A class of
-    ``transformers`` has the first alone. On CUDA,
+    ``transformers`` has the first alone, and a model with indexers those in float64. On CUDA,
     whose 8-bit products have no float64 around them, the second uses float32 with the reference
     experts instead, if ``config`` does not.
     """
@@ -315,11 +315,14 @@ def passes(config: Config) -> list[Config]:
     runs = [replace(in_float64, train=exact, moe=replace(plain.moe, experts="loop"))]
     if config.model.family == TRANSFORMERS:  # its routing cannot be repeated
         return runs
-    if on_cuda and config.train.dtype == "bfloat16":
+    indexed = (
+        config.model.attention.index_topk > 0
+    )  # nor can an indexer's choice, which rounding tips
+    if on_cuda and config.train.dtype == "bfloat16" and not indexed:
         runs.append(replace(runs[0], train=replace(exact, dtype="float32")))
     if config.train.fp8 != "off" and not on_cuda:
         runs.append(in_float64)
-    if config.train.dtype != "float64":
+    if config.train.dtype != "float64" and not indexed:
         runs.append(config)
     return runs
 

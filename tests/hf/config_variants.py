@@ -62,6 +62,7 @@ _MLA = {
     "qk_nope_head_dim": 6,
     "v_head_dim": 10,
 }
+_INDEXER = {"index_topk": 5, "index_n_heads": 3, "index_head_dim": 12, "first_k_dense_replace": 1}
 _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -72,6 +73,8 @@ _LINEAR = {
 }
 BASES: dict[str, Variant] = {
     "deepseek_v3": _GROUPED | _MLA,
+    "deepseek_v32": _GROUPED | _MLA | _INDEXER,
+    "glm_moe_dsa": _GROUPED | _MLA | _INDEXER,
     "qwen3_moe": _EXPERTS | {"head_dim": 8, "norm_topk_prob": True},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 32, "max_window_layers": 2},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
@@ -201,8 +204,12 @@ def _others(key: str, value: Any, start: Variant) -> list[Any]:
     layers = start["num_hidden_layers"]
     if key == "hidden_act":
         return [ABSENT, None, "swish", "gelu", "relu", "nothing"]
+    if key == "indexer_types":
+        kinds = "full", "shared", "other"
+        return [ABSENT, None, [], ["full"], ["full"] * 3, *([list(pair) for pair in product(kinds, repeat=layers)])]
     if key == "layer_types":
         kinds = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
+        kinds += ("indexed_attention",) * (value is not None and "indexed_attention" in value)
         return [ABSENT, None, [], *([list(pair) for pair in product(kinds, repeat=layers)])]
     if key == "mlp_layer_types":
         kinds = "dense", "sparse", "other"
@@ -232,6 +239,10 @@ def _foreign_changes(start: Variant) -> Iterator[tuple[str, Variant]]:
     yield "odd shared width", {"shared_expert_intermediate_size": 20}
     for step, listed in product((1, 2, 3), ([], [0], [1])):
         yield f"step {step} but {listed}", {"decoder_sparse_step": step, "mlp_only_layers": listed}
+    schedules = ("FS", 1, 2), ("SF", 1, 2), (None, 2, 1), (None, 2, 2), (None, 0, 0)
+    for pattern, frequency, offset in schedules if "indexer_types" in start else ():
+        schedule = {"index_topk_freq": frequency, "index_skip_topk_offset": offset, "indexer_types": ABSENT}
+        yield f"choices {pattern} {frequency} {offset}", schedule | {"index_topk_pattern": pattern}
     for interval in (1, 2, 3):
         yield f"interval {interval}", {"full_attention_interval": interval, "layer_types": ABSENT}
 

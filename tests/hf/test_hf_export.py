@@ -380,6 +380,8 @@ OTHERS = (
     "glm4_moe_lite",
     "minimax_m2",
     "olmoe",
+    "dsv32",
+    "glm_moe_dsa",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,34 @@ def test_equal_in_float64(name: str, tmp_path: Path) -> None:
     assert abs(loss.item() - expected.item()) < 1e-12 * expected.item()
     theirs = {key: parameter.grad for key, parameter in hf.named_parameters()}
     with default_dtype(torch.float64):
-        for ours, parameter in model.named_parameters():
+        for ours, parameter in with_gradients(model, theirs):
             wanted = as_our_tensor(ours, parameter.shape, theirs, model.config)
             assert relative(parameter.grad, wanted) < 1e-12, ours
+
+
+def with_gradients(model: Decoder, theirs: dict[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Our parameters but those of indexers, which learn from a loss that transformers does not have."""
+    for name, parameter in model.named_parameters():
+        if ".indexer." not in name:
+            yield name, parameter
+            continue
+        assert theirs[f"model.{name}"] is None
+        assert parameter.grad.isfinite().all() and parameter.grad.norm() > 0  # tests/model/test_indexer.py has numbers
+
+
+@pytest.mark.parametrize("family", ["dsv32", "glm_moe_dsa"])
+@pytest.mark.parametrize("topk", [1, 39, 40, 41])
+def test_one_key_a_query_and_about_as_many_as_a_row_has(family: str, topk: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save_small_hf(family, tmp_path, other_sizes={"index_topk": topk, "index_n_heads": 1})
+    tokens, _ = tokens_and_labels(96)
+    with AllInFloat64(), default_dtype(torch.float64), torch.no_grad():
+        hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
+        model = Decoder(model_config_from_hf(tmp_path), MoEConfig(experts="loop"))
+        load_hf(model, tmp_path)
+        for rows in (tokens, tokens[:, : SEQ // 3]):
+            assert relative(model.eval()(rows), hf(rows).logits) < 1e-12
 
 
 @pytest.mark.one_in(3)
@@ -87,7 +113,7 @@ def test_equal_to_transformers(name: str, fused: bool, tmp_path: Path) -> None:
     loss.backward()
     assert abs(loss.item() - their_loss.item()) < TOLERANCE * their_loss.item()
     theirs = {key: parameter.grad for key, parameter in hf.named_parameters()}
-    for ours, parameter in model.named_parameters():
+    for ours, parameter in with_gradients(model, theirs):
         wanted = as_our_tensor(ours, parameter.shape, theirs, model.config)
         assert wanted.norm() > 0
         assert relative(parameter.grad, wanted) < TOLERANCE, ours

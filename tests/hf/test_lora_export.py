@@ -46,6 +46,8 @@ FAMILIES = [
     "qwen3_next",
     "qwen3_5_moe",
     "glm4_moe_lite",
+    "dsv32",
+    "glm_moe_dsa_shared",
     "minimax_m2",
     "olmoe",
 ]

@@ -198,6 +198,26 @@ MODELS["olmoe"] = ModelConfig(
 # One and two modules for multi-token prediction; the latter read a tied embedding, which is the head too.
 MODELS["deepseek-mtp"] = replace(MODELS["deepseek"], num_mtp_layers=1)
 MODELS["glm-mtp"] = replace(MODELS["glm"], num_layers=4, num_mtp_layers=2, tie_embeddings=True)
+# Each query sees three keys, which an indexer chooses.
+MODELS["deepseek-sparse"] = replace(
+    MODELS["deepseek"],
+    family="deepseek_v32",
+    attention=replace(MODELS["deepseek"].attention, index_topk=3, index_n_heads=3, index_head_dim=6),
+)
+# One head, so that many keys tie, and layers that use the choice of the layer before them.
+MODELS["glm-sparse"] = replace(
+    MODELS["deepseek-sparse"],
+    family="glm_moe_dsa",
+    num_layers=4,
+    num_mtp_layers=1,
+    attention=replace(
+        MODELS["deepseek-sparse"].attention,
+        index_topk=5,
+        index_n_heads=1,
+        index_interleaved=True,
+        index_shared_layers=[1, 3],
+    ),
+)
 # No experts at all.
 MODELS["llama"] = ModelConfig(
     family="llama",
@@ -224,6 +244,7 @@ class Case:
     moe: dict[str, object] = field(default_factory=dict)
     lora: dict[str, object] = field(default_factory=dict)
     optim: dict[str, object] = field(default_factory=dict)
+    train: dict[str, object] = field(default_factory=dict)
     gpus_per_node: int = 8  # where the dispatcher asks
 
     @property
@@ -250,7 +271,9 @@ class Case:
             lora=LoraConfig(**self.lora),
             optim=OptimConfig(**self.optim),
             cluster=ClusterConfig(gpus_per_node=self.gpus_per_node),
-            train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64"),
+            train=TrainConfig(
+                seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64", **self.train
+            ),
             data=DataConfig(document_mask=self.document_mask),
         )
 
@@ -267,7 +290,7 @@ class Case:
         extra += "" if self.document_mask else "-nomask"
         extra += "".join(
             f"-{value if isinstance(value, str) and key == 'schedule' else f'{key}={value}'}"
-            for key, value in (self.parallel | self.moe | self.lora | self.optim).items()
+            for key, value in (self.parallel | self.moe | self.lora | self.optim | self.train).items()
         )
         return f"{self.family}-{axes}-mb{self.rows}-{self.dispatcher}{extra}".replace(" ", "").replace("'", "")
 

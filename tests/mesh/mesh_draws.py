@@ -109,6 +109,9 @@ def _layout(generator: random.Random, family: str, shape: MeshShape, parallel: d
     while True:
         cuts = sorted(generator.choices(range(layers + 1), k=stages - 1))
         sizes = [after - before for before, after in zip([0, *cuts], [*cuts, layers], strict=True)]
+        starts = {sum(sizes[:stage]) for stage in range(stages) if sizes[stage]}
+        if starts.intersection(MODELS[family].attention.index_shared_layers):
+            continue  # such a layer's choice is made in another stage
         if leaves_no_rank_empty(sizes, shape.pp, parallel.get("schedule", "1F1B")):
             return sizes
 

@@ -23,6 +23,7 @@ NODES = dict(dispatcher="hierarchical", gpus_per_node=2)
 LORA = dict(rank=4, dropout=0.25)
 MUON = dict(algorithm="muon")
 MUON_CLIP = MUON | dict(qk_clip=0.5)  # most heads of these models have larger logits
+WARMUP = dict(indexer="warmup", freeze=["*"], trainable=["*.indexer.*"])
 MERGED = dict(overlap_all_to_all=True)
 
 CORE = [
@@ -69,6 +70,8 @@ CORE = [
     # modules for multi-token prediction, whose embedding a pipeline holds twice
     Case("deepseek-mtp", dict(pp=2), rows=2, parallel=dict(schedule="1F1B", layers_per_stage=[4, 1])),
     Case("deepseek-mtp", dict(cp=2, ep=2), rows=4),
+    # queries that see chosen keys, positions of which tp and cp ranks each score a part
+    Case("deepseek-sparse", dict(cp=2, tp=2, ep=2), rows=4),
     # queries and keys normed over the heads of all tp ranks
     Case("minimax", dict(tp=2, ep=2), rows=4),
     # matrices that come whole to one owner each
@@ -76,6 +79,21 @@ CORE = [
 ]
 
 MORE = [
+    Case("deepseek-sparse", rows=2),
+    Case("deepseek-sparse", dict(dp_shard=2), rows=4, document_mask=False),
+    Case("deepseek-sparse", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON_CLIP),
+    Case(
+        "deepseek-sparse", dict(tp=2, ep=2), rows=2, parallel=dict(recompute=["layernorm", "mla_up_proj", "core_attn"])
+    ),
+    Case("deepseek-sparse", dict(pp=2, dp_shard=2, tp=2, ep=4), rows=1, parallel=ZBV),
+    Case("deepseek-sparse", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED),
+    Case("deepseek-sparse", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED, **NODES),
+    Case("deepseek-sparse", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, lora=LORA),
+    Case("deepseek-sparse", dict(pp=2, cp=2, tp=2, ep=2), rows=4, train=WARMUP),
+    Case("glm-sparse", dict(tp=2, ep=2), rows=4, parallel=FULL),
+    Case("glm-sparse", dict(cp=2, ep=2), rows=4, document_mask=False),
+    Case("glm-sparse", dict(pp=2, cp=2, ep=2), rows=2, parallel=FULL | dict(layers_per_stage=[2, 2])),
+    Case("glm-sparse", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1, parallel=PER_MICRO_BATCH),
     Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=DUAL_PIPE | MERGED),
     Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=4), rows=1, parallel=ZBV),
     Case("deepseek-mtp", dict(pp=2, cp=2, ep=2), rows=2, parallel=ZBV | dict(layers_per_stage=[1, 2, 1, 1])),

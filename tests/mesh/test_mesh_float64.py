@@ -8,6 +8,7 @@ from mesh_cases import MODELS, STEPS, Case, run_case
 from mesh_draws import draw_cases
 from mesh_mappings import CORE, MORE
 
+from automoe.config.schema import has_indexer
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 
@@ -68,7 +69,10 @@ def test_the_reference_has_something_to_compare(reference, family: str) -> None:
             found = any(part in name for name in run.gradients[step])
             assert found == bool(parts.get(part, True)), part
         assert ("lm_head.weight" in run.gradients[step]) == (not model.tie_embeddings)
-        assert len(run.metrics[step]) == 2 * model.num_mtp_layers and all(run.metrics[step][::2])
+        indexed = sum(has_indexer(model.attention, layer) for layer in model.all_layers)
+        assert len(run.metrics[step]) == 2 * model.num_mtp_layers + (indexed > 0)
+        assert all(run.metrics[step][::2])  # losses of modules, and of indexers behind them
+        assert sum(".indexer.wk." in name for name in run.gradients[step]) == indexed
         assert all(gradient.norm() > 1e-6 for gradient in run.gradients[step].values())
         if not moe_layers:
             continue

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig
+from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.model.adapters import is_trained, with_adapters
 from automoe.model.decoder import Decoder
 from automoe.model.flops import step_flops_per_token, train_flops_per_token
@@ -67,7 +67,7 @@ def test_presets_have_the_published_sizes(name: str, total: float, active: float
     [*PRESETS, "qwen2_57b_a14b", "glm45_355b_a32b", "llama3_8b", "qwen3_8b"]
     + ["small_dsv3", "small_mixtral", "small_qwen3_moe", "small_gpt_oss", "small_qwen3_next"]
     + ["small_qwen3_5_moe", "qwen3_5_35b_a3b", "glm47_flash_30b_a3b"]
-    + ["minimax_m2_230b_a10b", "olmoe_7b_a1b"],
+    + ["minimax_m2_230b_a10b", "olmoe_7b_a1b", "dsv32_672b", "small_glm_moe_dsa"],
 )
 def test_names_and_shapes_are_those_of_the_model(name: str, tied: bool) -> None:
     config = replace(preset(name), tie_embeddings=tied)
@@ -219,3 +219,28 @@ def products_of_a_token(*overrides: str) -> tuple[float, float]:
 def test_flops_of_what_is_trained_are_those_that_torch_counts(overrides: str) -> None:
     planned, counted = products_of_a_token(*overrides.split())
     assert planned == counted
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_an_indexer_is_counted_by_query_and_key(warmup: bool) -> None:
+    """DeepSeek-V3.2 beside DeepSeek-V3, one query at a time."""
+    dense, sparse = preset("dsv3_671b"), preset("dsv32_672b")
+    a, seq, layers = sparse.attention, 4096, sparse.num_layers
+    own = sum(param.numel for param in model_params(sparse) if ".indexer." in param.name and param.multiplies)
+    assert count_params(sparse).total - count_params(dense).total == own + 2 * layers * a.index_head_dim
+    seen = sum(range(1, seq + 1)) / seq
+    chosen = sum(min(place, a.index_topk) for place in range(1, seq + 1)) / seq
+    pair = a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim)
+    scores = a.index_n_heads * a.index_head_dim
+    config = replace(quick_config(), model=sparse, train=TrainConfig(seq_len=seq))
+    if not warmup:
+        expected = 4 * own + layers * (6 * pair * (chosen - seen) + scores * (2 * seen + 4 * chosen))
+        more = step_flops_per_token(config).causal - train_flops_per_token(dense, seq).causal
+        assert more == pytest.approx(expected, rel=5e-3)  # as if keys were a continuum
+        return
+    config.train = TrainConfig(seq_len=seq, indexer="warmup", freeze=["*"], trainable=["*.indexer.*"])
+    none = replace(config, model=dense, train=TrainConfig(seq_len=seq, freeze=["*"], trainable=["norm.weight"]))
+    forward = step_flops_per_token(none).causal
+    # above the first layer's attention everything has the gradient of its input, on which the losses ride
+    assert step_flops_per_token(config).causal > 1.9 * forward
+    assert step_flops_per_token(config).causal < 2.1 * forward + layers * 6 * scores * seq + 4 * own

@@ -38,6 +38,13 @@ _MLA: dict[str, Any] = {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 0,
 }
+_DSA: dict[str, Any] = {key: value for key, value in _MLA.items() if key != "first_k_dense_replace"} | {
+    "mlp_layer_types": None,
+    "first_k_dense_replace": 1,
+    "index_topk": 6,
+    "index_n_heads": 2,
+    "index_head_dim": 12,
+}
 _QWEN: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 12,
@@ -195,6 +202,24 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"vocab_size": 101, "kv_lora_rank": 18, "intermediate_size": 37, "n_routed_experts": 6, "q_lora_rank": None}
         | {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "rope_interleave": False}
         | {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}, "norm_topk_prob": False},
+    ),
+    "dsv32": ("deepseek_v32", _DSA),
+    # Three heads, two keys a query, ties: of one head, every key with a negative product scores zero.
+    "dsv32_odd": (
+        "deepseek_v32",
+        _DSA
+        | {"vocab_size": 101, "kv_lora_rank": 18, "intermediate_size": 37, "n_routed_experts": 6}
+        | {"num_attention_heads": 3, "num_key_value_heads": 3, "index_topk": 2, "index_n_heads": 1}
+        | {"index_head_dim": 8, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "norm_topk_prob": False}
+        | {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}},
+    ),
+    "dsv32_all_keys": ("deepseek_v32", _DSA | {"index_topk": 4096, "num_hidden_layers": 2}),
+    "glm_moe_dsa": ("glm_moe_dsa", _DSA | {"indexer_types": ["full"] * 4}),
+    "glm_moe_dsa_shared": (
+        "glm_moe_dsa",
+        _DSA
+        | {"indexer_types": ["full", "shared", "shared", "full"], "index_n_heads": 3, "index_topk": 3}
+        | {"num_attention_heads": 2, "rope_scaling": _YARN, "n_shared_experts": 2},
     ),
     "gpt_oss": ("gpt_oss", _GPT_OSS | {"rope_scaling": _YARN | {"truncate": False}}),
     # Every third layer is full; a limit that some gates and ups exceed.

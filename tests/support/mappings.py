@@ -122,6 +122,11 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
     stages = shape.pp * parallel.stages_per_rank
     sizes = parallel.layers_per_stage
     layers = config.model.num_layers
+    even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    given = sizes or even
+    starts = {sum(given[:stage]) for stage, size in enumerate(given) if size}
+    if starts & set(model.attention.index_shared_layers):  # whose choice another stage makes
+        return False
     if (sizes is None and layers < stages) or (
         sizes is not None
         and (

@@ -20,6 +20,7 @@ from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families import (
     deepseek_v3,
+    deepseek_v32,
     glm4_moe,
     gpt_oss,
     llama,
@@ -39,6 +40,8 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         deepseek_v3.FAMILY,
+        deepseek_v32.FAMILY,
+        deepseek_v32.GLM_MOE_DSA,
         qwen.QWEN3_MOE,
         qwen.QWEN2_MOE,
         mixtral.FAMILY,
