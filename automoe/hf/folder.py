@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +110,20 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
             raise CheckpointError(f"{reason}. Make room or name another directory") from error
 
 
+def float32_copy(folder: Path) -> str:
+    """Return how the names of temporary float32 copies of a quantized folder begin."""
+    return f".{folder.name}."
+
+
 def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
     """Clean up after a killed export and create ``folder``, which closing ``held`` removes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     held.enter_context(_alone(path))
     restore_folder(path)
     check_target(path, overwrite)
-    remove_folder(folder)
+    # The second kind is the float32 copy that a killed proof of a quantized export left.
+    for left in (folder, *path.parent.glob(f"{escape(float32_copy(folder))}*")):
+        remove_folder(left)
     folder.mkdir()
     held.callback(remove_folder, folder)
 

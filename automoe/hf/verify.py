@@ -25,7 +25,7 @@ from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.family import differing_values, value_of
 from automoe.hf.families.registry import family_of, model_config_from_hf
-from automoe.hf.folder import write_settings
+from automoe.hf.folder import float32_copy, write_settings
 from automoe.hf.headers import NO_ADAPTER, switched_off
 from automoe.hf.keys import hf_tensors
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
@@ -281,7 +281,7 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
     if all(source.encoding == "plain" for source in catalog.sources.values()):
         yield catalog.folder
         return
-    with TemporaryDirectory(prefix=f".{catalog.folder.name}.", dir=catalog.folder.parent) as copy:
+    with TemporaryDirectory(prefix=float32_copy(catalog.folder), dir=catalog.folder.parent) as copy:
         folder = Path(copy)
         plan = plan_rewrite(catalog, config, family_of(config).keys, torch.float32)
         rewrite_tensors(plan, catalog, folder)

@@ -131,6 +131,16 @@ def test_a_second_export_to_the_same_name_is_refused_and_takes_nothing_away(tmp_
     assert (path / "config.json").read_text() == "first" and left(path) == ["out"]
 
 
+def test_what_a_killed_proof_of_a_quantized_export_left_is_removed(tmp_path: Path) -> None:
+    """And nothing whose name is only alike."""
+    path = tmp_path / "out[1]"
+    for name in ("..out[1].tmp.x3k", "..out1.tmp.x3k", ".out[1].tmp.x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("float32")
+    export(path, "new")
+    assert sorted(left(path)) == ["..out1.tmp.x3k", ".out[1].tmp.x", "out[1]"]
+
+
 def test_a_target_that_came_meanwhile_stays(tmp_path: Path) -> None:
     path = tmp_path / "out"
     with pytest.raises(CheckpointError, match="exists"), new_folder(path, False, ALONE):
