@@ -1,9 +1,9 @@
 """Kernels for ``kernels.loss=triton``: cross-entropy that passes over the logits twice.
 
 One pass reads them for each token's largest logit and sum of exponentials, the other replaces them
-by their gradient. ``automoe.model.loss.chunk_loss`` passes over them seven times.
+by their gradient. ``automoe.model.loss.chunk_loss`` passes over them seven times without.
 
-Letters: T tokens, H hidden, V vocabulary (this rank's part of it).
+Letters: T tokens, V vocabulary (this rank's part of it).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 
 from automoe.kernels.served import check_served
-from automoe.model.loss import targets
-from automoe.moe.process_groups import Communicator
 
 BLOCK = 4096  # logits that a program, which has one token, reads at once
 WARPS = 8
@@ -53,36 +51,26 @@ def _gradients(logits, largests, factors, labels, vocabulary, BLOCK: tl.constexp
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=at < vocabulary)
 
 
-def chunk_loss(
-    x_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    labels_T: torch.Tensor,
-    first_id: int,
-    vocab: Communicator,
-    wanted: bool,
-    hits: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what ``automoe.model.loss.chunk_loss`` returns, for the same arguments."""
-    check_served(x_TH, "kernels.loss=triton", "kernels.loss=torch", "kernels.loss=torch")
-    trained_T1, target_T1, here_T1 = targets(labels_T, weight_VH, first_id)
-    logits_TV = x_TH @ weight_VH.T
+def row_sums(logits_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's largest logit, and its sum of exp(logit - largest): float32 [T, 1]."""
+    check_served(logits_TV, "kernels.loss=triton", "kernels.loss=torch", "kernels.loss=torch")
     num_tokens, vocabulary = logits_TV.shape
-    mine_T1, sum_T1 = (
-        torch.empty(num_tokens, 1, dtype=torch.float32, device=x_TH.device) for _ in range(2)
+    largest_T1, sum_T1 = (
+        torch.empty(num_tokens, 1, dtype=torch.float32, device=logits_TV.device) for _ in range(2)
     )
-    _sums[(num_tokens,)](logits_TV, mine_T1, sum_T1, vocabulary, BLOCK=BLOCK, num_warps=WARPS)
-    largest_T1 = vocab.all_reduce_max(mine_T1)
-    target_logit_T1 = vocab.all_reduce(logits_TV.gather(1, target_T1).float() * here_T1)
-    divisor_T1 = vocab.all_reduce(sum_T1 * (mine_T1 - largest_T1).exp_())
-    if hits is not None:
-        hits += (trained_T1 & (target_logit_T1 == largest_T1)).sum()
-    loss = ((divisor_T1.log() + largest_T1 - target_logit_T1) * trained_T1).sum()
-    if not wanted:
-        return loss, None
-    places = triton.cdiv(vocabulary, BLOCK)
-    labels_T1 = torch.where(here_T1, target_T1, -1)
-    _gradients[(num_tokens, places)](
-        logits_TV, largest_T1, trained_T1 / divisor_T1, labels_T1, vocabulary,
-        BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
-    return loss, logits_TV
+    _sums[(num_tokens,)](logits_TV, largest_T1, sum_T1, vocabulary, BLOCK=BLOCK, num_warps=WARPS)
+    return largest_T1, sum_T1
+
+
+def logits_to_gradient_(
+    logits_TV: torch.Tensor,
+    largest_T1: torch.Tensor,
+    factor_T1: torch.Tensor,
+    label_T1: torch.Tensor,
+) -> torch.Tensor:
+    """Replace logits, dense, by exp(logit - largest) * factor, less 1 at the label; -1: at none."""
+    num_tokens, vocabulary = logits_TV.shape
+    _gradients[(num_tokens, triton.cdiv(vocabulary, BLOCK))](
+        logits_TV, largest_T1, factor_T1, label_T1, vocabulary, BLOCK=BLOCK, num_warps=WARPS
+    )
+    return logits_TV

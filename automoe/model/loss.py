@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -31,34 +32,49 @@ def chunk_loss(
     vocab: Communicator,
     wanted: bool,
     hits: torch.Tensor | None = None,
+    in_kernels: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the sum of a chunk's losses, and if ``wanted`` its gradient by the logits.
 
-    The gradient [T, V] has the dtype of x. Other arguments are those of ``cross_entropy_sum``.
+    The gradient [T, V] has the dtype of x. ``in_kernels`` is ``kernels.loss=triton``. Other
+    arguments are those of ``cross_entropy_sum``.
     """
-    trained_T1, target_T1, here_T1 = targets(labels_T, weight_VH, first_id)
+    trained_T1, target_T1, here_T1 = _targets(labels_T, weight_VH, first_id)
     logits_TV = x_TH @ weight_VH.T
     wide = torch.promote_types(x_TH.dtype, torch.float32)
-    largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
+    if in_kernels:
+        from automoe.kernels.cross_entropy import logits_to_gradient_, row_sums
+
+        mine_T1, sum_T1 = row_sums(logits_TV)
+    else:
+        mine_T1 = logits_TV.amax(-1, keepdim=True).to(wide)
+    largest_T1 = vocab.all_reduce_max(mine_T1.clone())
     target_logit_T1 = vocab.all_reduce(logits_TV.gather(1, target_T1).to(wide) * here_T1)
     if hits is not None:
         hits += (trained_T1 & (target_logit_T1 == largest_T1)).sum()
-    # This is softmax without its divisor. The cost is passes over memory: the subtraction also
-    # widens, and the product also narrows.
-    grad_TV = (
-        logits_TV.sub_(largest_T1) if logits_TV.dtype == wide else logits_TV - largest_T1
-    ).exp_()
-    divisor_T1 = vocab.all_reduce(grad_TV.sum(-1, keepdim=True))
+    if in_kernels:
+        sum_T1 *= (mine_T1 - largest_T1).exp_()
+    else:
+        # This is softmax without its divisor. The cost is passes over memory: the subtraction also
+        # widens, and the product also narrows.
+        grad_TV = (
+            logits_TV.sub_(largest_T1) if logits_TV.dtype == wide else logits_TV - largest_T1
+        ).exp_()
+        sum_T1 = grad_TV.sum(-1, keepdim=True)
+    divisor_T1 = vocab.all_reduce(sum_T1)
     loss = ((divisor_T1.log() + largest_T1 - target_logit_T1) * trained_T1).sum()
     if not wanted:
         return loss, None
     factor_T1 = trained_T1 / divisor_T1
+    if in_kernels:
+        label_T1 = torch.where(here_T1, target_T1, -1)
+        return loss, logits_to_gradient_(logits_TV, largest_T1, factor_T1, label_T1)
     target_grad_T1 = grad_TV.gather(1, target_T1) * factor_T1 - here_T1.to(wide)
     grad_TV = torch.mul(grad_TV, factor_T1, out=logits_TV)
     return loss, grad_TV.scatter_(1, target_T1, target_grad_T1.to(grad_TV.dtype))
 
 
-def targets(
+def _targets(
     labels_T: torch.Tensor, weight_VH: torch.Tensor, first_id: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return three tensors [T, 1] about labels.
@@ -101,9 +117,7 @@ def chunk_loss_fn(kernel: str) -> ChunkLoss:
         return chunk_loss
     assert kernel == "triton"
     import_backend("triton", "kernels.loss=triton", "Install it, or set kernels.loss=torch")
-    from automoe.kernels import cross_entropy
-
-    return cross_entropy.chunk_loss
+    return partial(chunk_loss, in_kernels=True)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -191,7 +205,7 @@ class _TokenLosses(torch.autograd.Function):
         step = chunk_tokens(*x_TH.shape)
         for start in range(0, len(x_TH), step):
             chunk = slice(start, start + step)
-            trained_T1, target_T1, here_T1 = targets(labels_T[chunk], weight_VH, first_id)
+            trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, first_id)
             logits_TV = x_TH[chunk] @ weight_VH.T
             largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
             target_logit_T1 = vocab.all_reduce(logits_TV.gather(1, target_T1).to(wide) * here_T1)
@@ -214,7 +228,7 @@ class _TokenLosses(torch.autograd.Function):
         step = chunk_tokens(*x_TH.shape)
         for start in range(0, len(x_TH), step):
             chunk = slice(start, start + step)
-            trained_T1, target_T1, here_T1 = targets(labels_T[chunk], weight_VH, ctx.first_id)
+            trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, ctx.first_id)
             grad_TV = (x_TH[chunk] @ weight_VH.T - log_sum_T[chunk].unsqueeze(1)).exp_()
             grad_TV.scatter_add_(1, target_T1, -here_T1.to(grad_TV.dtype))
             grad_TV.mul_(grad_T[chunk].unsqueeze(1) * trained_T1)

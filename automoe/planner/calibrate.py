@@ -41,9 +41,10 @@ from automoe.errors import ConfigError
 from automoe.launch.hardware import MAX_CPU_RANKS_PER_CORE, num_cores, resolve_device, visible_gpus
 from automoe.launch.prepare import compose
 from automoe.planner.communication import link_name
-from automoe.planner.layer_time import Place, layer_time
+from automoe.planner.layer_time import layer_time
 from automoe.planner.machine import Constants, Machine
 from automoe.planner.output_file import write_out
+from automoe.planner.place import Place
 
 if TYPE_CHECKING:
     import torch

@@ -20,9 +20,10 @@ from automoe.config.schema import Config
 from automoe.model.flops import step_flops_per_token
 from automoe.model.params import model_params
 from automoe.planner.communication import NOTHING, Cost, all_to_all, gather, send
-from automoe.planner.layer_time import AXES, Pass, Passes, Place, head_time, layer_time
+from automoe.planner.layer_time import head_time, layer_time
 from automoe.planner.layer_weights import cached, layer_weights
 from automoe.planner.machine import Constants, Machine
+from automoe.planner.place import AXES, Pass, Passes, Place
 from automoe.planner.schedule import Span, StageTimes, simulate, stretch
 from automoe.planner.step_memory import DTYPE_BYTES, layer_kind
 

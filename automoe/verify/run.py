@@ -309,7 +309,7 @@ def passes(config: Config) -> list[Config]:
         plain,
         train=replace(config.train, dtype="float64"),
         optim=replace(config.optim, master_weights="float32"),
-        kernels=replace(plain.kernels, rope="torch"),  # the Triton kernel has no float64
+        kernels=replace(plain.kernels, rope="torch", loss="torch"),  # no Triton kernel has float64
     )
     exact = replace(in_float64.train, fp8="off")
     runs = [replace(in_float64, train=exact, moe=replace(plain.moe, experts="loop"))]

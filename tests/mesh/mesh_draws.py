@@ -67,7 +67,7 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
     world_size, family = choose(WORLDS), choose(FAMILIES)
     parallel: dict[str, Any] = dict(choose(SCHEDULES))
     parallel |= choose(({}, {}, {}, FULL, PARTS, dict(recompute="full", recompute_layers="every 2")))
-    parallel |= choose(({}, ULYSSES))
+    parallel |= choose(({}, {} if MODELS[family].attention.index_topk else ULYSSES))
     moe: dict[str, Any] = choose(
         (
             {},

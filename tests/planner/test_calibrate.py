@@ -32,8 +32,9 @@ from automoe.planner.calibrate import (
     usual,
 )
 from automoe.planner.communication import Group, all_to_all, gather, link_name, send
-from automoe.planner.layer_time import Place, layer_time
+from automoe.planner.layer_time import layer_time
 from automoe.planner.machine import Constants, Machine
+from automoe.planner.place import Place
 from automoe.planner.time import MEASURED_BAND, step_time
 from automoe.verify.pool import RankPool
 

@@ -256,7 +256,9 @@ def test_gpus_run_torch_in_float64_and_float32_and_the_configuration_in_its_own(
     ranks: RankPool, small: list[str]
 ) -> None:
     own = ["train.dtype=bfloat16", "moe.dispatcher=deepep", "kernels.attention=cudnn", "data.document_mask=false"]
-    config, shape, cuts = for_gpus([*small, *own, "kernels.norm=te", "moe.experts=triton", "kernels.rope=triton"])
+    config, shape, cuts = for_gpus(
+        [*small, *own, "kernels.norm=te", "moe.experts=triton", "kernels.rope=triton", "kernels.loss=triton"]
+    )
     assert cuts == []
     exact, single, last = passes(config)
     assert last is config and (last.moe.dispatcher, last.kernels.attention) == ("deepep", "cudnn")
@@ -306,7 +308,11 @@ NEED_CUDA = {
     ("moe.experts", "te"): "grouped_mm",
     ("moe.experts", "quack"): "grouped_mm",
 }
-NEED_AN_INTERPRETER = {("kernels.rope", "triton"): "torch", ("moe.experts", "triton"): "grouped_mm"}
+NEED_AN_INTERPRETER = {
+    ("kernels.rope", "triton"): "torch",
+    ("kernels.loss", "triton"): "torch",
+    ("moe.experts", "triton"): "grouped_mm",
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,119 @@
+"""What the time of a layer is computed from and in: a rank's place, and the seconds of its passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from automoe.config.batch import BatchPlan
+from automoe.config.context import expanded_width, gathers_latents
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.planner.communication import NOTHING, Cost, Group
+from automoe.planner.machine import Machine
+
+AXES = ("tp", "cp", "ep", "etp", "fsdp", "pp")
+
+
+@dataclass
+class Pass:
+    """Forward or backward pass of one layer: seconds of computation by module, and collectives by
+    axis.
+    """
+
+    compute: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    communication: dict[str, Cost] = field(default_factory=dict)
+    idle: float = 0.0  # seconds that the GPU waits for kernel launches
+    # Parts of a backward pass: gradients of all weights but the experts', and gradients of experts.
+    weights: float = 0.0
+    experts: float = 0.0
+    # Communication that the recomputation of a module repeats: module -> axis -> cost.
+    again: dict[str, dict[str, Cost]] = field(default_factory=dict)
+
+    def add(self, part: str, seconds: float) -> None:
+        self.compute += seconds
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
+
+    def send(self, axis: str, cost: Cost) -> None:
+        if cost is not NOTHING:
+            self.communication[axis] = self.communication.get(axis, NOTHING) + cost
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + sum(cost.seconds for cost in self.communication.values()) + self.idle
+
+
+class Passes(NamedTuple):
+    """Forward and backward pass of a layer or a stage."""
+
+    forward: Pass
+    backward: Pass
+
+    def add(self, part: str, forward: float, backward: float) -> None:
+        self.forward.add(part, forward)
+        self.backward.add(part, backward)
+
+    def send(self, axis: str, forward: Cost, backward: Cost) -> None:
+        self.forward.send(axis, forward)
+        self.backward.send(axis, backward)
+
+
+def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
+    """Return the assumed expert rows of the busiest rank, relative to the mean of all ranks."""
+    moe = config.moe
+    busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
+    if moe.capacity_factor:
+        busy = (
+            moe.capacity_factor if moe.pad_to_capacity else min(busy, max(1.0, moe.capacity_factor))
+        )
+    return busy if mesh.ep > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Setting of a layer's timing: configuration, mesh, machine and micro-batches."""
+
+    config: Config
+    mesh: MeshShape
+    machine: Machine
+    batch: BatchPlan
+    fused: bool = False  # True if matmuls add to the float32 gradients themselves
+    gradient_bytes: int = 0  # bytes per gradient element in FSDP's reduction; 0: automoe's width
+
+    @property
+    def tokens(self) -> int:
+        return self.batch.tokens_per_micro_batch
+
+    @cached_property
+    def rows(self) -> float:
+        """(token, expert) pairs that the experts of the busiest rank compute."""
+        return busiest(self.config, self.mesh, self.machine) * self.batch.expert_rows_per_rank
+
+    @cached_property
+    def key(self) -> str:
+        """Cache key that identifies the model and its trained parameters."""
+        train = self.config.train
+        found = self.config.model, self.config.lora, train.freeze, train.trainable, train.dtype
+        return repr(found)
+
+    @property
+    def gathers_latents(self) -> bool:
+        """True if cp gathers MLA's latents instead of the keys and values that they expand to."""
+        config = self.config
+        attention = config.model.attention
+        if self.mesh.cp == 1 or config.parallel.context != "gather" or attention.kind != "mla":
+            return False
+        device = "cpu" if config.cluster.gpu == "cpu" else "cuda"
+        expanded = expanded_width(attention, self.mesh.tp)
+        return gathers_latents(attention.kv_lora_rank, expanded, device, self.machine.number_bytes)
+
+    def group(self, axis: str) -> Group:
+        """Return the process group of mesh axis ``axis``; ``fsdp`` combines dp_shard and cp."""
+        if axis == "fsdp":
+            return Group.of(self.mesh.fsdp, self.mesh.tp, self.machine.gpus_per_node)
+        view = "moe" if axis.startswith("e") else "default"
+        return Group.of(
+            getattr(self.mesh, axis), self.mesh.stride(view, axis), self.machine.gpus_per_node
+        )
