@@ -77,6 +77,10 @@ def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
         chosen = getattr(config.kernels, name) == "triton"
         yield (f"kernels.{name}", chosen and dtype == "float64", "it has no float64, and train.dtype=float64",
                f"Set kernels.{name}=torch")
+        by_token = config.train.loss != "cross_entropy" or config.recipe == "dpo"
+        yield (f"kernels.{name}", chosen and name == "loss" and by_token,
+               "its kernels compute the mean cross-entropy of a chunk, and this run needs the loss of each token",
+               "Set kernels.loss=torch")
         yield (f"kernels.{name}", chosen and device == "cpu" and not triton_is_interpreted(), _NEEDS_CUDA,
                f"Set kernels.{name}=torch, or {_INTERPRET}")
     if config.kernels.norm == "te":
@@ -132,7 +136,7 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     yield key, uses_ring(config, shape), "ring attention (parallel.context=ring) calls kernels of its own", remedy
     if kernel == "math":
         return
-    sparse = config.model.attention.index_topk
+    sparse = config.model.attention.index_topk * (config.train.indexer == "sparse")
     yield (key, sparse > 0 and kernel in ("te", "flash", "flex"),
            f"a query sees the keys that an indexer chooses (model.attention.index_topk={sparse}), and {kernel} has no "
            "such mask", remedy)
@@ -179,11 +183,13 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
                f"{remedy}, which leaves it out there, or a train.seq_len that {128 * ends} divides")
         return
     unmasked = f"{remedy}, or data.document_mask=false"
+    exchanges = attention.num_heads % (shape.tp * shape.cp) == 0
     for broken, why, instead in (
         (masked, "data.document_mask=true masks documents", unmasked),
         (window > 0, f"model.attention.sliding_window={window} masks what is further back", remedy),
         (shape.cp > 1 and not uses_ulysses(config, shape),
-         f"with mesh.cp={shape.cp} keys are masked by their position", f"{remedy}, or parallel.context=ulysses"),
+         f"with mesh.cp={shape.cp} keys are masked by their position",
+         remedy + ", or parallel.context=ulysses" * exchanges),
         (attention.sinks and kernel == "te", "model.attention.sinks=true adds a key", remedy),
     ):
         yield key, broken, f"on CUDA it knows causality alone, and {why}", instead

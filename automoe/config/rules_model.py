@@ -225,6 +225,11 @@ def _indexer_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            "the model has no indexers (model.attention.index_topk=0)", "Set train.indexer=sparse")
     yield ("model.attention.index_topk", a.index_topk > 0 and a.kind != "mla", "attention kind mla alone has it",
            "Set model.attention.index_topk=0")
+    family = config.model.family
+    yield ("model.attention.index_topk", not a.index_topk and family in ("deepseek_v32", "glm_moe_dsa"),
+           f"models of family {family} have indexers", "Set 1 or more, or model.family=deepseek_v3")
+    yield ("model.attention.index_shared_layers", not a.index_topk and bool(a.index_shared_layers),
+           "the model has no indexers (model.attention.index_topk=0)", "Set model.attention.index_shared_layers=[]")
     if not a.index_topk:
         return
     given = f"(model.attention.index_topk={a.index_topk})"

@@ -209,7 +209,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield from _stage_rows(config, shape)
     shared = config.model.attention.index_shared_layers
     orphans = [stage.start for stage in stage_layers(config, shape) if stage and stage.start in shared]
-    yield ("model.attention.index_shared_layers", bool(orphans),
+    yield ("model.attention.index_shared_layers", bool(orphans) and config.model.attention.index_topk > 0,
            f"layers {orphans} begin a pipeline stage, and the layers whose choice they use are in another",
            "Set parallel.layers_per_stage so that a stage begins with a layer that has an indexer, or mesh.pp=1")
     if parallel.overlap_all_to_all:

@@ -1,4 +1,4 @@
-"""Kernel for the gradient norm on a GPU: squares are summed in float64, and each number is read once.
+"""Kernel of the gradient norm on a GPU: sums squares in float64 and reads each number once.
 
 torch's norm in another dtype first makes a float64 copy of the tensor: on an H200 that took 70 ms
 for the 46 GB of gradients of a step of 830 ms, where reading them takes 10.

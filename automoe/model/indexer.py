@@ -163,10 +163,12 @@ def attention_shares(
 ) -> torch.Tensor:
     """Return attention's probabilities summed over heads: [B, S, R] in at least float32."""
     wide = torch.promote_types(q_BSND.dtype, torch.float32)
-    k_BNDR = k_BRND.permute(0, 2, 3, 1)
+    k_BNRD = k_BRND.transpose(1, 2)
+    if len(k_BNRD) > 1:  # else the product of each chunk would copy the keys
+        k_BNRD = k_BNRD.contiguous()
     shares = []
     for q, mask in _chunks(q_BSND, mask_BSR):
-        logits_BNcR = (q.transpose(1, 2) @ k_BNDR).to(wide) * scale
+        logits_BNcR = (q.transpose(1, 2) @ k_BNRD.mT).to(wide) * scale
         shares.append(logits_BNcR.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(-1).sum(1))
     return torch.cat(shares, dim=1)
 

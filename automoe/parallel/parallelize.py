@@ -167,6 +167,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
             embeds=stage == 0,
             predicts=stage == len(stages) - 1,
         )
+        part.mtp_loss_weight = config.train.mtp_loss_weight
         adapt(part, config, dtype, COMPUTE_DTYPES[config.train.dtype])
         parallelize(part, meshes, config, style)
         if config.optim.qk_clip:

@@ -103,9 +103,9 @@ class TokenLoad:
     # heads.
     copies_groups: bool
     tp: int = 1
-    head_ranks: int = (
-        1  # ranks that attend with other heads of the same tokens: tp, by cp with ulysses
-    )
+    # ranks that attend with other heads of the same tokens: tp, by cp with ulysses
+    head_ranks: int = 1
+    rows: int = 1  # rows of a micro-batch
     etp: int = 1
     # Rows that receive a gradient in the experts' backward pass: local tokens or received rows.
     read_rows: float = 0.0
@@ -143,6 +143,7 @@ class TokenLoad:
             on_cpu=on_cpu,
             copies_groups=not on_cpu and config.kernels.attention == "sdpa",
             tp=mesh.tp,
+            rows=config.train.micro_batch_size,
             head_ranks=mesh.tp * exchanged,
             etp=mesh.etp,
             read_rows=read_rows,

@@ -151,8 +151,10 @@ def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
         # For an indexer's loss, attention's probabilities summed over heads, before and after they
         # are put together, and those of each head for a chunk of queries.
         by_head = max(attention.num_heads, attention.index_n_heads)
-        chunk = min(1.0, INDEX_CHUNK / (load.tokens * load.tp))
+        chunk = min(1.0, INDEX_CHUNK * load.rows / (load.tokens * load.tp))
         scores += max(4, load.number_bytes) * load.window_numbers * (2 + 3 * chunk * by_head)
+        if load.rows > 1:  # keys are copied, one head after the other
+            scores += load.number_bytes * attention.num_heads * dims * load.kv_tokens
     return scores + float(load.number_bytes) * attention.num_heads * numbers
 
 

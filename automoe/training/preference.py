@@ -36,8 +36,8 @@ from automoe.training.step import prepare_inputs, send
 REFERENCE_FILE = "reference.json"
 # Settings beside those of the model that change what the weights say of a pair.
 _SETTINGS = (
-    "train.dtype train.fp8 optim.master_weights lora.base moe.gate moe.dispatch_dtype moe.router_dtype moe.capacity_factor "
-    "moe.drop_policy moe.drop_scope"
+    "train.dtype train.fp8 train.indexer optim.master_weights lora.base moe.gate moe.dispatch_dtype "
+    "moe.router_dtype moe.capacity_factor moe.drop_policy moe.drop_scope"
 ).split()
 
 

@@ -159,7 +159,7 @@ def _multiple(size: int, unit: int) -> int:
 
 
 def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
-    # Not three: axes of three ranks become axes of two.
+    # Heads are never three: axes of three ranks become axes of two.
     heads = MAX_HEADS if attention.num_heads > MAX_AXIS else attention.num_heads
     kv_heads = heads if attention.num_kv_heads == attention.num_heads else attention.num_kv_heads
     kv_heads = min(kv_heads, heads)

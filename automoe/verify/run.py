@@ -315,9 +315,8 @@ def passes(config: Config) -> list[Config]:
     runs = [replace(in_float64, train=exact, moe=replace(plain.moe, experts="loop"))]
     if config.model.family == TRANSFORMERS:  # its routing cannot be repeated
         return runs
-    indexed = (
-        config.model.attention.index_topk > 0
-    )  # nor can an indexer's choice, which rounding tips
+    # An indexer's choice cannot be repeated either: rounding tips it.
+    indexed = config.model.attention.index_topk > 0
     if on_cuda and config.train.dtype == "bfloat16" and not indexed:
         runs.append(replace(runs[0], train=replace(exact, dtype="float32")))
     if config.train.fp8 != "off" and not on_cuda:

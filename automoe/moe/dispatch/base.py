@@ -40,8 +40,8 @@ class DispatchGroup(Protocol):
     data has arrived: call ``wait`` if anything other than torch reads the data.
 
     Attributes:
-        in_8_bits: dispatchers send rows in 8 bits to their experts (``automoe.moe.dispatch.wire``),
-            and only those.
+        in_8_bits: rows that go to experts are sent in 8 bits (``automoe.moe.dispatch.wire``);
+            what comes back is not.
     """
 
     rank: int

@@ -39,7 +39,7 @@ def encode_rows(x_TH: torch.Tensor) -> torch.Tensor:
 
 
 def decode_rows(lines_BW: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers [B, H] of encoded rows in ``dtype``, which holds them exactly."""
+    """Return the numbers [B, H] of encoded rows in ``dtype``; float16 alone rounds them."""
     codes, scales = _parts(lines_BW, hidden)
     return scaled(codes.view(E4M3), scales.contiguous().view(torch.float32), dtype)
 
@@ -78,9 +78,9 @@ def arrived(
 
 
 def keep_encoded(x_BH: torch.Tensor, lines_BW: torch.Tensor) -> torch.Tensor:
-    """Return ``x``, the rows of ``lines``, which operations keep for their backward in its place.
+    """Return ``x``. In a ``discard_scope``, operations keep ``lines`` for their backward instead.
 
-    Only in a ``discard_scope``.
+    They decode the lines again.
     """
     discard(x_BH, decode_rows, lines_BW, x_BH.shape[1], x_BH.dtype)
     return x_BH
