@@ -151,7 +151,9 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     try:
         HfApi().model_info(name, revision=revision, timeout=_SILENT_S)
         folder = Path(snapshot_download(name, **options))
-        _check_sizes(folder, place / "trees" / f"{folder.name}.json", before)
+        listing = place / "trees" / f"{folder.name}.json"
+        if listing.is_file():  # the library ignores a disk that has no room for it
+            _check_sizes(folder, listing, before)
         return folder
     except Exception as error:  # the library's own, those of its HTTP client, of the disk
         if cached is None:
@@ -193,12 +195,17 @@ def _check_sizes(folder: Path, listing: Path, before: set[Path]) -> None:
     from huggingface_hub.errors import FileMetadataError
 
     sizes = json.loads(read_file(listing))["files"]
-    for name, stated in sizes.items():
-        file, size = folder / name, stated["size"]
-        if file.is_file() and (found := file.stat().st_size) != size:
-            for path in {file.resolve(), file} - before:
-                path.unlink()
-            raise FileMetadataError(f"{file} has {found:,} bytes, and the Hub lists {size:,}")
+    wrong = [
+        folder / name
+        for name, stated in sizes.items()
+        if (folder / name).is_file() and (folder / name).stat().st_size != stated["size"]
+    ]
+    said = f"the Hub lists other sizes of {listed(wrong)}"
+    for file in wrong:
+        for path in {file.resolve(), file} - before:
+            path.unlink(missing_ok=True)
+    if wrong:
+        raise FileMetadataError(said)
 
 
 def fetch(key: str, spec: str, missing: list[str]) -> None:
@@ -273,7 +280,7 @@ def _refused(
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
-        error = error.__cause__  # type: ignore[assignment]
+        error = error.__cause__
     why = _one_line(error)
     name = spec.partition("@")[0]
     remedy = isinstance(error, Exception) and remedy_of(error, f"{constants.ENDPOINT}/{name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import time
@@ -46,7 +47,7 @@ ANSWERS: dict[str, tuple[Fault, str]] = {
     "login": (answer(401), "401.*hf auth login"),
     "forbidden": (answer(403), "403.*hf auth login"),
     "gated": (answer(403, X_Error_Code="GatedRepo"), "gated.*Accept the terms at .*lab/tiny"),
-    "repository": (answer(404, X_Error_Code="RepoNotFound"), "404.*Correct the name"),
+    "repository": (answer(404, X_Error_Code="RepoNotFound"), "404.*Correct"),
     "revision": (answer(404, X_Error_Code="RevisionNotFound"), "404.*Correct the name or the revision"),
     "file": (answer(404, X_Error_Code="EntryNotFound"), "404.*HF_ENDPOINT"),
     "limit": (answer(429), "429.*Start again later"),
@@ -61,8 +62,8 @@ ANSWERS: dict[str, tuple[Fault, str]] = {
     "silence": (silence, "(timed out|time-?out).*Start again"),
 }
 PLACES = {
-    "revision": lambda path: "/revision/" in path,
-    "listing": lambda path: "/tree/" in path,
+    "revision": lambda path: "/revision/" in path or path.endswith("/resolve/loop"),
+    "listing": lambda path: "/tree/" in path or path.endswith("/resolve/loop"),
     "config": lambda path: path.endswith(("/config.json", "/resolve/loop")),
     "weights": lambda path: path.endswith((".safetensors", "/resolve/loop")),
 }
@@ -108,9 +109,16 @@ def kept(folder: Path, cache: Path) -> bool:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("place", PLACES)
 def test_every_answer_ends_in_words_and_leaves_nothing(
-    place: str, hub: Hub, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str,
+    hub: Hub,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, (fault, words) in ANSWERS.items():
+        cache = tmp_path / name.replace(" ", "-")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
         if name == "silence" and place in ("config", "weights"):
             continue  # the library itself waits ten seconds for a file, and the constant is a default
         here = PLACES[place]
@@ -124,17 +132,15 @@ def test_every_answer_ends_in_words_and_leaves_nothing(
             with pytest.raises(ConfigError) as caught:
                 pinned(KEY, NAME)
             said = str(caught.value)
-        import re
 
         assert re.search(words, said, re.DOTALL), (name, said)
-        assert NAME in said and kept(folder, tmp_path / "cache") and not (tmp_path / "out").exists(), name
+        assert NAME in said and kept(folder, cache) and not (tmp_path / "out").exists(), name
         assert hub.slept < 1000, name  # type: ignore[attr-defined]
         hub.fault = lambda asked: False
         if place == "weights":
             assert convert.main([NAME, "--out", str(tmp_path / "out")]) == 0, name
             shutil.rmtree(tmp_path / "out")
-        assert pinned(KEY, NAME) == f"{NAME}@{hub.main}" and kept(folder, tmp_path / "cache")
-        shutil.rmtree(tmp_path / "cache")
+        assert pinned(KEY, NAME) == f"{NAME}@{hub.main}" and kept(folder, cache)
         hub.fault = lambda asked: False
 
 
@@ -145,7 +151,7 @@ def test_the_hub_of_data_answers_in_words(name: str, hub: Hub, tmp_path: Path, m
 
     from automoe.data.hub import hub_files
 
-    for key in ("HF_ENDPOINT", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+    for key in ("HF_ENDPOINT", "HF_DATASETS_CACHE"):
         value = constants.ENDPOINT if key == "HF_ENDPOINT" else str(tmp_path / key)
         monkeypatch.setattr(datasets.config, key, value)
     fault, words = ANSWERS[name]
