@@ -247,7 +247,6 @@ def _one_line(error: Exception | str) -> str:
 
 def remedy_of(error: BaseException, page: str) -> str | None:
     """Return what to do about an answer of the Hub for ``page``; None if there was no answer."""
-    from httpx import TooManyRedirects
     from huggingface_hub import errors
 
     login = "log in (hf auth login, or HF_TOKEN)"
