@@ -263,9 +263,8 @@ def remedy_of(error: BaseException, page: str) -> str | None:
         return f"Start again later, or {login}: then the Hub answers more requests"
     if status >= 500:
         return "The Hub has a fault (status.huggingface.co): start again later"
-    if status or isinstance(
-        error, (json.JSONDecodeError, errors.FileMetadataError, TooManyRedirects)
-    ):
+    odd = isinstance(error, (json.JSONDecodeError, errors.FileMetadataError))
+    if status or odd or "redirects" in str(error):
         return (
             f"Open {page} in a browser: in place of the Hub a login page of this network may have answered, a proxy, "
             "or a mirror (HF_ENDPOINT). Then start again"
