@@ -8,6 +8,7 @@ machine finds its own cached copy.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -17,12 +18,13 @@ from typing import Any
 
 from automoe.config.paths import user_path
 from automoe.errors import ConfigError, listed
-from automoe.storage.files import wrong_kind
+from automoe.storage.files import read_file, wrong_kind
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w./-]+?))??(?:@([0-9a-f]{40}))?")
 # Patterns of the files that describe a model and its tokenizer; pickles and code are excluded.
 _SMALL = ["*.json", "*.jinja", "vocab.txt", "merges.txt", "*.model"]
 _SILENT_S = 10.0  # a Hub that says nothing for so long is out of reach
+_WAIT_S = 300  # longest wait that the Hub may ask for; its limits count windows of five minutes
 _COPIES = ["*/*.json", "*/*.model"]  # other formats and older steps, in folders of their own
 
 
@@ -124,7 +126,6 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
         ConfigError: as ``pinned``.
     """
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.utils import get_session
 
     options: dict[str, Any] = {
         "revision": revision,
@@ -137,8 +138,9 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
         # huggingface_hub would read it, and a FIFO has no end
         if (kind := wrong_kind(file)) is not None:
             raise _refused(key, f"{name}@{revision}", f"{file} is {kind} and no file")
-    get_session().timeout = _SILENT_S  # its default is none
+    bound_waits()
     cached = None
+    before = set(place.resolve().rglob("*"))
     with contextlib.suppress(Exception):
         folder = Path(snapshot_download(name, local_files_only=True, **options))
         if files is _SMALL or all((folder / file).exists() for file in files):
@@ -148,13 +150,62 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
         return cached
     try:
         HfApi().model_info(name, revision=revision, timeout=_SILENT_S)
-        return Path(snapshot_download(name, **options))
+        folder = Path(snapshot_download(name, **options))
+        listing = place / "trees" / f"{folder.name}.json"
+        if listing.is_file():  # the library ignores a disk that has no room for it
+            _check_sizes(folder, listing, before)
+        return folder
     except Exception as error:  # the library's own, those of its HTTP client, of the disk
         if cached is None:
             raise _refused(key, f"{name}@{revision}", error) from error
         note = f"note: {cached} is used as it is: the Hub cannot be asked which files a model has"
         print(f"{note} ({_one_line(error)})", file=sys.stderr)
         return cached
+
+
+def bound_waits() -> None:
+    """Give every request of huggingface_hub in this process an end; it makes some without one."""
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import get_session
+
+    def end_silence(request: Any) -> None:
+        waits = request.extensions["timeout"]
+        waits |= {part: seconds or _SILENT_S for part, seconds in waits.items()}
+
+    def end_pause(answer: Any) -> None:
+        pause = answer.headers.get("Retry-After", "")
+        if pause.isdigit() and int(pause) > _WAIT_S:
+            what = f"{answer.status_code} {answer.reason_phrase}, come back in {pause} s"
+            raise HfHubHTTPError(what, response=answer)
+
+    session = get_session()
+    hooks = session.event_hooks
+    if not any(hook.__name__ == "end_pause" for hook in hooks["response"]):
+        session.event_hooks = {
+            "request": [*hooks["request"], end_silence],
+            "response": [*hooks["response"], end_pause],
+        }
+
+
+def _check_sizes(folder: Path, listing: Path, before: set[Path]) -> None:
+    """Raise ``FileMetadataError`` if a file has not the size that the Hub lists.
+
+    The wrong file is deleted unless it is one of ``before``.
+    """
+    from huggingface_hub.errors import FileMetadataError
+
+    sizes = json.loads(read_file(listing))["files"]
+    wrong = [
+        folder / name
+        for name, stated in sizes.items()
+        if (folder / name).is_file() and (folder / name).stat().st_size != stated["size"]
+    ]
+    said = f"the Hub lists other sizes of {listed(wrong)}"
+    for file in wrong:
+        for path in {file.resolve(), file} - before:
+            path.unlink(missing_ok=True)
+    if wrong:
+        raise FileMetadataError(said)
 
 
 def fetch(key: str, spec: str, missing: list[str]) -> None:
@@ -194,22 +245,47 @@ def _one_line(error: Exception | str) -> str:
     return " ".join(str(error).split())[:300]
 
 
+def remedy_of(error: BaseException, page: str) -> str | None:
+    """Return what to do about an answer of the Hub for ``page``; None if there was no answer."""
+    from huggingface_hub import errors
+
+    login = "log in (hf auth login, or HF_TOKEN)"
+    if isinstance(error, errors.GatedRepoError):
+        return f"Accept the terms at {page}, and {login}"
+    if isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)):
+        return f"Correct the name or the revision; for a private repository {login}"
+    if "CERTIFICATE_VERIFY" in str(error):
+        return "Let SSL_CERT_FILE name the certificates of this network's proxy"
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    if status in (401, 403):
+        return f"With a token that may read {page}, {login}"
+    if status == 429:
+        return f"Start again later, or {login}: then the Hub answers more requests"
+    if status >= 500:
+        return "The Hub has a fault (status.huggingface.co): start again later"
+    odd = isinstance(error, (json.JSONDecodeError, errors.FileMetadataError))
+    if status or odd or "redirects" in str(error):
+        return (
+            f"Open {page} in a browser: in place of the Hub a login page of this network may have answered, a proxy, "
+            "or a mirror (HF_ENDPOINT). Then start again"
+        )
+    return None
+
+
 def _refused(
     key: str, spec: str, error: Exception | str, missing: Iterable[str] = ("all that is needed",)
 ) -> ConfigError:
     from huggingface_hub import constants, errors
 
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__
     why = _one_line(error)
-    login = "log in (hf auth login, or HF_TOKEN)"
     name = spec.partition("@")[0]
-    if isinstance(error, errors.GatedRepoError):
-        remedy = f"Ask for access on the model's page, and {login}"
-    elif isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)):
-        remedy = f"Correct the name or the revision; for a private model {login}"
-    else:
+    remedy = isinstance(error, Exception) and remedy_of(error, f"{constants.ENDPOINT}/{name}")
+    if not remedy:
         remedy = (
-            f"Where there is a network, run `hf download {name}`, and bring that cache here (HF_HOME says where it "
-            "lies), or a copy of the model's folder, and name it"
+            f"Start again; where the Hub cannot be reached, run `hf download {name}` elsewhere, and bring that cache "
+            "here (HF_HOME says where it lies), or a copy of the model's folder, and name it"
         )
         if constants.HF_HUB_OFFLINE and isinstance(error, Exception):
             why = "HF_HUB_OFFLINE is set"

@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import zip_longest
-from pathlib import Path
 
+from automoe.config.paths import user_path
 from automoe.config.v_schedules import Action, dual_pipe_v, zero_bubble_v
 from automoe.errors import ConfigError
 from automoe.storage.files import read_file
@@ -212,7 +212,7 @@ def _refused(path: str, rule: str, remedy: str = "") -> ConfigError:
 def _stamp(path: str) -> int:
     """Return the time of the file's last change, which is a part of the caches' keys."""
     try:
-        return os.stat(path).st_mtime_ns
+        return os.stat(user_path(KEY, path)).st_mtime_ns
     except OSError as error:
         raise _refused(
             path, f"it cannot be read ({error.strerror}; looked from {os.getcwd()})"
@@ -230,7 +230,7 @@ def read_csv(path: str, stamp: int) -> Order:
         ConfigError: a field is no action of a computation.
     """
     try:
-        text = read_file(Path(path)).decode()
+        text = read_file(user_path(KEY, path)).decode()
         rows = [[field.strip() for field in row] for row in csv.reader(text.splitlines())]
     except (OSError, ValueError, csv.Error) as error:
         raise _refused(path, f"it cannot be read: {error}") from None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.data_schema import DataConfig
-from automoe.config.hub import is_data_set
+from automoe.config.hub import bound_waits, is_data_set, remedy_of
 from automoe.errors import DataError, import_backend
 
 
@@ -37,6 +37,7 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
             if isinstance(found, datasets.DatasetDict):
                 found = found[data.split]
         else:
+            bound_waits()
             found = datasets.load_dataset(str(data.path), data.subset, split=data.split)
     except KeyError as error:
         raise DataError(
@@ -59,4 +60,9 @@ def _reason(data: DataConfig, error: Exception, offline: bool) -> str:
             f"{what} The Hub is out of reach from here, or HF_HUB_OFFLINE is set: where there is a network, save it "
             f"with datasets.load_dataset({data.path!r}, split={data.split!r}).save_to_disk(DIR), and set data.path=DIR."
         )
+    cause: BaseException | None = error
+    while cause is not None and not there:
+        if remedy := remedy_of(cause, f"https://huggingface.co/datasets/{data.path}"):
+            return f"{what} ({' '.join(str(cause).split())[:300]}) {remedy}."
+        cause = cause.__cause__ or cause.__context__
     return f"{what} Correct data.path, data.subset or data.split."

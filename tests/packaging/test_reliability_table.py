@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROWS = 58
+ROWS = 59
 
 
 def rows() -> dict[int, str]:
