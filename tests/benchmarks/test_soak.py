@@ -47,4 +47,5 @@ def test_the_committed_soaks_killed_on_three_meshes_at_least_thirty_times_and_lo
         "merged",
         "mtp",
         "muon",
+        "v",
     }
