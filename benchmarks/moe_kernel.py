@@ -266,8 +266,12 @@ def draw(report: dict[str, Any], path: Path) -> None:
     layers = report["layers"]
     with matplotlib.rc_context(RC):
         figure, (axis,) = new_figure(11, 4.8)
-        wide = 0.8 / len(PEERS)
-        for place, (peer, colour) in enumerate(zip(PEERS, [*CELLS, PALE_BLUE, MUTED], strict=True)):
+        colours = zip(PEERS, [*CELLS, PALE_BLUE, MUTED], strict=True)
+        timed = [
+            pair for pair in colours if any("tflops" in layer["balanced"].get(pair[0], {}) for layer in layers.values())
+        ]
+        wide = 0.8 / max(len(timed), 1)
+        for place, (peer, colour) in enumerate(timed):
             bars = [layer["balanced"].get(peer, {}).get("tflops", 0.0) for layer in layers.values()]
             axis.bar([n + place * wide for n in range(len(bars))], bars, wide, label=peer, color=colour)
         for n, name in enumerate(layers):
