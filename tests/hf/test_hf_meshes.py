@@ -139,7 +139,7 @@ def test_every_family_is_equal_on_a_mesh_or_refused(name: str, mesh: str, tmp_pa
     save_small_hf(name, tmp_path / "in")
     refusal = refusal_of(tmp_path / "in", MESHES[mesh])
     if refusal:
-        assert re.search(r"\d+ % \d+ = [1-9]", refusal), refusal
+        assert re.search(r"\d+ % \d+ = [1-9]|layers \[\d+\] begin a pipeline stage", refusal), refusal
         return
     check_gradients(name, tmp_path / "in", MESHES[mesh], ranks)
     check_round_trip(tmp_path / "in", tmp_path / "out", MESHES[mesh], ranks)
@@ -193,6 +193,10 @@ def check_gradients(name: str, tmp_path: Path, mesh: MeshConfig, ranks: RankPool
     for key, gradient in gradients.items():
         for piece in hf_pieces(key, tuple(gradient.shape), keys):
             source, target = piece.overlap((0,) * gradient.dim(), tuple(gradient.shape))
+            if theirs[piece.key] is None:  # transformers runs indexers without gradient
+                assert ".indexer." in piece.key
+                compared.add(piece.key)
+                continue
             wanted = piece.from_stored(theirs[piece.key][source])
             assert (gradient[target] - wanted).norm() < TOLERANCE * wanted.norm(), piece.key
             compared.add(piece.key)
