@@ -48,7 +48,7 @@ def chunk_loss(
         mine_T1, sum_T1 = row_sums(logits_TV)
     else:
         mine_T1 = logits_TV.amax(-1, keepdim=True).to(wide)
-    largest_T1 = vocab.all_reduce_max(mine_T1.clone())
+    largest_T1 = vocab.all_reduce_max(mine_T1)
     target_logit_T1 = vocab.all_reduce(logits_TV.gather(1, target_T1).to(wide) * here_T1)
     if hits is not None:
         hits += (trained_T1 & (target_logit_T1 == largest_T1)).sum()

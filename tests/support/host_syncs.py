@@ -39,7 +39,15 @@ def host_syncs(work: Callable[[], object], device: torch.device) -> dict[str, in
         finally:
             torch.cuda.set_sync_debug_mode("default")
     waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
-    return dict(Counter(f"{warning.filename}:{warning.lineno}" for warning in waits))
+    return dict(Counter(f"{_within(Path(warning.filename))}:{warning.lineno}" for warning in waits))
+
+
+def _within(file: Path) -> Path:
+    """Return the path of a file below the checkout, or below where packages lie."""
+    for root in (PACKAGE.parent, *map(Path, sys.path)):
+        if file.is_absolute() and root.name and file.is_relative_to(root):
+            return file.relative_to(root)
+    return file
 
 
 class HostReads(TorchFunctionMode):
