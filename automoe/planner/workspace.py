@@ -147,15 +147,17 @@ def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
     numbers = load.tokens * (dims + attention.v_head_dim) + load.kv_tokens * (
         dims + attention.v_head_dim
     )
-    if attention.index_topk:
-        # For an indexer's loss, attention's probabilities summed over heads, before and after they
-        # are put together, and those of each head for a chunk of queries.
-        by_head = max(attention.num_heads, attention.index_n_heads)
-        chunk = min(1.0, INDEX_CHUNK * load.rows / (load.tokens * load.tp))
-        scores += max(4, load.number_bytes) * load.window_numbers * (2 + 3 * chunk * by_head)
-        if load.rows > 1:  # keys are copied, one head after the other
-            scores += load.number_bytes * attention.num_heads * dims * load.kv_tokens
-    return scores + float(load.number_bytes) * attention.num_heads * numbers
+    own = scores + float(load.number_bytes) * attention.num_heads * numbers
+    if not attention.index_topk:
+        return own
+    # An indexer's loss, behind attention, sums its probabilities over heads: those of each head
+    # exist for a chunk of queries of each row, three times; the sums twice when they are put
+    # together. The keys of several rows are copied.
+    by_head = max(attention.num_heads, attention.index_n_heads)
+    chunk = min(1.0, INDEX_CHUNK * load.rows / (load.tokens * load.tp))
+    held = max(2.0, 1 + 3 * chunk * by_head)
+    copied = load.number_bytes * attention.num_heads * dims * load.kv_tokens * (load.rows > 1)
+    return max(own, max(4, load.number_bytes) * load.window_numbers * held + copied)
 
 
 def head_workspace_bytes(

@@ -88,6 +88,9 @@ CASES: dict[str, list[str]] = {
         "model=small_dsv32", ONE, again("core_attn"), "train.seq_len=1024", "train.micro_batch_size=1",
         "train.global_batch_size=2",
     ],
+    "dsv32 eight rows": [
+        "model=small_dsv32", ONE, again("core_attn"), *TINY, "train.micro_batch_size=8", "model.attention.num_heads=16",
+    ],
     "dsv32 tp2": ["model=small_dsv32", "mesh.dp_shard=1", "mesh.tp=2", "mesh.ep=2"],
     "glm_moe_dsa": ["model=small_glm_moe_dsa", ONE],
     "glm mtp as tuned": [GLM, TWO, "mesh.ep=2", MTP, BF16, again("layernorm", "mlp", "moe")],
