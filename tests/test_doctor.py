@@ -74,3 +74,12 @@ def test_variables_of_an_absent_launcher_are_found(monkeypatch: pytest.MonkeyPat
 def test_a_cache_folder_that_does_not_exist_yet_is_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a" / "b"))
     assert facts()["disk of the cache"].value.endswith(str(tmp_path))
+
+
+def test_of_a_package_that_is_there_twice_the_imported_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "transformers-99.9.dist-info").mkdir()
+    (tmp_path / "transformers-99.9.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 99.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "transformers 99.9" in facts()["packages"].value

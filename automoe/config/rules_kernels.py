@@ -77,12 +77,12 @@ def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
         chosen = getattr(config.kernels, name) == "triton"
         yield (f"kernels.{name}", chosen and dtype == "float64", "it has no float64, and train.dtype=float64",
                f"Set kernels.{name}=torch")
-        by_token = config.train.loss != "cross_entropy" or config.recipe == "dpo"
-        yield (f"kernels.{name}", chosen and name == "loss" and by_token,
-               "its kernels compute the mean cross-entropy of a chunk, and this run needs the loss of each token",
-               "Set kernels.loss=torch")
         yield (f"kernels.{name}", chosen and device == "cpu" and not triton_is_interpreted(), _NEEDS_CUDA,
                f"Set kernels.{name}=torch, or {_INTERPRET}")
+    by_token = config.train.loss != "cross_entropy" or config.recipe == "dpo"
+    yield ("kernels.loss", config.kernels.loss == "triton" and by_token,
+           "its kernels compute the mean cross-entropy of a chunk, and this run needs the loss of each token",
+           "Set kernels.loss=torch")
     if config.kernels.norm == "te":
         for key, value, wrong in (("launch.device", device, "cpu"), ("train.dtype", dtype, "float64")):
             yield ("kernels.norm", value == wrong,

@@ -87,7 +87,7 @@ def written(path: Path, name: str, pp: int, count: int, merged: bool = False) ->
     return path
 
 
-def test_a_file_is_the_order_that_it_says(tmp_path: Path) -> None:
+def test_a_file_is_the_order_that_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, merged in (("ZBVZeroBubble", False), ("DualPipeV", True), ("Interleaved1F1B", True)):
         path = str(written(tmp_path / f"{name}.csv", name, 2, 8, merged))
         assert pipeline_order(path, 2, 2, 8, merged) == pipeline_order(name, 2, 2, 8, merged)
@@ -100,6 +100,8 @@ def test_a_file_is_the_order_that_it_says(tmp_path: Path) -> None:
     # a file that changes is read again
     written(tmp_path / "ZBVZeroBubble.csv", "DualPipeV", 2, 8)
     assert pipeline_order(str(tmp_path / "ZBVZeroBubble.csv"), 2, 2, 8) == pipeline_order("DualPipeV", 2, 2, 8)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert pipeline_order("~/ZBVZeroBubble.csv", 2, 2, 8) == pipeline_order("DualPipeV", 2, 2, 8)
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,6 @@ def test_whole_rows_of_heads_leave_kernels_their_causality() -> None:
     with pytest.raises(ConfigError, match="keys are masked by their position.*parallel.context=ulysses"):
         check(2, *flash, device="cuda")
     check(2, *flash, ULYSSES, device="cuda")
+    with pytest.raises(ConfigError, match="keys are masked by their position") as raised:
+        check(2, *flash, *heads(3, 1), device="cuda")
+    assert "ulysses" not in str(raised.value)  # of three heads two ranks have not the same number

@@ -38,6 +38,8 @@ def check(config: Config) -> None:
     ("broken", "key", "said"),
     [
         (of(SPARSE, index_topk=-1), "model.attention.index_topk", "at least 0"),
+        (of(SPARSE, index_topk=0), "model.attention.index_topk", "models of family deepseek_v32 have indexers"),
+        (of(DENSE, index_shared_layers=[1]), "model.attention.index_shared_layers", "no indexers"),
         (of(SPARSE, q_lora_rank=None), "model.attention.q_lora_rank", "latent"),
         (of(SPARSE, index_n_heads=0), "model.attention.index_n_heads", "needs 1 or more"),
         (of(SPARSE, index_head_dim=14), "model.attention.index_head_dim", "needs 16 or more"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import automoe.config.rules_kernels
 from automoe.config.rules_kernels import chunk_tokens
-from automoe.model.loss import LossInputs, cross_entropy_sum, token_losses
+from automoe.model.loss import LossInputs, chunk_loss_fn, cross_entropy_sum, token_losses
 from automoe.moe.tokens import IGNORE, TokenCounts, num_documents
+from automoe.parallel.collectives import communicator
+from automoe.verify.pool import RankPool
 
 T, H, V = 30, 8, 21
 
@@ -57,6 +60,32 @@ def test_logits_beyond_exp_do_not_overflow() -> None:
     x = torch.tensor([[1e4]])
     loss = cross_entropy_sum(x, torch.tensor([[1.0], [0.5], [-1.0]]), torch.tensor([1]))
     assert loss.item() == pytest.approx(5e3)
+
+
+def of_a_rank(kernel: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Loss, both gradients and hits of a rank that has its part of the vocabulary."""
+    x, weight, labels = inputs(torch.float32, 11)
+    rows = weight.detach().chunk(dist.get_world_size())
+    mine = rows[dist.get_rank()].clone().requires_grad_()
+    first, hits = sum(map(len, rows[: dist.get_rank()])), torch.zeros((), dtype=torch.int64)
+    vocab = communicator(dist.group.WORLD)
+    loss = cross_entropy_sum(x, mine, labels, first, vocab, chunk_loss_fn(kernel), hits)
+    loss.backward()
+    return loss.detach(), x.grad, mine.grad, int(hits)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+def test_a_vocabulary_in_parts_has_the_loss_of_the_whole(ranks: RankPool, kernel: str) -> None:
+    x, weight, labels = inputs(torch.float64, 11)
+    hits = torch.zeros((), dtype=torch.int64)
+    expected = cross_entropy_sum(x, weight, labels, hits=hits)
+    expected.backward()
+    losses, grads_x, grads_weight, found = zip(*ranks.run(of_a_rank, 2, kernel), strict=True)
+    for loss in losses:
+        torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(sum(grads_x).double(), x.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.cat(grads_weight).double(), weight.grad, rtol=1e-5, atol=1e-6)
+    assert set(found) == {hits.item()} and hits > 0
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])

@@ -175,18 +175,22 @@ def test_other_dtypes_are_refused() -> None:
         rope_fns("triton").rotate(x, x[..., :2], x[..., :2], False, 0)
 
 
-def test_the_configuration_says_where_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(kernels=KernelsConfig(rope="triton"))
+@pytest.mark.parametrize("name", ["rope", "loss"])
+def test_the_configuration_says_where_the_kernels_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(kernels=KernelsConfig(**{name: "triton"}))
     shape = resolve_mesh(MeshConfig(), 1)
     check_rows(config, kernel_rows(config, shape, "cuda"))
     check_rows(config, kernel_rows(config, shape, "cpu"))  # TRITON_INTERPRET=1
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="this run is on cpu") as raised:
         check_rows(config, kernel_rows(config, shape, "cpu"))
-    assert raised.value.key == "kernels.rope" and "TRITON_INTERPRET=1" in str(raised.value)
+    assert raised.value.key == f"kernels.{name}" and "TRITON_INTERPRET=1" in str(raised.value)
     with pytest.raises(ConfigError, match="no float64"):
         wide = replace(config, train=TrainConfig(dtype="float64"))
         check_rows(wide, kernel_rows(wide, shape, "cuda"))
+    for by_token in (replace(config, recipe="dpo"), replace(config, train=TrainConfig(loss="mine"))):
+        rows = list(kernel_rows(by_token, shape, "cuda"))
+        assert any(broken and "loss of each token" in why for _, broken, why, _ in rows) == (name == "loss")
 
 
 @pytest.mark.exhaustive

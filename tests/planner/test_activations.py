@@ -323,6 +323,11 @@ def test_the_head_is_planned_by_the_chunk_and_by_the_vocabulary_that_a_tp_rank_h
     assert model.vocab_size % 2 == 0
     cut = head_workspace_bytes(model, CHUNK_TOKENS // 2, 4, tp=2)
     assert cut - rows_of_x == (short - rows_of_x) / 2
+    # kernels.loss=triton: logits of two bytes become their gradient, and no float32 copy is made
+    wide, narrow = (
+        head_workspace_bytes(model, CHUNK_TOKENS, 2, trained=False, in_place=kernels) for kernels in (False, True)
+    )
+    assert wide - narrow == 4 * CHUNK_TOKENS * model.vocab_size
 
 
 @pytest.mark.parametrize(("model", "layer"), [("small_qwen3_moe", 1), ("small_dsv3", 0), ("small_dsv3", 3)])
