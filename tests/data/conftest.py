@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from automoe.config.schema import Config
+from automoe.storage.cache import default_cache_dir
+
 
 @pytest.fixture(scope="session")
 def library_texts() -> list[str]:
@@ -60,3 +63,20 @@ def byte_fallback_dir(tmp_path_factory, library_texts) -> Path:
         Tokenizer.from_str(json.dumps(content)), tmp_path_factory.mktemp("tokenizers") / "byte_fallback", "</s>"
     )
     return directory
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return default_cache_dir()
+
+
+@pytest.fixture
+def config(tmp_path, library_texts) -> Config:
+    """Thirty library modules cut short: about 60 rows of 256 tokens an epoch."""
+    (tmp_path / "corpus").mkdir()
+    for index, text in enumerate(library_texts[:30]):
+        (tmp_path / "corpus" / f"{index:02}.py").write_text(text[: 200 + 20 * index], encoding="utf-8")
+    config = Config()
+    config.data.kind, config.data.path, config.data.val_fraction = "text", str(tmp_path / "corpus"), 0.2
+    return config
