@@ -2,8 +2,8 @@
 
 One job after the other, of eight kinds in turn: conversations, LoRA, preferences, a mixture upcycled from a dense
 checkpoint; and DeepSeek-V3 in small from nothing, with its all-to-all behind another micro-batch, with multi-token
-prediction, with Muon and QK-clip, and in a V-shaped pipeline. A job trains and exports in its run, and then ``automoe export``, ``convert`` and (where it fits)
-``upcycle`` make folders from it. Each kind has an uninterrupted job first. Then the same commands run again and again,
+prediction, with Muon and QK-clip, and in a V-shaped pipeline. A job trains and exports in its run, and then
+``automoe export``, ``convert`` and (where it fits) ``upcycle`` make folders from it. Each kind has an uninterrupted job first. Then the same commands run again and again,
 and each start is hit by SIGKILL at random moments: a rank, all ranks, the fork server, the launcher, or the command. Half of
 the starts save in the background, and half may start their ranks again (``launch.max_restarts``). Three of four
 moments are drawn from the time that training takes, which is short compared with the time to start a small job. After

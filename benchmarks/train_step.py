@@ -148,13 +148,13 @@ def failures(report: dict[str, Any]) -> list[str]:
 
 
 def gate(
-    config: Config, meshes: Meshes, device: torch.device, spoil: str
+    config: Config, meshes: Meshes, device: torch.device, spoil: str, names: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, dict[str, Any]]]]:
     """Every contender's first step against ours, and what ``examine`` finds; those that cannot run or differ say why."""
     facts: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, dict[str, Any]]] = {routing: {} for routing in GATES}
     expected: tuple[float, dict[str, torch.Tensor]] | None = None
-    for name in sorted(CONTENDERS, key=lambda name: name != REFERENCE):
+    for name in sorted(names, key=lambda name: name != REFERENCE):
         try:
             trainer = build_trainer(name, config, meshes, device)
             trainer.choose("balanced")  # the same choices, which rounding would not leave learned ones
@@ -174,7 +174,7 @@ def gate(
         release(device)
         if expected is None:
             why = f"{REFERENCE}, which all others are compared with, is absent"
-            return {other: {"absent": why} for other in CONTENDERS} | facts, found
+            return {other: {"absent": why} for other in names} | facts, found
     return facts, found
 
 
@@ -208,6 +208,7 @@ def measure(
     least_rounds: int,
     steps: int,
     spoil: str,
+    names: list[str],
 ) -> dict[str, Any]:
     """One model: the slice, the gate, then rounds in which every contender steps in turn until time is up."""
     end = time.monotonic() + budget_s
@@ -217,11 +218,11 @@ def measure(
         return {"absent": str(error)}
     loss = "triton" if device.type == "cuda" else "torch"  # of all but transformers
     config = replace(config, train=replace(config.train, compile=compiles), kernels=replace(config.kernels, loss=loss))
-    facts, found = gate(config, meshes, device, spoil)
+    facts, found = gate(config, meshes, device, spoil, names)
     times: dict[str, dict[str, list[float]]] = {routing: {} for routing in GATES}
     rounds = 0
     while any("absent" not in f for f in facts.values()) and (rounds < least_rounds or time.monotonic() < end):
-        for name in CONTENDERS:
+        for name in facts:
             if "absent" in facts[name]:
                 continue
             try:
@@ -408,7 +409,7 @@ def main() -> None:
         "--compile", action="store_true", help="our model and our parts of torchtitan's under train.compile"
     )
     parser.add_argument("--seconds", type=float, default=480.0, help="for all models together")
-    parser.add_argument("--without", action="append", default=[], choices=list(CONTENDERS), help="leave this one out")
+    parser.add_argument("--contender", action="append", choices=list(CONTENDERS), help=f"{REFERENCE} and only this one")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results; the temporary folder with --quick")
     parser.add_argument("--spoil", default="", help="make this contender wrong, to see the gate close")
     args = parser.parse_args()
@@ -419,8 +420,7 @@ def main() -> None:
     if unknown := sorted(set(args.model or ()) - known.keys()):
         raise SystemExit(f"no such model: {', '.join(unknown)}. There are: {', '.join(known)}")
     chosen = {title: case for title, case in known.items() if title in (args.model or known)}
-    for name in args.without:
-        del CONTENDERS[name]
+    names = [name for name in CONTENDERS if name in (args.contender or CONTENDERS) or name == REFERENCE]
     with one_rank("cuda" if torch.cuda.is_available() else "cpu") as device:
         report: dict[str, Any] = {
             "commit": commit("../automoe", "*.py"),
@@ -437,7 +437,9 @@ def main() -> None:
         for title, case in chosen.items():
             budget, rounds, steps = (0.0, 1, 1) if args.quick else (args.seconds / len(chosen), 2, 4)
             try:
-                report["models"][title] = measure(case, args.compile, meshes, device, budget, rounds, steps, args.spoil)
+                report["models"][title] = measure(
+                    case, args.compile, meshes, device, budget, rounds, steps, args.spoil, names
+                )
             except Exception as error:  # a kernel that reads what is not there costs the process its GPU
                 report["models"][title] = not_timed(REFERENCE, error)
             out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept

@@ -245,10 +245,11 @@ def _one_line(error: Exception | str) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def remedy_of(error: BaseException, page: str) -> str | None:
-    """Return what to do about an answer of the Hub for ``page``; None if there was no answer."""
-    from huggingface_hub import errors
+def remedy_of(error: BaseException, path: str) -> str | None:
+    """Return what to do about an answer for a page of the Hub; None if there was no answer."""
+    from huggingface_hub import constants, errors
 
+    page = f"{constants.ENDPOINT}/{path}"
     login = "log in (hf auth login, or HF_TOKEN)"
     if isinstance(error, errors.GatedRepoError):
         return f"Accept the terms at {page}, and {login}"
@@ -281,7 +282,7 @@ def _refused(
         error = error.__cause__
     why = _one_line(error)
     name = spec.partition("@")[0]
-    remedy = isinstance(error, Exception) and remedy_of(error, f"{constants.ENDPOINT}/{name}")
+    remedy = isinstance(error, Exception) and remedy_of(error, name)
     if not remedy:
         remedy = (
             f"Start again; where the Hub cannot be reached, run `hf download {name}` elsewhere, and bring that cache "

@@ -62,7 +62,7 @@ def _reason(data: DataConfig, error: Exception, offline: bool) -> str:
         )
     cause: BaseException | None = error
     while cause is not None and not there:
-        if remedy := remedy_of(cause, f"https://huggingface.co/datasets/{data.path}"):
+        if remedy := remedy_of(cause, f"datasets/{data.path}"):
             return f"{what} ({' '.join(str(cause).split())[:300]}) {remedy}."
         cause = cause.__cause__ or cause.__context__
     return f"{what} Correct data.path, data.subset or data.split."

@@ -103,7 +103,7 @@ def clip_(parameters: Iterable[torch.Tensor], norm: float, max_norm: float) -> N
 
     Args:
         parameters: the parameters whose gradients are scaled.
-        norm: the result of ``global_grad_norm``.
+        norm: the result of ``global_grad_norm`` as a number, which no gradient's dtype rounds.
         max_norm: largest norm after clipping; 0 switches clipping off.
     """
     if max_norm == 0 or not math.isfinite(norm) or norm <= max_norm:
