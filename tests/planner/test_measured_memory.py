@@ -169,8 +169,11 @@ def most_alive(ranks: RankPool, config: Config, library: Path) -> list[int]:
     "name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
 )
 def test_a_step_takes_what_is_written_down(ranks: RankPool, library: Path, name: str) -> None:
-    measured = most_alive(ranks, prepared(name)[0], library)
-    assert measured == pytest.approx(MEASURED[name], rel=0.03)  # sends that are on their way may be more or fewer
+    config, shape = prepared(name)
+    message = 4 * config.train.micro_batch_size * config.train.seq_len * config.model.hidden_size
+    on_the_way = 2 * message if shape.pp > 1 else 0  # how many sends wait at the peak depends on the ranks' clocks
+    for measured, expected in zip(most_alive(ranks, config, library), MEASURED[name], strict=True):
+        assert abs(measured - expected) <= 0.02 * expected + on_the_way
 
 
 @pytest.mark.exhaustive
