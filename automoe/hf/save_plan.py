@@ -301,8 +301,12 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
 @torch.no_grad()
 def gather(item: WriteItem) -> torch.Tensor:
     """Return the whole tensor in the item's dtype. Collective over its holders."""
+    parts = [_gather_piece(item, piece) for piece in item.pieces]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [E, 2I, H], gates first
+
+
+def _gather_piece(item: WriteItem, piece: Piece) -> torch.Tensor:
     shard = item.shard
-    [piece] = item.pieces
     own = piece
     if own.origin:  # shards are gathered along whole dims, and the piece is cut out of them
         common = [n for n, at in zip(shard.shape, own.select, strict=True) if at is None]

@@ -82,6 +82,7 @@ def to_hf(
     config = config_of(parts)
     keys = family_of(config).keys
     quantization = fp8_config(config, keys) if fp8 else None
+    keys = keys.per_expert if fp8 else keys
     out_dtype = export_dtype(dtype)
     # ``keep`` takes the dtypes of the weights that training started from: parameters are wider
     # while they are trained.

@@ -81,7 +81,8 @@ def test_a_conversion_keeps_the_other_parts_as_they_are(fp8: bool, saved: dict[s
     before, after = stored(source), stored(tmp_path / "out")
     beside = [key for key in before if key.startswith(("model.visual.", "mtp."))]
     assert all(torch.equal(before[key], after[key]) for key in beside) and len(beside) == written.num_copied
-    expert = "model.language_model.layers.0.mlp.experts.0.up_proj.weight"
+    # As published: all experts of a layer in one tensor, but in FP8 one by one.
+    expert = f"model.language_model.layers.0.mlp.experts.{'0.up_proj.weight' if fp8 else 'gate_up_proj'}"
     assert after[expert].dtype == (torch.float8_e4m3fn if fp8 else torch.bfloat16)
     stated = settings(tmp_path / "out").get("quantization_config")
     assert (stated is not None) == fp8

@@ -2,6 +2,7 @@
 
     python3 tests/smoke/environment.py floor     # the oldest versions, those of constraints-floor.txt
     python3 tests/smoke/environment.py latest    # the newest released versions, made anew every week
+    python3 tests/smoke/environment.py mlx       # mlx-lm alone, its newest release, made anew every week
 
 Environments lie in AUTOMOE_ENVS, by default in the user's cache folder, not in the checkout: a fresh clone finds them.
 The folder's name has a hash of all that decides what is installed. An environment gets that name when it is complete,
@@ -27,6 +28,7 @@ TESTED_WITH = ("pytest", "hypothesis", "psutil", "packaging", "datasets")  # wha
 # Of these ``latest`` has the newest releases, also where another package declares that it takes older ones alone
 # (torchtitan 0.3: datasets before 4.8).
 NEWEST = ("torch", "transformers", "datasets")
+MLX = ["mlx-lm", "mlx[cpu]"]  # mlx-lm, and a backend for machines that are no Mac
 KEPT_DAYS = 14
 
 
@@ -38,9 +40,9 @@ def requirements() -> list[str]:
 
 
 def folder_name(name: str, needed: list[str], constraints: str) -> str:
-    """Return a name that differs whenever something else is to be installed; ``latest`` also has the week in it."""
+    """Return a name that differs whenever something else is to be installed; what is newest also has the week in it."""
     decides = [sys.version, *needed, *NEWEST, constraints]
-    if name == "latest":
+    if name != "floor":
         decides.append(datetime.date.today().strftime("%G-%V"))
     return f"{name}-{hashlib.sha256(chr(0).join(decides).encode()).hexdigest()[:12]}"
 
@@ -51,7 +53,8 @@ def make(folder: Path, needed: list[str], constraints: list[str], newest: tuple[
     Args:
         newest: packages to upgrade afterwards; pip only warns of those that declare to take older ones alone.
     """
-    print(f"Installing into {folder}, 6 GB: about two minutes", file=sys.stderr)
+    size = "0.5 GB" if needed == MLX else "6 GB"
+    print(f"Installing into {folder}, {size}: one or two minutes", file=sys.stderr)
     temporary = folder.with_suffix(".part")
     shutil.rmtree(temporary, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", temporary], check=True)
@@ -73,8 +76,8 @@ def main() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folders = Path(os.environ.get("AUTOMOE_ENVS") or cache / "automoe" / "envs")
     folders.mkdir(parents=True, exist_ok=True)
-    pinned = {"floor": ROOT / "constraints-floor.txt", "latest": None}[name]
-    needed = requirements()
+    pinned = {"floor": ROOT / "constraints-floor.txt", "latest": None, "mlx": None}[name]
+    needed = MLX if name == "mlx" else requirements()
     folder = folders / folder_name(name, needed, pinned.read_text() if pinned else "")
     with (folders / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two runs at once one installs and the other waits
@@ -82,7 +85,7 @@ def main() -> None:
             if pinned:
                 make(folder, needed, ["--constraint", str(pinned)])
             else:
-                make(folder, needed, [], NEWEST)
+                make(folder, needed, [], () if name == "mlx" else NEWEST)
         os.utime(folder)
         remove_unused(folders)
     print(folder / "bin" / "python")

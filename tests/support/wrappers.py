@@ -25,7 +25,8 @@ def save_wrapper(model_type: str, folder: Path, dtype: torch.dtype = torch.float
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder, max_shard_size="60KB")
+    # Qwen3.5 is published with the experts of a layer in one tensor, and transformers saves them one by one.
+    model.save_pretrained(folder, max_shard_size="60KB", save_original_format=model_type != "qwen3_5_moe")
     first = "model-00001-of-" + sorted(folder.glob("*.safetensors"))[-1].name.rpartition("-")[2]
     mtp = {"mtp.fc.weight": torch.randn(32, 64).to(dtype), "mtp.norm.weight": torch.randn(32).to(dtype)}
     save_file(load_file(folder / first) | mtp, folder / first, {"format": "pt"})

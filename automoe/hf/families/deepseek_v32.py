@@ -7,7 +7,7 @@ from typing import Any
 
 from automoe.hf.families import glm4_moe
 from automoe.hf.families.as_transformers import not_computed
-from automoe.hf.families.family import Field
+from automoe.hf.families.family import Field, rope_parameters
 
 
 def _read_topk(topk: int, theirs: Any) -> int:
@@ -47,4 +47,5 @@ GLM_MOE_DSA = replace(
         )
     },
     fixed=FAMILY.fixed | {"attention.index_interleaved": True},
+    written=FAMILY.written | {"rope_parameters": rope_parameters, "indexer_rope_interleave": True},
 )

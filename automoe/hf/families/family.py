@@ -91,7 +91,8 @@ class Family:
         fixed: dotted keys whose value is the same in every model of the family.
         only: keys of ``config.json`` with the one value that this decoder computes; a key that
             neither config.json nor transformers has is accepted. These keys are also written.
-        written: keys of ``config.json`` that exported files always have with this value.
+        written: keys of ``config.json`` that exported files always have, with their value or a
+            function of the ``ModelConfig``. Other readers need them (mlx-lm, vLLM).
         keys: tensor names of the published layout.
         scaled_unless_said: True if transformers scales rotary embeddings by default, that is, if
             config.json has no scaling.
@@ -183,11 +184,10 @@ class Family:
                 "checkpoint.export_hf=false",
             )
         hf = {key: value for key, value in (base or {}).items() if key not in _ALIASES}
-        hf |= (
-            {"architectures": [self.architecture], "model_type": self.model_type}
-            | self.only
-            | self.written
-        )
+        hf |= {"architectures": [self.architecture], "model_type": self.model_type} | self.only
+        hf |= {
+            key: value(config) if callable(value) else value for key, value in self.written.items()
+        }
         hf |= {one.key: one.write(value_of(config, ours), config) for ours, one in self._fields()}
         if self.partial_rotary:
             hf["partial_rotary_factor"] = config.rope.partial_rotary_factor
@@ -265,6 +265,18 @@ def _readable(what: str, path: str) -> Iterator[None]:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise damaged(path, f"{what}: {error}") from None
+
+
+def rope_parameters(config: ModelConfig) -> HFConfig:
+    """Return the rotary numbers in the spelling of models published since ``transformers`` 5."""
+    written = _write_rope(config.rope, None)
+    kind = written["rope_scaling"] or {"rope_type": "default"}
+    partial = config.rope.partial_rotary_factor
+    return (
+        kind
+        | {"rope_theta": config.rope.theta}
+        | ({} if partial == 1 else {"partial_rotary_factor": partial})
+    )
 
 
 def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:

@@ -63,6 +63,6 @@ LITE = replace(
             write=lambda dense, config: _kinds(dense, config.num_layers),
         )
     },
-    only={"hidden_act": "silu", "attention_bias": False},
+    written={"first_k_dense_replace": lambda config: config.first_k_dense},
     known_as=(),
 )

@@ -31,6 +31,12 @@ FAMILY = Family(
         "router.routed_scaling_factor": 1.0,
     },
     only={"hidden_act": "silu", "router_jitter_noise": 0.0},
+    written={
+        "shared_intermediate_size": 0,
+        "rotary_dim": lambda config: round(
+            config.rope.partial_rotary_factor * config.attention.head_dim
+        ),
+    },
     keys=replace(
         mixtral.FAMILY.keys,
         expert_bias="block_sparse_moe.e_score_correction_bias",

@@ -21,8 +21,9 @@ from automoe.hf.families.family import (
     Family,
     Field,
     layer_types,
+    rope_parameters,
 )
-from automoe.hf.keys import KeyMap
+from automoe.hf.keys import FUSED, KeyMap
 
 
 def _read_leading_dense(listed: list[int], theirs: Any) -> int:
@@ -115,7 +116,10 @@ QWEN3_NEXT = Family(
         "zero_centered_norms": True,
     },
     only={"hidden_act": "silu", "attention_bias": False},
-    written={"decoder_sparse_step": 1},
+    written={
+        "decoder_sparse_step": 1,
+        "full_attention_interval": lambda config: config.attention.full_attention_interval,
+    },
     keys=KeyMap(shared_experts="mlp.shared_expert"),
     partial_rotary=True,
 )
@@ -131,7 +135,8 @@ QWEN3_5_MOE = replace(
     fixed=QWEN3_NEXT.fixed
     | {"first_k_dense": 0, "router.norm_topk_prob": True}
     | {"attention.linear_split_projections": True},
-    written={},
+    written=QWEN3_NEXT.written | {"rope_parameters": rope_parameters},
+    keys=replace(FUSED, shared_experts="mlp.shared_expert"),
 )
 
 QWEN3 = Family(

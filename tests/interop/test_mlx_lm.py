@@ -1,0 +1,71 @@
+"""Exports loaded by mlx-lm: what is written is read by others than ``transformers``.
+
+mlx-lm takes ``config.json`` literally, where ``transformers`` fills in what is missing, and knows only the published
+names of tensors. ``make test-mlx`` makes its environment and names its Python in ``MLX_PYTHON``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import automoe
+from tests.support.hf_models import save_small_hf
+from tests.support.wrappers import save_wrapper
+
+NUM_TOKENS = 30
+# Sizes that mlx-lm computes as transformers does. Of one or two index heads, many keys score zero, and ties are broken
+# otherwise; inner norms of GLM-4.7-Flash have an epsilon of 1e-6 there, and config.json's here.
+CASES: dict[str, dict[str, Any]] = {
+    "dsv3_groups_yarn": {},
+    "kimi": {},
+    "dsv32": {"index_n_heads": 8},
+    "dsv32_odd": {"index_n_heads": 8},
+    "glm_moe_dsa": {"index_n_heads": 8},
+    "glm4_moe_odd": {},
+    "glm4_moe_lite": {"rms_norm_eps": 1e-6},
+    "llama_odd": {},
+    "minimax_m2": {},
+    "mixtral_odd": {},
+    "olmoe": {},
+    "qwen2_moe": {},
+    "qwen3_moe_tied": {},
+    "qwen3_next": {},
+    "qwen3_tied": {},
+}
+WRAPPERS = ("qwen3_5_moe",)
+
+pytestmark = pytest.mark.mlx
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Of each case our logits and those of mlx-lm, both of the exported folder's weights."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*CASES, *WRAPPERS)}
+    ours = {}
+    for name, folder in folders.items():
+        if name in WRAPPERS:
+            save_wrapper(name, folder / "source", num_hidden_layers=4, layer_types=None)
+        else:
+            save_small_hf(name, folder / "source", other_sizes=CASES[name])
+        model = automoe.from_hf(folder / "source").eval()
+        automoe.to_hf(model, folder / "out")
+        with torch.no_grad():
+            ours[name] = model(torch.arange(1, NUM_TOKENS + 1)[None]).float().numpy()
+    script = Path(__file__).with_name("mlx_logits.py")
+    written = [str(folder / "out") for folder in folders.values()]
+    subprocess.run([os.environ["MLX_PYTHON"], script, str(NUM_TOKENS), *written], check=True)
+    return {name: (ours[name], np.load(folder / "out" / "mlx.npy")) for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize("name", [*CASES, *WRAPPERS])
+def test_an_export_has_the_same_logits_there(exports: dict[str, tuple[np.ndarray, np.ndarray]], name: str) -> None:
+    ours, theirs = exports[name]
+    assert theirs.shape == ours.shape
+    assert np.abs(ours - theirs).max() < 1e-5 * np.abs(ours).max()
