@@ -62,6 +62,17 @@ def test_what_is_exported_reloads_with_equal_logits(name: str, tmp_path: Path) -
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_experts_leave_as_they_are_published_however_they_came(tmp_path: Path) -> None:
+    """Qwen3.5's lie in one tensor a layer, and transformers saves them one by one."""
+    save_small_hf("qwen3_5_moe", tmp_path / "published")
+    save_small_hf("qwen3_5_moe", tmp_path / "saved", save_original_format=True)
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() > {"model.layers.0.mlp.experts.7.up_proj.weight"}
+    automoe.to_hf(automoe.from_hf(tmp_path / "saved"), tmp_path / "out")
+    published, out = (load_file(tmp_path / name / "model.safetensors") for name in ("published", "out"))
+    assert published.keys() == out.keys()
+    assert all(torch.equal(published[key], out[key]) for key in published)
+
+
 def test_constants_that_transformers_does_not_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-OSS's activation before transformers 5.19."""
     save_small_hf("gpt_oss_odd", tmp_path)

@@ -1,6 +1,6 @@
 """Load checkpoints with mlx-lm and keep their logits. Run by mlx-lm's own Python, which has neither torch nor automoe.
 
-    python tests/interop/mlx_logits.py TOKENS FOLDER...     # writes FOLDER/mlx.npy [1, TOKENS, vocabulary]
+python tests/interop/mlx_logits.py TOKENS FOLDER...     # writes FOLDER/mlx.npy [1, TOKENS, vocabulary]
 """
 
 from __future__ import annotations

@@ -307,6 +307,10 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Published with the experts of a layer in one tensor; transformers saves them one by one unless told otherwise.
+PUBLISHED_FUSED = ("qwen3_5_moe", "qwen3_5_moe_text")
+
+
 def small_hf_model(
     name: str, seed: int = 0, dtype: torch.dtype = torch.float32, other_sizes: dict[str, Any] | None = None
 ) -> Any:
@@ -361,7 +365,8 @@ def save_small_hf(
     other_sizes: dict[str, Any] | None = None,
     **save_options: Any,
 ) -> Any:
-    """Write ``small_hf_model`` as a checkpoint directory and return it."""
+    """Write ``small_hf_model`` as a checkpoint directory, in the published layout, and return it."""
     model = small_hf_model(name, seed, dtype, other_sizes)
+    save_options.setdefault("save_original_format", model.config.model_type not in PUBLISHED_FUSED)
     model.save_pretrained(path, **save_options)
     return model

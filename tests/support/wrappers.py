@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.class_models import hf_class_config
+from tests.support.hf_models import PUBLISHED_FUSED
 
 PROCESSOR = {"preprocessor_config.json": {"patch_size": 16}, "video_preprocessor_config.json": {"fps": 2}}
 INDEX = "model.safetensors.index.json"
@@ -25,8 +26,7 @@ def save_wrapper(model_type: str, folder: Path, dtype: torch.dtype = torch.float
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    # Qwen3.5 is published with the experts of a layer in one tensor, and transformers saves them one by one.
-    model.save_pretrained(folder, max_shard_size="60KB", save_original_format=model_type != "qwen3_5_moe")
+    model.save_pretrained(folder, max_shard_size="60KB", save_original_format=model_type not in PUBLISHED_FUSED)
     first = "model-00001-of-" + sorted(folder.glob("*.safetensors"))[-1].name.rpartition("-")[2]
     mtp = {"mtp.fc.weight": torch.randn(32, 64).to(dtype), "mtp.norm.weight": torch.randn(32).to(dtype)}
     save_file(load_file(folder / first) | mtp, folder / first, {"format": "pt"})
