@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import automoe
+from tests.support.class_models import save_class
 from tests.support.hf_models import save_small_hf
 from tests.support.wrappers import save_wrapper
 
@@ -40,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_tied": {},
 }
 WRAPPERS = ("qwen3_5_moe",)
+CLASSES = ("lfm2_moe",)  # run from their transformers class
 
 pytestmark = pytest.mark.mlx
 
@@ -47,11 +49,13 @@ pytestmark = pytest.mark.mlx
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Of each case our logits and those of mlx-lm, both of the exported folder's weights."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in (*CASES, *WRAPPERS)}
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*CASES, *WRAPPERS, *CLASSES)}
     ours = {}
     for name, folder in folders.items():
         if name in WRAPPERS:
             save_wrapper(name, folder / "source", num_hidden_layers=4, layer_types=None)
+        elif name in CLASSES:
+            save_class(name, folder / "source")
         else:
             save_small_hf(name, folder / "source", other_sizes=CASES[name])
         model = automoe.from_hf(folder / "source").eval()
@@ -64,7 +68,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndar
     return {name: (ours[name], np.load(folder / "out" / "mlx.npy")) for name, folder in folders.items()}
 
 
-@pytest.mark.parametrize("name", [*CASES, *WRAPPERS])
+@pytest.mark.parametrize("name", [*CASES, *WRAPPERS, *CLASSES])
 def test_an_export_has_the_same_logits_there(exports: dict[str, tuple[np.ndarray, np.ndarray]], name: str) -> None:
     ours, theirs = exports[name]
     assert theirs.shape == ours.shape
