@@ -90,9 +90,17 @@ MORE = [
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, parallel=FUSED, optim=MUON),
     Case("glm-mtp", dict(dp_shard=2, ep=2), rows=1, parallel=DELAYED, optim=MUON),
     Case("deepseek-mtp", dict(pp=2, dp_shard=2, tp=2, ep=4), rows=1, parallel=INTERLEAVED | DELAYED, **NODES),
-    Case("deepseek", dict(pp=2, dp_shard=4, ep=2), rows=1, parallel=INTERLEAVED | DELAYED, moe=dict(dispatch_dtype="fp8")),
+    Case(
+        "deepseek", dict(pp=2, dp_shard=4, ep=2), rows=1, parallel=INTERLEAVED | DELAYED, moe=dict(dispatch_dtype="fp8")
+    ),
     Case("qwen3", dict(dp_shard=2, cp=2, ep=2, etp=2), rows=1, parallel=DELAYED, moe=PADDED),
-    Case("deepseek", dict(dp_shard=2, ep=2), rows=1, parallel=DELAYED, train=dict(freeze=["*"], trainable=["*.experts.*"])),
+    Case(
+        "deepseek",
+        dict(dp_shard=2, ep=2),
+        rows=1,
+        parallel=DELAYED,
+        train=dict(freeze=["*"], trainable=["*.experts.*"]),
+    ),
     Case("deepseek-sparse", rows=2),
     Case("deepseek-sparse", dict(dp_shard=2), rows=4, document_mask=False),
     Case("deepseek-sparse", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON_CLIP),
