@@ -294,7 +294,8 @@ def forget_meshes(hidden: list[Any]) -> None:
 
 
 def fsdp_parameters(module: Any) -> Iterator[Any]:
-    """Yield FSDP's object of each parameter of the units in ``module``, the root of an FSDP model.
+    """Yield FSDP's object of each parameter of the units in ``module``, the root of an FSDP model
+    that has run a forward pass.
 
     FSDP2 has no public door to the gradients that wait for their reduction. 2.11 to 2.15:
     ``state._state_ctx.all_states``, each with ``_fsdp_param_group`` (2.11) or
