@@ -355,7 +355,7 @@ def test_the_page_of_merged_passes_says_what_plans_say() -> None:
     for start, overrides in (
         ("| `tuned_dsv3_671b`:", []),
         ("| pp8 x tp2, ep64,", between),
-        ("| the same;", [*between, "parallel.overlap_all_to_all=true"]),
+        ("| the same |", [*between, "parallel.overlap_all_to_all=true"]),
         ("| pp4 x cp2 x tp2, ep256,", wide),
         ("| pp8 x cp2 x tp2, ep64,", ["mesh=overlap_dsv3_671b", "parallel.expert_wgrad=autograd"]),
         ("| `overlap_dsv3_671b`:", ["mesh=overlap_dsv3_671b"]),
