@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
-
-from automoe.interop.torch_private import fsdp_parameters
 
 Works = list[dist.Work]
 # Entries of one action or two, (kind, stage, micro-batch) each, of every rank.
@@ -119,7 +117,7 @@ def _run_weight_half(action: Any, context: Any) -> None:
 
     After a backward pass FSDP moves gradients to its accumulator, in the dtype of the reduction.
     Torch's schedules do not do so after a weight half: gradients of all micro-batches would be
-    added up in the dtype of the parameters.
+    added up in the dtype of the parameters. 2.11 has one group of parameters per FSDP state.
     """
     schedule = context.schedule_ref
     stage = next(one for one in schedule._stages if one.stage_index == action.stage_index)
@@ -128,9 +126,12 @@ def _run_weight_half(action: Any, context: Any) -> None:
     stage.backward_weight_one_chunk(action.microbatch_index)
     if not isinstance(stage.submod, FSDPModule):
         return
-    for parameter in fsdp_parameters(stage.submod):
-        parameter.accumulate_unsharded_grad_if_needed()
-        parameter.to_accumulated_grad_if_needed()
+    for state in fully_shard.state(stage.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
+        one = getattr(state, "_fsdp_param_group", None)
+        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 def _run_merged(run_both: Callable[..., Any], action: Any, context: Any) -> None:

@@ -293,40 +293,22 @@ def forget_meshes(hidden: list[Any]) -> None:
 # ---- FSDP ----
 
 
-def fsdp_parameters(module: Any) -> Iterator[Any]:
-    """Yield FSDP's object of each parameter of the units in ``module``, the root of an FSDP model
-    that has run a forward pass.
-
-    FSDP2 has no public door to the gradients that wait for their reduction. 2.11 to 2.15:
-    ``state._state_ctx.all_states``, each with ``_fsdp_param_group`` (2.11) or
-    ``_fsdp_param_groups``, and ``fsdp_params``.
-    """
-    for state in _fsdp_state(module)._state_ctx.all_states:
-        yield from _parameters_of(state)
-
-
-def _fsdp_state(module: Any) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard.state(module)  # type: ignore[attr-defined]
-
-
-def _parameters_of(state: Any) -> Iterator[Any]:
-    one = getattr(state, "_fsdp_param_group", None)
-    for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
-        yield from group.fsdp_params
-
-
 def gradient_sum(unit: Any, name: str) -> torch.Tensor:
     """Return the sum of gradients of the FSDP unit's parameter ``name`` that waits for its reduction.
 
     It is shaped and placed as the gathered parameter, in the dtype of the reduction; zeros if there
     is none yet. FSDP makes it in the first backward pass, out of the gradient that autograd
-    returns. 2.11 to 2.15: ``FSDPParam.unsharded_accumulated_grad``, ``unsharded_param``,
-    ``reduce_dtype`` and ``_module_info.param_name``.
+    returned, and has no public door to it. 2.11: ``_fsdp_param_group`` of the unit's state; 2.13 to
+    2.15: ``_fsdp_param_groups``. Their ``fsdp_params`` have ``unsharded_accumulated_grad``,
+    ``unsharded_param``, ``reduce_dtype`` and ``_module_info.param_name``.
     """
-    found = _parameters_of(_fsdp_state(unit))
-    parameter = next(one for one in found if one._module_info.param_name == name)
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    one = getattr(state, "_fsdp_param_group", None)
+    groups = getattr(state, "_fsdp_param_groups", [one] if one else [])
+    found = (parameter for group in groups for parameter in group.fsdp_params)
+    parameter = next(each for each in found if each._module_info.param_name == name)
     if parameter.unsharded_accumulated_grad is None:
         parameter.unsharded_accumulated_grad = torch.zeros_like(
             parameter.unsharded_param, dtype=parameter.reduce_dtype, requires_grad=False
