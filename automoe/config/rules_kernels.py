@@ -113,11 +113,13 @@ def expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     model = config.model
     dtype = config.train.dtype
     # 8-bit products are also emulated in float64.
-    no_double = dtype == "float64" and config.train.fp8 == "off"
+    no_double = dtype == "float64" and config.train.fp8 == "off" and backend != "grouped_mm"
     yield key, no_double, f"{backend} has no float64, and train.dtype=float64", "Set moe.experts=loop"
     if backend == "triton":
         yield (key, device == "cpu" and not triton_is_interpreted(), _NEEDS_CUDA,
                f"Set moe.experts=grouped_mm, or {_INTERPRET}")
+        return
+    if dtype == "float64":  # one product after the other, of any width
         return
     size = ELEMENT_BYTES[dtype]
     inner = model.moe_intermediate_size // shape.etp

@@ -300,6 +300,10 @@ class ParallelConfig:
     reshard: Literal["step", "micro_batch"] = "step"
     # FSDP reduces gradients at the end of a step, or after every micro-batch
     grad_sync: Literal["step", "micro_batch"] = "step"
+    # gradients of the experts' matrices. autograd: autograd returns them, and FSDP adds them to its
+    # sum of the step. fused: their products add to that sum themselves. delayed: fused, and computed
+    # while gradients of tokens travel back, which needs overlap_all_to_all
+    expert_wgrad: Literal["autograd", "fused", "delayed"] = "autograd"
     # attention with mesh.cp > 1: gather all keys and values; ulysses: exchange positions for heads,
     # so that each rank has whole rows of some heads; or pass keys and values around a ring, which
     # needs CUDA and data.document_mask=false. Delta nets exchange heads with any of them

@@ -40,7 +40,7 @@ from automoe.config.recompute import recompute_rows
 from automoe.config.rules import Row, check_rows, divides, number_rows
 from automoe.config.rules_context import context_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
-from automoe.config.rules_model import model_rows, moe_rows
+from automoe.config.rules_model import TRANSFORMERS, model_rows, moe_rows
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
 
@@ -100,6 +100,7 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     yield from context_rows(config, shape, device)
     yield from _pipeline_rows(config, shape)
     yield from expert_rows(config, shape, device)
+    yield from _wgrad_rows(config, shape)
     yield from fp8_rows(config, shape, device)
     yield from recompute_rows(config)
     yield from kernel_rows(config, shape, device)
@@ -312,6 +313,33 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield (f"parallel.{name}", getattr(parallel, name) == "micro_batch",
                f"{key} runs the passes of two micro-batches at once, which share their weights to the end of the step",
                f"Set parallel.{name}=step, {off}")
+
+
+def _wgrad_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    key = "parallel.expert_wgrad"
+    parallel = config.parallel
+    chosen = parallel.expert_wgrad
+    if chosen == "autograd":
+        return
+    backend = config.moe.experts
+    halves = shape.pp > 1 and runs_halves(parallel.schedule)
+    off = f"Set {key}=autograd"
+    yield key, not config.model.num_moe_layers, "no layer has experts", off
+    yield (key, config.model.family == TRANSFORMERS,
+           f"the experts of a class of transformers multiply by themselves (model.family={TRANSFORMERS})", off)
+    yield (key, config.lora.rank > 0, f"adapters are trained (lora.rank={config.lora.rank}), and matrices are frozen", off)
+    yield (key, backend != "grouped_mm", f"the products of moe.experts={backend} return gradients to autograd",
+           f"Set moe.experts=grouped_mm, or {key}=autograd")
+    yield (key, config.train.fp8 != "off", f"products in 8 bits return gradients to autograd (train.fp8={config.train.fp8})",
+           f"Set train.fp8=off, or {key}=autograd")
+    yield (key, halves, f"the halves of a backward pass would each compute the products ({parallel.schedule})",
+           f"Set parallel.schedule=Interleaved1F1B, or {key}=autograd")
+    yield (key, parallel.grad_sync == "micro_batch",
+           "each micro-batch's gradients are reduced at once (parallel.grad_sync=micro_batch), so there is no sum to add to",
+           f"Set parallel.grad_sync=step, or {key}=autograd")
+    yield (key, chosen == "delayed" and not parallel.overlap_all_to_all,
+           "delayed products run while gradients of tokens travel in a merged pass (parallel.overlap_all_to_all=false)",
+           f"Set {key}=fused, or parallel.overlap_all_to_all=true")
 
 
 def _data_rows(config: Config) -> Iterator[Row]:

@@ -290,6 +290,32 @@ def forget_meshes(hidden: list[Any]) -> None:
         getattr(mesh, "_pg_registry", {}).clear()
 
 
+# ---- FSDP ----
+
+
+def gradient_sum(unit: Any, name: str) -> torch.Tensor:
+    """Return the sum of gradients of the FSDP unit's parameter ``name`` that waits for its reduction.
+
+    It is shaped and placed as the gathered parameter, in the dtype of the reduction; zeros if there
+    is none yet. FSDP makes it in the first backward pass, out of the gradient that autograd
+    returned, and has no public door to it. 2.11: ``_fsdp_param_group`` of the unit's state; 2.13 to
+    2.15: ``_fsdp_param_groups``. Their ``fsdp_params`` have ``unsharded_accumulated_grad``,
+    ``unsharded_param``, ``reduce_dtype`` and ``_module_info.param_name``.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    one = getattr(state, "_fsdp_param_group", None)
+    groups = getattr(state, "_fsdp_param_groups", [one] if one else [])
+    found = (parameter for group in groups for parameter in group.fsdp_params)
+    parameter = next(each for each in found if each._module_info.param_name == name)
+    if parameter.unsharded_accumulated_grad is None:
+        parameter.unsharded_accumulated_grad = torch.zeros_like(
+            parameter.unsharded_param, dtype=parameter.reduce_dtype, requires_grad=False
+        )
+    return parameter.unsharded_accumulated_grad
+
+
 # ---- autograd, kernels, profiler ----
 
 

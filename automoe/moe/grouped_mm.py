@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from automoe.moe.activation import SWIGLU, Activation, row_blocks
 from automoe.moe.expert_weights import ExpertWeights
+from automoe.moe.gradient_sums import GradientSums, read_later
 from automoe.moe.row_sums import sum_rows
 
 Scales = torch.Tensor | None
@@ -20,7 +21,7 @@ Scales = torch.Tensor | None
 class GroupedProducts:
     """The three products (forward, two gradients) of the stacked weight [E, N, K] of all experts.
 
-    The products are those of ``torch.nn.functional.grouped_mm``. ``offsets`` [E] int32 holds the
+    The products are those of ``grouped_mm``. ``offsets`` [E] int32 holds the
     end of each expert's rows. A subclass may give each operand scales, which are found once and
     handed to every product of the operand. Finding scales may be a collective, so a rank without
     rows finds them too; the products are not collective.
@@ -45,7 +46,7 @@ class GroupedProducts:
         w_scales: Scales,
     ) -> torch.Tensor:
         """Return each row times its expert's transposed weight: [R, N]."""
-        return F.grouped_mm(x_RK, w_ENK.transpose(1, 2), offs=offsets_E)
+        return grouped_mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
 
     def grad_input(
         self,
@@ -56,7 +57,7 @@ class GroupedProducts:
         w_scales: Scales,
     ) -> torch.Tensor:
         """Return each gradient row times its expert's weight: [R, K]."""
-        return F.grouped_mm(grad_RN, w_ENK, offs=offsets_E)
+        return grouped_mm(grad_RN, w_ENK, offsets_E)
 
     def grad_weight(
         self,
@@ -67,7 +68,7 @@ class GroupedProducts:
         x_scales: Scales,
     ) -> torch.Tensor:
         """Return grad.T times x over each expert's rows: [E, N, K]."""
-        return F.grouped_mm(grad_RN.transpose(0, 1), x_RK, offs=offsets_E)
+        return grouped_mm(grad_RN.transpose(0, 1), x_RK, offsets_E)
 
 
 UNSCALED = GroupedProducts()
@@ -78,16 +79,28 @@ class _GroupedExperts(torch.autograd.Function):
 
     Gate and up are one dim J here. For the backward it keeps its arguments, and gate and up [R, J].
     The backward gathers the rows [R, H] and computes the activation [R, I] again.
+
+    With ``sums`` the matrices are detached, and their gradients go there instead of to autograd.
+    ``anchor`` then has the backward pass run even if nothing else needs a gradient.
     """
 
     @staticmethod
     def forward(
-        ctx, activation: Activation, up: GroupedProducts, down: GroupedProducts, *args
+        ctx,
+        activation: Activation,
+        up: GroupedProducts,
+        down: GroupedProducts,
+        sums: GradientSums | None,
+        anchor: torch.Tensor | None,
+        *args,
     ) -> torch.Tensor:
         ctx.activation = activation
         ctx.products = (up, down)
+        ctx.sums = sums
         x_TH, gather_idx_R, offsets_E, probs_R = args[:4]
         gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH = args[4:]
+        if sums is not None:
+            ctx.ends = read_later(offsets_E)
         rows_RH = x_TH.index_select(0, gather_idx_R)
         x_scales, up_scales = up.scales(rows_RH, gate_up_proj_EJH, offsets_E)
         if gather_idx_R.shape[0] == 0:
@@ -127,7 +140,10 @@ class _GroupedExperts(torch.autograd.Function):
         grad_scales = down.grad_scales(grad_out_RH, offsets_E)
         if gather_idx_R.shape[0] == 0:
             up.grad_scales(x_TH.new_empty(0, gate_up_proj_EJH.shape[1]), offsets_E)
-            return None, None, None, *zero_gradients(*args)
+            if ctx.sums is not None:  # all ranks must reduce the same gradients
+                ctx.sums.find("gate_up_proj"), ctx.sums.find("down_proj")
+                args[4:6] = None, None
+            return None, None, None, None, None, *zero_gradients(*args)
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
 
         grad_act_RI = down.grad_input(
@@ -141,7 +157,12 @@ class _GroupedExperts(torch.autograd.Function):
         for block in row_blocks(*act_RI.shape, act_RI.device):
             ctx.activation.backward(*(tensor[block] for tensor in read + written))
         grad_w_gate_up_EJH = grad_w_down_EHI = None  # frozen weights have none
-        if ctx.needs_input_grad[8]:
+        sums = ctx.sums
+        # Without a gradient of the tokens nothing travels back, and nothing would be waited for.
+        travels = ctx.needs_input_grad[5]
+        if sums is not None:
+            sums.add("down_proj", grad_out_RH, act_RI, None, ctx.ends, travels)
+        elif ctx.needs_input_grad[10]:
             grad_w_down_EHI = down.grad_weight(
                 grad_out_RH, act_RI, offsets_E, grad_scales, act_scales
             )
@@ -158,7 +179,9 @@ class _GroupedExperts(torch.autograd.Function):
             grad_b_gate_up_EJ = sum_by_expert(grad_gate_up_RJ, offsets_E)
 
         grad_scales = up.grad_scales(grad_gate_up_RJ, offsets_E)
-        if ctx.needs_input_grad[7]:
+        if sums is not None:
+            sums.add("gate_up_proj", grad_gate_up_RJ, x_TH, gather_idx_R, ctx.ends, travels)
+        elif ctx.needs_input_grad[9]:
             rows_RH = x_TH.index_select(0, gather_idx_R)
             grad_w_gate_up_EJH = up.grad_weight(
                 grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales
@@ -169,7 +192,8 @@ class _GroupedExperts(torch.autograd.Function):
         )
         grad_x_TH = sum_rows(grad_rows_RH, gather_idx_R, x_TH.shape[0])
         grad_weights = grad_w_gate_up_EJH, grad_w_down_EHI, grad_b_gate_up_EJ, grad_b_down_EH
-        return None, None, None, grad_x_TH, None, None, grad_probs_R, *grad_weights
+        gradients = grad_x_TH, None, None, grad_probs_R, *grad_weights
+        return None, None, None, None, None, *gradients
 
 
 def zero_gradients(
@@ -243,13 +267,22 @@ def grouped_mm_experts(
     activation: Activation = SWIGLU,
     up: GroupedProducts = UNSCALED,
     down: GroupedProducts = UNSCALED,
+    sums: GradientSums | None = None,
 ) -> torch.Tensor:
-    """Compute the experts with grouped products, in float32, bfloat16 or float16, on CPU or GPU.
+    """Compute the experts with grouped products, in any dtype, on CPU or GPU.
 
     Arguments and result are those of ``automoe.moe.experts``; ``up`` and ``down`` are the products
-    of gate_up_proj and of down_proj. Rows past the last offset are not computed: their output and
+    of gate_up_proj and of down_proj. ``sums`` takes the gradients of both matrices; None: autograd
+    does. Rows past the last offset are not computed: their output and
     their terms in the gradients of x and probs are uninitialised memory.
     """
+    given = weights.joined()
+    anchor = None
+    if sums is not None:
+        given = given._replace(
+            gate_up_proj=given.gate_up_proj.detach(), down_proj=given.down_proj.detach()
+        )
+        anchor = x_TH.new_empty(0).requires_grad_()
     return _GroupedExperts.apply(
-        activation, up, down, x_TH, gather_idx_R, offsets_E, probs_R, *weights.joined()
+        activation, up, down, sums, anchor, x_TH, gather_idx_R, offsets_E, probs_R, *given
     )

@@ -10,6 +10,7 @@ scheduler of threads, and is the same on all ranks of an ep group.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._turn: int | None = None  # the pass that runs; None outside ``run``
+        self._waiting: deque[Callable[[], None]] = deque()
         self._begin()
 
     def _begin(self) -> None:
@@ -114,6 +116,19 @@ class Turns:
         self._wake[1 - me].release()
         self.wait_for_turn(me)
 
+    def defer(self, work: Callable[[], None]) -> None:
+        """Keep ``work`` until the pass that calls has issued its next all-to-all."""
+        self._waiting.append(work)
+
+    def work_off(self) -> None:
+        """Do what was deferred, in its order."""
+        while self._waiting:
+            self._waiting.popleft()()
+
+    def check_nothing_waits(self) -> None:
+        """Raise ``AssertionError`` if deferred work has not been done by the end of a step."""
+        assert not self._waiting, f"{len(self._waiting)} deferred products were not computed"
+
 
 TURNS = Turns()
 
@@ -136,6 +151,7 @@ class _Exchange(torch.autograd.Function):
         work = dist.all_to_all_single(
             out, x, output_splits, input_splits, group=group, async_op=True
         )
+        TURNS.work_off()
         TURNS.swap()
         work.wait()
         return out

@@ -24,6 +24,8 @@ from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
 from automoe.model.transformers_model import TransformersModel
 from automoe.moe.experts import expert_backend
+from automoe.moe.gradient_sums import GradientSums
+from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.moe.process_groups import SINGLE_RANK, ProcessGroupCollection
 from automoe.optim.qk_clip import watch_logits
 from automoe.parallel.activation_checkpoint import apply_recompute, has_side_stream
@@ -34,6 +36,7 @@ from automoe.parallel.expert import ExpertParallel, apply_expert_parallel, exper
 from automoe.parallel.fp8 import apply_fp8, fp8_experts
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
+from automoe.parallel.overlap import TURNS
 from automoe.parallel.pipeline import checked_loss
 from automoe.parallel.tensor import apply_tensor_parallel
 
@@ -58,6 +61,11 @@ def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertPar
     apply_recompute(part, config.parallel)
     if not stays_unsharded(config, meshes.shape):
         apply_data_parallel(part, meshes, config.parallel, config.train.dtype)
+    if (how := config.parallel.expert_wgrad) != "autograd":
+        later = TURNS.defer if how == "delayed" else None
+        for _, layer in part.moe_layers():
+            sums = GradientSums(layer.experts, later)
+            layer.experts.backend = partial(grouped_mm_experts, sums=sums)
 
 
 def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig:

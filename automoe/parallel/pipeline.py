@@ -450,6 +450,7 @@ class PipelineRunner(StepRunner):
     def train(self, inputs: Inputs) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         self._run("step", inputs, losses)
+        TURNS.check_nothing_waits()
         self.shared.sum()
         if not losses or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)

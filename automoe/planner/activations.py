@@ -113,6 +113,7 @@ class TokenLoad:
     scores: bool = False  # True for kernels.attention=math, which keeps every attention score
     in_8_bits: bool = False  # True if experts keep the rows that they read in 8 bits
     flex: bool = False  # True for kernels.attention=flex, whose masks are lists of blocks
+    wgrad: str = "autograd"  # parallel.expert_wgrad
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
@@ -151,6 +152,7 @@ class TokenLoad:
             scores=config.kernels.attention == "math",
             in_8_bits=config.moe.dispatch_dtype == "fp8" and config.moe.experts != "loop",
             flex=config.kernels.attention == "flex",
+            wgrad=config.parallel.expert_wgrad,
         )
 
     def mask(self, window: int) -> int:

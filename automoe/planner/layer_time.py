@@ -128,7 +128,7 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
             moved = weight.packed + WIDENING[place.config.lora.base] + machine.number_bytes
             widened = machine.pass_over(moved * numbers)
         own = seconds * weight.trained
-        if place.fused:
+        if place.fused_experts if part == "moe" else place.fused:
             own = max(own, machine.pass_over(8.0 * numbers) * weight.trained)
         passes.add(
             part,
@@ -141,7 +141,7 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
             passes.backward.weights += own
     if not place.fused:
         # FSDP reads each micro-batch's gradients, adds them and writes the sum in float32.
-        experts = found.expert_trained / (mesh.ep * mesh.etp)
+        experts = found.expert_trained / (mesh.ep * mesh.etp) * (not place.fused_experts)
         summed = machine.pass_over(10.0 * (found.dense_trained + experts))
         passes.backward.add("gradients", summed)
         passes.backward.weights += summed

@@ -83,6 +83,11 @@ class Place:
     gradient_bytes: int = 0  # bytes per gradient element in FSDP's reduction; 0: automoe's width
 
     @property
+    def fused_experts(self) -> bool:
+        """True if the experts' matmuls add to the float32 gradients."""
+        return self.fused or self.config.parallel.expert_wgrad != "autograd"
+
+    @property
     def tokens(self) -> int:
         return self.batch.tokens_per_micro_batch
 

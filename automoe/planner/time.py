@@ -30,6 +30,7 @@ from automoe.planner.step_memory import DTYPE_BYTES, layer_kind
 # Bytes per parameter: weight, gradient and two moments are read, and all except the gradient are
 # written, in float32.
 OPTIMIZER_BYTES = 28
+LAYER_KERNELS = 80  # that a MoE layer launches in ``host_layer`` seconds (constants.toml)
 REPEATED = "experts in both halves"  # part of a backward pass that runs in halves
 MUON_STEPS = 5  # ``automoe.optim.muon.STEPS``
 # Relative error to expect of a prediction, from runs that the constants were not fitted to
@@ -327,7 +328,12 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) ->
     share = float(not cpu or "host_layer" in config.cluster.constants) * (
         1 if layer >= config.model.first_k_dense else 0.5
     )
-    for total, half in zip(stage.passes, times, strict=True):
+    floors = floor, floor
+    if config.parallel.expert_wgrad != "autograd" and layer >= config.model.first_k_dense:
+        # two products of each expert, in place of two of all
+        more = 2 * (config.model.num_experts // mesh.ep - 1)
+        floors = floor, floor * (1 + more / LAYER_KERNELS * (not cpu))
+    for total, half, floor in zip(stage.passes, times, floors, strict=True):
         total.compute += number * half.compute
         total.weights += number * half.weights
         total.experts += number * half.experts

@@ -12,6 +12,8 @@ ranks), H hidden, I expert width, W parameters of the rank's experts:
     or, earlier      b [R (H + 4 I) + W / 3]        activation, its gradient, gradient of gate
                                                     and up
     with biases      b [R (3 H + 2 I) + W / 3]      bias of each row, and its gradient
+    fused            W = 0                          products add to existing gradients
+    delayed          b R I more                     the activation, until its product is computed
     in 8 bits        b X H more                 the X rows decoded again
     loop             b [R H + 2 X H + W]            one expert at a time, each with a gradient
                                                     of all X rows
@@ -124,8 +126,10 @@ def _experts_temporaries(model: ModelConfig, load: TokenLoad, expert_numbers: in
         numbers = (rows + 2 * read) * hidden + expert_numbers
     else:
         scratch = 0 if load.on_cpu else _WHOLE_ROWS[model.expert_activation]
+        expert_numbers *= load.wgrad == "autograd"
+        waits = load.wgrad == "delayed"
         numbers = max(
-            rows * (2 * hidden + 2 * width) + read * hidden + expert_numbers,
+            rows * (2 * hidden + (2 + waits) * width) + read * hidden + expert_numbers,
             rows * (hidden + (4 + scratch) * width) + expert_numbers / 3,
             (rows * (3 * hidden + 2 * width) + expert_numbers / 3) * model.biased_experts,
         )

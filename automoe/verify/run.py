@@ -312,7 +312,9 @@ def passes(config: Config) -> list[Config]:
         kernels=replace(plain.kernels, rope="torch", loss="torch"),  # no Triton kernel has float64
     )
     exact = replace(in_float64.train, fp8="off")
-    runs = [replace(in_float64, train=exact, moe=replace(plain.moe, experts="loop"))]
+    # Products that add to sums are those of grouped_mm.
+    experts = "loop" if config.parallel.expert_wgrad == "autograd" else plain.moe.experts
+    runs = [replace(in_float64, train=exact, moe=replace(plain.moe, experts=experts))]
     if config.model.family == TRANSFORMERS:  # its routing cannot be repeated
         return runs
     # An indexer's choice cannot be repeated either: rounding tips it.

@@ -167,7 +167,7 @@ HF = [
     (5, ["mesh.tp=5", "mesh.cp=1"]),
     (1, ["data.tokenizer=byte", "model.vocab_size=128"]),
     (1, ["train.fp8=tensorwise", "moe.experts=loop"]),
-    (1, ["train.dtype=float64"]),
+    (1, ["train.dtype=float64", "moe.experts=triton"]),
     (1, ["lora.rank=2", "lora.base=fp8"]),
     (1, ["lora.rank=2", "lora.base=nf4", "mesh.tp=1"]),
     (1, ["model.num_experts=6"]),

@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, schedules
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -259,6 +259,38 @@ def test_a_later_world_does_not_answer_from_the_caches_of_an_earlier_one(ranks: 
 
 
 # ---- autograd, kernels, profiler ----
+
+
+def sums_of_two_micro_batches() -> tuple[list[torch.dtype], list[float], list[float]]:
+    """Of a weight in bfloat16, with a number added by hand between the gradients that autograd returns."""
+    layer = nn.Linear(2, 4, bias=False)
+    nn.init.ones_(layer.weight)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(layer, mp_policy=policy)
+    layer.set_gradient_divide_factor(1.0)
+    layer.set_force_sum_reduction_for_comms(True)
+    seen, dtypes = [], []
+    for last in (False, True):
+        layer.set_requires_gradient_sync(last)
+        out = layer(torch.ones(1, 2, requires_grad=True))
+        if last:
+            waiting = torch_private.gradient_sum(layer, "weight")
+            seen.append(float(waiting.sum()))
+            dtypes.append(waiting.dtype)
+            waiting.add_(2.0**-12)  # bfloat16 would lose it beside 1
+            assert torch_private.gradient_sum(layer, "weight") is waiting
+        else:
+            first = torch_private.gradient_sum(layer, "weight")
+            seen.append(float(first.abs().sum()))
+        out.sum().backward()
+    return dtypes, seen, layer.weight.grad.to_local().flatten().tolist()
+
+
+def test_a_sum_of_gradients_is_found_made_and_reduced(ranks: RankPool) -> None:
+    for dtypes, seen, reduced in ranks.run(sums_of_two_micro_batches, 2):
+        assert dtypes == [torch.float32]
+        assert seen == [0.0, 8.0]
+        assert reduced == [4 + 2.0**-11] * 4  # two ranks, two micro-batches
 
 
 def test_the_innermost_hooks_of_saved_tensors_are_known() -> None:

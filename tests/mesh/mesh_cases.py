@@ -259,7 +259,7 @@ class Case:
             model=model,
             moe=MoEConfig(
                 dispatcher=self.dispatcher,
-                experts="loop",
+                experts="grouped_mm" if "expert_wgrad" in self.parallel else "loop",
                 gate=self.gate,
                 seq_balance_coef=0.02,
                 global_balance_coef=0.03,

@@ -15,8 +15,10 @@ from typing import Any
 from mesh_cases import MODELS, ROWS, Case
 from mesh_mappings import (
     BREADTH_FIRST,
+    DELAYED,
     DUAL_PIPE,
     FULL,
+    FUSED,
     GPIPE,
     HALVES,
     INTERLEAVED,
@@ -38,6 +40,7 @@ DRAWS = 16
 FAMILIES = [name for name, model in MODELS.items() if model.first_k_dense < model.num_layers]
 SCHEDULES = ({}, {}, GPIPE, INTERLEAVED, PER_MICRO_BATCH, MERGED, INTERLEAVED | MERGED)
 SCHEDULES += (HALVES, ZBV, DUAL_PIPE, DUAL_PIPE | MERGED, BREADTH_FIRST)
+SCHEDULES += (FUSED, FUSED | INTERLEAVED, DELAYED, DELAYED | INTERLEAVED)
 WORLDS = (2, 4, 4, 8, 8, 8, 16)
 
 

@@ -25,6 +25,8 @@ MUON = dict(algorithm="muon")
 MUON_CLIP = MUON | dict(qk_clip=0.5)  # most heads of these models have larger logits
 WARMUP = dict(indexer="warmup", freeze=["*"], trainable=["*.indexer.*"])
 MERGED = dict(overlap_all_to_all=True)
+FUSED = dict(expert_wgrad="fused")
+DELAYED = MERGED | dict(expert_wgrad="delayed")
 
 CORE = [
     # one rank: accumulation
@@ -53,7 +55,7 @@ CORE = [
     Case("deepseek", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED, **NODES),
     Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED),
     # each all-to-all behind the other micro-batch
-    Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED),
+    Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | DELAYED),
     # embedding and head on one rank
     Case("qwen3-tied", dict(pp=2), rows=2, parallel=ZBV),
     # sinks, windows and biases
@@ -79,6 +81,26 @@ CORE = [
 ]
 
 MORE = [
+    # products that add to FSDP's sums, at once or while gradients travel back
+    Case("deepseek", rows=2, parallel=FUSED),
+    Case("mixtral", dict(dp_shard=2, ep=2), rows=2, dispatcher="allgather", parallel=FUSED | PARTS),
+    Case("gpt-oss", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, parallel=FUSED, moe=DROP),
+    Case("qwen3", dict(dp_replicate=2, dp_shard=2, ep=2, ep_replicate=2), rows=1, parallel=FUSED),
+    Case("qwen3-tied", dict(pp=2, cp=2, ep=2), rows=2, parallel=FUSED | INTERLEAVED | dict(recompute="full")),
+    Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, parallel=FUSED, optim=MUON),
+    Case("glm-mtp", dict(dp_shard=2, ep=2), rows=1, parallel=DELAYED, optim=MUON),
+    Case("deepseek-mtp", dict(pp=2, dp_shard=2, tp=2, ep=4), rows=1, parallel=INTERLEAVED | DELAYED, **NODES),
+    Case(
+        "deepseek", dict(pp=2, dp_shard=4, ep=2), rows=1, parallel=INTERLEAVED | DELAYED, moe=dict(dispatch_dtype="fp8")
+    ),
+    Case("qwen3", dict(dp_shard=2, cp=2, ep=2, etp=2), rows=1, parallel=DELAYED, moe=PADDED),
+    Case(
+        "deepseek",
+        dict(dp_shard=2, ep=2),
+        rows=1,
+        parallel=DELAYED,
+        train=dict(freeze=["*"], trainable=["*.experts.*"]),
+    ),
     Case("deepseek-sparse", rows=2),
     Case("deepseek-sparse", dict(dp_shard=2), rows=4, document_mask=False),
     Case("deepseek-sparse", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON_CLIP),
@@ -87,6 +109,7 @@ MORE = [
     ),
     Case("deepseek-sparse", dict(pp=2, dp_shard=2, tp=2, ep=4), rows=1, parallel=ZBV),
     Case("deepseek-sparse", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED),
+    Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED),
     Case("deepseek-sparse", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED, **NODES),
     Case("deepseek-sparse", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, lora=LORA),
     Case("deepseek-sparse", dict(pp=2, cp=2, tp=2, ep=2), rows=4, train=WARMUP),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from mesh_cases import Case, batches
-from mesh_mappings import DUAL_PIPE, INTERLEAVED, MERGED
+from mesh_mappings import DELAYED, DUAL_PIPE, INTERLEAVED, MERGED
 
+from automoe.moe.gradient_sums import GradientSums
 from automoe.parallel import overlap
 from automoe.parallel.overlap import BACKWARD_THREAD, Turns
 from automoe.verify.pool import RankError, RankPool
@@ -22,6 +24,7 @@ from tests.support.trajectories import run_trajectory
 ALONE = Case("deepseek", dict(dp_shard=2, ep=2), rows=1, parallel=MERGED)
 STAGES = Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED)
 DOWN_AND_UP = replace(STAGES, parallel=DUAL_PIPE | MERGED)
+LATER = replace(STAGES, parallel=INTERLEAVED | DELAYED)
 
 Event = tuple[str, str, int]  # pass, what it does, which of its all-to-alls
 
@@ -76,7 +79,7 @@ def test_a_thread_that_cannot_begin_ends_the_other_pass(monkeypatch: pytest.Monk
 def logged(case: Case, steps: int) -> tuple[list[Event], Trajectory]:
     """The all-to-alls of one rank's steps in order, and what it trained. On a rank of ``case``."""
     log, begun = list[Event](), {"F": 0, "B": 0}
-    issue = dist.all_to_all_single
+    issue, multiply = dist.all_to_all_single, GradientSums._add
 
     class Logged:
         def __init__(self, work: dist.Work, number: int) -> None:
@@ -97,11 +100,17 @@ def logged(case: Case, steps: int) -> tuple[list[Event], Trajectory]:
         log.append((who(), "issues", number))
         return Logged(work, number)
 
+    def logging_multiply(*args: Any) -> None:
+        log.append((who(), "adds products", begun[who()] - 1))
+        multiply(*args)
+
     overlap.dist.all_to_all_single = logging_issue
+    GradientSums._add = logging_multiply  # type: ignore[method-assign]
     try:
         return log, run_trajectory(case.config, batches, steps)
     finally:
         overlap.dist.all_to_all_single = issue
+        GradientSums._add = multiply  # type: ignore[method-assign]
 
 
 def hidden(log: list[Event]) -> int:
@@ -114,6 +123,18 @@ def hidden(log: list[Event]) -> int:
     return found
 
 
+def test_deferred_work_is_done_once_in_its_order_and_none_is_forgotten() -> None:
+    turns, log = Turns(), list[str]()
+    for name in "ab":
+        turns.defer(partial(log.append, name))
+    with pytest.raises(AssertionError, match="2 deferred products were not computed"):
+        turns.check_nothing_waits()
+    turns.work_off()
+    turns.work_off()
+    turns.check_nothing_waits()
+    assert log == ["a", "b"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("case", "share"),
@@ -122,8 +143,9 @@ def hidden(log: list[Event]) -> int:
         (ALONE, 0.7),
         pytest.param(STAGES, 0.35, marks=pytest.mark.exhaustive),
         pytest.param(DOWN_AND_UP, 0.35, marks=pytest.mark.exhaustive),
+        pytest.param(LATER, 0.35, marks=pytest.mark.exhaustive),
     ],
-    ids=["one stage", "interleaved", "DualPipeV"],
+    ids=["one stage", "interleaved", "DualPipeV", "delayed products"],
 )
 def test_the_other_pass_computes_between_issue_and_wait_in_the_same_order_each_time(
     ranks: RankPool, case: Case, share: float
@@ -137,6 +159,9 @@ def test_the_other_pass_computes_between_issue_and_wait_in_the_same_order_each_t
                 assert torch.equal(gradient, trained_again.gradients[step][name]), name
         issued = sum(what == "issues" for _, what, _ in log)
         assert issued and hidden(log) >= share * issued, (hidden(log), issued)
+    if case == LATER:
+        for log, _ in runs[0]:
+            check_products_are_between_issue_and_wait(log)
     # A layer's backward pass sends its combined rows back while a forward pass runs its attention.
     log = runs[0][0][0]
     start = log.index(("B", "issues", 0))
@@ -146,6 +171,17 @@ def test_the_other_pass_computes_between_issue_and_wait_in_the_same_order_each_t
         ("B", "waits for"),
         ("B", "issues"),
     ]
+
+
+def check_products_are_between_issue_and_wait(log: list[Event]) -> None:
+    """Both products of a layer come right after the issue of the all-to-all that sends gradients of tokens back."""
+    products = [place for place, (_, what, _) in enumerate(log) if what == "adds products"]
+    assert products and len(products) % 2 == 0
+    for first, second in zip(products[::2], products[1::2], strict=True):
+        one, _, number = log[first]
+        assert second == first + 1 and log[second] == log[first]
+        assert log[first - 1] == (one, "issues", number)
+        assert (one, "waits for", number) in log[second:]
 
 
 def fails_in(case: Case, thread: str) -> None:

@@ -6,14 +6,19 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError
 from automoe.moe.activation import ClampedSwiGLU
+from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import GroupedExperts, expert_backend
+from automoe.moe.gradient_sums import GradientSums, add_product
+from automoe.moe.grouped_mm import grouped_mm_experts
 from tests.support.experts import flat
 
 E, H, WIDTH, T = 6, 16, 8, 20
+NAMES = ("gate_up_proj", "down_proj")
 
 LIMIT = 0.75  # between the sizes that gates and ups have here, so that some are clamped
 
@@ -75,13 +80,14 @@ COMPUTED = pytest.mark.parametrize(
     [
         ("loop", torch.float64, 1e-13),
         ("loop", torch.float32, 1e-5),
+        ("grouped_mm", torch.float64, 1e-13),
         ("grouped_mm", torch.float32, 1e-5),
         ("grouped_mm", torch.bfloat16, 2e-2),
         ("triton", torch.float32, 1e-5),
         ("triton", torch.bfloat16, 1e-2),
         ("triton", torch.float16, 2e-3),
     ],
-    ids=["loop64", "loop32", "grouped32", "grouped16", "triton32", "triton-bf16", "triton-fp16"],
+    ids=["loop64", "loop32", "grouped64", "grouped32", "grouped16", "triton32", "triton-bf16", "triton-fp16"],
 )
 
 
@@ -113,6 +119,56 @@ def test_biases_and_the_clamped_activation(backend: str, dtype: torch.dtype, tol
         assert mine.dtype == dtype and mine.shape == theirs.shape, name
         error = (mine.double() - theirs).norm()
         assert error <= tolerance * theirs.norm(), f"{name}: {error / theirs.norm():.1e}"
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
+)
+def test_gradients_of_the_matrices_are_added_to_their_sums(
+    dtype: torch.dtype, tolerance: float, counts: list[int]
+) -> None:
+    expected = outputs_and_gradients(row_by_row, inputs(counts, torch.float64))
+    args = inputs(counts, dtype)
+    experts, later = nn.Module(), []
+    for name, matrix in zip(NAMES, args[4:], strict=True):
+        experts.register_parameter(name, nn.Parameter(matrix.detach()))
+        experts.get_parameter(name).grad = torch.ones_like(matrix)
+    sums = GradientSums(experts, later.append)
+    backend = partial(grouped_mm_experts, sums=sums)
+    got = outputs_and_gradients(flat(backend), args)
+    assert all(gradient.norm() == 0 for gradient in got[3:])  # none was returned
+    assert len(later) == 2 * (sum(counts) > 0)
+    for work in later:
+        work()
+    got[3:] = [experts.get_parameter(name).grad - 1 for name in NAMES]
+    for name, mine, theirs in zip(("out", "x", "probs", *NAMES), got, expected, strict=True):
+        error = (mine.double() - theirs).norm()
+        assert error <= tolerance * (theirs.norm() + theirs.numel() ** 0.5), f"{name}: {error / theirs.norm():.1e}"
+
+
+def test_products_run_at_once_where_no_gradient_travels_and_frozen_matrices_have_none() -> None:
+    x, gather_idx, offsets, probs, *matrices = inputs(COUNTS["skewed"], torch.float64)
+    experts = nn.Module()
+    for name, matrix in zip(NAMES, matrices, strict=True):
+        experts.register_parameter(name, nn.Parameter(matrix.detach(), requires_grad=name == "down_proj"))
+    sums = GradientSums(experts, lambda work: pytest.fail("nothing is waited for"))
+    out = grouped_mm_experts(
+        x.detach(), gather_idx, offsets, probs.detach(), ExpertWeights(*experts.parameters()), sums=sums
+    )
+    out.sum().backward()
+    assert experts.down_proj.grad.norm() > 0 and experts.gate_up_proj.grad is None
+
+
+def test_a_product_is_not_rounded_before_it_is_added() -> None:
+    grad, x = (
+        torch.full((1, 1), 1 + 2.0**-7, dtype=torch.bfloat16),
+        torch.full((1, 1), 1 + 2.0**-7, dtype=torch.bfloat16),
+    )
+    total = torch.ones(1, 1)
+    add_product(total, grad, x)
+    assert total.item() == 1 + (1 + 2.0**-7) ** 2
 
 
 def test_rows_past_the_last_offset_reach_no_bias() -> None:

@@ -253,6 +253,9 @@ _MOE = [
     ("activation.py", "mul_(up_RI), gate_RI, grad_input", "mul_(up_RI), up_RI, grad_input", EXPERTS),
     ("activation.py", "mul_(gate_RI <= self.limit)", "mul_(gate_RI <= self.limit + 1)", EXPERTS),
     ("experts.py", "out + weight", "out + 1.0", EXPERTS),
+    ("gradient_sums.py", "            start = end\n", "", EXPERTS),
+    ("gradient_sums.py", "if travels and self.later", "if self.later", EXPERTS),
+    ("grouped_mm.py", "new_empty(0).requires_grad_()", "new_empty(0)", EXPERTS),
     ("grouped_mm.py", "grad_probs_R += bias_grad", "grad_probs_R -= bias_grad", EXPERTS),
     (
         "grouped_mm.py",
@@ -397,6 +400,8 @@ _PARALLEL = [
 ]
 _MERGED = [
     ("overlap.py", "        TURNS.swap()\n", "", OVERLAP),
+    ("overlap.py", "        TURNS.work_off()\n", "", ["tests/mesh/test_mesh_float64.py"]),
+    ("overlap.py", "self._waiting.popleft()()", "self._waiting.pop()()", OVERLAP),
     ("overlap.py", "ctx.splits = output_splits, input_splits", "ctx.splits = input_splits, output_splits", OVERLAP),
     ("overlap.py", "        if self._errors:\n            raise _OtherPassFailed\n", "", OVERLAP),
     ("pipeline.py", "num_micro_batches, merged)\n", "num_micro_batches, False)\n", OVERLAP),

@@ -15,6 +15,7 @@ _ROWS = [
     ("layer_time.py", "ATTENTION_BACKWARD * seconds", "2 * seconds", TIME),
     ("layer_time.py", 'forward.again["moe"][axis] if axis in ("ep", "etp") else cost', "cost", TIME),
     ("layer_time.py", "seconds * weight.trained", "seconds", TIME),
+    ("layer_time.py", "mesh.etp) * (not place.fused_experts)", "mesh.etp)", TIME),
     ("time.py", "max(0.0, cost.seconds - behind)", "cost.seconds", TIME),
     (
         "time.py",
@@ -23,6 +24,8 @@ _ROWS = [
         TIME,
     ),
     ("step_memory.py", "merged.grown(place + 1)", "merged.grown(place)", MEMORY),
+    ("workspace.py", 'load.wgrad == "autograd"', 'load.wgrad != "fused"', ["tests/planner/test_memory.py"]),
+    ("workspace.py", "(2 + waits) * width", "2 * width", ["tests/planner/test_memory.py"]),
     ("machine.py", "self.constants.grouped if groups > 1 else 1.0", "1.0", TIME),
 ]
 PLANNER = [Mutant(f"automoe/planner/{file}", *rest) for file, *rest in _ROWS]

@@ -70,6 +70,7 @@ CASES = {
     "dropping_cp2": step_of("small_dsv3", dict(cp=2, ep=2), moe={"capacity_factor": 1.0}),
     "ulysses_cp2": step_of("small_dsv3", dict(cp=2, ep=2), parallel={"context": "ulysses"}, **TRITON),
     "qwen3_next_cp2": step_of("small_qwen3_next", dict(cp=2, ep=2), layers=4),
+    "fused": step_of("small_dsv3", dict(dp_shard=2), parallel={"expert_wgrad": "fused"}),
     "etp_hsdp": step_of("small_qwen3_moe", dict(dp_replicate=2, dp_shard=2, ep=2, etp=2)),
 }
 

@@ -39,8 +39,9 @@ def check(rank: dict[str, Any], dtypes: tuple[str, ...] = ("float32",), sizes: i
 
 @pytest.mark.exhaustive
 def test_a_step_on_a_gpu_and_what_would_fail_there() -> None:
-    found = traced("dsv3", "faults")
+    found = traced("dsv3", "fused", "faults")
     check(found["dsv3"])
+    check(found["fused"], sizes=1)  # where experts' rows end, copied in the forward pass
     assert found["dsv3"]["kernels"] == {}
     faults = found["faults"]
     assert "found at least two devices, cuda:0 and cpu" in faults["a tensor made on the CPU"]

@@ -14,6 +14,7 @@ from automoe.model.params import SPECS, Param, count_params, stage_params
 from automoe.planner.activations import TokenLoad, layer_activation_bytes
 from automoe.planner.memory import BATCH_BYTES, INPUT_BYTES, SENDS_KEPT, RankMemory, plan_memory
 from automoe.planner.step_memory import local_numel
+from automoe.planner.workspace import layer_workspaces
 from tests.support.configurations import quick_config
 
 GIB = 2**30
@@ -271,3 +272,18 @@ def test_recompute_trades_activations_for_one_workspace() -> None:
     # Two layers and two micro-batches in flight: each dropped what the workspace holds once.
     assert kept.micro_batches_in_flight == [2]
     assert kept.activations - one.activations == pytest.approx((kept.activations - full.activations) / 2, rel=0.02)
+
+
+def test_products_that_add_to_the_sums_leave_out_a_layers_gradients() -> None:
+    config = dsv3_pp4_vpp4_ep64()
+    model = config.model
+    most = {}
+    for how in ("autograd", "fused", "delayed"):
+        config.parallel = replace(config.parallel, expert_wgrad=how)
+        mesh = resolve_mesh(config.mesh, None)
+        load = replace(TokenLoad.of(config, mesh, plan_batch(config, mesh)), on_cpu=False)
+        held = 3 * model.hidden_size * model.moe_intermediate_size * model.num_experts // mesh.ep
+        most[how] = layer_workspaces(model, 1, load, frozenset(), held, 0)[1].temporaries
+    assert most["autograd"] - most["fused"] == 2 * held
+    # The activation, once more for each row, until its product has been added.
+    assert most["delayed"] - most["fused"] == 2 * load.expert_rows * model.moe_intermediate_size

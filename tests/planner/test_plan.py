@@ -348,14 +348,17 @@ def test_a_plan_imports_no_torch() -> None:
 @pytest.mark.exhaustive
 def test_the_page_of_merged_passes_says_what_plans_say() -> None:
     page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
-    between = ["mesh.pp=8", "mesh.tp=2", "mesh.ep=64", "parallel.stages_per_rank=4"]
-    between += ["parallel.recompute=[layernorm,mla_up_proj,moe_act,mlp]"]
+    wide = ["mesh=overlap_dsv3_671b", "mesh.pp=4", "mesh.dp_shard=64", "mesh.ep=256", "parallel.stages_per_rank=4"]
+    wide += ["moe.dispatcher=alltoall", "parallel.expert_wgrad=autograd"]
     for start, overrides in (
         ("| `tuned_dsv3_671b`:", []),
-        ("| pp8 x tp2, ep64,", between),
-        ("| the same;", [*between, "parallel.overlap_all_to_all=true"]),
+        ("| pp4 x cp2 x tp2, ep256,", wide),
+        ("| pp8 x cp2 x tp2, ep64,", ["mesh=overlap_dsv3_671b", "parallel.expert_wgrad=autograd"]),
         ("| `overlap_dsv3_671b`:", ["mesh=overlap_dsv3_671b"]),
     ):
         plan = plan_of("dsv3_671b", *overrides)
         [row] = [line for line in page.splitlines() if line.startswith(start)]
-        assert row.endswith(f"| {plan.time.seconds:.1f} s | {plan.time.mfu:.1%} |"), (row, plan.time.seconds)
+        most = plan.uneven_needed / 2**30
+        sent = plan.time.communication["ep"]
+        figures = f"| {most:.1f} GiB | {sent:.1f} s | {plan.time.seconds:.1f} s | {plan.time.mfu:.1%} |"
+        assert row.endswith(figures), (row, figures)

@@ -1,0 +1,109 @@
+"""Gradients of expert matrices that their products add to FSDP's sums (``parallel.expert_wgrad``).
+
+As autograd returns it, a gradient is written once, and FSDP then reads it and the sum of the step's
+earlier micro-batches and writes the new sum. A product that adds to the sum leaves out the gradient
+(Megatron-Core's gradient accumulation fusion). Shapes: E experts, R rows sorted by expert, N output
+and K input features of a matrix [E, N, K].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from automoe.interop.torch_private import gradient_sum
+from automoe.moe.local_shard import local_shard
+
+Ends = Callable[[], list[int]]  # the end of each expert's rows
+Later = Callable[[Callable[[], None]], None]  # takes a function and calls it later
+
+
+class GradientSums:
+    """Sums of the gradients of one layer's expert matrices over the micro-batches of a step.
+
+    Args:
+        experts: module that holds the matrices, as FSDP wraps it if it does.
+        later: takes the products, to run them when gradients of tokens are on their way to other
+            ranks; None runs them at once.
+    """
+
+    def __init__(self, experts: nn.Module, later: Later | None = None) -> None:
+        self.experts = experts
+        self.later = later
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """Return this rank's sum for the matrix ``name``, zeros at first; None if it is frozen."""
+        parameter = getattr(self.experts, name)
+        if not parameter.requires_grad:
+            return None
+        if isinstance(self.experts, FSDPModule):
+            return local_shard(gradient_sum(self.experts, name))
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return local_shard(parameter.grad)
+
+    def add(
+        self,
+        name: str,
+        grad_RN: torch.Tensor,
+        x_TK: torch.Tensor,
+        gather_idx_R: torch.Tensor | None,
+        ends: Ends,
+        travels: bool,
+    ) -> None:
+        """Add each expert's product of ``grad`` and rows to the sum of the matrix ``name``.
+
+        Args:
+            x_TK: rows that the matrix has multiplied, in the order of ``gather_idx_R``; None: as
+                they are.
+            travels: gradients of tokens will be sent to other ranks after this call.
+        """
+        product = partial(self._add, name, grad_RN, x_TK, gather_idx_R, ends)
+        if travels and self.later is not None:
+            self.later(product)
+        else:
+            product()
+
+    @torch.no_grad()
+    def _add(self, name, grad_RN, x_TK, gather_idx_R, ends: Ends) -> None:
+        sum_ENK = self.find(name)
+        if sum_ENK is None:
+            return
+        rows_RK = x_TK if gather_idx_R is None else x_TK.index_select(0, gather_idx_R)
+        start = 0
+        for end, sum_NK in zip(ends(), sum_ENK.flatten(1, -2), strict=True):
+            add_product(sum_NK, grad_RN[start:end], rows_RK[start:end])
+            start = end
+
+
+def add_product(sum_NK: torch.Tensor, grad_RN: torch.Tensor, x_RK: torch.Tensor) -> None:
+    """Add grad.T @ x to ``sum``, without rounding the product to the dtype of its operands."""
+    if sum_NK.dtype == grad_RN.dtype:
+        sum_NK.addmm_(grad_RN.T, x_RK)
+    elif sum_NK.is_cuda:
+        torch.addmm(sum_NK, grad_RN.T, x_RK, out_dtype=sum_NK.dtype, out=sum_NK)
+    else:  # the CPU has no such product
+        sum_NK.addmm_(grad_RN.T.to(sum_NK.dtype), x_RK.to(sum_NK.dtype))
+
+
+def read_later(offsets_E: torch.Tensor) -> Ends:
+    """Copy numbers to the host without a wait; the result waits for them and returns them.
+
+    By the backward pass they have long arrived.
+    """
+    if offsets_E.is_cpu:
+        ends = offsets_E.tolist()
+        return lambda: ends
+    copy_E = offsets_E.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[int]:
+        copied.synchronize()
+        return copy_E.tolist()
+
+    return read
