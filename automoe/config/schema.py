@@ -50,6 +50,9 @@ class RopeConfig:
     interleaved: bool = False
     # gqa: share of a head's dims that are rotated, counted from the first
     partial_rotary_factor: float = 1.0
+    # the checkpoint of hf_path is trained on with the scaling of this section, for longer rows than
+    # its own; theta and the kind of rotation stay its own. original_seq_len=0: its longest row
+    extends: bool = False
     scaling: Literal["none", "yarn", "llama3"] = "none"
     factor: float = 1.0  # ratio of the longest row after scaling to original_seq_len
     original_seq_len: int = 4096  # longest row that the model was trained on before scaling
