@@ -37,8 +37,6 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield from _transformers_rows(config, shape)
         return
     yield from _mtp_rows(config)
-    if model.rope.extends:
-        yield from _extension_rows(config)
     yield ("model.first_k_dense", model.first_k_dense > model.num_layers,
            f"there are {model.num_layers} layers in all (model.num_layers)",
            f"Set model.first_k_dense={model.num_layers} or less")
@@ -73,20 +71,6 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield ("model.hidden_size", config.train.dtype == "bfloat16" and hidden % 2 != 0,
                f"rows travel with float32 weights behind them, so a row of bfloat16 holds whole ones: {hidden} % 2 = 1",
                f"Nearest valid choices: {hidden - 1} or {hidden + 1}")
-
-
-def _extension_rows(config: Config) -> Iterator[Row]:
-    model = config.model
-    rope = model.rope
-    off = "model.rope.extends=false"
-    yield ("model.rope.extends", model.hf_path is None or model.upcycle,
-           "it stretches the rotary embeddings of a mixture's trained checkpoint", f"Set model.hf_path=DIR, or {off}")
-    yield ("model.rope.scaling", rope.scaling != "yarn", "a checkpoint is extended by YaRN", "Set model.rope.scaling=yarn")
-    yield ("model.rope.factor", not 1 < rope.factor < inf, "longest row, divided by that of the checkpoint: above 1",
-           f"Set model.rope.factor=4, or {off}")
-    yield ("lora.export", config.lora.rank > 0 and config.lora.export == "adapter",
-           "peft loads an adapter onto model.hf_path, whose config.json has other rotary embeddings",
-           f"Set lora.export=merged, or {off}")
 
 
 def _mtp_rows(config: Config) -> Iterator[Row]:
