@@ -103,12 +103,14 @@ def export_run(
     complete(config, weights=bool(config.lora.rank or config.train.freeze))
     quantization_config(config.model, family_of(config.model).keys, encoding)
 
+    stretched = config.model.rope.extends
     if adapter is not None and (
-        not config.lora.rank or config.train.trainable or config.data.is_synthetic
+        not config.lora.rank or config.train.trainable or config.data.is_synthetic or stretched
     ):
         rule = "an adapter holds what lora trained, and nothing else; the run has lora.rank="
         rule += f"{config.lora.rank}, train.trainable={config.train.trainable}"
         rule += ", data.kind=benchmark" * config.data.is_synthetic
+        rule += ", model.rope.extends=true" * stretched
         raise ConfigError("--adapter", adapter, rule, "Omit it")
     if ema and not config.optim.ema_decay:
         raise ConfigError(

@@ -48,7 +48,7 @@ def test_a_checkpoint_is_stretched_as_transformers_stretches_it(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"max_position_embeddings": 64, "num_hidden_layers": 2, "rope_scaling": None}
+    sizes = {"max_position_embeddings": 64, "num_hidden_layers": 2, "rope_scaling": None, "rope_theta": 500.0}
     save_small_hf(name, tmp_path / "in", other_sizes=sizes)
     given = [f"model.rope.{key}={str(value).lower()}" for key, value in numbers.items()]
     model = extended(tmp_path / "in", f"model.rope.factor={FACTOR}", "train.seq_len=512", *given).model
