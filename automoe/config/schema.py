@@ -305,7 +305,7 @@ class ParallelConfig:
     grad_sync: Literal["step", "micro_batch"] = "step"
     # attention with mesh.cp > 1: gather all keys and values; ulysses: exchange positions for heads,
     # so that each rank has whole rows of some heads; or pass keys and values around a ring, which
-    # needs CUDA and data.document_mask=false. Delta nets exchange heads with any of them
+    # on CUDA needs data.document_mask=false. Delta nets exchange heads with any of them
     context: Literal["gather", "ulysses", "ring"] = "gather"
     # modules whose activations are recomputed in the backward pass instead of kept: a list of
     # core_attn, mlp, moe, shared_experts, layernorm, mla_up_proj and moe_act; or full, the whole
