@@ -1,4 +1,4 @@
-"""Mistakes in exports in 4 bits and in extensions to longer rows; see ``mutants.py``."""
+"""Mistakes in exports in 4 bits, in extensions to longer rows and in rings; see ``mutants.py``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from mutant import Mutant
 
 MXFP4, INT4 = ["tests/hf/test_mxfp4_export.py"], ["tests/hf/test_int4.py"]
 EXTENSION = ["tests/hf/test_extension.py"]
+RING = ["tests/parallel/test_ring.py"]
 
 _ROWS = [
     ("hf/quantized.py", "amax.frexp().exponent - 3)", "amax.frexp().exponent - 2)", MXFP4),
@@ -25,5 +26,12 @@ _ROWS = [
     ("launch/prepare.py", "2 * original <= 2 * longest", "2 * original", EXTENSION),
     ("launch/prepare.py", '("theta", "interleaved"', '("interleaved"', EXTENSION),
     ("config/rules.py", "rope.extends and not rope.factor > 1", "rope.extends and not rope.factor > 0", EXTENSION),
+    ("parallel/ring.py", "if theirs <= own and", "if theirs < own and", RING),
+    ("parallel/ring.py", "((1, last - source), (0, source))", "((0, source), (1, last - source))", RING),
+    ("parallel/ring.py", "mask & same", "same", RING),
+    ("parallel/ring.py", "part * (part_lse - total)", "part * (total - part_lse)", RING),
+    ("parallel/ring.py", "(rank - step) % num_ranks, kv", "(rank + step) % num_ranks, kv", RING),
+    ("parallel/ring.py", "unflatten(2, (kv.shape[2], -1)).sum(3)", "unflatten(2, (-1, kv.shape[2])).sum(2)", RING),
+    ("interop/torch_private.py", "lse.masked_fill(~mask.any(-1), -torch.inf)", "lse", RING),
 ]
 EXPORTS = [Mutant(f"automoe/{file}", *rest) for file, *rest in _ROWS]
