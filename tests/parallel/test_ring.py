@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from automoe.interop.torch_private import cpu_attention, cpu_attention_backward
 from automoe.moe.process_groups import SINGLE_RANK
 from automoe.moe.tokens import Tokens
 from automoe.parallel.collectives import communicator
@@ -70,24 +69,3 @@ def test_a_ring_attends_and_learns_as_whole_rows_do(num_ranks: int, with_docs: b
             index = head_tail_index(R, num_ranks, rank)
             for one, all_positions in zip(found, wanted, strict=True):
                 assert one.dtype == dtype and relative(one.double(), all_positions[:, index]) < tolerance
-
-
-def test_a_part_of_the_keys_has_its_part_of_the_gradients() -> None:
-    """The second half of the keys, some of whose queries see none of them."""
-    generator = torch.Generator().manual_seed(1)
-    q, k, v, grad = (torch.randn(2, 3, 8, 16, generator=generator, dtype=torch.float64) for _ in range(4))
-    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
-    inputs = [one.requires_grad_() for one in (q, k, v)]
-    out = scaled_dot_product_attention(*inputs, mask, scale=SCALE)
-    out.backward(grad)
-    scores = (q @ k.mT * SCALE).masked_fill(~mask, -torch.inf).detach()
-    late = slice(4, None)
-    with torch.no_grad():
-        part, lse = cpu_attention(q, k[:, :, late], v[:, :, late], mask[..., late], SCALE)
-        assert torch.equal(lse.isinf(), torch.arange(8).expand(2, 3, 8) < 4) and not part[:, :, :4].any()
-        torch.testing.assert_close(lse[:, :, late], scores[:, :, late, late].logsumexp(-1))
-        found = cpu_attention_backward(
-            grad, q, out, scores.logsumexp(-1), k[:, :, late], v[:, :, late], mask[..., late], SCALE
-        )
-    for one, wanted in zip(found[1:], (k.grad, v.grad), strict=True):
-        torch.testing.assert_close(one, wanted[:, :, late])
