@@ -71,12 +71,6 @@ def test_what_divides_passes(ranks: int, overrides: tuple[str, ...]) -> None:
     check(ranks, *overrides)
 
 
-def test_torchs_ring_on_cuda_knows_no_documents() -> None:
-    with pytest.raises(ConfigError, match="no document mask.* or data.document_mask=false"):
-        check(2, *GQA, "mesh.cp=2", RING, "train.dtype=bfloat16", device="cuda")
-    check(2, *GQA, "mesh.cp=2", RING, "train.dtype=bfloat16", BARE, device="cuda")
-
-
 def test_whole_rows_of_heads_leave_kernels_their_causality() -> None:
     """cp masks keys by their position where they are gathered, which kernels without a mask cannot do."""
     flash = (*GQA, "mesh.cp=2", "kernels.attention=flash", "train.dtype=bfloat16", BARE)
