@@ -61,7 +61,7 @@ def _convert(source: str, out: str, **options: Any) -> Written:
         if error.key != "model.hf_path":
             raise
         raise ConfigError("SRC", source, error.rule, error.remedy) from None
-    asked = {key: options[key] for key in ("fp8", "layout", "overwrite")}
+    asked = {key: options[key] for key in ("encoding", "layout", "overwrite")}
     check_conversion(config, user_path("--out", out), **asked)
     size = bytes_text(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
     parameters = short_number(count_params(config).total)
@@ -77,9 +77,13 @@ def _describe(args: argparse.Namespace, written: Written) -> str:
     from automoe.observe.summary import bytes_text
 
     files = "1 file" if written.num_files == 1 else f"{written.num_files} files"
-    stored = "block-FP8, the rest " * args.fp8 + str(written.dtype).removeprefix("torch.")
+    dtype = str(written.dtype).removeprefix("torch.")
+    kind = written.encoding.upper()
+    stored = dtype if written.error is None else f"{kind}, the rest {dtype}"
     stored += ", experts fused" * (args.layout == "fused")
-    rounded = "FP8" if args.fp8 else str(written.dtype).removeprefix("torch.")
+    rounded = f"{dtype} where it was wider"
+    if written.error is not None:
+        rounded = f"{kind}, which is {written.error:.2%} off"
     model = "transformers builds the same model from it"
     if written.logits_error is None:
         model += "; too large to compare logits here"
@@ -87,7 +91,7 @@ def _describe(args: argparse.Namespace, written: Written) -> str:
         model += f", logits within {written.logits_error:.0e}"
     return (
         f"{written.path}\n  {written.num_tensors:,} tensors, {bytes_text(written.num_bytes)} in {files}, {stored}\n"
-        f"  read back: every number that was read of {args.source} is there, rounded to {rounded} where it was wider\n"
+        f"  read back: every number that was read of {args.source} is there, rounded to {rounded}\n"
         + "".join(f"  {note}\n" for note in written.notes)
         + f"  {model}"
     )

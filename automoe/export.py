@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from automoe.hf.files import Written
+    from automoe.hf.keys import Encoding
     from automoe.model.causal_lm import CausalLM
 
 
@@ -57,7 +58,7 @@ def export_run(
     dtype: str = "keep",
     max_shard_bytes: int = 5 << 30,
     overwrite: bool = False,
-    fp8: bool = False,
+    encoding: Encoding = "plain",
     adapter: str | None = None,
     ema: bool = False,
 ) -> Written | str:
@@ -72,7 +73,7 @@ def export_run(
         dtype: of the parameters: ``keep`` (as trained), ``bfloat16`` or ``float32``.
         max_shard_bytes: size of the largest safetensors file.
         overwrite: replace a checkpoint directory at ``out``.
-        fp8: quantize to block-FP8, as DeepSeek-V3 is published.
+        encoding: quantize, as ``automoe.to_hf`` does.
         adapter: write the LoRA adapter alone, in this layout of ``automoe.hf.peft``. With None,
             adapters are merged into the weights.
         ema: write the averages of ``optim.ema_decay`` from the training checkpoint.
@@ -81,8 +82,8 @@ def export_run(
         The summary; of an adapter, a sentence.
 
     Raises:
-        ConfigError: ``run_dir`` is no run directory; ``fp8`` for a family without FP8
-            checkpoints; ``adapter`` for a run that trained no adapter, or other weights too;
+        ConfigError: ``run_dir`` is no run directory; ``encoding`` for a family without
+            such checkpoints; ``adapter`` for a run that trained no adapter, or other weights too;
             ``ema`` for a run without averages.
         CheckpointError: the run has no weights, they are damaged, or the export differs from them.
     """
@@ -93,22 +94,23 @@ def export_run(
     from automoe.hf.families.registry import family_of
     from automoe.hf.folder import check_target
     from automoe.hf.identity import complete
-    from automoe.hf.keys import fp8_config
+    from automoe.hf.keys import quantization_config
 
     run_dir = user_path("RUN", run_dir)
     out = user_path("--out", out)
     config = load_config(run_dir)
     check_target(out, overwrite)  # before the weights are read
     complete(config, weights=bool(config.lora.rank or config.train.freeze))
-    if fp8:
-        fp8_config(config.model, family_of(config.model).keys)
+    quantization_config(config.model, family_of(config.model).keys, encoding)
 
+    stretched = config.model.rope.extends
     if adapter is not None and (
-        not config.lora.rank or config.train.trainable or config.data.is_synthetic
+        not config.lora.rank or config.train.trainable or config.data.is_synthetic or stretched
     ):
         rule = "an adapter holds what lora trained, and nothing else; the run has lora.rank="
         rule += f"{config.lora.rank}, train.trainable={config.train.trainable}"
         rule += ", data.kind=benchmark" * config.data.is_synthetic
+        rule += ", model.rope.extends=true" * stretched
         raise ConfigError("--adapter", adapter, rule, "Omit it")
     if ema and not config.optim.ema_decay:
         raise ConfigError(
@@ -132,7 +134,7 @@ def export_run(
         model,
         out,
         dtype=dtype,
-        fp8=fp8,
+        encoding=encoding,
         max_shard_bytes=max_shard_bytes,
         tokenizer=tokenizer,
         chat=chat,
@@ -265,9 +267,17 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
         default="keep",
         help=f"of the parameters (default: {kept_dtype})",
     )
-    parser.add_argument(
-        "--fp8", action="store_true", help="quantize to block-FP8, as DeepSeek-V3 is published"
-    )
+    publishers = {"fp8": "block-FP8, as DeepSeek-V3", "mxfp4": "MXFP4, as GPT-OSS"}
+    encodings = parser.add_mutually_exclusive_group()
+    for encoding, kind in (publishers | {"int4": "INT4, as Kimi-K2-Thinking"}).items():
+        encodings.add_argument(
+            f"--{encoding}",
+            dest="encoding",
+            action="store_const",
+            const=encoding,
+            default="plain",
+            help=f"quantize to {kind} is published",
+        )
     parser.add_argument(
         "--max-shard-gb",
         type=number_option(float, lambda number: number > 0, "number larger than 0"),
@@ -307,7 +317,7 @@ def report(
     written = write(
         args.out,
         dtype=args.dtype,
-        fp8=args.fp8,
+        encoding=args.encoding,
         overwrite=args.overwrite,
         max_shard_bytes=int(args.max_shard_gb * 1e9),
     )

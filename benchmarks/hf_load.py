@@ -39,7 +39,7 @@ from automoe.hf.catalog import check_catalog, open_catalog
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.files import file_names, header_bytes, split, stored_as, write_files, write_index
 from automoe.hf.folder import write_settings
-from automoe.hf.keys import fp8_config, hf_pieces, hf_tensors, is_quantized_in_fp8
+from automoe.hf.keys import Encoding, hf_pieces, hf_tensors, is_quantized, quantization_config
 from automoe.hf.read import Reader, load_hf
 from automoe.hf.save_plan import plan_rewrite, rewrite_tensors
 from automoe.hf.shards import local_shards
@@ -86,12 +86,12 @@ def write_checkpoints(root: Path, config: ModelConfig) -> dict[str, Path]:
     names = file_names(len(bins))
     generator = torch.Generator().manual_seed(0)
     tensors = (torch.randn(size, generator=generator) * size[-1] ** -0.5 for size in tensors.values())
-    write_files([(bf16 / name, one) for name, one in zip(names, bins, strict=True)], tensors)
+    write_files([(bf16 / name, one) for name, one in zip(names, bins, strict=True)], ((one,) for one in tensors))
     write_index(bf16, bins, torch.bfloat16)
     write_settings(bf16, config, torch.bfloat16, None)
     catalog, keys = check_catalog(bf16, config), family_of(config).keys
-    rewrite_tensors(plan_rewrite(catalog, config, keys, fp8=True), catalog, fp8, limit // 2)
-    write_settings(fp8, config, torch.bfloat16, None, fp8_config(config, keys))
+    rewrite_tensors(plan_rewrite(catalog, config, keys, encoding="fp8"), catalog, fp8, limit // 2)
+    write_settings(fp8, config, torch.bfloat16, None, quantization_config(config, keys, "fp8"))
     return {"bfloat16": bf16, "fp8": fp8}
 
 
@@ -99,9 +99,12 @@ def write_headers(folder: Path) -> int:
     """DeepSeek-V3's own index with the headers of all its files, whose data are holes; returns its entries."""
     config = compose_config("config", ["model=dsv3_671b"]).model
     keys = family_of(config).keys
+
+    def encoding_of(key: str, size: tuple[int, ...]) -> Encoding:
+        return "fp8" if is_quantized(key, size, keys, "fp8") else "plain"
+
     items = [
-        (key, stored_as(size, torch.bfloat16, is_quantized_in_fp8(key, size, keys)))
-        for key, size in hf_tensors(config, keys).items()
+        (key, stored_as(size, torch.bfloat16, encoding_of(key, size))) for key, size in hf_tensors(config, keys).items()
     ]
     bins = split(items, 4 << 30)
     names = file_names(len(bins))
@@ -110,7 +113,7 @@ def write_headers(folder: Path) -> int:
         header = header_bytes(one)
         (folder / name).write_bytes(header)
         os.truncate(folder / name, len(header) + sum(stored.total_bytes for stored in one.values()))
-    write_settings(folder, config, torch.bfloat16, None, fp8_config(config, keys))
+    write_settings(folder, config, torch.bfloat16, None, quantization_config(config, keys, "fp8"))
     return write_index(folder, bins, torch.bfloat16).num_tensors
 
 

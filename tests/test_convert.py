@@ -76,7 +76,7 @@ def test_casts_parameters_and_leaves_buffers(tmp_path: Path, capsys: pytest.Capt
 
 def test_fp8_and_back(tmp_path: Path) -> None:
     save_small_hf("dsv3", tmp_path / "in", dtype=torch.bfloat16)
-    convert_hf(tmp_path / "in", tmp_path / "fp8", fp8=True, max_shard_bytes=20_000)
+    convert_hf(tmp_path / "in", tmp_path / "fp8", encoding="fp8", max_shard_bytes=20_000)
     convert_hf(tmp_path / "fp8", tmp_path / "back", "float32")
     codes, before, after = (stored(tmp_path / name) for name in ("fp8", "in", "back"))
     index = json.loads((tmp_path / "fp8" / INDEX_FILE).read_text())
@@ -135,7 +135,7 @@ def test_errors_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixtu
     for out, options, says in (
         ("in", [], "exists"),
         ("out", ["--max-shard-gb", "x"], "--max-shard-gb: x is no number larger than 0"),
-        ("out", ["--fp8", "--layout", "fused"], "block-FP8 stores every expert's matrices"),
+        ("out", ["--fp8", "--layout", "fused"], "quantized experts are stored as they are published"),
     ):
         with contextlib.suppress(SystemExit):  # argparse's
             assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / out), *options]) == 2

@@ -122,6 +122,7 @@ SECRET = re.compile(
 # fmt: off
 def number_rows(config: Config) -> Iterator[Row]:
     """Yield the rules that concern a single number, independent of all other keys."""
+    yield from _extension_rows(config)
     for least, keys in _AT_LEAST.items():
         for key in keys.split():
             value = attrgetter(key)(config)
@@ -174,3 +175,15 @@ def number_rows(config: Config) -> Iterator[Row]:
     yield ("launch.init_timeout_s", launch.init_timeout_s < launch.timeout_s,
            f"what a run begins and ends with takes longer than its steps, and launch.timeout_s={launch.timeout_s}",
            f"Set launch.init_timeout_s={launch.timeout_s} or more")
+
+
+def _extension_rows(config: Config) -> Iterator[Row]:
+    model, lora, rope = config.model, config.lora, config.model.rope
+    yield ("model.rope.extends", rope.extends and (model.hf_path is None or model.upcycle),
+           "it stretches the rotary embeddings of a trained checkpoint", "Set model.hf_path=DIR, or leave it out")
+    yield ("model.rope.scaling", rope.extends and rope.scaling != "yarn", "a checkpoint is extended by YaRN", "Choose yarn")
+    yield ("model.rope.factor", rope.extends and not rope.factor > 1,
+           "the longest row divided by that of the checkpoint, so above 1", "Choose 4, or leave model.rope.extends out")
+    yield ("lora.export", rope.extends and lora.rank > 0 and lora.export == "adapter",
+           "peft loads an adapter onto model.hf_path, whose config.json has other rotary embeddings",
+           "Set lora.export=merged")

@@ -43,12 +43,10 @@ def _ring_rows(config: Config, device: str) -> Iterator[Row]:
     for key in ("sinks", "sliding_window"):
         value = getattr(attention, key)
         yield ("parallel.context", bool(value),
-               f"ring attention knows causality alone, and the model has model.attention.{key}={value}", _GATHER)
-    yield ("parallel.context", config.data.document_mask,
-           "ring attention has no document mask, and data.document_mask=true asks for one",
+               f"a ring knows causality and documents alone, and the model has model.attention.{key}={value}", _GATHER)
+    yield ("parallel.context", config.data.document_mask and device != "cpu",
+           "ring attention on CUDA has no document mask, and data.document_mask=true asks for one",
            f"{_GATHER}, or data.document_mask=false")
-    yield ("parallel.context", device == "cpu",
-           "ring attention needs CUDA, and this run is on cpu", _GATHER)
 
 
 def _ulysses_rows(config: Config, shape: MeshShape) -> Iterator[Row]:

@@ -21,7 +21,7 @@ TRANSFORMERS = "transformers"  # ``model.family`` of a class without a declarati
 _NATIVE_ALONE = """
     moe.gate moe.dispatch_dtype moe.router_jitter moe.router_dtype moe.capacity_factor moe.record_routing
     moe.replay_routing train.fp8 train.compile kernels.attention kernels.rope kernels.loss kernels.norm lora.base
-    optim.algorithm optim.master_weights optim.qk_clip
+    optim.algorithm optim.master_weights optim.qk_clip model.rope.extends
 """.split()
 
 # Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.

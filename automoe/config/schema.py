@@ -50,6 +50,9 @@ class RopeConfig:
     interleaved: bool = False
     # gqa: share of a head's dims that are rotated, counted from the first
     partial_rotary_factor: float = 1.0
+    # the checkpoint of hf_path is trained on with the scaling of this section, for longer rows than
+    # its own; theta and the kind of rotation stay its own. original_seq_len=0: its longest row
+    extends: bool = False
     scaling: Literal["none", "yarn", "llama3"] = "none"
     factor: float = 1.0  # ratio of the longest row after scaling to original_seq_len
     original_seq_len: int = 4096  # longest row that the model was trained on before scaling
@@ -306,7 +309,7 @@ class ParallelConfig:
     expert_wgrad: Literal["autograd", "fused", "delayed"] = "autograd"
     # attention with mesh.cp > 1: gather all keys and values; ulysses: exchange positions for heads,
     # so that each rank has whole rows of some heads; or pass keys and values around a ring, which
-    # needs CUDA and data.document_mask=false. Delta nets exchange heads with any of them
+    # on CUDA needs data.document_mask=false. Delta nets exchange heads with any of them
     context: Literal["gather", "ulysses", "ring"] = "gather"
     # modules whose activations are recomputed in the backward pass instead of kept: a list of
     # core_attn, mlp, moe, shared_experts, layernorm, mla_up_proj and moe_act; or full, the whole

@@ -19,29 +19,29 @@ from automoe.errors import CheckpointError, listed
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import (
     EMBEDDING,
+    ENDS,
     HEAD,
-    Encoding,
+    SHAPE,
     StoredTensor,
     read_headers,
     unread_adapter,
     without_collection,
 )
-from automoe.hf.keys import FP8_BLOCK, SCALE_SUFFIX, KeyMap, hf_pieces, hf_tensors, mtp_copies
-from automoe.hf.quantized import GROUP
+from automoe.hf.keys import (
+    FP8_BLOCK,
+    GROUP,
+    INT4,
+    Encoding,
+    KeyMap,
+    hf_pieces,
+    hf_tensors,
+    mtp_copies,
+)
 from automoe.model.wrapper import ALONE, Names, names_in, part_of, quantization_in, said_of
 from automoe.parallel.agreement import Ranks
 from automoe.storage.foreign import brief, is_there, open_inside
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
-# By encoding: endings of the names of codes and of scales, and the least dims of codes.
-_ENDS = {
-    "fp8": ("", SCALE_SUFFIX, 2),
-    "mxfp4": ("_blocks", "_scales", 3),
-    "int4": ("_packed", "_scale", 2),
-}
-# Settings of compressed-tensors for the weights of a Kimi checkpoint.
-_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-_SHAPE = "_shape"  # suffix of the two sizes of a matrix in INT4
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _check_int4(folder: Path, stated: dict[str, Any]) -> None:
     for key in ("input_activations", "output_activations"):
         asked[key], found[key] = None, kinds[0].get(key)
     weights = kinds[0].get("weights")
-    asked |= _INT4 | {"actorder": None}
+    asked |= INT4 | {"actorder": None}
     found |= {
         key: weights.get(key) if isinstance(weights, dict) else None
         for key in asked.keys() - found.keys()
@@ -207,7 +207,7 @@ def _pair_scales(
     """Attach scales to their codes, under the name of the unquantized tensor."""
     if encoding == "plain":
         return tensors
-    codes_end, scales_end, least_dims = _ENDS[encoding]
+    codes_end, scales_end, least_dims = ENDS[encoding]
     scales_of: dict[str, StoredTensor] = {}  # by the name of the codes
     paired: set[str] = set()
     for name, scales in tensors.items():
@@ -237,7 +237,7 @@ def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, S
     opened: dict[str, int] = {}
     try:
         for name, codes in sources.items():
-            stated = kept.pop(name + _SHAPE, None) if codes.encoding == "int4" else None
+            stated = kept.pop(name + SHAPE, None) if codes.encoding == "int4" else None
             if stated is None:
                 continue
             if stated.file not in opened:
@@ -247,7 +247,7 @@ def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, S
             sizes = [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]
             if sizes != list(codes.full_shape):
                 raise CheckpointError(
-                    f"{folder}: {name}{_SHAPE} says {sizes}, and {name}_packed holds {list(codes.full_shape)}. "
+                    f"{folder}: {name}{SHAPE} says {sizes}, and {name}_packed holds {list(codes.full_shape)}. "
                     "Copy the checkpoint again"
                 )
     finally:
@@ -270,7 +270,7 @@ def _check_encodings(
                 f"{folder}: {what}, and config.json has no quantization_config that says how. Copy the "
                 "checkpoint's own config.json, or convert it to bfloat16"
             )
-        ends = _ENDS[encoding]
+        ends = ENDS[encoding]
         missing = unscaled[0].removesuffix(ends[0]) + ends[1]
         raise CheckpointError(
             f"{folder}: {what}, and their scales are missing: {missing} is in no file. Without "

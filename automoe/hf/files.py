@@ -13,8 +13,7 @@ import torch
 
 from automoe.errors import CheckpointError
 from automoe.hf.headers import BITS, SINGLE_FILE, StoredTensor
-from automoe.hf.keys import FP8_BLOCK, INDEX_FILE, SCALE_SUFFIX
-from automoe.hf.quantized import quantize_fp8
+from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, Encoding
 from automoe.storage.files import write_text
 
 DTYPES = {
@@ -26,6 +25,7 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8,
     "I32": torch.int32,
+    "I64": torch.int64,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -38,7 +38,9 @@ class Written:
         num_tensors, num_files, num_bytes: sizes of the whole checkpoint.
         dtype: dtype of the first parameter.
         checked: True if the files were compared with the live weights and with transformers.
-        fp8: True if quantized, so that the files equal the weights only after quantization.
+        encoding: rule of the quantized tensors, which equal the weights only after quantization.
+        error: relative difference (L2) of the quantized numbers to the weights; None if there are
+            none, or they were not compared.
         logits_error: relative difference to transformers' logits; None for a model too large to be
             run twice.
         dense_error: relative difference of an upcycled model's logits to the dense model's.
@@ -55,7 +57,8 @@ class Written:
     num_bytes: int
     dtype: torch.dtype
     checked: bool = False
-    fp8: bool = False
+    encoding: Encoding = "plain"
+    error: float | None = None
     logits_error: float | None = None
     dense_error: float | None = None
     averaged: bool = False
@@ -76,7 +79,10 @@ class Written:
                 weights += f", adapters merged into the {self.base} base as {dtype}"
             elif self.rounded:
                 weights += f" rounded to {dtype}"
-            text += f"; FP8 of {weights}" if self.fp8 else f"; equal bit for bit to {weights}"
+            if self.error is None:
+                text += f"; equal bit for bit to {weights}"
+            else:
+                text += f"; {self.encoding.upper()} of {weights}, {self.error:.2%} off"
         if self.logits_error is not None:
             text += f", logits to transformers' within {self.logits_error:.0e}"
         if self.dense_error is not None:
@@ -89,17 +95,27 @@ class Written:
 Contents = dict[str, StoredTensor]  # tensors of one file by name, in the order of their bytes
 
 
-def stored_as(shape: tuple[int, ...], dtype: torch.dtype, fp8: bool = False) -> StoredTensor:
-    """Return a tensor as it will be stored: in ``dtype``, or as FP8 codes and float32 scales.
+def stored_as(
+    shape: tuple[int, ...], dtype: torch.dtype, encoding: Encoding = "plain"
+) -> StoredTensor:
+    """Return a tensor as it will be stored: in ``dtype``, or as codes and scales of ``encoding``.
 
     Its file and its place there are not known yet.
     """
-    name = "F8_E4M3" if fp8 else _DTYPE_NAMES[dtype]
-    stored = StoredTensor("", name, shape, 0, math.prod(shape) * BITS[name] // 8)
-    if not fp8:
-        return stored
-    grid = (-(-shape[0] // FP8_BLOCK[0]), -(-shape[1] // FP8_BLOCK[1]))
-    return stored._replace(scales=stored_as(grid, torch.float32), encoding="fp8")
+    if encoding == "plain":
+        name = _DTYPE_NAMES[dtype]
+        return StoredTensor("", name, shape, 0, math.prod(shape) * BITS[name] // 8)
+    *lead, rows, cols = shape
+    if encoding == "fp8":
+        grid = (-(-rows // FP8_BLOCK[0]), -(-cols // FP8_BLOCK[1]))
+        codes, scales = stored_as(shape, torch.float8_e4m3fn), stored_as(grid, torch.float32)
+    elif encoding == "int4":
+        codes = stored_as((*lead, rows, cols // 8), torch.int32)
+        scales = stored_as((*lead, rows, cols // GROUP), torch.bfloat16)
+    else:
+        codes = stored_as((*lead, cols, rows // GROUP, GROUP // 2), torch.uint8)
+        scales = stored_as(codes.shape[:-1], torch.uint8)
+    return codes._replace(scales=scales, encoding=encoding)
 
 
 def split(tensors: Iterable[tuple[str, StoredTensor]], max_bytes: int) -> list[Contents]:
@@ -125,8 +141,10 @@ def file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write_files(files: Iterable[tuple[Path, Contents]], tensors: Iterator[torch.Tensor]) -> None:
-    """Write the tensors one after the other, quantized if they have scales in the contents.
+def write_files(
+    files: Iterable[tuple[Path, Contents]], tensors: Iterator[tuple[torch.Tensor, ...]]
+) -> None:
+    """Write what files hold of each tensor, one after the other: numbers, or codes and scales.
 
     Raises:
         CheckpointError: the disk is full or fails.
@@ -137,15 +155,12 @@ def write_files(files: Iterable[tuple[Path, Contents]], tensors: Iterator[torch.
             with open(file, "wb") as stream:
                 stream.write(header_bytes(contents))
                 for key, stored in contents.items():
-                    tensor = next(tensors)
+                    parts = next(tensors)
                     when = f"while {key} was written"
-                    parts = (tensor,)  # bytes are those of the file already
-                    if stored.scales is not None:
-                        parts = quantize_fp8(tensor)
-                    elif tensor.dtype != torch.uint8:
-                        parts = (tensor.to(DTYPES[stored.dtype]),)
-                    for part in parts:
-                        flat = part.cpu().contiguous().view(-1)
+                    for part, one in zip(parts, stored.in_file(key).values(), strict=True):
+                        # What is uint8 are bytes of the file already.
+                        dtype = part.dtype if part.dtype == torch.uint8 else DTYPES[one.dtype]
+                        flat = part.to(dtype).cpu().contiguous().view(-1)
                         stream.write(flat.view(torch.uint8).numpy().data)
                 when = "at its end"
         except OSError as error:
@@ -163,7 +178,7 @@ def write_index(folder: Path, files: list[Contents], dtype: torch.dtype) -> Writ
     weight_map = {
         key: name
         for name, contents in zip(file_names(len(files)), files, strict=True)
-        for key in _with_scales(contents)
+        for key in _in_file(contents)
     }
     total = sum(stored.total_bytes for contents in files for stored in contents.values())
     if len(files) > 1:
@@ -176,7 +191,7 @@ def header_bytes(contents: Contents) -> bytes:
     """Return length and JSON header of a safetensors file with these tensors, in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for key, stored in _with_scales(contents).items():
+    for key, stored in _in_file(contents).items():
         offsets = [end, end + stored.num_bytes]
         end += stored.num_bytes
         entries[key] = {"dtype": stored.dtype, "shape": list(stored.shape), "data_offsets": offsets}
@@ -185,11 +200,7 @@ def header_bytes(contents: Contents) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _with_scales(contents: Contents) -> Contents:
+def _in_file(contents: Contents) -> Contents:
     """Return the tensors of a file with the scales of quantized ones as tensors of their own."""
-    tensors: Contents = {}
-    for key, stored in contents.items():
-        tensors[key] = stored
-        if stored.scales is not None:
-            tensors[key + SCALE_SUFFIX] = stored.scales
-    return tensors
+    parts = (stored.in_file(key) for key, stored in contents.items())
+    return {key: one for part in parts for key, one in part.items()}

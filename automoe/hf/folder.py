@@ -21,7 +21,7 @@ from automoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
-from automoe.hf.keys import KeyMap, fp8_config
+from automoe.hf.keys import Encoding, KeyMap, quantization_config
 from automoe.model.wrapper import TEXT, is_wrapper, text_config, wrapped_config
 from automoe.storage.files import write_text
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
@@ -70,7 +70,7 @@ def check_target(path: Path, overwrite: bool) -> None:
 
 
 def check_conversion(
-    config: ModelConfig, path: Path, *, fp8: bool, layout: str, overwrite: bool
+    config: ModelConfig, path: Path, *, encoding: Encoding, layout: str, overwrite: bool
 ) -> KeyMap:
     """Return the layout to convert to.
 
@@ -79,13 +79,12 @@ def check_conversion(
     check_target(path, overwrite)
     if layout not in ("published", "fused"):
         raise ConfigError("--layout", layout, "must be published or fused", "Use published")
-    if fp8 and layout == "fused":
-        rule = "block-FP8 stores every expert's matrices"
-        raise ConfigError("--fp8", "with --layout fused", rule, "Leave one of them out")
+    if encoding != "plain" and layout == "fused":
+        rule = "quantized experts are stored as they are published"
+        raise ConfigError(f"--{encoding}", "with --layout fused", rule, "Leave one of them out")
     keys = family_of(config).keys
     copied_files(config, None)
-    if fp8:
-        fp8_config(config, keys)
+    if quantization_config(config, keys, encoding):
         return keys.per_expert
     return keys.in_memory if layout == "fused" else keys
 
@@ -252,9 +251,15 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
 def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
     """Return ``quantization`` with the names of the files; parts that are copied stay as they are."""
-    kept = [source.names.stored(f"{name}.")[:-1] for name in quantization["modules_to_not_convert"]]
-    beside = [part.removesuffix(".") for part in source.parts_beside]
-    return quantization | {"modules_to_not_convert": kept + beside}
+    key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
+    kept = [
+        name if name.startswith("re:") else source.names.stored(f"{name}.")[:-1]
+        for name in quantization[key]
+    ]
+    start = "re:" if key == "ignore" else ""
+    ends = ".*" if key == "ignore" else ""
+    beside = [start + part.removesuffix(".") + ends for part in source.parts_beside]
+    return quantization | {key: kept + beside}
 
 
 def _is_own(tokenizer: str | None, source: Path | None) -> bool:

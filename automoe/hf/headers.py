@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, ConfigError, listed, retried
-from automoe.hf.keys import FUSED, INDEX_FILE, KeyMap
+from automoe.hf.keys import FUSED, INDEX_FILE, SCALE_SUFFIX, Encoding, KeyMap
 from automoe.model.params import count_params
 from automoe.storage.files import named
 from automoe.storage.foreign import brief, is_there, open_inside, parse_json, read_bytes
@@ -39,9 +39,13 @@ BITS = dict.fromkeys(
 BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | dict.fromkeys(("I16", "U16", "F16", "BF16"), 16)
 BITS |= dict.fromkeys(("I32", "U32", "F32"), 32) | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
 _LFS_MARK = b"version https://git-lfs.github.com"
-
-
-Encoding = Literal["plain", "fp8", "mxfp4", "int4"]
+# By encoding: endings of the names of codes and of scales, and the least dims of codes.
+ENDS = {
+    "fp8": ("", SCALE_SUFFIX, 2),
+    "mxfp4": ("_blocks", "_scales", 3),
+    "int4": ("_packed", "_scale", 2),
+}
+SHAPE = "_shape"  # suffix of the two sizes of a matrix in INT4
 
 
 class StoredTensor(NamedTuple):
@@ -80,7 +84,17 @@ class StoredTensor(NamedTuple):
     @property
     def total_bytes(self) -> int:
         """Size in bytes, scales included."""
-        return self.num_bytes if self.scales is None else self.num_bytes + self.scales.num_bytes
+        return sum(one.num_bytes for one in self.in_file("").values())
+
+    def in_file(self, key: str) -> dict[str, StoredTensor]:
+        """Return the tensors that a file holds of the plain name ``key``, in the order of their bytes."""
+        if self.scales is None:
+            return {key: self}
+        codes, scales, _ = ENDS[self.encoding]
+        parts = {key + codes: self, key + scales: self.scales}
+        if self.encoding == "int4":
+            parts[key + SHAPE] = StoredTensor("", "I64", (len(self.shape),), 0, 8 * len(self.shape))
+        return parts
 
     @property
     def row_layout(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from automoe.config.schema import ModelConfig, has_indexer
 from automoe.errors import ConfigError
@@ -18,6 +18,10 @@ from automoe.model.params import SPECS, model_params
 
 INDEX_FILE = "model.safetensors.index.json"  # tensor -> file
 FP8_BLOCK = (128, 128)  # rows and columns under one scale
+GROUP = 32  # numbers of a row that share a scale in MXFP4 and INT4; they take 16 bytes
+# Settings of compressed-tensors for the weights of a Kimi checkpoint.
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+Encoding = Literal["plain", "fp8", "mxfp4", "int4"]  # rules that turn codes and scales into numbers
 SCALE_SUFFIX = "_scale_inv"  # suffix of a block-FP8 tensor's name in the name of its scales
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 # Block-FP8 checkpoints leave these matrices as they are: of a module for multi-token prediction, and of
@@ -320,13 +324,18 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
     }
 
 
-def is_quantized_in_fp8(key: str, shape: Sequence[int], keys: KeyMap) -> bool:
-    """Return True if block-FP8 checkpoints quantize the tensor ``key``.
+def is_quantized(key: str, shape: Sequence[int], keys: KeyMap, encoding: Encoding) -> bool:
+    """Return True if checkpoints in ``encoding`` store codes and scales of the tensor ``key``.
 
-    They quantize the matrices of layers, but not routers, gates, the weights of an indexer's heads,
-    the embedding or the head, and of a module for multi-token prediction neither copies of these nor
-    the projection of its inputs.
+    MXFP4 and INT4 quantize routed experts. Block-FP8 quantizes the matrices of layers, but not
+    routers, gates, the weights of an indexer's heads, the embedding or the head, and of a module for
+    multi-token prediction neither copies of these nor the projection of its inputs.
     """
+    if encoding == "plain":
+        return False
+    if encoding != "fp8":
+        fused = keys.fused and key.endswith((keys.gate, keys.down))
+        return fused or (not keys.fused and keys.expert_of(key) is not None)
     kept = (
         keys.router,
         keys.shared_gate,
@@ -341,12 +350,60 @@ def is_quantized_in_fp8(key: str, shape: Sequence[int], keys: KeyMap) -> bool:
     )
 
 
-def fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
-    """Return the ``quantization_config`` of a block-FP8 checkpoint, in the form of DeepSeek-V3's.
+def quantization_config(
+    config: ModelConfig, keys: KeyMap, encoding: Encoding
+) -> dict[str, Any] | None:
+    """Return the ``quantization_config`` of a checkpoint in ``encoding``; None for ``plain``.
+
+    Its form is that of DeepSeek-V3 (``fp8``), GPT-OSS (``mxfp4``) and Kimi-K2-Thinking (``int4``).
 
     Raises:
-        ConfigError: the family does not store its experts one by one.
+        ConfigError: no checkpoints of the family are stored so, or a scale's numbers do not divide
+            the rows of its experts.
     """
+    if encoding == "plain":
+        return None
+    if encoding == "fp8":
+        return _fp8_config(config, keys)
+    name = encoding.upper()
+    publisher = {"mxfp4": "gpt_oss", "int4": "deepseek_v3"}[encoding]
+    if config.family != publisher:
+        raise ConfigError(
+            "model.family",
+            config.family,
+            f"{name} is written as {publisher} is published, and no other family's files are stored so",
+            "Export it in block-FP8 or bfloat16",
+        )
+    for key in ("hidden_size", "moe_intermediate_size"):
+        if left := (size := getattr(config, key)) % GROUP:
+            raise ConfigError(
+                f"model.{key}",
+                size,
+                f"{name} has one scale per {GROUP} numbers of an expert's row: {size} % {GROUP} = {left}",
+                "Export it in bfloat16",
+            )
+    if encoding == "mxfp4":
+        kept = [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ]
+        return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    kinds = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj"]
+    kinds += [*_MTP_KEPT] if config.num_mtp_layers else []
+    group = {"targets": ["Linear"], "weights": INT4 | {"actorder": None, "dynamic": False}}
+    group |= {"input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", *(f"re:.*{kind}.*" for kind in kinds)],
+    }
+
+
+def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
     keys = keys.per_expert
     if keys.fused:
         raise ConfigError(

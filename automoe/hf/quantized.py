@@ -9,13 +9,17 @@ C columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from automoe.hf.keys import FP8_BLOCK
+from automoe.hf.keys import FP8_BLOCK, GROUP, Encoding
 from automoe.quantize.formats import E4M3, LARGEST, encode, tile_amax
 
-# Numbers of a row that share a scale in MXFP4 and INT4; they take 16 bytes.
-GROUP = 32
+# Magnitudes from which on a number has the next code of e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6): the means of
+# two neighbours, from which the even code is taken.
+_BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+_BORDERS[::2] = _BORDERS[::2].nextafter(torch.tensor(torch.inf))
 
 
 def dequantize_fp8(
@@ -113,3 +117,92 @@ def dequantize_int4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     halves = torch.stack((byte & 0xF, byte >> 4), dim=-1)
     numbers = (halves.view(torch.int8) - 8).to(torch.float32).view(*scales.shape, GROUP)
     return numbers.mul_(scales.to(torch.float32).unsqueeze(-1)).view(codes.shape[0], -1)
+
+
+def quantize_mxfp4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes [R, C / 2] and scales [R, C / 32] of a matrix [R, C] in MXFP4, both uint8.
+
+    As OCP Microscaling formats 1.0, section 6.3, has it: a scale takes its group's largest magnitude
+    to between 4 and 8, numbers are rounded to nearest, ties to even, and those above 6 become 6. A
+    group of zeros has scale one; one with NaN or infinite numbers has the scale NaN.
+    """
+    groups = numbers.to(torch.float32).contiguous().unflatten(-1, (-1, GROUP))
+    amax = groups.abs().amax(-1)
+    exponents = (amax.frexp().exponent - 3).masked_fill(amax == 0, 0).clamp(min=-127)
+    scaled = groups.ldexp(-exponents.unsqueeze(-1))
+    codes = torch.bucketize(scaled.abs(), _BORDERS, right=True, out_int32=True).to(torch.uint8)
+    scales = (exponents + 127).to(torch.uint8).masked_fill(~amax.isfinite(), 255)
+    return _joined(codes | scaled.signbit().to(torch.uint8) << 3), scales
+
+
+def quantize_int4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes [R, C / 8] int32 and scales [R, C / 32] bfloat16 of a matrix [R, C] in INT4.
+
+    A scale takes its group's largest magnitude to 7.5, as in compressed-tensors, and what is rounded
+    to 8 becomes 7. A group of zeros has scale one.
+    """
+    groups = numbers.to(torch.float32).unflatten(-1, (-1, GROUP))
+    scales = (groups.abs().amax(-1) / 7.5).to(torch.bfloat16)
+    scales = scales.masked_fill(scales == 0, 1)
+    codes = (groups / scales.unsqueeze(-1).to(torch.float32)).round().clamp(-8, 7) + 8
+    return _joined(codes.to(torch.uint8)).view(torch.int32), scales
+
+
+def _joined(codes: torch.Tensor) -> torch.Tensor:
+    """Return two codes a byte, the earlier one in the low bits: [R, G, 32] to [R, 16 * G]."""
+    return (codes[..., ::2] | codes[..., 1::2] << 4).flatten(-2)
+
+
+def to_codes(
+    numbers: torch.Tensor, encoding: Encoding, kept: tuple[torch.Tensor, ...] = ()
+) -> tuple[torch.Tensor, ...]:
+    """Return what a file holds of a tensor, on the CPU: numbers, or codes and scales.
+
+    Shapes are those of ``StoredTensor.in_file``.
+
+    Args:
+        numbers: the tensor in the checkpoint's layout, not transposed.
+        kept: codes and scales of the tensor in another file. Groups of MXFP4 and INT4 whose numbers
+            they still give keep them, since other codes and scales may give the same numbers.
+    """
+    if encoding == "plain":
+        return (numbers,)
+    numbers = numbers.cpu()
+    if encoding == "fp8":
+        return quantize_fp8(numbers)
+    if encoding == "int4":
+        return *_encode_rows(numbers, encoding, kept), torch.tensor(numbers.shape)
+    experts = [
+        _encode_rows(matrix.T, encoding, [part[i] for part in kept])
+        for i, matrix in enumerate(numbers)
+    ]
+    codes, scales = map(torch.stack, zip(*experts, strict=True))
+    return codes.unflatten(-1, (-1, GROUP // 2)), scales
+
+
+def from_codes(parts: Sequence[torch.Tensor], encoding: Encoding) -> torch.Tensor:
+    """Return the numbers of what ``to_codes`` returned in float32, in the shape that it took."""
+    codes, scales = parts[:2]
+    if encoding == "fp8":
+        return dequantize_fp8(codes, scales)
+    if encoding == "int4":
+        return dequantize_int4(codes, scales)
+    experts = zip(codes.flatten(-2), scales, strict=True)
+    return torch.stack([dequantize_mxfp4(*one).T for one in experts])
+
+
+def _encode_rows(
+    matrix: torch.Tensor, encoding: Encoding, kept: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if encoding == "mxfp4":
+        (codes, scales), dequantize = quantize_mxfp4(matrix), dequantize_mxfp4
+    else:
+        (codes, scales), dequantize = quantize_int4(matrix), dequantize_int4
+    if not kept:
+        return codes, scales
+    old, old_scales = kept[0].reshape(codes.shape), kept[1]
+    same = (
+        dequantize(old, old_scales).to(matrix.dtype).eq(matrix).unflatten(-1, (-1, GROUP)).all(-1)
+    )
+    whole = same.repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)
+    return torch.where(whole, old, codes), torch.where(same, old_scales, scales)

@@ -8,8 +8,10 @@ rank reads its shard. One tensor of the checkpoint is in memory at a time.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import attrgetter
@@ -28,8 +30,8 @@ from automoe.hf.families.as_transformers import kept_in_float32
 from automoe.hf.families.registry import family_of
 from automoe.hf.files import DTYPES, Written, file_names, split, stored_as, write_files, write_index
 from automoe.hf.headers import StoredTensor, are_equal, raw_bytes
-from automoe.hf.keys import KeyMap, Piece, hf_pieces, is_quantized_in_fp8, our_tensors
-from automoe.hf.quantized import dequantize_fp8, quantize_fp8
+from automoe.hf.keys import Encoding, KeyMap, Piece, hf_pieces, is_quantized, our_tensors
+from automoe.hf.quantized import from_codes, to_codes
 from automoe.hf.read import Reader, num_not_finite
 from automoe.hf.shards import LocalShard, stage_ranks
 from automoe.hf.upcycle import fill_upcycled
@@ -70,7 +72,7 @@ def plan_writes(
     shards: list[LocalShard],
     keys: KeyMap,
     dtype: torch.dtype | None,
-    fp8: bool = False,
+    encoding: Encoding = "plain",
     source: Catalog | None = None,
     wide: re.Pattern[str] | None = None,
 ) -> list[WriteItem]:
@@ -83,7 +85,7 @@ def plan_writes(
         keys: layout of the checkpoint.
         dtype: dtype of its parameters; None keeps the dtype that each has in ``source``, or in the
             model if there is no source. Buffers always keep theirs.
-        fp8: quantize the tensors that block-FP8 checkpoints quantize.
+        encoding: quantize the tensors that checkpoints in this encoding quantize.
         source: checkpoint that the model was loaded from.
         wide: pattern of keys that stay float32 if they are (``kept_in_float32``).
     """
@@ -98,10 +100,10 @@ def plan_writes(
             if isinstance(shard.tensor, DTensor):
                 holders = _holders(shard.tensor, pieces[0], first=stage[0])
             writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
-            quantized = fp8 and is_quantized_in_fp8(key, pieces[0].shape, keys)
+            quantized = is_quantized(key, pieces[0].shape, keys, encoding)
             stored = shard.dtype if source is None else own_dtype(source, shard, pieces[0])
             own = stored if shard.local.is_meta else shard.dtype
-            if quantized:  # the numbers are rounded only once, to FP8
+            if quantized:  # the numbers are rounded only once
                 out = torch.float32 if shard.local.is_meta and own == torch.bfloat16 else own
             elif not shard.trained:
                 out = own
@@ -109,7 +111,7 @@ def plan_writes(
                 out = stored
             else:
                 out = stored if dtype is None else dtype
-            target = stored_as(pieces[0].shape, out, quantized)
+            target = stored_as(pieces[0].shape, out, encoding if quantized else "plain")
             plan.append(WriteItem(shard, pieces, out, holders, writer, target))
             load[writer] = load.get(writer, 0) + target.total_bytes
     return plan
@@ -120,7 +122,7 @@ def plan_rewrite(
     config: ModelConfig,
     keys: KeyMap,
     dtype: torch.dtype | None = None,
-    fp8: bool = False,
+    encoding: Encoding = "plain",
 ) -> list[WriteItem]:
     """Plan every tensor of ``source`` in the layout ``keys``.
 
@@ -133,7 +135,7 @@ def plan_rewrite(
         trained = not name.endswith(".expert_bias")
         shards.append(LocalShard(name, whole, whole, (0,) * len(shape), trained=trained))
     wide = kept_in_float32(family_of(config).architecture)
-    return plan_writes(shards, keys, dtype, fp8, source, wide)
+    return plan_writes(shards, keys, dtype, encoding, source, wide)
 
 
 def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
@@ -165,7 +167,8 @@ def write_tensors(
     Collective over ``ranks``.
 
     Args:
-        source: checkpoint whose names the tensors get, and whose other parts are copied.
+        source: checkpoint whose names the tensors get, whose other parts are copied, and whose codes
+            of the same encoding are kept where they give the same numbers.
         make: returns the whole tensor of an item; called by all its holders in the order of the
             plan.
         max_shard_bytes: largest file, unless one tensor alone is larger.
@@ -182,27 +185,57 @@ def write_tensors(
     names = file_names(len(files))[first : first + len(mine)]
     paths = [folder / name for name in names]
 
-    def bytes_of(key: str) -> torch.Tensor:
-        assert source is not None
-        raw = bytearray(b"".join(raw_bytes(source.folder, beside[key])))
-        return (
-            torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-        )
-
     def stream() -> None:
-        made = ((item, make(item)) for item in plan if ranks.rank in item.holders)
-        tensors = (tensor for item, tensor in made if item.writer == ranks.rank)
-        try:
-            write_files(zip(paths, mine, strict=True), chain(tensors, map(bytes_of, copied)))
-        # A rank that fails to write still takes part in gathering; its error is raised at the end.
-        finally:
-            for _ in made if ranks.size > 1 else ():
-                pass
+        with _made(plan, make, ranks) as made:
+            tensors = (_encoded(item, tensor, source) for item, tensor in made)
+            others = ((_bytes_of(source, beside[key]),) for key in copied if source is not None)
+            write_files(zip(paths, mine, strict=True), chain(tensors, others))
 
     ranks.all(stream)
     dtype = next(item.dtype for item in plan if item.shard.trained)
     done = ranks.lead(lambda: write_index(folder, files, dtype))
     return replace(done, num_copied=len(beside))
+
+
+@contextmanager
+def _made(
+    plan: list[WriteItem], make: Callable[[WriteItem], torch.Tensor], ranks: Ranks
+) -> Iterator[Iterator[tuple[WriteItem, torch.Tensor]]]:
+    """Yield an iterator over this rank's items to write, each with its whole tensor.
+
+    A rank that fails still takes part in gathering; its error is raised at the end.
+    """
+    made = ((item, make(item)) for item in plan if ranks.rank in item.holders)
+    try:
+        yield ((item, tensor) for item, tensor in made if item.writer == ranks.rank)
+    finally:
+        for _ in made if ranks.size > 1 else ():
+            pass
+
+
+def _encoded(
+    item: WriteItem, tensor: torch.Tensor, source: Catalog | None
+) -> tuple[torch.Tensor, ...]:
+    new, old = item.target, source and source.sources.get(item.key)
+    if not (
+        source and old and old.scales and new.scales
+        and (old.encoding, old.scales.dtype) == (new.encoding, new.scales.dtype)
+    ):  # fmt: skip
+        return to_codes(tensor, new.encoding)
+    kept = (
+        _bytes_of(source, one).view(DTYPES[one.dtype]).view(one.shape) for one in (old, old.scales)
+    )
+    return to_codes(tensor, new.encoding, tuple(kept))
+
+
+def _bytes_of(source: Catalog, stored: StoredTensor) -> torch.Tensor:
+    try:
+        raw = bytearray(b"".join(raw_bytes(source.folder, stored)))
+    except OSError as error:
+        raise CheckpointError(
+            f"{source.folder / stored.file} cannot be read ({error.strerror}). Copy the file again"
+        ) from error
+    return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
 @torch.no_grad()
@@ -229,27 +262,76 @@ def rewrite_tensors(
         )
 
 
-def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) -> None:
+def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) -> float:
     """Compare every number in the files of ``written`` with its number in ``source``.
 
+    Returns:
+        As ``compare_written``.
+
     Raises:
-        CheckpointError: a tensor is not finite or differs (in FP8: differs from the quantized
-            source); the first one is named.
+        CheckpointError: a tensor is not finite or differs from the source, which is quantized first
+            as the files are; the first one is named.
     """
     compare_beside(source, written, source.beside)
-    with Reader(source) as from_source, Reader(written) as from_written:
-        for item in plan:
-            wanted = _read(item, from_source)
-            found = _read(item, from_written)
-            if odd := num_not_finite(found):
-                raise not_exported(source.folder, item.key, odd)
-            if item.target.scales is not None:
-                wanted = dequantize_fp8(*quantize_fp8(wanted)).to(found.dtype)
-            if not torch.equal(wanted, found):
-                raise CheckpointError(
-                    f"{written.folder}: {item.key} is not what {source.folder} holds: "
-                    f"{int((wanted != found).sum())} of {wanted.numel()} numbers differ"
-                )
+    with Reader(source) as reader:
+        return compare_written(
+            plan,
+            lambda item: _read(item, reader),
+            Ranks(alone=True),
+            written,
+            source,
+            source.folder,
+        )
+
+
+@torch.no_grad()
+def compare_written(
+    plan: list[WriteItem],
+    make: Callable[[WriteItem], torch.Tensor],
+    ranks: Ranks,
+    written: Catalog,
+    source: Catalog | None,
+    origin: Path,
+) -> float:
+    """Compare what ``written`` reads as with the tensors of ``plan``, quantized again. Collective.
+
+    Args:
+        make, source: as for ``write_tensors``.
+        origin: whose numbers the tensors are.
+
+    Returns:
+        Relative difference (L2) of the quantized tensors to their numbers.
+
+    Raises:
+        CheckpointError: a tensor is not finite or differs; the first one is named.
+    """
+
+    def compare() -> tuple[float, float]:
+        error = size = 0.0
+        with Reader(written) as reader, _made(plan, make, ranks) as made:
+            for item, numbers in made:
+                wanted, found = numbers.cpu(), _read(item, reader)
+                if odd := num_not_finite(found):
+                    raise not_exported(origin, item.key, odd)
+                decoded = wanted
+                if item.target.scales is not None:
+                    decoded = from_codes(_encoded(item, wanted, source), item.target.encoding)
+                if not torch.equal(decoded.to(found.dtype), found):
+                    raise CheckpointError(
+                        f"{written.folder}: {item.key} is not what {origin} holds: "
+                        f"{int((decoded.to(found.dtype) != found).sum())} of {found.numel()} numbers differ"
+                    )
+                if item.target.scales is not None:
+                    error += _square(decoded.sub_(wanted))
+                    size += _square(wanted)
+        return error, size
+
+    errors, sizes = zip(*ranks.all(compare), strict=True)
+    return math.sqrt(sum(errors) / (sum(sizes) or 1.0))
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 def compare_beside(source: Catalog, written: Catalog, keys: Iterable[str]) -> None:

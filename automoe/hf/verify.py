@@ -27,7 +27,7 @@ from automoe.hf.families.family import differing_values, value_of
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.folder import float32_copy, write_settings
 from automoe.hf.headers import NO_ADAPTER, switched_off
-from automoe.hf.keys import hf_tensors
+from automoe.hf.keys import Encoding, hf_tensors
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import compare_beside, not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
@@ -43,7 +43,10 @@ LOGITS_TOLERANCE = 1e-5  # relative error in float32, with the same experts chos
 MIN_SAME_ROUTING = 0.98
 # Bytes of float32 weights. A larger model is not run; only its tensor names and shapes are checked.
 MAX_COMPARED_BYTES = 4 << 30
-FP8_ERROR = 2**-4  # three bits of mantissa: half a step, relative
+# Largest relative error (L2) of rounding, by encoding: FP8 has three bits of mantissa, so half a step of
+# every number. In 4 bits it is that of a group with one number of 5 scales (MXFP4) or 7.5 (INT4), and others
+# that become zero.
+ROUNDING = {"fp8": 2**-4, "mxfp4": (94 / 862) ** 0.5, "int4": 0.36}
 _ROWS = 4
 _SEQ = 64
 
@@ -53,7 +56,7 @@ def verify_hf(
     folder: str | Path,
     *,
     dtype: Mapping[str, torch.dtype] | None = None,
-    fp8: bool = False,
+    encoding: Encoding = "plain",
     source: Catalog | None = None,
 ) -> float | None:
     """Compare a checkpoint directory with the live model and with ``transformers``. Collective.
@@ -62,7 +65,7 @@ def verify_hf(
         parts: the model, or this rank's pipeline stages of it; not changed.
         dtype: expected dtypes of exported tensors by name; tensors without one have the model's
             own.
-        fp8: the export is in block-FP8, whose numbers are compared within the error of rounding.
+        encoding: what is stored in this encoding is compared within its error of rounding.
         source: checkpoint whose other parts the export holds copies of.
 
     Returns:
@@ -75,7 +78,7 @@ def verify_hf(
     config = config_of(parts)
     ranks = Ranks()
     catalog = open_catalog(folder, config)
-    ranks.all(lambda: _compare_shards(parts, catalog, dtype or {}, fp8))
+    ranks.all(lambda: _compare_shards(parts, catalog, dtype or {}, encoding))
     if source is not None:
         copied = ranks.share({key: stored.num_bytes for key, stored in source.beside.items()})
         ranks.all(lambda: compare_beside(source, catalog, copied))
@@ -114,7 +117,7 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
 
 
 def _compare_shards(
-    parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dtype], fp8: bool
+    parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dtype], encoding: Encoding
 ) -> None:
     """Compare every number that this rank holds, bit for bit, with its place in the files."""
     # Sums of squared errors and of squared numbers of each quantized tensor.
@@ -124,7 +127,7 @@ def _compare_shards(
     def compare(one: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
         if odd := num_not_finite(source):
             raise not_exported(catalog.folder, one.key, odd)
-        if fp8 and one.source.encoding == "fp8":
+        if encoding != "plain" and one.source.encoding == encoding:
             live = target.to("cpu", torch.float32)
             errors[one.key] += float((source - live).square().sum())
             sizes[one.key] += float(live.square().sum())
@@ -148,11 +151,11 @@ def _compare_shards(
             for _, one in shard.matrices() if shard.base else ():
                 reader.visit(reader.plan([one]), compare)
     for key, size in sizes.items():
-        if not errors[key] <= FP8_ERROR**2 * size:  # so that NaN fails
+        if not errors[key] <= ROUNDING[encoding] ** 2 * size:  # so that NaN fails
             off = math.sqrt(errors[key] / size) if size else math.inf
             raise CheckpointError(
-                f"{catalog.folder}: {key} is not the model's: its numbers are off by {off:.1%}, and FP8 rounds by "
-                f"no more than {FP8_ERROR:.1%}"
+                f"{catalog.folder}: {key} is not the model's: its numbers are off by {off:.1%}, and "
+                f"{encoding.upper()} rounds by no more than {ROUNDING[encoding]:.1%}"
             )
 
 

@@ -19,10 +19,11 @@ from automoe.hf.families.as_transformers import kept_in_float32
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.files import Written
 from automoe.hf.folder import check_conversion, new_folder, write_settings
-from automoe.hf.keys import KeyMap, fp8_config
+from automoe.hf.keys import Encoding, KeyMap, quantization_config
 from automoe.hf.read import show_progress
 from automoe.hf.save_plan import (
     compare_rewritten,
+    compare_written,
     gather,
     plan_rewrite,
     plan_writes,
@@ -42,7 +43,7 @@ def to_hf(
     path: str | Path,
     *,
     dtype: str | torch.dtype = "keep",
-    fp8: bool = False,
+    encoding: Encoding = "plain",
     max_shard_bytes: int = 5 << 30,
     tokenizer: str | None = None,
     chat: ChatTemplate | None = None,
@@ -60,7 +61,9 @@ def to_hf(
         dtype: dtype of parameters: ``keep`` (as in the checkpoint at hf_path, bfloat16 if that is
             quantized; without one the parameters' own), ``bfloat16`` or ``float32``, or torch's own
             name of these; buffers keep theirs.
-        fp8: store the matrices of layers in block-FP8, like DeepSeek-V3's own checkpoint.
+        encoding: ``fp8``: store the matrices of layers in block-FP8, like DeepSeek-V3's own
+            checkpoint; ``mxfp4``, ``int4``: store experts as GPT-OSS and Kimi-K2-Thinking do. Codes
+            of hf_path stay where they give the model's numbers.
         max_shard_bytes: largest file, unless one tensor alone is larger.
         tokenizer: tokenizer of the training text: ``byte``, a directory whose files are copied, or
             ``none``; default: that of hf_path.
@@ -70,7 +73,7 @@ def to_hf(
             (``verify_hf``).
 
     Raises:
-        ConfigError: ``fp8`` of a family that has no such checkpoints, or another dtype; no such
+        ConfigError: ``encoding`` of a family that has no such checkpoints, or another dtype; no such
             tokenizer, which ranks of several are told as a CheckpointError.
         CheckpointError: on every rank alike: the directory exists or cannot be written, or is not
             equal to the model. Nothing is left under ``path`` then, and an older export stays.
@@ -81,8 +84,8 @@ def to_hf(
     ranks = Ranks()
     config = config_of(parts)
     keys = family_of(config).keys
-    quantization = fp8_config(config, keys) if fp8 else None
-    keys = keys.per_expert if fp8 else keys
+    quantization = quantization_config(config, keys, encoding)
+    keys = keys.per_expert if quantization else keys
     out_dtype = export_dtype(dtype)
     # ``keep`` takes the dtypes of the weights that training started from: parameters are wider
     # while they are trained.
@@ -95,7 +98,7 @@ def to_hf(
             merge_adapters(part)
         wide = kept_in_float32(family_of(config).architecture)
         kept = source if dtype == "keep" else None
-        plan = plan_writes(list(local_shards(parts)), keys, out_dtype, fp8, kept, wide)
+        plan = plan_writes(list(local_shards(parts)), keys, out_dtype, encoding, kept, wide)
         written = write_tensors(plan, gather, ranks, folder, max_shard_bytes, source)
         bases = {item.shard.base for item in plan}
         rounded = any(item.dtype.itemsize < item.shard.dtype.itemsize for item in plan)
@@ -107,8 +110,13 @@ def to_hf(
         )
         if verify:
             dtypes = {item.key: item.dtype for item in plan}
-            error = verify_hf(parts, folder, dtype=dtypes, fp8=fp8, source=source)
-            written = replace(written, checked=True, fp8=fp8, logits_error=error)
+            error = verify_hf(parts, folder, dtype=dtypes, encoding=encoding, source=source)
+            written = replace(written, checked=True, logits_error=error)
+            if encoding != "plain":
+                coded = [item for item in plan if item.target.scales is not None]
+                found = open_catalog(folder, config)
+                off = compare_written(coded, gather, ranks, found, source, folder)
+                written = replace(written, encoding=encoding, error=off)
     return replace(written, path=path)
 
 
@@ -117,7 +125,7 @@ def convert_hf(
     out: str | Path,
     dtype: str = "keep",
     *,
-    fp8: bool = False,
+    encoding: Encoding = "plain",
     layout: str = "published",
     max_shard_bytes: int = 5 << 30,
     overwrite: bool = False,
@@ -133,34 +141,36 @@ def convert_hf(
     Args:
         dtype: dtype of parameters: ``keep`` (quantized ones become bfloat16), ``bfloat16`` or
             ``float32``.
-        fp8: quantize the matrices of layers in blocks of 128 x 128.
+        encoding: as in ``to_hf``.
         layout: layout of experts: ``published``, or ``fused`` as in transformers 5.
         max_shard_bytes: largest file, unless one tensor alone is larger.
         overwrite: replace an existing checkpoint directory.
         mixture: result of ``upcycled``: write the dense ``source`` as this mixture of experts.
 
     Raises:
-        ConfigError: the family, dtype or layout is unknown, or ``fp8`` is combined with fused
-            experts.
+        ConfigError: the family, dtype or layout is unknown, or ``encoding`` is none of the family's
+            or combined with fused experts.
         CheckpointError: files are missing, damaged or do not match the model; ``out`` exists or
             cannot be written; or a mixture's logits differ from the dense model's.
     """
     path = Path(out).expanduser().absolute()
     config, dense_keys = mixture or (model_config_from_hf(source), None)
-    keys = check_conversion(config, path, fp8=fp8, layout=layout, overwrite=overwrite)
+    keys = check_conversion(config, path, encoding=encoding, layout=layout, overwrite=overwrite)
     catalog = check_catalog(source, config, dense_keys)
-    plan = plan_rewrite(catalog, config, keys, export_dtype(dtype), fp8)
+    plan = plan_rewrite(catalog, config, keys, export_dtype(dtype), encoding)
     num_bytes = sum(stored.num_bytes for stored in catalog.sources.values())
     with new_folder(path, overwrite, Ranks(alone=True)) as folder:
         with show_progress(catalog.folder.name, num_bytes) as advance:
             done = rewrite_tensors(plan, catalog, folder, max_shard_bytes, advance)
-        quantization = fp8_config(config, keys) if fp8 else None
+        quantization = quantization_config(config, keys, encoding)
         write_settings(folder, config, done.dtype, None, quantization, source=catalog)
         written = check_catalog(folder, config)
-        compare_rewritten(plan, catalog, written)
+        off = compare_rewritten(plan, catalog, written)
+        if encoding != "plain":
+            done = replace(done, encoding=encoding, error=off)
         logits_error = verify_with_transformers(config, written)
         dense_error = None
-        if mixture and not fp8:
+        if mixture and encoding == "plain":
             wide = any(stored.dtype == "F32" for stored in catalog.sources.values())
             dense_error = compare_with_dense(catalog.folder, folder, wide and dtype == "bfloat16")
         checks = {"logits_error": logits_error, "dense_error": dense_error}
@@ -185,7 +195,7 @@ def upcycle_hf(
         granularity: G, number of experts that share a copy of the dense FFN; each has 1/G of its
             width.
         seed: seed of the routers' initial weights.
-        options: ``dtype``, ``fp8``, ``max_shard_bytes`` and ``overwrite`` of ``convert_hf``.
+        options: ``dtype``, ``encoding``, ``max_shard_bytes`` and ``overwrite`` of ``convert_hf``.
 
     Raises:
         ConfigError: the family has no mixture counterpart, or with these sizes the mixture would

@@ -319,6 +319,51 @@ def gradient_sum(unit: Any, name: str) -> torch.Tensor:
 # ---- autograd, kernels, profiler ----
 
 
+def cpu_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention [B, N, S, D] on the CPU, and the log-sum-exp of each query's scores [B, N, S].
+
+    ``scaled_dot_product_attention`` does not return the latter. Of a query that sees no key they are
+    0 and -inf. 2.11 to 2.15: ``aten._scaled_dot_product_flash_attention_for_cpu``.
+
+    Args:
+        q: [B, N, S, D].
+        k, v: [B, N, R, D].
+        mask: [B, 1, S, R] or broadcast to it, True where a query sees a key; None: all see all.
+    """
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(q, k, v, attn_mask=_added(mask, q), scale=scale)
+    return out, lse if mask is None else lse.masked_fill(~mask.any(-1), -torch.inf)
+
+
+def cpu_attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k and v in ``cpu_attention``.
+
+    ``out`` and ``lse`` may be those over more keys, of which k and v are a part: the result is then
+    this part's. 2.11 to 2.15: ``aten._scaled_dot_product_flash_attention_for_cpu_backward``.
+    """
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return op(grad, q, k, v, out, lse, 0.0, False, attn_mask=_added(mask, q), scale=scale)
+
+
+def _added(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """Return what is added to scores, 0 or -inf."""
+    if mask is None:
+        return None
+    added = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    return added.expand(q.shape[0], -1, -1, -1)
+
+
 def innermost_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
     """Return the (pack, unpack) hooks that autograd would call now, or None.
 

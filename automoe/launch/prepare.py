@@ -22,7 +22,7 @@ from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
 from automoe.config.rules import check_rows
 from automoe.config.rules_kernels import BASE_BLOCKS
 from automoe.config.rules_model import TRANSFORMERS
-from automoe.config.schema import Config, ModelConfig, export_name, tokenizer_of
+from automoe.config.schema import Config, ModelConfig, RopeConfig, export_name, tokenizer_of
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.errors import ConfigError
@@ -30,6 +30,7 @@ from automoe.launch.hardware import default_num_ranks, resolve_device
 from automoe.launch.run_dir import read_config
 from automoe.model.adapters import adapter_rows
 from automoe.model.params import count_params
+from automoe.model.wrapper import is_wrapper
 
 LARGE = 1e9  # parameters
 # Fields of a model that must be those of its checkpoint if an override names the group ``model``.
@@ -91,6 +92,8 @@ def settle(config: Config, overrides: list[str]) -> Config:
         mine = config.model
         kept = {key: getattr(mine, key) for key in _KEPT}
         model = replace(model_of_stranger(path), **kept)
+        if mine.rope.extends:
+            model = replace(model, rope=_extended(mine.rope, model))
         if mine.num_mtp_layers and not mine.random_weights:
             _check_modules(mine.num_mtp_layers, model_config_from_hf(path, mtp=True))
     named = {key_of(override): override.partition("=")[2] for override in overrides}
@@ -124,6 +127,35 @@ def settle(config: Config, overrides: list[str]) -> Config:
             f"Set {_own_data(config)}, or data={kind} to train on it",
         )
     return replace(config, model=model)
+
+
+def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
+    """Return the scaling of ``asked`` over the rotary embeddings of ``checkpoint``.
+
+    Raises:
+        ConfigError: these are scaled already, cannot be written, or were trained on other rows.
+    """
+    from automoe.hf.families.registry import read_hf_config
+
+    own = checkpoint.rope
+    scaled = own.scaling != "none" and f"are scaled already: {own.scaling}, factor={own.factor}"
+    wrapped = (
+        is_wrapper(read_hf_config(str(checkpoint.hf_path))) and "stand in a wrapper's config.json"
+    )
+    if why := scaled or wrapped:
+        rule = f"the rotary embeddings of model.hf_path={checkpoint.hf_path} {why}"
+        raise ConfigError("model.rope.extends", True, rule, "Leave it out")
+    longest = own.original_seq_len
+    original = asked.original_seq_len or longest
+    if not longest <= 2 * original <= 2 * longest:
+        raise ConfigError(
+            "model.rope.original_seq_len",
+            original,
+            f"YaRN stretches the rows that the checkpoint was trained on, and its max_position_embeddings={longest}",
+            f"Set model.rope.original_seq_len={longest}, or what it was trained on: half of that or more",
+        )
+    kept = {name: getattr(own, name) for name in ("theta", "interleaved", "partial_rotary_factor")}
+    return replace(asked, original_seq_len=original, **kept)
 
 
 def _check_modules(asked: int, there: ModelConfig) -> None:

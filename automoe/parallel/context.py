@@ -3,9 +3,9 @@
 Attention gathers keys and values (for MLA, latents) of all ranks (``ProcessGroupCollection.keys``),
 puts them in the order of the row, and computes for each chunk of queries the keys before its end
 (``automoe.config.context.query_blocks``). With ``parallel.context=ring`` keys and values travel
-instead and softmaxes are merged: torch's own ring attention, on CUDA. It knows causality and
-head-tail balanced shards (its load balancer cuts rows as ``head_tail_index`` does) but no
-documents; validation refuses the rest.
+instead and softmaxes are merged: on the CPU by ``automoe.parallel.ring``, on CUDA by torch's own.
+That one knows causality and head-tail balanced shards (its load balancer cuts rows as
+``head_tail_index`` does) but no documents; validation refuses the rest.
 
 Letters: R positions of the whole row, and those of ``automoe.model.attention``.
 """

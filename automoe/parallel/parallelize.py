@@ -38,6 +38,7 @@ from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES, apply_data_paral
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import TURNS
 from automoe.parallel.pipeline import checked_loss
+from automoe.parallel.ring import cpu_ring, ring_masks
 from automoe.parallel.tensor import apply_tensor_parallel
 
 # what makes them, for ``moe.experts``
@@ -86,8 +87,12 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         experts = lambda: backend  # noqa: E731
         if meshes is not None and config.train.fp8 != "off":
             experts = partial(fp8_experts, meshes, config)
-    if meshes is not None and config.parallel.context == "ring" and meshes.axis("cp") is not None:
-        attend = ring_attention(meshes.axis("cp"))
+    masks = block_masks if kernels.attention == "flex" else dense_masks
+    cp = None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
+    if cp is not None and cp.device_type == "cpu":
+        attend, masks = cpu_ring(cp.get_group()), ring_masks(pg_collection.context)
+    elif cp is not None:
+        attend = ring_attention(cp)
     elif kernels.attention == "te":
         attend = transformer_engine.attention()
     elif kernels.attention == "flex":
@@ -102,7 +107,7 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         experts=experts,
         router_dtype=PARAM_DTYPES[config.train.dtype],
         attend=attend,
-        masks=block_masks if kernels.attention == "flex" else dense_masks,
+        masks=masks,
         rope=rope_fns(kernels.rope),
         norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
         chunk_loss=_chunk_loss(config),

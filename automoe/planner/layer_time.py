@@ -268,12 +268,14 @@ def _context_parallel(place: Place, passes: Passes, attending: float) -> None:
     constants = machine.constants
     whole = 1.0 * machine.number_bytes * place.tokens * mesh.tp * mesh.cp
     if place.config.parallel.context == "ring":
-        # A ring sends keys, and values padded to the keys' width, of all heads. Sending overlaps
-        # with attention to the keys that are already here.
-        dims = attention.head_dim
+        # A ring sends keys, and values padded to the keys' width, of all heads; on the CPU of key
+        # heads alone. Sending overlaps with attention to the keys that are already here.
+        dims, heads = attention.head_dim, attention.num_heads / mesh.tp
         if attention.kind == "mla":
             dims = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-        cost = gather(machine, place.group("cp"), whole * 2 * dims * attention.num_heads / mesh.tp)
+        elif place.config.cluster.gpu == "cpu":
+            heads = max(attention.num_kv_heads / mesh.tp, 1)
+        cost = gather(machine, place.group("cp"), whole * 2 * dims * heads)
         cost = cost.seen(max(constants.latency, cost.seconds - constants.overlap * attending))
         passes.send("cp", cost, cost * 2)
         return

@@ -264,7 +264,7 @@ def _in_plain_torch(config: Config, keep_triton: bool) -> Config:
     if not keep_triton:
         kernels.rope = kernels.loss = "torch"
     parallel = replace(config.parallel)
-    if parallel.context == "ring":  # gathering keys and values has the same arithmetic
+    if parallel.context == "ring" and config.launch.device == "cuda":  # has no float64
         parallel.context = "gather"
     return replace(config, moe=moe, kernels=kernels, parallel=parallel)
 

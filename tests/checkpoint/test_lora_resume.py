@@ -39,7 +39,7 @@ def random_base(folder: Path, seed: int, model: ModelConfig = MODEL, fp8: bool =
     part = build_decoder(model, MoEConfig(experts="loop"), torch.float32)
     allocate({0: part}, torch.device("cpu"))
     initialize(part, 0.2, seed)
-    return to_hf(part, folder, tokenizer="byte", verify=False, fp8=fp8).path
+    return to_hf(part, folder, tokenizer="byte", verify=False, encoding="fp8" if fp8 else "plain").path
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ GPT_OSS = ("model=small_gpt_oss",)
 DELTA = ("model=small_qwen3_next",)
 MLA = ("model=small_dsv3",)
 ULYSSES = "parallel.context=ulysses"
+WINDOW = ("model.attention.sliding_window=8", "model.attention.full_attention_interval=2")
+RING = "parallel.context=ring"
 BARE = "data.document_mask=false"
 
 
@@ -37,9 +39,8 @@ def heads(query: int, keys: int) -> tuple[str, str]:
         (4, (*GQA, "mesh.cp=4", "train.seq_len=100"), "train.seq_len", "100 % 8 = 4"),
         (8, (*DELTA, "mesh.cp=8"), "mesh.cp", "4 / 1 = 4, 4 % 8 = 4"),
         (4, (*DELTA, "mesh.cp=4", "mesh.tp=2"), "mesh.cp", "4 / 2 = 2, 2 % 4 = 2"),
-        (2, (*GPT_OSS, "mesh.cp=2", "parallel.context=ring", BARE), "parallel.context", "sinks=True"),
-        (2, (*GQA, "mesh.cp=2", "parallel.context=ring"), "parallel.context", "no document mask"),
-        (2, (*GQA, "mesh.cp=2", "parallel.context=ring", BARE), "parallel.context", "needs CUDA"),
+        (2, (*GPT_OSS, "mesh.cp=2", RING, BARE), "parallel.context", "sinks=True"),
+        (2, (*GQA, "mesh.cp=2", RING, *WINDOW), "parallel.context", "sliding_window=8"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else None,
 )
@@ -60,6 +61,8 @@ def test_what_does_not_divide_is_refused_with_its_numbers(
         (4, (*GQA, "mesh.cp=2", "mesh.tp=2", ULYSSES, *heads(4, 1))),
         (4, (*GPT_OSS, "mesh.cp=2", ULYSSES)),
         (4, (*DELTA, "mesh.cp=4")),
+        (4, (*GQA, "mesh.cp=4", RING)),
+        (4, (*MLA, "mesh.cp=2", "mesh.tp=2", RING, BARE)),
         (1, (*GQA, ULYSSES, *heads(3, 1))),  # without a context axis nothing is exchanged
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else None,

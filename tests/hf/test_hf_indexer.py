@@ -62,7 +62,7 @@ def test_a_family_without_indexers_cannot_say_that_there_are_some() -> None:
 
 def test_eight_bits_spare_the_weights_of_heads(source: Path, tmp_path: Path) -> None:
     model = automoe.from_hf(source)
-    to_hf(model, tmp_path / "fp8", fp8=True)
+    to_hf(model, tmp_path / "fp8", encoding="fp8")
     scaled = {key.removesuffix("_scale_inv") for key in stored(tmp_path / "fp8") if key.endswith("_scale_inv")}
     prefix = "model.layers.{}.self_attn.indexer."
     assert {prefix.format(layer) + name for layer in (0, 3) for name in ("wq_b.weight", "wk.weight")} <= scaled

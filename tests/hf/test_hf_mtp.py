@@ -112,7 +112,7 @@ def test_copies_may_be_missing_but_not_differ(source: Path, tmp_path: Path) -> N
 def test_eight_bits_spare_what_published_files_spare(source: Path, tmp_path: Path) -> None:
     model = with_modules(source)
     load_hf(model, source)
-    to_hf(model, tmp_path / "fp8", fp8=True)
+    to_hf(model, tmp_path / "fp8", encoding="fp8")
     scaled = {key for key in stored(tmp_path / "fp8") if key.endswith("_scale_inv")}
     assert "model.layers.4.self_attn.o_proj.weight_scale_inv" in scaled
     kept = ("eh_proj", "embed_tokens", "shared_head")

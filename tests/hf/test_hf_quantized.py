@@ -238,7 +238,7 @@ def export_fp8(path: Path, out: Path, mesh: MeshConfig) -> float | None:
     from automoe.hf.write import to_hf
 
     parts, _, _ = load_on_mesh(path, mesh)
-    return to_hf(parts, out, fp8=True).logits_error
+    return to_hf(parts, out, encoding="fp8").logits_error
 
 
 @pytest.mark.exhaustive
@@ -265,7 +265,7 @@ def test_fp8_export_is_the_quantization_of_the_weights(mesh: MeshConfig, tmp_pat
     # A second time round is what it was.
     assert dequantized(tmp_path / "out").keys() == before.keys()
     again = automoe.from_hf(tmp_path / "out")
-    automoe.to_hf(again, tmp_path / "again", fp8=True)
+    automoe.to_hf(again, tmp_path / "again", encoding="fp8")
     for key, tensor in stored(tmp_path / "again").items():
         assert torch.equal(tensor.float(), after[key].float()), key
 
@@ -274,7 +274,7 @@ def test_fp8_export_is_the_quantization_of_the_weights(mesh: MeshConfig, tmp_pat
 def test_matrices_without_scales_are_those_that_config_json_names(name: str, tmp_path: Path) -> None:
     """Readers expect scales for every linear layer that is not named."""
     save_small_hf(name, tmp_path / "in")
-    automoe.to_hf(automoe.from_hf(tmp_path / "in"), tmp_path / "out", fp8=True)
+    automoe.to_hf(automoe.from_hf(tmp_path / "in"), tmp_path / "out", encoding="fp8")
     tensors = stored(tmp_path / "out")
     matrices = {key for key, tensor in tensors.items() if tensor.dim() == 2 and not key.endswith(SUFFIX)}
     bare = {key.removesuffix(".weight") for key in matrices if key + SUFFIX not in tensors}
@@ -287,7 +287,7 @@ def test_transformers_itself_dequantizes_an_fp8_export(tmp_path: Path) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     save_small_hf("qwen3_moe", tmp_path / "in", other_sizes={"hidden_size": 256, "moe_intermediate_size": 128})
-    automoe.to_hf(automoe.from_hf(tmp_path / "in"), tmp_path / "out", fp8=True)
+    automoe.to_hf(automoe.from_hf(tmp_path / "in"), tmp_path / "out", encoding="fp8")
     tensors, ours = stored(tmp_path / "out"), dequantized(tmp_path / "out")
     theirs = Fp8Dequantize(None)
     keys = [key for key in tensors if "experts" in key and key + SUFFIX in tensors]
@@ -301,18 +301,18 @@ def test_transformers_itself_dequantizes_an_fp8_export(tmp_path: Path) -> None:
 def test_a_weight_that_is_not_its_quantization_is_found(tmp_path: Path) -> None:
     save_small_hf("qwen3_moe", tmp_path / "in")
     model = automoe.from_hf(tmp_path / "in")
-    to_hf(model, tmp_path / "out", fp8=True, verify=False)
-    assert verify_hf(model, tmp_path / "out", fp8=True) < 1e-5
+    to_hf(model, tmp_path / "out", encoding="fp8", verify=False)
+    assert verify_hf(model, tmp_path / "out", encoding="fp8") < 1e-5
     with torch.no_grad():
         model.layers["2"].mlp.experts.down_proj[5] *= 1.2
     with pytest.raises(CheckpointError, match=r"experts\.5\.down_proj\.weight.*off by .*rounds by no more"):
-        verify_hf(model, tmp_path / "out", fp8=True)
+        verify_hf(model, tmp_path / "out", encoding="fp8")
 
 
 def test_fp8_of_a_family_with_stacked_experts_is_refused(tmp_path: Path) -> None:
     save_small_hf("gpt_oss", tmp_path / "in")
     with pytest.raises(ConfigError, match="stores all experts of a layer in one tensor"):
-        automoe.to_hf(automoe.from_hf(tmp_path / "in"), tmp_path / "out", fp8=True)
+        automoe.to_hf(automoe.from_hf(tmp_path / "in"), tmp_path / "out", encoding="fp8")
     assert not (tmp_path / "out").exists()
 
 

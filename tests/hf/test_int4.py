@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import automoe
 from automoe.config.schema import MeshConfig
-from automoe.errors import CheckpointError
+from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.quantized import dequantize_int4
+from automoe.hf.quantized import dequantize_int4, quantize_int4
 from automoe.hf.write import convert_hf, to_hf
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
@@ -145,6 +145,57 @@ def test_a_wrapper_around_int4_experts(tmp_path: Path) -> None:
     assert all(torch.equal(after[key], one.to(after[key].dtype)) for key, one in meant.items())
     stated = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in stated and "quantization_config" not in stated["text_config"]
+    convert_hf(source, tmp_path / "again", encoding="int4")
+    before, after = stored(source), stored(tmp_path / "again")
+    assert before.keys() == after.keys() and all(torch.equal(one, after[key]) for key, one in before.items())
+    stated = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert "re:vision_tower.*" in stated["ignore"]
+
+
+def test_what_was_not_changed_is_written_as_it_was(int4: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    folder, meant = int4
+    model = automoe.from_hf(folder, dtype=torch.bfloat16)  # in which numbers are rounded
+    written = to_hf(model, tmp_path / "out", encoding="int4")
+    assert written.error is not None and written.error < 2**-9 and "INT4 of the weights" in str(written)
+    before, after = stored(folder), stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for key, one in before.items():
+        same = after[key].to(one.dtype) if key.endswith("bias") else after[key]  # a buffer is float32
+        assert one.dtype == same.dtype and torch.equal(one, same), key
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert stated["ignore"] == STATED["ignore"] and stated["format"] == STATED["format"]
+    assert stated["config_groups"]["group_0"] == GROUP | {"weights": WEIGHTS | {"dynamic": False}}
+
+
+def test_numbers_are_quantized_as_compressed_tensors_does(tmp_path: Path) -> None:
+    """Symmetric: the scale is the largest magnitude over 7.5, half of the 15 steps, in the weights' dtype."""
+    save_small_hf("kimi", tmp_path / "in", dtype=torch.bfloat16, other_sizes=SIZES)
+    written = convert_hf(tmp_path / "in", tmp_path / "out", encoding="int4")
+    assert written.logits_error is not None and written.logits_error < 1e-5
+    assert written.error is not None and 0.05 < written.error < 0.12
+    before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
+    for key, tensor in before.items():
+        if ".mlp.experts." not in key:
+            assert torch.equal(after[key], tensor), key
+            continue
+        groups = tensor.float().unflatten(1, (-1, 32))
+        scales = (groups.abs().amax(-1) / 7.5).bfloat16()
+        codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).long().flatten(1)
+        assert torch.equal(after[f"{key}_scale"], scales) and torch.equal(after[f"{key}_packed"], packed(codes))
+        assert after[f"{key}_shape"].tolist() == list(tensor.shape)
+    zeros = dequantize_int4(*quantize_int4(torch.zeros(2, 64)))
+    assert torch.equal(zeros, torch.zeros(2, 64))
+    assert dequantize_int4(*quantize_int4(torch.full((1, 32), torch.nan))).isnan().all()
+
+
+def test_int4_of_other_families_and_sizes_is_refused(tmp_path: Path) -> None:
+    for name, sizes, says in (
+        ("qwen3_moe", {}, "model.family=qwen3_moe: INT4 is written as deepseek_v3 is published"),
+        ("dsv3", {"moe_intermediate_size": 24}, "model.moe_intermediate_size=24: INT4 has .* 24 % 32 = 24"),
+    ):
+        save_small_hf(name, tmp_path / name, other_sizes={"hidden_size": 64} | sizes)
+        with pytest.raises(ConfigError, match=says):
+            convert_hf(tmp_path / name, tmp_path / "out", encoding="int4")
 
 
 def refused(folder: Path) -> str:

@@ -65,7 +65,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fp8(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp8") / "fp8"
-    convert_hf(plain, folder, fp8=True)
+    convert_hf(plain, folder, encoding="fp8")
     return folder
 
 

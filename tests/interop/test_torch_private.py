@@ -487,3 +487,24 @@ def test_a_pipeline_keeps_no_buffers_and_waits_as_we_say(ranks: RankPool, kind: 
         assert waited > 0 and devices <= {"meta"}
         received = 4 * stages_per_rank * 2 - (rank == 0) * 4 - (rank == 1) * 4
         assert 0 < most < received, "torch's own stage has all of them at once"
+
+
+def test_a_part_of_the_keys_has_its_part_of_the_gradients() -> None:
+    """The second half of the keys, some of whose queries see none of them."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, grad = (torch.randn(2, 3, 8, 16, generator=generator, dtype=torch.float64) for _ in range(4))
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    inputs = [one.requires_grad_() for one in (q, k, v)]
+    out = F.scaled_dot_product_attention(*inputs, mask, scale=0.3)
+    out.backward(grad)
+    scores = (q @ k.mT * 0.3).masked_fill(~mask, -torch.inf).detach()
+    late = slice(4, None)
+    with torch.no_grad():
+        part, lse = torch_private.cpu_attention(q, k[:, :, late], v[:, :, late], mask[..., late], 0.3)
+        assert torch.equal(lse.isinf(), torch.arange(8).expand(2, 3, 8) < 4) and not part[:, :, :4].any()
+        torch.testing.assert_close(lse[:, :, late], scores[:, :, late, late].logsumexp(-1))
+        found = torch_private.cpu_attention_backward(
+            grad, q, out, scores.logsumexp(-1), k[:, :, late], v[:, :, late], mask[..., late], 0.3
+        )
+    for one, wanted in zip(found[1:], (k.grad, v.grad), strict=True):
+        torch.testing.assert_close(one, wanted[:, :, late])

@@ -27,6 +27,7 @@ from mesh_mappings import (
     MUON_CLIP,
     PARTS,
     PER_MICRO_BATCH,
+    RING,
     ULYSSES,
     ZBV,
 )
@@ -70,7 +71,10 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
     world_size, family = choose(WORLDS), choose(FAMILIES)
     parallel: dict[str, Any] = dict(choose(SCHEDULES))
     parallel |= choose(({}, {}, {}, FULL, PARTS, dict(recompute="full", recompute_layers="every 2")))
-    parallel |= choose(({}, {} if MODELS[family].attention.index_topk else ULYSSES))
+    attention = MODELS[family].attention
+    parallel |= choose(({}, {} if attention.index_topk else ULYSSES))
+    if parallel.get("context") and not attention.sliding_window and not attention.sinks:
+        parallel |= choose((ULYSSES, RING))
     moe: dict[str, Any] = choose(
         (
             {},
@@ -90,7 +94,7 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
         parallel=parallel,
         document_mask=generator.random() < 0.8,
         moe=moe,
-        optim=choose(({}, {}, MUON if MODELS[family].attention.qk_norm else MUON_CLIP)),
+        optim=choose(({}, {}, MUON if attention.qk_norm or parallel.get("context") == "ring" else MUON_CLIP)),
     )
     shapes = list(legal_meshes(world_size, Case(family, **run).config))
     if not shapes:

@@ -15,6 +15,7 @@ PER_MICRO_BATCH = dict(reshard="micro_batch", grad_sync="micro_batch")
 FULL = dict(recompute="full")
 PARTS = dict(recompute=["core_attn", "moe"])
 ULYSSES = dict(context="ulysses")
+RING = dict(context="ring")
 DROP = dict(capacity_factor=1.0, drop_scope="sequence")
 PADDED = DROP | dict(drop_policy="position", pad_to_capacity=True)
 
@@ -101,6 +102,8 @@ MORE = [
         parallel=DELAYED,
         train=dict(freeze=["*"], trainable=["*.experts.*"]),
     ),
+    Case("deepseek", dict(cp=2, tp=2, ep=2), rows=4, parallel=RING),
+    Case("qwen3", dict(cp=4, ep=2), rows=4, parallel=RING | PARTS),
     Case("deepseek-sparse", rows=2),
     Case("deepseek-sparse", dict(dp_shard=2), rows=4, document_mask=False),
     Case("deepseek-sparse", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON_CLIP),

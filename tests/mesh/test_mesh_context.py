@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mesh_cases import MODELS, ROWS, VOCAB
-from mesh_mappings import PARTS, ULYSSES
+from mesh_mappings import PARTS, RING, ULYSSES
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
@@ -72,6 +72,8 @@ CASES = {
         dict(cp=3, ep=3),
         {},
     ),
+    "a ring of three": (model("qwen3", num_heads=6, num_kv_heads=3), dict(cp=3, ep=3), RING),
+    "a ring of latents over six": (model("deepseek", num_heads=6, num_kv_heads=6), dict(cp=6, ep=6), RING | PARTS),
     "six ranks": (model("deepseek", num_heads=6, num_kv_heads=6), dict(cp=6, ep=6), ULYSSES),
 }
 

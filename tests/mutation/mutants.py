@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mutant import Mutant
 from mutants_config import CONFIG
+from mutants_exports import EXPORTS
 from mutants_fine_tuning import FINE_TUNING
 from mutants_planner import PLANNER
 
@@ -505,6 +506,7 @@ MUTANTS = (
         for file, *rest in rows
     ]
     + CONFIG
+    + EXPORTS
     + FINE_TUNING
     + PLANNER
 )

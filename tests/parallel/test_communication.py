@@ -243,6 +243,19 @@ def test_exchanged_heads_send_what_the_plan_counts(ranks: RankPool, attention: A
     assert exchanged - gathered == 2 * LAYERS * ROWS * (SEQ // cp) * (cp - 1) * numbers * BYTES
 
 
+@pytest.mark.exhaustive
+def test_a_ring_sends_key_heads_on_and_their_gradients_home(ranks: RankPool) -> None:
+    """P - 1 times keys and values in each pass, and P times gradients; a gather sends P - 1 times in each pass."""
+    cp, attention = 2, AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    run = replace(config(cp=cp), model=replace(MODEL, attention=attention))
+    around = replace(run, parallel=ParallelConfig(context="ring"))
+    [gathered], [ring] = (
+        {sent(messages, "all_to_all", cp) for messages in step_of(ranks, one)} for one in (run, around)
+    )
+    positions = LAYERS * ROWS * SEQ // cp
+    assert ring - gathered == positions * 2 * 2 * 8 * (2 * (cp - 1) + cp - 2 * (cp - 1)) * BYTES
+
+
 def test_tensor_parallelism_gathers_and_reduces_once_a_block(ranks: RankPool) -> None:
     """(TP-1)/TP s mbs h b for every all-gather and reduce-scatter: attention's pair, embedding, head.
 

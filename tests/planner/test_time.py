@@ -173,6 +173,11 @@ def test_what_travels_over_cp_is_what_the_model_gathers() -> None:
     assert wide.traffic["cp"] == pytest.approx(passes * 2 * 2048 * (128 * 256 + 64))
     ring = sent(parallel__context="ring", data__document_mask=False)
     assert ring == pytest.approx(1.5 * passes * 2 * 2048 * 2 * 128 * 192), "backward it travels twice"
+    heads = {
+        gpu: time_on("qwen3_30b_a3b", replace(config.cluster, gpu=gpu), {"mesh.cp": 2, "parallel.context": "ring"})
+        for gpu in ("cpu", config.cluster.gpu)
+    }
+    assert heads[config.cluster.gpu].traffic["cp"] == pytest.approx(32 / 4 * heads["cpu"].traffic["cp"])
 
 
 def test_heads_exchanged_over_cp_are_counted_by_their_widths() -> None:

@@ -191,7 +191,8 @@ class Family:
         hf |= {one.key: one.write(value_of(config, ours), config) for ours, one in self._fields()}
         if self.partial_rotary:
             hf["partial_rotary_factor"] = config.rope.partial_rotary_factor
-        hf |= _write_rope(config.rope, hf.get("max_position_embeddings"))
+        stated = None if config.rope.extends else hf.get("max_position_embeddings")
+        hf |= _write_rope(config.rope, stated)
         if self.scaled_unless_said and hf["rope_scaling"] is None:
             hf["rope_scaling"] = {"type": "default", "rope_type": "default"}
         return hf

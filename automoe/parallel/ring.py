@@ -1,0 +1,142 @@
+"""Ring attention on the CPU: keys and values travel, and softmaxes over parts of a row are merged.
+
+A rank's queries meet the keys of one rank at a time (arXiv 2310.01889), those of its own first.
+Each rank holds a chunk from the head of a row and its mirror from the tail, so all ranks have as
+many pairs of chunks. Documents of a row are kept apart by their ids, which all ranks know. Torch's
+own ring (``automoe.parallel.context``) has kernels for CUDA alone, and no mask.
+
+Letters: P ranks, R positions of the whole row, C = R / 2P of a chunk, and those of
+``automoe.model.attention``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from automoe.interop.torch_private import cpu_attention, cpu_attention_backward
+from automoe.model.attention_kernels import AttentionFn
+from automoe.model.attention_masks import MaskFn, QueryBlock, documents
+from automoe.model.rows import whole_rows
+from automoe.moe.process_groups import SINGLE_RANK, Communicator
+
+
+def ring_masks(ranks: Communicator) -> MaskFn:
+    """Return the ``MaskFn`` of ``cpu_ring``: its masks are ids of documents [B, R], or None."""
+
+    def masks(tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:
+        assert not window, "a ring has no sliding windows"
+        docs_BR = documents(whole_rows(tokens, ranks), SINGLE_RANK, always)
+        return [QueryBlock(slice(None), slice(None), docs_BR)]
+
+    return masks
+
+
+def cpu_ring(group: dist.ProcessGroup) -> AttentionFn:
+    """Return ring attention over the cp ranks ``group``: causality and documents, no sinks."""
+
+    def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
+        """Map this rank's q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] to [B, S, N, Dv]."""
+        assert sinks is None, "a ring has no sinks"
+        value_dim = v.shape[-1]
+        kv = torch.stack((k, F.pad(v, (0, q.shape[-1] - value_dim)))).transpose(2, 3)
+        out = _Ring.apply(q.transpose(1, 2), kv, mask, scale, group)
+        return out[..., :value_dim].transpose(1, 2)
+
+    return attend
+
+
+class _Ring(torch.autograd.Function):
+    """Attention of q [B, N, S, D] to keys and values kv [2, B, G, S, D] of all ranks."""
+
+    @staticmethod
+    def forward(ctx, q, kv, docs_BR, scale: float, group: dist.ProcessGroup) -> torch.Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros_like(q, dtype=wide)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide)
+        for source, here in _travel(kv, group):
+            for own, theirs, mask in _pairs(docs_BR, q.shape[2], source, group):
+                keys, values = _repeated(here[:, :, :, theirs], q.shape[1])
+                part, part_lse = cpu_attention(q[:, :, own], keys, values, mask, scale)
+                total = lse[:, :, own].logaddexp(part_lse)
+                out[:, :, own] *= (lse[:, :, own] - total).exp().unsqueeze(-1)
+                out[:, :, own] += part * (part_lse - total).exp().unsqueeze(-1)
+                lse[:, :, own] = total
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.given = docs_BR, scale, group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, kv, out, lse = ctx.saved_tensors
+        docs_BR, scale, group = ctx.given
+        grad_q = torch.zeros_like(q, dtype=lse.dtype)
+        grad_kv = torch.zeros_like(
+            kv, dtype=lse.dtype
+        )  # travels behind its keys, back home at last
+        for source, here in _travel(kv, group):
+            for own, theirs, mask in _pairs(docs_BR, q.shape[2], source, group):
+                keys, values = _repeated(here[:, :, :, theirs], q.shape[1])
+                rows = (x[:, :, own].contiguous() for x in (grad, q, out, lse))
+                found = cpu_attention_backward(*rows, keys, values, mask, scale)
+                grad_q[:, :, own] += found[0]
+                summed = torch.stack(found[1:]).unflatten(2, (kv.shape[2], -1)).sum(3)
+                grad_kv[:, :, :, theirs] += summed
+            grad_kv, work = _pass_on(grad_kv, group)
+            work.wait()
+        return grad_q.to(q.dtype), grad_kv.to(kv.dtype), None, None, None
+
+
+def _travel(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield each rank and its keys and values; the next ones arrive meanwhile."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    for step in range(num_ranks - 1):
+        coming, work = _pass_on(kv, group)
+        yield (rank - step) % num_ranks, kv
+        work.wait()
+        kv = coming
+    yield (rank + 1) % num_ranks, kv
+
+
+def _pass_on(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    """Send ``x`` to the next rank; return what the rank before sends, and when it is there."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    sent, received = ([0] * num_ranks for _ in range(2))
+    sent[(rank + 1) % num_ranks] = received[rank - 1] = x.numel()
+    coming = torch.empty_like(x, memory_format=torch.contiguous_format)
+    flat = x.contiguous().view(-1)
+    work = dist.all_to_all_single(coming.view(-1), flat, received, sent, group=group, async_op=True)
+    return coming, work
+
+
+def _pairs(
+    docs_BR: torch.Tensor | None, size: int, source: int, group: dist.ProcessGroup
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Yield chunks of this rank's positions with chunks of rank ``source`` that they may see.
+
+    The mask is [B, 1, C, C], True where a query sees a key; None if all queries see all keys.
+    """
+    last, chunk = 2 * dist.get_world_size(group) - 1, size // 2
+    rank = dist.get_rank(group)
+    for i, own in enumerate((rank, last - rank)):
+        # A query's own chunk comes first, so that it always has a key.
+        for j, theirs in ((1, last - source), (0, source)):
+            mask = None
+            if theirs == own:
+                mask = torch.ones(1, 1, chunk, chunk, dtype=torch.bool).tril()
+            if docs_BR is not None:
+                docs = docs_BR.unflatten(1, (-1, chunk))
+                same = (docs[:, own, :, None] == docs[:, theirs, None])[:, None]
+                mask = same if mask is None else mask & same
+            if theirs <= own and (mask is None or bool(mask.any())):
+                place = (slice(at * chunk, (at + 1) * chunk) for at in (i, j))
+                yield *place, mask
+
+
+def _repeated(kv: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, ...]:
+    """Return keys and values [B, N, C, D] with each head repeated for the queries that share it."""
+    return kv.repeat_interleave(num_heads // kv.shape[2], 2).unbind()
