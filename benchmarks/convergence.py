@@ -1,0 +1,284 @@
+"""A small model of Moonlight's shape learns this Python's library: AdamW, Muon, two meshes, transformers' Trainer, FP8, MTP.
+
+    python benchmarks/run.py convergence          # an hour of two cores; writes the JSON, the picture and the page's tables
+    python benchmarks/run.py convergence --draw   # picture and tables again, from the JSON
+
+Each finished run is kept in the JSON, and the same command goes on with those that are missing. Runs of one seed start from
+the same weights and see the same rows in the same order; validation rows are the same for all seeds. The Trainer of
+``transformers`` gets the exported first weights and the loader's rows, with two things that it lacks: our schedule's learning
+rates and, after each step, the update of the routers' biases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from measuring import HERE, commit, cpu_model
+
+ROOT = HERE.parent
+PAGE = ROOT / "docs" / "convergence.md"
+RESULT = HERE / "results" / "convergence.json"
+BEGIN, END = "<!-- figures: written by benchmarks/convergence.py -->\n", "<!-- end of figures -->\n"
+STEPS, EXACT_STEPS = 300, 12
+LAST = 50  # steps whose mean is the training loss of the end
+MODEL = (
+    "model=moonlight_16b_a3b model.vocab_size=264 model.hidden_size=128 model.num_layers=4 model.intermediate_size=704 "
+    "model.num_experts=32 model.num_experts_per_token=4 model.moe_intermediate_size=128 model.attention.num_heads=4 "
+    "model.attention.num_kv_heads=4 model.attention.kv_lora_rank=32 model.attention.qk_nope_head_dim=32 "
+    "model.attention.qk_rope_head_dim=16 model.attention.v_head_dim=32"
+)
+# A run of minutes needs a larger bias rate than the published 1e-3; the loss is the cross-entropy alone.
+TRAINED = (
+    "moe.bias_update_rate=1e-2 moe.seq_balance_coef=0 train.seq_len=256 train.global_batch_size=8 train.val_every=20 "
+    "train.val_batches=4 checkpoint=none checkpoint.export_hf=false observe.report=false"
+)
+MESHES = {
+    "one rank": "mesh.pp=1 mesh.ep=1 launch.num_ranks=1 train.micro_batch_size=8",
+    "pp2 dp2 ep2": "mesh.pp=2 mesh.ep=2 launch.num_ranks=4 train.micro_batch_size=2",
+    "tp2 cp2 ep4": "mesh.pp=1 mesh.tp=2 mesh.cp=2 mesh.ep=4 launch.num_ranks=4 train.micro_batch_size=8",
+}
+ONE, OTHER, THIRD = MESHES
+ARMS = {
+    "AdamW": "",
+    "Muon": "optim=muon",
+    "AdamW, FP8": "train.fp8=blockwise",
+    "AdamW, MTP": "model.num_mtp_layers=1",
+    "AdamW, float64": f"train.dtype=float64 moe.experts=loop train.steps={EXACT_STEPS} train.val_every={EXACT_STEPS}",
+    "Muon, float64": f"optim=muon train.dtype=float64 moe.experts=loop train.steps={EXACT_STEPS} train.val_every={EXACT_STEPS}",
+}
+TRAINER = "transformers' Trainer"
+# Arm, mesh, seed; what is most wanted first.
+RUNS = [
+    *(("AdamW", ONE, 0), ("AdamW", TRAINER, 0), ("Muon", ONE, 0), ("AdamW", OTHER, 0), ("AdamW, FP8", ONE, 0)),
+    *((f"{arm}, float64", mesh, 0) for arm in ("AdamW", "Muon") for mesh in MESHES),
+    *(("AdamW", ONE, 1), ("AdamW", TRAINER, 1), ("Muon", ONE, 1), ("Muon", OTHER, 0), ("AdamW, MTP", ONE, 0)),
+    *(("AdamW", ONE, 2), ("AdamW", TRAINER, 2), ("Muon", ONE, 2), ("AdamW", OTHER, 1)),
+]
+KEPT = ("loss", "grad_norm", "expert_max_load", "mtp_loss.1", "mtp_acceptance.1")
+
+
+def name_of(arm: str, where: str, seed: int) -> str:
+    return f"{arm} | {where} | seed {seed}"
+
+
+def words_of(arm: str, where: str, seed: int) -> list[str]:
+    """What is typed behind ``automoe train``."""
+    words = f"train.steps={STEPS} {MODEL} {TRAINED} {MESHES.get(where, MESHES[ONE])} {ARMS[arm]} train.seed={seed}"
+    return list({word.split("=")[0]: word for word in words.split()}.values())
+
+
+# ---------------------------------------------------------------- one run
+
+
+def run(arm: str, where: str, seed: int) -> dict[str, Any]:
+    """Train in a process of its own; return what it recorded and what it cost.
+
+    Raises:
+        SystemExit: the run failed; the message is what it printed.
+    """
+    words = words_of(arm, where, seed)
+    with tempfile.TemporaryDirectory(prefix="automoe-convergence-") as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", "automoe.train", *words, f"run_dir={folder / 'run'}"]
+        if where == TRAINER:
+            command = [sys.executable, __file__, "--trainer", str(folder / "run"), *words]
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{HERE}", "HF_HUB_OFFLINE": "1"}
+        with (folder / "said").open("w") as said:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise SystemExit(f"{name_of(arm, where, seed)}:\n{(folder / 'said').read_text()[-3000:]}")
+        records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "command": " ".join(["transformers.Trainer" if where == TRAINER else "automoe train", *words]),
+        "commit": commit("../automoe", "../recipes", "../conf", "convergence.py"),
+        "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
+        "validation": {one["step"]: one["val_loss"] for one in records if "val_loss" in one},
+        **{key: [one[key] for one in records] for key in KEPT if key in records[0]},
+    }
+
+
+def train_by_trainer(folder: Path, words: list[str]) -> None:
+    """Train with ``transformers.Trainer`` and write ``metrics.jsonl`` with a step's loss and the validation losses."""
+    import torch
+    import torch.distributed as dist
+    from torch.optim.lr_scheduler import LambdaLR
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    from automoe.config.compose import compose_config
+    from automoe.config.schema import Config
+    from automoe.config.validate import validate
+    from automoe.data.loader import Loader
+    from automoe.hf.write import to_hf
+    from automoe.launch.ranks import init_ranks, store_file
+    from automoe.moe.tokens import IGNORE
+    from automoe.optim.adamw import learning_rate
+    from automoe.parallel.mesh import build_meshes
+    from automoe.training.weights import first_weights
+
+    torch.set_num_threads(1)
+    config: Config = compose_config(overrides=words)
+    optim, train = config.optim, config.train
+    loader = Loader(config, 0, 1)
+    with store_file() as store:
+        device = init_ranks(config.launch, 0, 1, 0, store)
+        parts, _ = first_weights(config, build_meshes(validate(config, 1), device), device)
+        to_hf(parts, folder / "hf")
+        dist.destroy_process_group()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "hf", dtype=torch.float32, attn_implementation="sdpa", experts_implementation="grouped_mm"
+    )
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    counts = {gate: torch.zeros(config.model.num_experts) for gate in gates}
+    records: list[dict[str, float]] = []
+
+    def inputs_of(batch: Any) -> dict[str, torch.Tensor]:
+        labels = batch.labels.masked_fill(batch.labels == IGNORE, -100)
+        return {"input_ids": batch.tokens, "labels": labels, "shift_labels": labels, "position_ids": batch.positions}
+
+    def count(gate: Any, _inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            counts[gate] += torch.bincount(output[2].flatten(), minlength=config.model.num_experts)
+
+    for gate in gates:
+        gate.register_forward_hook(count)
+
+    class Beside(TrainerCallback):
+        """The biases' update, and validation when it is due."""
+
+        def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            for gate, counted in counts.items():
+                gate.e_score_correction_bias += config.moe.bias_update_rate * torch.sign(counted.mean() - counted)
+                counted.zero_()
+            records.append({"step": state.global_step})
+            if state.global_step % train.val_every == 0 or state.global_step == train.steps:
+                sums = [0.0, 0.0]
+                with torch.no_grad():
+                    for batch in loader.batches("validation", train.val_batches):
+                        trained = int((batch.labels != IGNORE).sum())
+                        sums[0] += float(model(**inputs_of(batch)).loss) * trained
+                        sums[1] += trained
+                records[-1]["val_loss"] = sums[0] / sums[1]
+
+        def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float], **_: Any) -> None:
+            if "loss" in logs:
+                records[-1] |= {"loss": float(logs["loss"]), "grad_norm": float(logs["grad_norm"])}
+
+    class Scheduled(Trainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
+            rates = [learning_rate(optim, step, train.steps) / optim.lr for step in range(train.steps)]
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: rates[min(step, train.steps - 1)])
+            return self.lr_scheduler
+
+    rows = []
+    for _ in range(train.steps):
+        batch = inputs_of(loader.next_step())
+        rows += [{name: column[row] for name, column in batch.items()} for row in range(train.global_batch_size)]
+    args = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        max_steps=train.steps,
+        per_device_train_batch_size=train.global_batch_size,
+        train_sampling_strategy="sequential",
+        learning_rate=optim.lr,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_epsilon=optim.eps,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=train.grad_clip,
+        use_cpu=True,
+        remove_unused_columns=False,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    stack = lambda few: {name: torch.stack([row[name] for row in few]) for name in few[0]}  # noqa: E731
+    Scheduled(model, args, data_collator=stack, train_dataset=rows, callbacks=[Beside()]).train()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+
+
+# ---------------------------------------------------------------- all runs
+
+
+def text_facts() -> dict[str, Any]:
+    """What was read: the text's digest and size, and the entropy of a token without its context, in nats."""
+    import numpy as np
+
+    from automoe.config.compose import compose_config
+    from automoe.data.loader import Loader
+
+    loader = Loader(compose_config(overrides=words_of("AdamW", ONE, 0)), 0, 1)
+    [corpus] = loader.corpora
+    shares = np.bincount(np.asarray(corpus.tokens)) / len(corpus.tokens)
+    shares = shares[shares > 0]
+    return {
+        "text": f"the library of Python {platform.python_version()}",
+        "text_bytes": int(corpus.text_bytes),
+        "content": corpus.content,
+        "unigram_entropy": float(-(shares * np.log(shares)).sum()),
+    }
+
+
+def measure(out: Path, jobs: int) -> None:
+    """Make the runs that ``out`` lacks, ``jobs`` at a time, and keep each as soon as it has finished."""
+    report = json.loads(out.read_text()) if out.exists() else {"runs": {}}
+    kept = report["runs"]
+    report = {
+        "what": "losses of a small model of Moonlight's shape on real text",
+        "cpu": cpu_model(),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        **text_facts(),
+        "runs": {},
+    }
+    lock = threading.Lock()
+
+    def one(which: tuple[str, str, int]) -> None:
+        name = name_of(*which)
+        command = " ".join(words_of(*which))
+        if name not in kept or not kept[name]["command"].endswith(command):
+            print(f"{name} starts", flush=True)
+            made = run(*which)
+            with lock:
+                kept[name] = made
+                report["runs"] = {name: kept[name] for name in (name_of(*one) for one in RUNS) if name in kept}
+                out.write_text(json.dumps(report) + "\n")
+            last = list(made["validation"].values())[-1]
+            print(f"{name}: {last:.4f} after {made['cpu_seconds']:.0f} CPU-seconds", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, RUNS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--draw", action="store_true", help="draw what was measured before, and write the page's tables"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--out", type=Path, default=RESULT, help="where the JSON goes")
+    parser.add_argument("--trainer", nargs="+", metavar=("FOLDER", "WORD"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trainer:
+        train_by_trainer(Path(args.trainer[0]), args.trainer[1:])
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not args.draw:
+        measure(args.out, args.jobs)
+
+
+if __name__ == "__main__":
+    main()
