@@ -261,6 +261,141 @@ def measure(out: Path, jobs: int) -> None:
         list(pool.map(one, RUNS))
 
 
+# ---------------------------------------------------------------- what they show
+
+
+def get(report: dict[str, Any], arm: str, where: str, seed: int) -> dict[str, Any] | None:
+    return report["runs"].get(name_of(arm, where, seed))
+
+
+def last(run: dict[str, Any] | None) -> str:
+    """The validation loss after the last step, as text."""
+    return "" if run is None else f"{list(run['validation'].values())[-1]:.4f}"
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float, float]:
+    """Largest difference of a step's loss up to step 20 and of all, and of the validation losses."""
+    losses = [abs(a - b) for a, b in zip(one["loss"], other["loss"], strict=True)]
+    held_out = [abs(a - b) for a, b in zip(one["validation"].values(), other["validation"].values(), strict=True)]
+    return max(losses[:20]), max(losses), max(held_out)
+
+
+def largest(pairs: list[tuple[Any, Any]]) -> tuple[float, ...]:
+    """``apart`` over pairs of runs, the largest of each; runs that are not there are left out."""
+    found = [apart(one, other) for one, other in pairs if one and other]
+    return tuple(max(column) for column in zip(*found, strict=True))
+
+
+def relative(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Largest relative difference of losses, gradient norms and the validation loss of two runs."""
+    pairs = [
+        *(pair for key in ("loss", "grad_norm") for pair in zip(one[key], other[key], strict=True)),
+        *zip(one["validation"].values(), other["validation"].values(), strict=True),
+    ]
+    return max(abs(a - b) / abs(a) for a, b in pairs)
+
+
+def differences(report: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    """``largest`` by what differs between two runs."""
+
+    def pairs(one: tuple[str, str], other: tuple[str, str]) -> list[tuple[Any, Any]]:
+        return [(get(report, *one, seed), get(report, *other, seed)) for seed in range(3)]
+
+    def seeds(arm: str) -> list[tuple[Any, Any]]:
+        return [(get(report, arm, ONE, one), get(report, arm, ONE, two)) for one, two in ((0, 1), (0, 2), (1, 2))]
+
+    adamw = ("AdamW", ONE)
+    return {
+        "AdamW: the mesh": largest(pairs(adamw, ("AdamW", OTHER))),
+        "Muon: the mesh": largest(pairs(("Muon", ONE), ("Muon", OTHER))),
+        f"AdamW: {TRAINER}": largest(pairs(adamw, ("AdamW", TRAINER))),
+        "AdamW: FP8": largest(pairs(adamw, ("AdamW, FP8", ONE))),
+        "AdamW: MTP": largest(pairs(adamw, ("AdamW, MTP", ONE))),
+        "AdamW: the seed": largest(seeds("AdamW")),
+        "Muon: the seed": largest(seeds("Muon")),
+    }
+
+
+def tables(report: dict[str, Any]) -> str:
+    """What stands between the page's markers."""
+    shown = [
+        *(("AdamW", where) for where in (ONE, OTHER, TRAINER)),
+        *(("AdamW, FP8", ONE), ("AdamW, MTP", ONE), ("Muon", ONE), ("Muon", OTHER)),
+    ]
+    lines = [f"| validation loss after {STEPS} steps | seed 0 | seed 1 | seed 2 |", "|---|---|---|---|"]
+    for arm, where in shown:
+        cells = [last(get(report, arm, where, seed)) for seed in range(3)]
+        lines.append(f"| {arm}, {where} | {' | '.join(cells)} |")
+    lines += ["", "| largest difference by | loss to step 20 | loss of a step | validation loss |", "|---|---|---|---|"]
+    for name, found in differences(report).items():
+        # Steps of two seeds have other rows, so their losses say nothing.
+        cells = ["" if "seed" in name and place < 2 else f"{value:.1e}" for place, value in enumerate(found)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", f"| {EXACT_STEPS} steps in float64 | {OTHER} | {THIRD} |", "|---|---|---|"]
+    for arm in ("AdamW, float64", "Muon, float64"):
+        runs = [get(report, arm, mesh, 0) for mesh in MESHES]
+        cells = [f"{relative(runs[0], other):.1e}" for other in runs[1:]]
+        lines.append(f"| {arm.split(',')[0]}, relative to one rank | {' | '.join(cells)} |")
+    runs, versions = report["runs"].values(), report["versions"]
+    minutes = sum(one["cpu_seconds"] for one in runs) / 60
+    commits = ", ".join(sorted({f"`{one['commit'][:10]}`" for one in runs}))
+    lines += [
+        "",
+        f"{len(runs)} runs, {minutes:.0f} CPU-minutes of {report['cpu']}, at {commits}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}. A byte without its context has {report['unigram_entropy']:.3f} nats.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def page(report: dict[str, Any]) -> str:
+    """``docs/convergence.md`` with the tables of ``report``."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    return before + BEGIN + tables(report) + END + rest.split(END)[1]
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    from matplotlib import rc_context
+
+    from automoe.observe.plot_style import BLUE, GREEN, INK, MUTED, ORANGE, RC, RED, new_figure
+
+    with rc_context(RC | {"svg.hashsalt": "automoe"}):
+        figure, (left, right) = new_figure(10, 4.2, columns=2, plain=True)
+        curves = [
+            ("AdamW, one rank", "AdamW", ONE, {"color": BLUE}),
+            ("AdamW, transformers' Trainer", "AdamW", TRAINER, {"color": INK, "linestyle": ":"}),
+            ("AdamW, FP8", "AdamW, FP8", ONE, {"color": RED, "linewidth": 1}),
+            ("AdamW, MTP", "AdamW, MTP", ONE, {"color": GREEN, "linewidth": 1}),
+            ("Muon, one rank", "Muon", ONE, {"color": ORANGE}),
+        ]
+        for label, arm, where, style in curves:
+            for seed in range(3):
+                if one := get(report, arm, where, seed):
+                    steps = [int(step) for step in one["validation"]]
+                    left.plot(steps, list(one["validation"].values()), label=label if seed == 0 else None, **style)
+        left.axhline(
+            report["unigram_entropy"], color=MUTED, linewidth=1, linestyle="--", label="a byte without context"
+        )
+        left.set(title="Validation loss, all seeds", xlabel="step", ylabel="nats a byte")
+        left.legend()
+        base = get(report, "AdamW", ONE, 0)
+        against = [
+            ("FP8", get(report, "AdamW, FP8", ONE, 0), RED),
+            ("transformers' Trainer", get(report, "AdamW", TRAINER, 0), INK),
+            (OTHER, get(report, "AdamW", OTHER, 0), BLUE),
+        ]
+        for label, other, colour in against:
+            if base and other:
+                gaps = [abs(a - b) for a, b in zip(base["loss"], other["loss"], strict=True)]
+                right.semilogy(range(1, len(gaps) + 1), [gap or None for gap in gaps], color=colour, label=label, lw=1)
+        if second := get(report, "AdamW", ONE, 1):
+            gaps = [abs(a - b) for a, b in zip(base["validation"].values(), second["validation"].values(), strict=True)]
+            steps = [int(step) for step in base["validation"]]
+            right.semilogy(steps, gaps, "o", color=MUTED, markersize=4, label="another seed, validation loss")
+        right.set(title="Training loss, distance from AdamW on one rank", xlabel="step", ylabel="nats a byte, seed 0")
+        right.legend()
+        figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -276,6 +411,10 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not args.draw:
         measure(args.out, args.jobs)
+    report = json.loads(args.out.read_text())
+    draw(report, args.out.with_suffix(".svg"))
+    if args.out == RESULT:
+        PAGE.write_text(page(report))
 
 
 if __name__ == "__main__":

@@ -207,9 +207,7 @@ def _rank_rows(config: Config, plan: Plan) -> Rows:
         yield "", gib(plan.uneven_peak), "where experts get twice their even share of tokens"
     held = plan.reserve
     if held.total:
-        parts = (
-            f"CUDA context {gib(held.context)}, communicators {gib(held.communicators)}, fragmentation"
-        )
+        parts = f"CUDA context {gib(held.context)}, communicators {gib(held.communicators)}, fragmentation"
         yield "reserve", gib(held.total), f"{parts} {gib(held.fragmentation)}"
         share, uneven = (
             f", {need / limit:.0%} of {gib(limit)}" for need in (plan.needed, plan.uneven_needed)
