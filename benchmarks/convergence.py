@@ -1,12 +1,12 @@
-"""A small model of Moonlight's shape learns this Python's library: AdamW, Muon, two meshes, transformers' Trainer, FP8, MTP.
+"""A small model of Moonlight's shape learns real text: AdamW, Muon, two meshes, transformers' Trainer, FP8, MTP.
 
-    python benchmarks/run.py convergence          # an hour of two cores; writes the JSON, the picture and the page's tables
+    python benchmarks/run.py convergence          # an hour of two cores; the JSON, the picture and the page's tables
     python benchmarks/run.py convergence --draw   # picture and tables again, from the JSON
 
-Each finished run is kept in the JSON, and the same command goes on with those that are missing. Runs of one seed start from
-the same weights and see the same rows in the same order; validation rows are the same for all seeds. The Trainer of
-``transformers`` gets the exported first weights and the loader's rows, with two things that it lacks: our schedule's learning
-rates and, after each step, the update of the routers' biases.
+Each finished run is kept in the JSON, and the same command goes on with those that are missing. Runs of one seed start
+from the same weights and see the same rows in the same order; validation rows are the same for all seeds. The Trainer of
+``transformers`` gets the exported first weights and the loader's rows, with two things that it lacks: our schedule's
+learning rates and, after each step, the update of the routers' biases.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ MESHES = {
     "tp2 cp2 ep4": "mesh.pp=1 mesh.tp=2 mesh.cp=2 mesh.ep=4 launch.num_ranks=4 train.micro_batch_size=8",
 }
 ONE, OTHER, THIRD = MESHES
+EXACT = f"train.dtype=float64 moe.experts=loop train.steps={EXACT_STEPS} train.val_every={EXACT_STEPS}"
 ARMS = {
     "AdamW": "",
     "Muon": "optim=muon",
     "AdamW, FP8": "train.fp8=blockwise",
     "AdamW, MTP": "model.num_mtp_layers=1",
-    "AdamW, float64": f"train.dtype=float64 moe.experts=loop train.steps={EXACT_STEPS} train.val_every={EXACT_STEPS}",
-    "Muon, float64": f"optim=muon train.dtype=float64 moe.experts=loop train.steps={EXACT_STEPS} train.val_every={EXACT_STEPS}",
+    "AdamW, float64": EXACT,
+    "Muon, float64": f"optim=muon {EXACT}",
 }
 TRAINER = "transformers' Trainer"
 # Arm, mesh, seed; what is most wanted first.
@@ -113,40 +114,79 @@ def run(arm: str, where: str, seed: int) -> dict[str, Any]:
 def train_by_trainer(folder: Path, words: list[str]) -> None:
     """Train with ``transformers.Trainer`` and write ``metrics.jsonl`` with a step's loss and the validation losses."""
     import torch
-    import torch.distributed as dist
     from torch.optim.lr_scheduler import LambdaLR
-    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import AutoModelForCausalLM, Trainer
 
     from automoe.config.compose import compose_config
-    from automoe.config.schema import Config
-    from automoe.config.validate import validate
     from automoe.data.loader import Loader
-    from automoe.hf.write import to_hf
-    from automoe.launch.ranks import init_ranks, store_file
-    from automoe.moe.tokens import IGNORE
     from automoe.optim.adamw import learning_rate
-    from automoe.parallel.mesh import build_meshes
-    from automoe.training.weights import first_weights
 
     torch.set_num_threads(1)
-    config: Config = compose_config(overrides=words)
+    config = compose_config(overrides=words)
     optim, train = config.optim, config.train
     loader = Loader(config, 0, 1)
-    with store_file() as store:
-        device = init_ranks(config.launch, 0, 1, 0, store)
-        parts, _ = first_weights(config, build_meshes(validate(config, 1), device), device)
-        to_hf(parts, folder / "hf")
-        dist.destroy_process_group()
+    export_first_weights(config, folder / "hf")
     model = AutoModelForCausalLM.from_pretrained(
         folder / "hf", dtype=torch.float32, attn_implementation="sdpa", experts_implementation="grouped_mm"
     )
-    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
-    counts = {gate: torch.zeros(config.model.num_experts) for gate in gates}
     records: list[dict[str, float]] = []
 
-    def inputs_of(batch: Any) -> dict[str, torch.Tensor]:
-        labels = batch.labels.masked_fill(batch.labels == IGNORE, -100)
-        return {"input_ids": batch.tokens, "labels": labels, "shift_labels": labels, "position_ids": batch.positions}
+    class Scheduled(Trainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
+            rates = [learning_rate(optim, step, train.steps) / optim.lr for step in range(train.steps)]
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: rates[min(step, train.steps - 1)])
+            return self.lr_scheduler
+
+    def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    rows = []
+    for _ in range(train.steps):
+        batch = inputs_of(loader.next_step())
+        rows += [{name: column[row] for name, column in batch.items()} for row in range(train.global_batch_size)]
+    Scheduled(
+        model,
+        arguments_of(config, folder / "trainer"),
+        data_collator=stack,
+        train_dataset=rows,
+        callbacks=[what_it_lacks(model, config, loader, records)],
+    ).train()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+
+
+def export_first_weights(config: Any, folder: Path) -> None:
+    """Write the weights that a run of ``config`` starts from as a checkpoint of ``transformers``."""
+    import torch.distributed as dist
+
+    from automoe.config.validate import validate
+    from automoe.hf.write import to_hf
+    from automoe.launch.ranks import init_ranks, store_file
+    from automoe.parallel.mesh import build_meshes
+    from automoe.training.weights import first_weights
+
+    with store_file() as store:
+        device = init_ranks(config.launch, 0, 1, 0, store)
+        parts, _ = first_weights(config, build_meshes(validate(config, 1), device), device)
+        to_hf(parts, folder)
+        dist.destroy_process_group()
+
+
+def inputs_of(batch: Any) -> dict[str, Any]:
+    """A batch of ours as the model of ``transformers`` takes it: labels stand where they are predicted."""
+    from automoe.moe.tokens import IGNORE
+
+    labels = batch.labels.masked_fill(batch.labels == IGNORE, -100)
+    return {"input_ids": batch.tokens, "labels": labels, "shift_labels": labels, "position_ids": batch.positions}
+
+
+def what_it_lacks(model: Any, config: Any, loader: Any, records: list[dict[str, float]]) -> Any:
+    """A callback that updates the routers' biases after each step, validates when it is due, and fills ``records``."""
+    import torch
+    from transformers import TrainerCallback
+
+    train = config.train
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    counts = {gate: torch.zeros(config.model.num_experts) for gate in gates}
 
     def count(gate: Any, _inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -155,39 +195,38 @@ def train_by_trainer(folder: Path, words: list[str]) -> None:
     for gate in gates:
         gate.register_forward_hook(count)
 
-    class Beside(TrainerCallback):
-        """The biases' update, and validation when it is due."""
+    @torch.no_grad()
+    def validate() -> float:
+        total = trained = 0.0
+        for batch in loader.batches("validation", train.val_batches):
+            inputs = inputs_of(batch)
+            number = int((inputs["labels"] >= 0).sum())
+            total, trained = total + float(model(**inputs).loss) * number, trained + number
+        return total / trained
 
+    class Beside(TrainerCallback):
         def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
             for gate, counted in counts.items():
                 gate.e_score_correction_bias += config.moe.bias_update_rate * torch.sign(counted.mean() - counted)
                 counted.zero_()
             records.append({"step": state.global_step})
             if state.global_step % train.val_every == 0 or state.global_step == train.steps:
-                sums = [0.0, 0.0]
-                with torch.no_grad():
-                    for batch in loader.batches("validation", train.val_batches):
-                        trained = int((batch.labels != IGNORE).sum())
-                        sums[0] += float(model(**inputs_of(batch)).loss) * trained
-                        sums[1] += trained
-                records[-1]["val_loss"] = sums[0] / sums[1]
+                records[-1]["val_loss"] = validate()
 
         def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float], **_: Any) -> None:
             if "loss" in logs:
                 records[-1] |= {"loss": float(logs["loss"]), "grad_norm": float(logs["grad_norm"])}
 
-    class Scheduled(Trainer):
-        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
-            rates = [learning_rate(optim, step, train.steps) / optim.lr for step in range(train.steps)]
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: rates[min(step, train.steps - 1)])
-            return self.lr_scheduler
+    return Beside()
 
-    rows = []
-    for _ in range(train.steps):
-        batch = inputs_of(loader.next_step())
-        rows += [{name: column[row] for name, column in batch.items()} for row in range(train.global_batch_size)]
-    args = TrainingArguments(
-        output_dir=str(folder / "trainer"),
+
+def arguments_of(config: Any, folder: Path) -> Any:
+    """The Trainer's settings, all else at its defaults."""
+    from transformers import TrainingArguments
+
+    optim, train = config.optim, config.train
+    return TrainingArguments(
+        output_dir=str(folder),
         max_steps=train.steps,
         per_device_train_batch_size=train.global_batch_size,
         train_sampling_strategy="sequential",
@@ -204,9 +243,6 @@ def train_by_trainer(folder: Path, words: list[str]) -> None:
         save_strategy="no",
         disable_tqdm=True,
     )
-    stack = lambda few: {name: torch.stack([row[name] for row in few]) for name in few[0]}  # noqa: E731
-    Scheduled(model, args, data_collator=stack, train_dataset=rows, callbacks=[Beside()]).train()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
 
 
 # ---------------------------------------------------------------- all runs
