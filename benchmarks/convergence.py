@@ -309,11 +309,11 @@ def last(run: dict[str, Any] | None) -> str:
     return "" if run is None else f"{list(run['validation'].values())[-1]:.4f}"
 
 
-def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float, float]:
-    """Largest difference of a step's loss up to step 20 and of all, and of the validation losses."""
+def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, ...]:
+    """Largest difference of a step's loss up to step 20 and of all, of the validation losses, and of the last of those."""
     losses = [abs(a - b) for a, b in zip(one["loss"], other["loss"], strict=True)]
     held_out = [abs(a - b) for a, b in zip(one["validation"].values(), other["validation"].values(), strict=True)]
-    return max(losses[:20]), max(losses), max(held_out)
+    return max(losses[:20]), max(losses), max(held_out), held_out[-1]
 
 
 def largest(pairs: list[tuple[Any, Any]]) -> tuple[float, ...]:
@@ -362,7 +362,8 @@ def tables(report: dict[str, Any]) -> str:
     for arm, where in shown:
         cells = [last(get(report, arm, where, seed)) for seed in range(3)]
         lines.append(f"| {arm}, {where} | {' | '.join(cells)} |")
-    lines += ["", "| largest difference by | loss to step 20 | loss of a step | validation loss |", "|---|---|---|---|"]
+    lines += ["", "| largest difference by | loss to step 20 | loss of a step | validation loss | the last |"]
+    lines.append("|---|---|---|---|---|")
     for name, found in differences(report).items():
         # Steps of two seeds have other rows, so their losses say nothing.
         cells = ["" if "seed" in name and place < 2 else f"{value:.1e}" for place, value in enumerate(found)]
@@ -427,7 +428,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
             gaps = [abs(a - b) for a, b in zip(base["validation"].values(), second["validation"].values(), strict=True)]
             steps = [int(step) for step in base["validation"]]
             right.semilogy(steps, gaps, "o", color=MUTED, markersize=4, label="another seed, validation loss")
-        right.set(title="Training loss, distance from AdamW on one rank", xlabel="step", ylabel="nats a byte, seed 0")
+        right.set(title="Training loss, from AdamW on one rank", xlabel="step", ylabel="nats a byte, seed 0")
         right.legend()
         figure.savefig(path, metadata={"Date": None})
 

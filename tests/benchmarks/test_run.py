@@ -76,9 +76,13 @@ def test_the_page_of_convergence_says_what_its_runs_show(runner: ModuleType) -> 
     for arm in ("AdamW, float64", "Muon, float64"):
         first, *others = (made.get(report, arm, mesh, 0) for mesh in made.MESHES)
         assert max(made.relative(first, other) for other in others) < 1e-10
-    by = {name: found[-1] for name, found in made.differences(report).items()}
-    assert by["AdamW: the mesh"] < by["AdamW: the seed"] and by["Muon: the mesh"] < by["Muon: the seed"]
-    assert by[f"AdamW: {made.TRAINER}"] < by["AdamW: the seed"]
+    by = {name: found[2:] for name, found in made.differences(report).items()}  # of validation losses, and of the last
+    assert all(mesh < seed for mesh, seed in zip(by["AdamW: the mesh"], by["AdamW: the seed"], strict=True))
+    assert all(mesh < seed for mesh, seed in zip(by["Muon: the mesh"], by["Muon: the seed"], strict=True))
+    assert all(one < seed for one, seed in zip(by[f"AdamW: {made.TRAINER}"], by["AdamW: the seed"], strict=True))
+    for where in (made.OTHER, made.TRAINER):
+        first, other = (made.get(report, "AdamW", place, 0)["loss"][:9] for place in (made.ONE, where))
+        assert max(abs(a - b) for a, b in zip(first, other, strict=True)) < 1e-6
     spoiled = json.loads(json.dumps(report))
     list(spoiled["runs"].values())[0]["validation"][str(made.STEPS)] += 0.01
     assert made.page(spoiled) != made.PAGE.read_text()
