@@ -64,7 +64,7 @@ RUNS = [
     *(("AdamW", ONE, 0), ("AdamW", TRAINER, 0), ("AdamW, FP8", ONE, 0), ("Muon", ONE, 0), ("AdamW", OTHER, 0)),
     *((f"{arm}, float64", mesh, 0) for arm in ("AdamW", "Muon") for mesh in MESHES),
     *(("AdamW", ONE, 1), ("AdamW", ONE, 2), ("Muon", ONE, 2), ("Muon", OTHER, 0), ("AdamW, MTP", ONE, 0)),
-    ("AdamW", TRAINER, 2),
+    *(("AdamW", TRAINER, 1), ("AdamW", TRAINER, 2)),
 ]
 KEPT = ("loss", "grad_norm", "expert_max_load", "mtp_loss.1", "mtp_acceptance.1")
 
