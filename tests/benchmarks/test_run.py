@@ -80,9 +80,12 @@ def test_the_page_of_convergence_says_what_its_runs_show(runner: ModuleType) -> 
     assert all(mesh < seed for mesh, seed in zip(by["AdamW: the mesh"], by["AdamW: the seed"], strict=True))
     assert all(mesh < seed for mesh, seed in zip(by["Muon: the mesh"], by["Muon: the seed"], strict=True))
     assert all(one < seed for one, seed in zip(by[f"AdamW: {made.TRAINER}"], by["AdamW: the seed"], strict=True))
-    for where in (made.OTHER, made.TRAINER):
-        first, other = (made.get(report, "AdamW", place, 0)["loss"][:9] for place in (made.ONE, where))
+    for where, seed, steps in ((made.OTHER, 0, 9), *((made.TRAINER, *one) for one in ((0, 9), (1, 3), (2, 9)))):
+        first, other = (made.get(report, "AdamW", place, seed)["loss"][:steps] for place in (made.ONE, where))
         assert max(abs(a - b) for a, b in zip(first, other, strict=True)) < 1e-6
+    ends = [[float(made.last(made.get(report, "AdamW", place, seed))) for seed in range(3)] for place in
+            (made.ONE, made.TRAINER)]  # fmt: skip
+    assert abs(sum(ends[0]) - sum(ends[1])) / 3 < 0.01
     spoiled = json.loads(json.dumps(report))
     list(spoiled["runs"].values())[0]["validation"][str(made.STEPS)] += 0.01
     assert made.page(spoiled) != made.PAGE.read_text()
