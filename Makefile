@@ -19,7 +19,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers test-mlx smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean demo dist site site-search lint-docker notebook gpu-first
+.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers test-mlx smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-convergence bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean demo dist site site-search lint-docker notebook gpu-first
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -125,6 +125,9 @@ bench-checkpoint: $(SETUP) ## Saving and loading, compared with a raw write and 
 
 bench-hf-load: $(SETUP) ## Bytes, scratch and seconds of loading a HuggingFace checkpoint onto meshes
 	@$(PY) benchmarks/run.py hf_load $(ARGS)
+
+bench-convergence: $(SETUP) ## Losses on two meshes, beside transformers' Trainer, of Muon, FP8 and MTP: one hour, resumed where it was
+	@$(PY) benchmarks/run.py convergence $(ARGS)
 
 fit-time: $(SETUP) ## Fit the constants of predicted step times to published runs, and write how well that goes
 	@$(PY) benchmarks/run.py fit_time --fit

@@ -93,6 +93,7 @@ QUESTIONS = {
     "fit_time": "How far are predicted step times from published runs? (--fit writes the constants)",
     "trajectories": "Does a commit train to the same bits as the one before it?",
     "class_tier": "Which MoE classes of transformers train here, and how far are they from transformers' own numbers?",
+    "convergence": "Does a model learn the same on two meshes, and under transformers' Trainer, and how with Muon, FP8, MTP?",
     "soak": "Is anything lost when runs are killed at random moments?",
     "moe_kernel": "How fast is one MoE layer on one GPU, beside every other implementation?",
     "tune_kernels": "Which blocks are fastest for each product of the Triton experts on this GPU?",

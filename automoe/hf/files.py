@@ -69,9 +69,7 @@ class Written:
 
     def __str__(self) -> str:
         files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
-        text = (
-            f"{self.path} ({self.num_tensors:,} tensors, {self.num_bytes / 1e6:,.1f} MB in {files}"
-        )
+        text = f"{self.path} ({self.num_tensors:,} tensors, {self.num_bytes / 2**20:,.1f} MiB in {files}"
         if self.checked:
             weights = "the averaged weights" if self.averaged else "the weights"
             dtype = str(self.dtype).removeprefix("torch.")

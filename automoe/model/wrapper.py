@@ -136,7 +136,7 @@ def said_of(beside: Mapping[str, int]) -> list[str]:
     for key, num_bytes in beside.items():
         sizes[part_of(key)].append(num_bytes)
     parts = [
-        f"{part}* ({len(found)} tensors, {sum(found) / 1e6:,.1f} MB)"
+        f"{part}* ({len(found)} tensors, {sum(found) / 2**20:,.1f} MiB)"
         for part, found in sizes.items()
     ]
     text = "not trained, and copied bit for bit into an export: "

@@ -134,7 +134,7 @@ class Console:
                 if f"val_{key}" in record:
                     text += f"   {heading} {float(record[f'val_{key}']):.3g}"
             if (averaged := record.get("val_loss_ema")) is not None:
-                text += f"   ema {loss_text(averaged)}"
+                text += f"   EMA {loss_text(averaged)}"
             self._print(text, "bold green")
             for name, loss in losses_by_source(record):
                 numbers = f"{loss_text(loss):>{WIDTHS[0]}}"

@@ -45,9 +45,10 @@ REQUIRED_KEYS = (
 )
 # Optional keys of a step's record, and keys that a validation adds.
 OTHER_KEYS = (
-    "step_seconds skipped skip_reason skipped_rows skipped_documents num_skipped_documents mfu_full_attention "
-    "seq_balance_loss global_balance_loss micro_batch_balance_loss z_loss indexer_loss max_share max_over_mean entropy "
-    "dropped_share fp8_clipped_share probe_seconds_min probe_seconds_median probe_seconds_max slowest_rank "
+    "step_seconds skipped skip_reason skipped_rows skipped_documents num_skipped_documents "
+    "mfu_full_attention seq_balance_loss global_balance_loss micro_batch_balance_loss z_loss "
+    "indexer_loss max_share max_over_mean entropy dropped_share max_attention_logit "
+    "fp8_clipped_share probe_seconds_min probe_seconds_median probe_seconds_max slowest_rank "
     "slowest_host checkpoint_seconds checkpoint_share checkpoint_in_flight checkpoint_failures"
 ).split()
 VALIDATION_KEYS = ("val_loss", "val_loss_ema", "val_perplexity", "val_bits_per_byte")
@@ -110,7 +111,8 @@ def jsonable(value: Any) -> Any:
 def is_taken(name: str) -> bool:
     """Return True if a step's record may use the key ``name``, so that no other metric can."""
     taken = (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL)
-    return name in taken or name.startswith(("val_loss.", "mtp_loss.", "mtp_acceptance."))
+    of_depth = ("mtp_loss.", "mtp_acceptance.", "val_mtp_loss.", "val_mtp_acceptance.")
+    return name in taken or name.startswith(("val_loss.", *of_depth))
 
 
 class AppendLog:

@@ -89,7 +89,7 @@ def final_numbers(records: Records) -> Facts:
     if len(bits):
         facts["validation bits per byte"] = number(bits[-1], 3)
     if validated.get("val_loss_ema") is not None:
-        facts["validation loss, averages"] = number(validated["val_loss_ema"], 4)
+        facts["validation loss, EMA"] = number(validated["val_loss_ema"], 4)
     for name, loss in losses_by_source(validated):
         facts[f"validation loss of {name}"] = number(loss, 4)
         if "val_perplexity" in validated:
@@ -297,7 +297,7 @@ def _grid(mesh: MeshShape, view: str) -> list[str]:
 COMPARED = {
     "tokens_per_second": ("tokens/s", short_number),
     "mfu": ("MFU", lambda value: "-" if value is None else f"{100 * value:.1f}%"),
-    "memory": ("memory of a rank", bytes_text),
+    "memory": ("peak memory", bytes_text),
     "balance": ("busiest rank", lambda value: number(value, 2)),
 }
 

@@ -12,11 +12,11 @@ from automoe.verify.trajectory import Trajectory
 Numbers = torch.Tensor | list[float] | float
 NUMBERS = {  # kind of quantity -> attribute of ``Trajectory``
     "loss": "losses",
-    "sequence balance loss": "seq_balance_loss",
-    "lagged balance loss": "global_balance_loss",
-    "micro-batch balance loss": "micro_batch_balance_loss",
-    "z-loss": "z_loss",
-    "dropped share": "dropped_share",
+    "seq_balance_loss": "seq_balance_loss",
+    "global_balance_loss": "global_balance_loss",
+    "micro_batch_balance_loss": "micro_batch_balance_loss",
+    "z_loss": "z_loss",
+    "dropped_share": "dropped_share",
     "reported metrics": "metrics",
     "expert counts": "expert_counts",
 }

@@ -42,7 +42,7 @@ def test_every_stored_result_is_of_a_question_that_is_asked_or_closed_in_the_not
 
 def test_every_question_has_a_script_and_they_are_few(runner: ModuleType) -> None:
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    assert set(runner.SHORT) <= set(runner.QUESTIONS) <= scripts and len(scripts) <= 19
+    assert set(runner.SHORT) <= set(runner.QUESTIONS) <= scripts and len(scripts) <= 20
 
 
 def test_a_benchmark_is_started_by_its_name_with_its_arguments() -> None:
@@ -50,7 +50,7 @@ def test_a_benchmark_is_started_by_its_name_with_its_arguments() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "trajectories.py: error" in done.stderr and "file" in done.stderr
     listed = subprocess.run(command[:2], capture_output=True, text=True, check=True).stdout
-    assert "soak" in listed and listed.count("?") == 13
+    assert "soak" in listed and listed.count("?") == 14
 
 
 def test_the_table_of_classes_is_that_of_the_stored_result(runner: ModuleType) -> None:
@@ -62,3 +62,30 @@ def test_the_table_of_classes_is_that_of_the_stored_result(runner: ModuleType) -
     assert sum("one" in row for row in rows.values()) >= 50
     assert classes.wrong({"one": 1e-9, "four": 0.0}) and classes.wrong({"failed": "timeout"})
     assert classes.wrong({"one": float("nan"), "four": 0.0})
+
+
+def test_the_page_of_convergence_says_what_its_runs_show(runner: ModuleType) -> None:
+    made = load_file(ROOT / "benchmarks" / "convergence.py")
+    report = json.loads(made.RESULT.read_text())
+    assert made.page(report) == made.PAGE.read_text(), "run: python benchmarks/run.py convergence --draw"
+    assert list(report["runs"]) == [made.name_of(*one) for one in made.RUNS]
+    for one in made.RUNS:
+        run = report["runs"][made.name_of(*one)]
+        assert run["command"].endswith(" ".join(made.words_of(*one)))
+        assert len(run["loss"]) == (made.EXACT_STEPS if "float64" in one[0] else made.STEPS)
+    for arm in ("AdamW, float64", "Muon, float64"):
+        first, *others = (made.get(report, arm, mesh, 0) for mesh in made.MESHES)
+        assert max(made.relative(first, other) for other in others) < 1e-10
+    by = {name: found[2:] for name, found in made.differences(report).items()}  # of validation losses, and of the last
+    assert all(mesh < seed for mesh, seed in zip(by["AdamW: the mesh"], by["AdamW: the seed"], strict=True))
+    assert all(mesh < seed for mesh, seed in zip(by["Muon: the mesh"], by["Muon: the seed"], strict=True))
+    assert all(one < seed for one, seed in zip(by[f"AdamW: {made.TRAINER}"], by["AdamW: the seed"], strict=True))
+    for where, seed, steps in ((made.OTHER, 0, 9), *((made.TRAINER, *one) for one in ((0, 9), (1, 3), (2, 9)))):
+        first, other = (made.get(report, "AdamW", place, seed)["loss"][:steps] for place in (made.ONE, where))
+        assert max(abs(a - b) for a, b in zip(first, other, strict=True)) < 1e-6
+    ends = [[float(made.last(made.get(report, "AdamW", place, seed))) for seed in range(3)] for place in
+            (made.ONE, made.TRAINER)]  # fmt: skip
+    assert abs(sum(ends[0]) - sum(ends[1])) / 3 < 0.01
+    spoiled = json.loads(json.dumps(report))
+    list(spoiled["runs"].values())[0]["validation"][str(made.STEPS)] += 0.01
+    assert made.page(spoiled) != made.PAGE.read_text()

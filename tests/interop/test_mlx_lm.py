@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"index_n_heads": 8},
     "glm4_moe_odd": {},
     "glm4_moe_lite": {"rms_norm_eps": 1e-6},
+    "gpt_oss": {"intermediate_size": 32},
     "llama_odd": {},
     "minimax_m2": {},
     "mixtral_odd": {},
@@ -59,7 +60,11 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndar
         else:
             save_small_hf(name, folder / "source", other_sizes=CASES[name])
         model = automoe.from_hf(folder / "source").eval()
-        automoe.to_hf(model, folder / "out")
+        if name == "gpt_oss":  # mlx-lm reads its experts in MXFP4 alone
+            automoe.to_hf(model, folder / "out", encoding="mxfp4")
+            model = automoe.from_hf(folder / "out").eval()
+        else:
+            automoe.to_hf(model, folder / "out")
         with torch.no_grad():
             ours[name] = model(torch.arange(1, NUM_TOKENS + 1)[None]).float().numpy()
     script = Path(__file__).with_name("mlx_logits.py")

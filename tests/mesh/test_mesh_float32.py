@@ -18,7 +18,7 @@ from tests.support.trajectories import run_trajectory
 TOLERANCE = 1e-5
 # Parameters are left out: Adam divides by the gradient's own size, so its first step turns the rounding
 # of a gradient that is almost zero into a whole learning rate.
-COMPARED = ("loss", "sequence balance loss", "lagged balance loss", "expert counts", "gradient", "gradient norm")
+COMPARED = ("loss", "seq_balance_loss", "global_balance_loss", "expert counts", "gradient", "gradient norm")
 
 CASES = [
     Case("deepseek", rows=2),

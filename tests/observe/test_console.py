@@ -67,10 +67,10 @@ def test_a_validation_shows_perplexity_averages_and_sources(tmp_path):
     losses["val_perplexity"] = 3.49
     console.step(record_of(9999, config, np.random.default_rng(0)) | {"expert_max_load": 1.0} | losses)
     mixture, code = out.getvalue().splitlines()[-2:]
-    assert mixture.split() == "validation 1.2500 12.000 bits per byte perplexity 3.49 ema 12.1250".split()
+    assert mixture.split() == "validation 1.2500 12.000 bits per byte perplexity 3.49 EMA 12.1250".split()
     assert code.split() == "800.0000 perplexity inf code".split() and len(mixture) <= 80
     facts = dict(final_numbers([{"step": 1} | losses]))
-    assert facts["validation perplexity"] == "3.49" and facts["validation loss, averages"] == "12.1250"
+    assert facts["validation perplexity"] == "3.49" and facts["validation loss, EMA"] == "12.1250"
     assert facts["validation loss of code"] == "800.0000, perplexity inf"
 
 

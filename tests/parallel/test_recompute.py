@@ -150,7 +150,7 @@ STAGES = make_config(DEEPSEEK, dict(pp=2), 2, recompute="full")
 def test_tokens_counted_again_are_seen(ranks: RankPool, reference, config: Config) -> None:
     broken = ranks.run(run_with_fault, world_size(config), config, batches, STEPS, cases.counted_again)
     found = differences(merge_trajectories(broken), reference(config), TOLERANCE)
-    assert found and (found[0].step, found[0].kind) == (0, "sequence balance loss"), str(found[:1])
+    assert found and (found[0].step, found[0].kind) == (0, "seq_balance_loss"), str(found[:1])
     assert any(c.kind == "expert counts" and c.step == 0 for c in found)
     assert not differences(run(ranks, config), reference(config), TOLERANCE), "the mistake was left in"
 

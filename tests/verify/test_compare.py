@@ -52,8 +52,8 @@ def change(path: str, value: object) -> Trajectory:
     [
         ("losses.1", 4.001, "loss", 1),
         ("losses.0", nan, "loss", 0),
-        ("seq_balance_loss.1", 1e-30, "sequence balance loss", 1),
-        ("global_balance_loss.0", 0.21, "lagged balance loss", 0),
+        ("seq_balance_loss.1", 1e-30, "seq_balance_loss", 1),
+        ("global_balance_loss.0", 0.21, "global_balance_loss", 0),
         ("metrics.1.0", 0.91, "reported metrics", 1),
         ("grad_norms.1", -1.25, "gradient norm", 1),
         ("expert_counts.0", torch.tensor([[4.0, 4.0]]), "expert counts", 0),

@@ -103,10 +103,10 @@ def _numbers(config: Config, plan: Plan) -> list[tuple[str, str]]:
             f"{short_number(plan.params.total)}, {short_number(plan.params.active)}",
         ),
         (
-            "memory, with the reserve" + (", of the GPU's" if limit else ""),
+            "needed memory per rank" + (", of the GPU's" if limit else ""),
             bytes_text(plan.needed) + share[0],
         ),
-        ("at twice the even load of experts", bytes_text(plan.uneven_needed) + share[1]),
+        ("needed at twice the even load of experts", bytes_text(plan.uneven_needed) + share[1]),
         ("a checkpoint", bytes_text(saved.bytes)),
         (
             "seconds to write it, training stands still",

@@ -108,7 +108,7 @@ def _summary(config: Config, plan: Plan) -> Rows:
     active = f"{_count(params.active)} active per token ({params.active / params.total:.1%})"
     yield "parameters", f"{_count(params.total)}, {active}; {said}"
     yield (
-        "step",
+        "batch",
         f"{batch.rows_per_step:,} rows x {train.seq_len:,} tokens = {batch.tokens_per_step:,} tokens; "
         f"{batch.num_micro_batches} micro-batches of {train.micro_batch_size} x {train.seq_len:,} on each of "
         f"{plan.mesh.dp} data-parallel ranks",
@@ -142,7 +142,7 @@ def _summary(config: Config, plan: Plan) -> Rows:
     yield from zip(("trained", ""), describe_training(config), strict=False)
     if train.fp8 != "off":
         yield (
-            "8 bits",
+            "FP8",
             f"{train.fp8} products, emulated in float32 on a CPU; MFU is of the bfloat16 peak, and activations are "
             "counted as without",
         )
@@ -197,7 +197,7 @@ def _rank_rows(config: Config, plan: Plan) -> Rows:
     }
     if config.model.family == TRANSFORMERS:
         texts["activations"] += "; of a native layer this wide, the class's own may be a third more"
-    names = {"head": "cross-entropy", "recompute": "recomputation"}
+    names = {"averages": "EMA", "head": "cross-entropy", "recompute": "recomputation"}
     for field, num_bytes in rank.parts.items():
         if num_bytes:
             yield names.get(field, field.replace("_", " ")), gib(num_bytes), texts[field]
@@ -207,9 +207,7 @@ def _rank_rows(config: Config, plan: Plan) -> Rows:
         yield "", gib(plan.uneven_peak), "where experts get twice their even share of tokens"
     held = plan.reserve
     if held.total:
-        parts = (
-            f"context {gib(held.context)}, communicators {gib(held.communicators)}, fragmentation"
-        )
+        parts = f"CUDA context {gib(held.context)}, communicators {gib(held.communicators)}, fragmentation"
         yield "reserve", gib(held.total), f"{parts} {gib(held.fragmentation)}"
         share, uneven = (
             f", {need / limit:.0%} of {gib(limit)}" for need in (plan.needed, plan.uneven_needed)
@@ -279,7 +277,7 @@ def _checkpoint_rows(config: Config, plan: Plan) -> Rows:
 
 
 def _stages_table(plan: Plan) -> Table:
-    in_flight, *sizes = map(_number, ("in flight", "state", "gathered", "activations", "peak"))
+    in_flight, *sizes = map(_number, ("in flight", "state", "gathered", "rest", "peak"))
     in_flight.no_wrap = False  # The cell wraps, because a rank may have many stages.
     columns = [_number("pp"), Column("layers"), _number("params"), in_flight, *sizes]
     table = _table("pipeline ranks", columns, ())
