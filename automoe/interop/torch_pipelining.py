@@ -3,7 +3,7 @@
 
 Each function says what it does, why no public function of torch does it, and which form the private
 name has in the releases that were tried: 2.11, 2.13, 2.14 and 2.15.
-``tests/interop/test_torch_private.py`` has a test for each that fails when a release removes the
+``tests/interop/test_torch_pipelining.py`` has a test for each that fails when a release removes the
 name or changes its meaning.
 """
 

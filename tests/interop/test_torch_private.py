@@ -1,7 +1,7 @@
 """Each private part of torch is there and means what the package takes it for, in the installed release.
 
 Tried: 2.11, 2.13, 2.14, 2.15. The release is in the name of every test, so that one which fails says which torch changed.
-``make smoke-floor`` and ``make smoke-latest`` run this file with the oldest and the newest release.
+``make smoke-floor`` and ``make smoke-latest`` run it with the oldest and the newest release.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -27,11 +26,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, schedules
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automoe.checkpoint.planner import CachedPlanner
-from automoe.config.pipeline import pipeline_order, stages_of_ranks
 from automoe.interop import torch_pipelining, torch_private
 from automoe.parallel.fake_world import fake_world
 from automoe.verify.pool import RankPool
@@ -46,7 +43,8 @@ def release(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("module", [torch_private, torch_pipelining])
 def test_every_private_part_has_a_test(module: ModuleType) -> None:
-    tree = ast.parse(Path(__file__).read_text())
+    files = sorted(Path(__file__).parent.glob("test_torch_p*.py"))
+    tree = ast.parse("".join(file.read_text() for file in files))
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     public = {name for name in vars(module) if not name.startswith("_")}
     own = {name for name in public if getattr(vars(module)[name], "__module__", None) == module.__name__}
@@ -367,126 +365,6 @@ def plans_by_key(folder: str) -> list[set[str]]:
 
 def test_plans_are_cached_under_a_key_of_ours_and_forgotten(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(plans_by_key, 2, str(tmp_path)) == [[{"ours"}, set()]] * 2
-
-
-# ---- pipelining ----
-
-
-def unsharded(lower) -> int:
-    """How often a rank with four stages gathers one in a step of 32 micro-batches on eight ranks."""
-    order = pipeline_order("Interleaved1F1B", 8, 4, 32)[0]
-    lowered = lower([schedules._Action(stage, schedules._ComputationType(kind), n) for [(kind, stage, n)] in order])
-    return sum(action.computation_type.name == "UNSHARD" for action in lowered)
-
-
-def test_stages_are_gathered_once_where_torch_would_gather_them_again() -> None:
-    ours = schedules._add_unshard_reshard
-    assert unsharded(ours) == 4 < unsharded(ours.func)
-    torch_pipelining.unshard_every_stage_once()
-    try:
-        assert unsharded(schedules._add_unshard_reshard) == 4
-    finally:
-        schedules._add_unshard_reshard = ours
-
-
-def test_interleaved_schedules_start_sends_one_by_one() -> None:
-    for kind, one_by_one in ((ScheduleInterleaved1F1B, True), (Schedule1F1B, False)):
-        assert torch_pipelining.starts_sends_one_by_one(kind.__new__(kind)) is one_by_one
-
-
-class Layer(nn.Module):
-    """tanh(x W) and on the last stage its mean square."""
-
-    def __init__(self, stage: int, last: bool) -> None:
-        super().__init__()
-        torch.manual_seed(stage)
-        self.weight, self.last = nn.Parameter(torch.randn(4, 4, dtype=torch.float64)), last
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.tanh(x @ self.weight)
-        return out.square().mean().reshape(1) if self.last else out
-
-
-def pipeline(kind: str, stages_per_rank: int) -> tuple[list[list[float]], int, set[str], int]:
-    """An evaluation and two steps on two ranks: gradients by stage, waits, devices of buffers, most real ones at once."""
-    num_stages, rows, micro_batches = 2 * stages_per_rank, 2, 4
-    torch.set_default_dtype(torch.float64)
-    group = dist.new_group()
-    hidden = torch.empty(rows, 4, device="meta", requires_grad=True)
-    stages, most, waited = [], 0, []
-    for number in stages_of_ranks(2, stages_per_rank, schedule_of(kind))[dist.get_rank()]:
-        layer, last = Layer(number, number == num_stages - 1), number == num_stages - 1
-        out = torch.empty(1, device="meta", requires_grad=True) if last else hidden
-        given = hidden.detach() if number == 0 else hidden
-        make = torch_pipelining.BufferlessStage
-        stages.append(make(layer, number, num_stages, CPU, input_args=given, output_args=out, group=group))
-    infos = lambda: [  # noqa: E731
-        info.buffer
-        for stage in stages
-        for each in (stage.args_recv_info, stage.grad_recv_info)
-        for chunk in each.values()
-        for info in chunk
-        if getattr(info, "buffer", None) is not None
-    ]
-
-    def wait(works: list[dist.Work]) -> None:
-        nonlocal most
-        most = max(most, sum(buffer.device == CPU for buffer in infos()))
-        waited.extend(works)
-        for work in works:
-            work.wait()
-
-    options: Any = dict(n_microbatches=micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)
-    pairs: list[None] = []
-
-    def run_both(backward, forward) -> Any:
-        pairs.append(backward())
-        return forward()
-
-    if kind == "1F1B":
-        run: Any = Schedule1F1B(stages[0], **options)
-    else:
-        order = pipeline_order(schedule_of(kind), 2, stages_per_rank, micro_batches, kind == "merged")
-        run = torch_pipelining.ordered_schedule(stages, order, run_both, **options)
-    torch.manual_seed(9)
-    x, target = torch.randn(rows * micro_batches, 4), torch.zeros(micro_batches)
-    first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
-    with torch_pipelining.replaced_waits(wait):
-        assert schedules._wait_batch_p2p is wait
-        torch_pipelining.wait_as_schedules_do([])
-        for step in (run.eval, run.step, run.step):
-            step(*([x] if first else []), **({"target": target, "losses": []} if last else {}))
-    assert schedules._wait_batch_p2p is not wait and isinstance(stages[0], PipelineStage)
-    # of each stage and micro-batch but those that warm up
-    assert kind != "merged" or len(pairs) == 3 * (micro_batches * stages_per_rank - 3 - 2 * (1 - dist.get_rank()))
-    gradients = [stage.submod.weight.grad.flatten().tolist() for stage in stages]
-    return gradients, len(waited), {buffer.device.type for buffer in infos()}, most
-
-
-def schedule_of(kind: str) -> str:
-    return "Interleaved1F1B" if kind == "merged" else kind
-
-
-@pytest.mark.parametrize(
-    ("kind", "stages_per_rank"),
-    [("1F1B", 1), ("Interleaved1F1B", 2), ("merged", 2), ("InterleavedZeroBubble", 2), ("ZBVZeroBubble", 2)],
-)
-def test_a_pipeline_keeps_no_buffers_and_waits_as_we_say(ranks: RankPool, kind: str, stages_per_rank: int) -> None:
-    layers = [Layer(number, number == 2 * stages_per_rank - 1) for number in range(2 * stages_per_rank)]
-    torch.manual_seed(9)
-    x = torch.randn(8, 4, dtype=torch.float64)
-    for _ in range(2):
-        for rows in x.split(2):
-            for layer in layers:
-                rows = layer(rows)
-            rows.sum().backward()
-    for rank, (gradients, waited, devices, most) in enumerate(ranks.run(pipeline, 2, kind, stages_per_rank)):
-        mine = [layers[stage].weight.grad for stage in stages_of_ranks(2, stages_per_rank, schedule_of(kind))[rank]]
-        for found, expected in zip(gradients, mine, strict=True):
-            assert expected is not None and found == pytest.approx(expected.flatten().tolist(), rel=1e-12)
-        assert waited > 0 and devices <= {"meta"}
-        received = 4 * stages_per_rank * 2 - (rank == 0) * 4 - (rank == 1) * 4
-        assert 0 < most < received, "torch's own stage has all of them at once"
 
 
 def test_a_part_of_the_keys_has_its_part_of_the_gradients() -> None:

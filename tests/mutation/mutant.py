@@ -14,3 +14,14 @@ class Mutant:
     new: str
     tests: list[str]
     lives_because: str = ""
+
+
+def loop(case: str) -> list[str]:
+    """One run against the plain loop over transformers."""
+    tests = (
+        "every_recorded_number_is_the_plain_loops",
+        "tokens_of_every_expert_are_counted_without_padding",
+        "validation_is_a_mean_over_tokens",
+        "every_weight_of_the_exported_checkpoint_is_the_plain_loops",
+    )
+    return [f"tests/training/test_plain_loop.py::test_{test}[{case}]" for test in tests]
