@@ -273,10 +273,9 @@ def check_holds(
         if count > max(len(tensors), MANY)
     ]
     # The factor 2 allows for half of the files to be missing; they are then reported by name.
-    # A byte of codes may hold two numbers.
-    numbers = sum(
-        math.prod(one.shape) * (2 if one.dtype in ("U8", "I8") else 1) for one in tensors.values()
-    )
+    # Codes of 4 bits lie in bytes or, in INT4, in words of 32 bits.
+    per_word = {"U8": 2, "I8": 2, "I32": 8}
+    numbers = sum(math.prod(one.shape) * per_word.get(one.dtype, 1) for one in tensors.values())
     if not found and tensors and (params := count_params(config).total) > 2 * numbers:
         found = [f"a model of {params:,} parameters, and its files hold {numbers:,} numbers"]
     if found:

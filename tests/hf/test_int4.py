@@ -17,6 +17,7 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.quantized import dequantize_int4, quantize_int4
 from automoe.hf.write import convert_hf, to_hf
+from automoe.model.params import count_params
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
 from tests.support.wrappers import save_wrapper
@@ -186,6 +187,15 @@ def test_numbers_are_quantized_as_compressed_tensors_does(tmp_path: Path) -> Non
     zeros = dequantize_int4(*quantize_int4(torch.zeros(2, 64)))
     assert torch.equal(zeros, torch.zeros(2, 64))
     assert dequantize_int4(*quantize_int4(torch.full((1, 32), torch.nan))).isnan().all()
+
+
+def test_eight_numbers_of_a_word_count_as_eight(tmp_path: Path) -> None:
+    """Of a model that is nearly all experts, as Kimi-K2 is: its files hold an eighth as many words as it has parameters."""
+    save_small_hf("kimi", tmp_path / "in", dtype=torch.bfloat16, other_sizes=SIZES | {"moe_intermediate_size": 256})
+    to_hf(automoe.from_hf(tmp_path / "in"), tmp_path / "out", encoding="int4")
+    config = model_config_from_hf(tmp_path / "out")
+    words = sum(one.numel() for file in (tmp_path / "out").glob("*.safetensors") for one in load_file(file).values())
+    assert count_params(config).total > 2 * words
 
 
 def test_int4_of_other_families_and_sizes_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ NUM_TOKENS = 30
 # otherwise; inner norms of GLM-4.7-Flash have an epsilon of 1e-6 there, and config.json's here.
 CASES: dict[str, dict[str, Any]] = {
     "dsv3_groups_yarn": {},
-    "kimi": {},
+    "kimi": {"moe_intermediate_size": 32},
     "dsv32": {"index_n_heads": 8},
     "dsv32_odd": {"index_n_heads": 8},
     "glm_moe_dsa": {"index_n_heads": 8},
@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_next": {},
     "qwen3_tied": {},
 }
+ENCODINGS = {"gpt_oss": "mxfp4", "kimi": "int4"}  # mlx-lm reads GPT-OSS in MXFP4 alone
 WRAPPERS = ("qwen3_5_moe",)
 CLASSES = ("lfm2_moe",)  # run from their transformers class
 
@@ -60,11 +61,9 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndar
         else:
             save_small_hf(name, folder / "source", other_sizes=CASES[name])
         model = automoe.from_hf(folder / "source").eval()
-        if name == "gpt_oss":  # mlx-lm reads its experts in MXFP4 alone
-            automoe.to_hf(model, folder / "out", encoding="mxfp4")
+        automoe.to_hf(model, folder / "out", encoding=ENCODINGS.get(name, "plain"))
+        if name in ENCODINGS:  # codes are of other numbers
             model = automoe.from_hf(folder / "out").eval()
-        else:
-            automoe.to_hf(model, folder / "out")
         with torch.no_grad():
             ours[name] = model(torch.arange(1, NUM_TOKENS + 1)[None]).float().numpy()
     script = Path(__file__).with_name("mlx_logits.py")
