@@ -1,7 +1,7 @@
 """Kill runs and commands at random moments, for as long as asked, and check that nothing is lost.
 
 One job after the other, of eight kinds in turn: conversations, LoRA, preferences, a mixture upcycled from a dense
-checkpoint; and DeepSeek-V3 in small from nothing, with its all-to-all behind another micro-batch, with multi-token
+checkpoint; and DeepSeek-V3 in small from nothing, with its all-to-all and products of experts' gradients behind another micro-batch, with multi-token
 prediction, with Muon and QK-clip, and in a V-shaped pipeline. A job trains and exports in its run, and then
 ``automoe export``, ``convert`` and (where it fits) ``upcycle`` make folders from it. Each kind has an uninterrupted job first. Then the same commands run again and again,
 and each start is hit by SIGKILL at random moments: a rank, all ranks, the fork server, the launcher, or the command. Half of
@@ -68,13 +68,14 @@ TEXT = (
     "model.moe_intermediate_size=32", "train.micro_batch_size=1",
 )  # fmt: skip
 INTERLEAVED = ("parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2")
+MERGED = ("parallel.overlap_all_to_all=true", "parallel.expert_wgrad=delayed", "moe.experts=grouped_mm")
 MUON = ("optim=muon", "optim.qk_clip=2.0")
 KINDS = {  # kind -> mesh, overrides
     "sft": ("pp2-dp2-ep2", CHAT),
     "lora": ("dp4-ep4", (*CHAT, "lora.rank=4", "lora.dropout=0.1")),
     "dpo": ("pp2-dp2-ep2", PAIRS),
     "upcycle": ("cp2-ep2", UPCYCLED),
-    "merged": ("pp2-dp2-ep2", (*TEXT, "parallel.overlap_all_to_all=true", *INTERLEAVED, "model.num_mtp_layers=1")),
+    "merged": ("pp2-dp2-ep2", (*TEXT, *MERGED, *INTERLEAVED, "model.num_mtp_layers=1")),
     "mtp": ("cp2-ep2", (*TEXT, "model.num_mtp_layers=2")),
     "muon": ("dp4-ep4", (*TEXT, *MUON)),
     "v": (
