@@ -326,7 +326,7 @@ def check_overrides(
     groups = list_groups(config_dir)
     for text in overrides:
         try:
-            parsed = _parse_override(text)
+            parsed = parse_override(text)
         except HydraException as error:
             raise ConfigError(
                 "override",
@@ -367,7 +367,8 @@ def _check_listed(key: str, name: str, listed: list[str], rule: str, prefix: str
         raise ConfigError(key, name, rule, f"{hint}There are: {', '.join(listed)}")
 
 
-def _parse_override(text: str) -> Any:
+def parse_override(text: str) -> Any:
+    """Return Hydra's ``Override`` of ``text``."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     return OverridesParser.create().parse_override(text)
@@ -375,7 +376,7 @@ def _parse_override(text: str) -> Any:
 
 def swept_keys(overrides: list[str]) -> set[str]:
     """Return the keys with several values among overrides that ``check_overrides`` accepted."""
-    parsed = map(_parse_override, overrides)
+    parsed = map(parse_override, overrides)
     return {override.key_or_group for override in parsed if override.is_sweep_override()}
 
 
@@ -415,7 +416,7 @@ def _single_values(text: str, config_dir: str | None) -> list[str]:
 
     A range or an interval gives only its two ends: the values between them have the same type.
     """
-    parsed = _parse_override(text)
+    parsed = parse_override(text)
     if not parsed.is_sweep_override():
         return [text]
     swept: Any = parsed.value()

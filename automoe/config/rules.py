@@ -179,11 +179,10 @@ def number_rows(config: Config) -> Iterator[Row]:
 
 def _extension_rows(config: Config) -> Iterator[Row]:
     model, lora, rope = config.model, config.lora, config.model.rope
-    yield ("model.rope.extends", rope.extends and (model.hf_path is None or model.upcycle),
-           "it stretches the rotary embeddings of a trained checkpoint", "Set model.hf_path=DIR, or leave it out")
+    yield ("model.rope.extends", rope.extends and (model.hf_path is None or model.upcycle or model.random_weights),
+           "it stretches the rotary embeddings of trained weights, not drawn or upcycled ones",
+           "Set model.hf_path=DIR and neither model.upcycle nor model.random_weights, or leave it out")
     yield ("model.rope.scaling", rope.extends and rope.scaling != "yarn", "a checkpoint is extended by YaRN", "Choose yarn")
-    yield ("model.rope.factor", rope.extends and not rope.factor > 1,
-           "the longest row divided by that of the checkpoint, so above 1", "Choose 4, or leave model.rope.extends out")
     yield ("lora.export", rope.extends and lora.rank > 0 and lora.export == "adapter",
            "peft loads an adapter onto model.hf_path, whose config.json has other rotary embeddings",
            "Set lora.export=merged")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from automoe.config.schema import ModelConfig, has_indexer
 from automoe.errors import ConfigError
@@ -366,7 +366,13 @@ def quantization_config(
     if encoding == "fp8":
         return _fp8_config(config, keys)
     name = encoding.upper()
-    publisher = {"mxfp4": "gpt_oss", "int4": "deepseek_v3"}[encoding]
+    publisher = {"mxfp4": "gpt_oss", "int4": "deepseek_v3"}.get(encoding)
+    if publisher is None:
+        kinds = ", ".join(get_args(Encoding))
+        raise ConfigError("encoding", encoding, f"must be one of {kinds}", "Use plain")
+    if not config.num_moe_layers:
+        rule = f"{name} stores experts, and no layer has any"
+        raise ConfigError("model.family", config.family, rule, "Export it in bfloat16")
     if config.family != publisher:
         raise ConfigError(
             "model.family",

@@ -168,7 +168,7 @@ def write_tensors(
 
     Args:
         source: checkpoint whose names the tensors get, whose other parts are copied, and whose codes
-            of the same encoding are kept where they give the same numbers.
+            in MXFP4 or INT4 are kept where they give the same numbers.
         make: returns the whole tensor of an item; called by all its holders in the order of the
             plan.
         max_shard_bytes: largest file, unless one tensor alone is larger.
@@ -218,7 +218,7 @@ def _encoded(
 ) -> tuple[torch.Tensor, ...]:
     new, old = item.target, source and source.sources.get(item.key)
     if not (
-        source and old and old.scales and new.scales
+        source and old and old.scales and new.scales and new.encoding != "fp8"
         and (old.encoding, old.scales.dtype) == (new.encoding, new.scales.dtype)
     ):  # fmt: skip
         return to_codes(tensor, new.encoding)
@@ -291,13 +291,13 @@ def compare_written(
     ranks: Ranks,
     written: Catalog,
     source: Catalog | None,
-    origin: Path,
+    origin: Path | str,
 ) -> float:
     """Compare what ``written`` reads as with the tensors of ``plan``, quantized again. Collective.
 
     Args:
         make, source: as for ``write_tensors``.
-        origin: whose numbers the tensors are.
+        origin: the folder or model that the tensors were read from, for errors.
 
     Returns:
         Relative difference (L2) of the quantized tensors to their numbers.

@@ -108,6 +108,7 @@ def to_hf(
                 folder, config, written.dtype, tokenizer, quantization, chat, source
             )
         )
+        written = replace(written, encoding=encoding)
         if verify:
             dtypes = {item.key: item.dtype for item in plan}
             error = verify_hf(parts, folder, dtype=dtypes, encoding=encoding, source=source)
@@ -115,8 +116,8 @@ def to_hf(
             if encoding != "plain":
                 coded = [item for item in plan if item.target.scales is not None]
                 found = open_catalog(folder, config)
-                off = compare_written(coded, gather, ranks, found, source, folder)
-                written = replace(written, encoding=encoding, error=off)
+                off = compare_written(coded, gather, ranks, found, source, "the model")
+                written = replace(written, error=off)
     return replace(written, path=path)
 
 

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from automoe.config.compose import Arguments, compose_config, key_of
+from automoe.config.compose import Arguments, compose_config, key_of, parse_override
 from automoe.config.convert import FromEnvironment, leaf_keys
 from automoe.config.data_schema import sources_of
 from automoe.config.frozen import Device, flat
@@ -84,6 +84,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
         return config
     from automoe.hf.families.registry import model_config_from_hf, model_of_stranger
 
+    named = _named(overrides)
     if config.model.upcycle:
         from automoe.hf.upcycle import upcycled_model
 
@@ -93,10 +94,15 @@ def settle(config: Config, overrides: list[str]) -> Config:
         kept = {key: getattr(mine, key) for key in _KEPT}
         model = replace(model_of_stranger(path), **kept)
         if mine.rope.extends:
-            model = replace(model, rope=_extended(mine.rope, model))
+            rope = mine.rope
+            if (
+                "model.rope.original_seq_len" not in named
+                and rope.original_seq_len == RopeConfig.original_seq_len
+            ):
+                rope = replace(rope, original_seq_len=0)  # nobody said it
+            model = replace(model, rope=_extended(rope, model))
         if mine.num_mtp_layers and not mine.random_weights:
             _check_modules(mine.num_mtp_layers, model_config_from_hf(path, mtp=True))
-    named = {key_of(override): override.partition("=")[2] for override in overrides}
     ties = (config.model if "model.router.exact_ties" in named else model).router.exact_ties
     model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))
     for key, value in named.items():
@@ -108,14 +114,17 @@ def settle(config: Config, overrides: list[str]) -> Config:
         differing = []
         for name in compared:
             get = attrgetter(name.removeprefix("model."))
-            if get(model) != get(config.model):
+            settled = config.model.rope.extends and name == "model.rope.original_seq_len"
+            if get(model) != get(config.model) and not (settled and not get(config.model)):
                 differing.append(f"{name}={get(model)} and not {get(config.model)}")
         if differing:
             raise ConfigError(
                 key,
                 value,
                 f"the checkpoint model.hf_path={path} has {', '.join(differing)}",
-                f"Leave {key}= out, or start from random weights",
+                f"Leave {key}= out, or start from random weights"
+                + ", or stretch it for longer rows with model.rope.extends=true"
+                * key.startswith("model.rope"),
             )
     kind = config.data.kind
     demonstrates = kind.startswith("stdlib") and not config.data.sources
@@ -127,6 +136,19 @@ def settle(config: Config, overrides: list[str]) -> Config:
             f"Set {_own_data(config)}, or data={kind} to train on it",
         )
     return replace(config, model=model)
+
+
+def _named(overrides: list[str]) -> dict[str, str]:
+    """Return the values of ``overrides`` by key; of ``model.rope={factor: 4}`` ``model.rope.factor`` too."""
+    named = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        named[key_of(override)] = value
+        if key.startswith("model.") and "{" in value:
+            given = parse_override(override).value()
+            if isinstance(given, dict):
+                named |= {f"{key}.{name}": str(one) for name, one in given.items()}
+    return named
 
 
 def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
@@ -153,6 +175,14 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
             original,
             f"YaRN stretches the rows that the checkpoint was trained on, and its max_position_embeddings={longest}",
             f"Set model.rope.original_seq_len={longest}, or what it was trained on: half of that or more",
+        )
+    if not asked.factor * original > longest:
+        raise ConfigError(
+            "model.rope.factor",
+            asked.factor,
+            f"rows of {asked.factor:g} * {original} = {asked.factor * original:g} tokens are no longer than those of the "
+            f"checkpoint, whose max_position_embeddings={longest}",
+            f"Set model.rope.factor={2 * longest / original:g}, or leave model.rope.extends out",
         )
     kept = {name: getattr(own, name) for name in ("theta", "interleaved", "partial_rotary_factor")}
     return replace(asked, original_seq_len=original, **kept)

@@ -187,6 +187,11 @@ def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row
            f"train.indexer=warmup trains indexers alone, and {len(moved)} other parameters are trained "
            f"(lora.rank={config.lora.rank})",
            "Set train.freeze=['*'], train.trainable=['*.indexer.*'] and lora.rank=0")
+    how = config.parallel.expert_wgrad
+    matrices = [name for name in moved if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]
+    yield ("parallel.expert_wgrad", how != "autograd" and not matrices,
+           f"{how} is for gradients of the experts' matrices, and none is trained (train.freeze={config.train.freeze})",
+           "Set parallel.expert_wgrad=autograd")
     yield ("train.trainable", bool(config.train.trainable) and not (config.train.freeze or config.lora.rank),
            "it names exceptions from what is frozen, and nothing is", "Set train.freeze=['*'], or lora.rank")
     if config.lora.rank:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from automoe.interop.torch_private import gradient_sum
 from automoe.moe.local_shard import local_shard
 
-Ends = Callable[[], list[int]]  # the end of each expert's rows
+Ends = Callable[[], list[int]]  # returns the end of each expert's rows
 Later = Callable[[Callable[[], None]], None]  # takes a function and calls it later
 
 
@@ -41,6 +41,9 @@ class GradientSums:
         if not parameter.requires_grad:
             return None
         if isinstance(self.experts, FSDPModule):
+            for other, one in self.experts.named_parameters(recurse=False):
+                if one.requires_grad:  # FSDP reduces all gradients of a unit in one dtype
+                    gradient_sum(self.experts, other)
             return local_shard(gradient_sum(self.experts, name))
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -58,8 +61,8 @@ class GradientSums:
         """Add each expert's product of ``grad`` and rows to the sum of the matrix ``name``.
 
         Args:
-            x_TK: rows that the matrix has multiplied, in the order of ``gather_idx_R``; None: as
-                they are.
+            x_TK: rows that the matrix has multiplied, in the order of ``gather_idx_R``; None: in
+                that of the gradients.
             travels: gradients of tokens will be sent to other ranks after this call.
         """
         product = partial(self._add, name, grad_RN, x_TK, gather_idx_R, ends)

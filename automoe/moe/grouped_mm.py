@@ -279,10 +279,9 @@ def grouped_mm_experts(
     given = weights.joined()
     anchor = None
     if sums is not None:
-        given = given._replace(
-            gate_up_proj=given.gate_up_proj.detach(), down_proj=given.down_proj.detach()
-        )
-        anchor = x_TH.new_empty(0).requires_grad_()
+        matrices = given.gate_up_proj, given.down_proj
+        given = given._replace(gate_up_proj=matrices[0].detach(), down_proj=matrices[1].detach())
+        anchor = x_TH.new_empty(0).requires_grad_(any(one.requires_grad for one in matrices))
     return _GroupedExperts.apply(
         activation, up, down, sums, anchor, x_TH, gather_idx_R, offsets_E, probs_R, *given
     )

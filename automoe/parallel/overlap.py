@@ -80,6 +80,7 @@ class Turns:
         finally:
             self._turn = None
         if self._errors:
+            self._waiting.clear()
             raise self._errors[0]
         return results[1]
 

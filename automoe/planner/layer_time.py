@@ -128,7 +128,7 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
             moved = weight.packed + WIDENING[place.config.lora.base] + machine.number_bytes
             widened = machine.pass_over(moved * numbers)
         own = seconds * weight.trained
-        if place.fused_experts if part == "moe" else place.fused:
+        if place.fused or (part == "moe" and place.fused_experts):
             own = max(own, machine.pass_over(8.0 * numbers) * weight.trained)
         passes.add(
             part,

@@ -231,7 +231,8 @@ def _without_checkpoint(config: Config, device: Device) -> Config:
             data=DataConfig(kind="stdlib_chat", on_long="truncate"),
         )
         config.data.chat.template = "plain"
-    model = replace(config.model, hf_path=None)
+    rope = replace(config.model.rope, extends=False)  # the scaling stays
+    model = replace(config.model, hf_path=None, rope=rope)
     if config.model.family == TRANSFORMERS:  # the class stands in the checkpoint's config.json
         model = replace(config.model, random_weights=True)
     return replace(

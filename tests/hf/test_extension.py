@@ -19,6 +19,7 @@ from automoe.launch.prepare import check_here, compose
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype
 from automoe.optim.adamw import learning_rate
+from automoe.verify.run import make_runnable
 from tests.support.class_models import AllInFloat64
 from tests.support.configurations import quick_config
 from tests.support.hf_models import save_small_hf
@@ -88,7 +89,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["model.rope.factor=1"], "model.rope.factor=1.0: the longest row .* above 1. Choose 4"),
+        (["model.rope.factor=1"], r"model.rope.factor=1.0: rows of 1 \* 64 = 64 tokens .* Set model.rope.factor=2"),
+        (["model.rope.factor=1.5", "model.rope.original_seq_len=32"], r"1.5 \* 32 = 48 .* Set model.rope.factor=4, or"),
+        (["model.random_weights=true"], "model.rope.extends=True: .* neither model.upcycle nor model.random_weights"),
+        (["model.rope.extends=false", "model.rope={factor: 2}"], r"rope.factor=2: .* model.rope.extends=true"),
         (["model.rope.scaling=llama3"], "model.rope.scaling=llama3: a checkpoint is extended by YaRN"),
         (["model.rope.original_seq_len=31"], r"original_seq_len=31: .*max_position_embeddings=64. Set .*=64, or"),
         (["model.rope.original_seq_len=65"], "original_seq_len=65: .*max_position_embeddings=64"),
@@ -104,6 +108,20 @@ def test_what_cannot_be_stretched_is_refused_before_training(overrides: list[str
         config = extended(checkpoint, *overrides)
         validate(config, 4, "cpu")
         check_here(config)
+
+
+def test_all_of_what_config_json_says_is_taken_for_trained_unless_said(tmp_path: Path) -> None:
+    save_small_hf("qwen3_moe", tmp_path, other_sizes={"max_position_embeddings": 8192, "num_hidden_layers": 1})
+    assert extended(tmp_path, "model.rope.original_seq_len=0").model.rope.original_seq_len == 8192
+    words = [f"model.hf_path={tmp_path}", "model.rope={extends: true, scaling: yarn, factor: 2}", "data=benchmark"]
+    assert compose(Arguments(overrides=words)).model.rope.original_seq_len == 8192  # the default is another's
+    words[1] = "model.rope={extends: true, scaling: yarn, factor: 3, original_seq_len: 4096}"
+    assert compose(Arguments(overrides=words)).model.rope.original_seq_len == 4096
+
+
+def test_verify_takes_an_extension_from_random_weights(checkpoint: Path) -> None:
+    here, _, _ = make_runnable(extended(checkpoint, "mesh.dp_shard=2", "mesh.ep=2"))
+    assert here.model.hf_path is None and here.model.rope.scaling == "yarn" and not here.model.rope.extends
 
 
 def test_half_of_what_config_json_says_is_taken_for_trained(checkpoint: Path) -> None:

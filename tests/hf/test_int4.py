@@ -206,6 +206,11 @@ def test_int4_of_other_families_and_sizes_is_refused(tmp_path: Path) -> None:
         save_small_hf(name, tmp_path / name, other_sizes={"hidden_size": 64} | sizes)
         with pytest.raises(ConfigError, match=says):
             convert_hf(tmp_path / name, tmp_path / "out", encoding="int4")
+    with pytest.raises(ConfigError, match="encoding=nf4: must be one of plain, fp8, mxfp4, int4"):
+        convert_hf(tmp_path / "dsv3", tmp_path / "out", encoding="nf4")
+    save_small_hf("dsv3", tmp_path / "dense", other_sizes={"first_k_dense_replace": 4})
+    with pytest.raises(ConfigError, match="INT4 stores experts, and no layer has any"):
+        convert_hf(tmp_path / "dense", tmp_path / "out", encoding="int4")
 
 
 def refused(folder: Path) -> str:

@@ -53,6 +53,7 @@ def test_an_error_of_one_pass_ends_the_other_where_it_stands(which: str) -> None
     turns, log = Turns(), list[str]()
 
     def fails() -> None:
+        turns.defer(partial(log.append, "of a step that failed"))
         turns.swap()
         raise ZeroDivisionError("of this pass")
 
@@ -62,6 +63,7 @@ def test_an_error_of_one_pass_ends_the_other_where_it_stands(which: str) -> None
         turns.run(*passes)
     assert len(log) <= 3
     assert BACKWARD_THREAD not in [thread.name for thread in threading.enumerate()]
+    turns.check_nothing_waits()
     assert turns.run(steps_of(turns, log, "B", 1), steps_of(turns, log, "F", 1)) == "F"  # it can be used again
 
 

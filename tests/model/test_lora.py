@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from automoe.config.rules import check_rows
-from automoe.config.schema import Config, LoraConfig, ModelConfig, MoEConfig, TrainConfig
+from automoe.config.schema import Config, LoraConfig, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from automoe.errors import ConfigError
 from automoe.model.adapters import adapter_rows, describe_training
 from automoe.model.decoder import Decoder
@@ -113,6 +113,10 @@ def test_frozen_experts_get_no_gradient() -> None:
         (replace(config_with(rank=3), moe=MoEConfig()), "3 % 4 = 3.*lora.rank=4"),
         (replace(config_with(rank=4), moe=MoEConfig(experts="triton")), "triton multiplies by no adapters"),
         (config_with(rank=4, export="adapter"), "random weights"),
+        (
+            replace(config_with(train=dict(freeze=["*.experts.*"])), parallel=ParallelConfig(expert_wgrad="fused")),
+            "expert_wgrad=fused: .* none is trained",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(config: Config, said: str) -> None:

@@ -159,6 +159,9 @@ def test_products_run_at_once_where_no_gradient_travels_and_frozen_matrices_have
     )
     out.sum().backward()
     assert experts.down_proj.grad.norm() > 0 and experts.gate_up_proj.grad is None
+    experts.requires_grad_(False)
+    given = x.detach(), gather_idx, offsets, probs.detach(), ExpertWeights(*experts.parameters())
+    assert not grouped_mm_experts(*given, sums=sums).requires_grad  # no backward pass for nothing
 
 
 def test_a_product_is_not_rounded_before_it_is_added() -> None:

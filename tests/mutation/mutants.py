@@ -183,7 +183,12 @@ _MOE = [
     ("experts.py", "out + weight", "out + 1.0", EXPERTS),
     ("gradient_sums.py", "            start = end\n", "", EXPERTS),
     ("gradient_sums.py", "if travels and self.later", "if self.later", EXPERTS),
-    ("grouped_mm.py", "new_empty(0).requires_grad_()", "new_empty(0)", EXPERTS),
+    (
+        "grouped_mm.py",
+        "new_empty(0).requires_grad_(any(one.requires_grad for one in matrices))",
+        "new_empty(0)",
+        EXPERTS,
+    ),
     ("grouped_mm.py", "grad_probs_R += bias_grad", "grad_probs_R -= bias_grad", EXPERTS),
     (
         "grouped_mm.py",

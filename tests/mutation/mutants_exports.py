@@ -25,7 +25,7 @@ _ROWS = [
     ("hf/families/family.py", "None if config.rope.extends else hf", "hf", EXTENSION),
     ("launch/prepare.py", "2 * original <= 2 * longest", "2 * original", EXTENSION),
     ("launch/prepare.py", '("theta", "interleaved"', '("interleaved"', EXTENSION),
-    ("config/rules.py", "rope.extends and not rope.factor > 1", "rope.extends and not rope.factor > 0", EXTENSION),
+    ("launch/prepare.py", "not asked.factor * original > longest", "not asked.factor > 1", EXTENSION),
     ("parallel/ring.py", "if theirs <= own and", "if theirs < own and", RING),
     ("parallel/ring.py", "((1, last - source), (0, source))", "((0, source), (1, last - source))", RING),
     ("parallel/ring.py", "mask & same", "same", RING),

@@ -112,14 +112,26 @@ def test_gradients_are_added_up_in_float32(ranks: RankPool, settings: Config, su
 BIASED = dict(biased_experts=True, expert_activation="clamped_swiglu", swiglu_limit=4.0, zero_centered_norms=True)
 
 
-@pytest.mark.parametrize("model", [{}, BIASED], ids=["plain", "biased"])
-def test_gradients_in_bfloat16_are_those_in_float64(ranks: RankPool, model: dict) -> None:
+@pytest.mark.parametrize(
+    ("model", "wgrad"),
+    [({}, "autograd"), (BIASED, "autograd"), (BIASED, "fused")],
+    ids=["plain", "biased", "biased, fused, one micro-batch"],
+)
+def test_gradients_in_bfloat16_are_those_in_float64(ranks: RankPool, model: dict, wgrad: str) -> None:
     """Up to rounding, from the same routing: what has a backward pass of its own for narrow numbers has this one too."""
     narrow = config()
     attention = replace(narrow.model.attention, qkv_bias=bool(model), o_bias=bool(model), sinks=bool(model))
     router = replace(narrow.model.router, logit_bias=bool(model))
     narrow = replace(narrow, model=replace(narrow.model, attention=attention, router=router, **model))
-    wide = replace(narrow, train=replace(narrow.train, dtype="float64"), moe=replace(narrow.moe, experts="loop"))
+    if wgrad == "fused":  # without an earlier micro-batch, FSDP has sums of no other parameter
+        train = replace(narrow.train, micro_batch_size=ROWS)
+        narrow = replace(narrow, train=train, parallel=ParallelConfig(expert_wgrad=wgrad))
+    wide = replace(
+        narrow,
+        parallel=ParallelConfig(),
+        train=replace(narrow.train, dtype="float64"),
+        moe=replace(narrow.moe, experts="loop"),
+    )
     rows = partial(rows_of, chosen=tuple(range(ROWS)))
     [expected] = ranks.run(run_trajectory, 1, wide, rows, 1, record=True)
     [seen] = ranks.run(run_trajectory, 1, narrow, rows, 1, forced=expected.choices)
