@@ -100,6 +100,14 @@ def export_run(
     out = user_path("--out", out)
     config = load_config(run_dir)
     check_target(out, overwrite)  # before the weights are read
+    base = config.model.hf_path
+    if base and out.exists() and Path(base).exists() and out.samefile(base):
+        rule = "it is model.hf_path of the run, without which the run can neither go on nor be exported again"
+        raise ConfigError("--out", out, rule, "Name another directory")
+    if adapter is not None and (encoding, dtype) != ("plain", "keep"):
+        other = f"--dtype {dtype}" if encoding == "plain" else f"--{encoding}"
+        rule = f"an adapter keeps the dtype that it was trained in, and {other} is for whole models"
+        raise ConfigError("--adapter", adapter, rule, "Leave one of them out")
     complete(config, weights=bool(config.lora.rank or config.train.freeze))
     quantization_config(config.model, family_of(config.model).keys, encoding)
 

@@ -356,6 +356,8 @@ def _data_rows(config: Config) -> Iterator[Row]:
            "Set data.val_fraction=0.02, or train.val_every=0")
     yield ("data.path", bool(data.sources) and data.path is not None,
            "data.sources are read in its place", "Give it to a source of its own, or leave one of them out")
+    yield ("data.tokenizer", not data.is_synthetic and data.tokenizer == NO_TOKENIZER,
+           f"data.kind={data.kind} is text, which a tokenizer turns into ids", "Set data.tokenizer=byte, or leave it out")
     yield ("data.tokenizer", data.is_synthetic and data.tokenizer not in (None, NO_TOKENIZER),
            "data.kind=benchmark has no text: its ids are drawn from model.vocab_size", "Leave data.tokenizer out")
     yield ("lora.export", data.is_synthetic and config.lora.rank > 0 and config.lora.export == "adapter",

@@ -303,7 +303,8 @@ def compare_written(
         Relative difference (L2) of the quantized tensors to their numbers.
 
     Raises:
-        CheckpointError: a tensor is not finite or differs; the first one is named.
+        CheckpointError: a tensor is not finite, differs, or is more than half off in its encoding;
+            the first one is named.
     """
 
     def compare() -> tuple[float, float]:
@@ -322,8 +323,13 @@ def compare_written(
                         f"{int((decoded.to(found.dtype) != found).sum())} of {found.numel()} numbers differ"
                     )
                 if item.target.scales is not None:
-                    error += _square(decoded.sub_(wanted))
-                    size += _square(wanted)
+                    off, own = _square(decoded.sub_(wanted)), _square(wanted)
+                    if off > own / 4:
+                        raise CheckpointError(
+                            f"{item.key} of {origin} cannot be stored in {item.target.encoding.upper()}: its numbers are "
+                            f"{math.sqrt(off / own):.0%} off. Export it in bfloat16"
+                        )
+                    error, size = error + off, size + own
         return error, size
 
     errors, sizes = zip(*ranks.all(compare), strict=True)

@@ -72,12 +72,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
             the checkpoint's model; ``launch.num_ranks`` contradicts the mesh; or the configuration
             has a checkpoint but names no data.
     """
-    if "launch.num_ranks" in map(key_of, overrides) and config.launch.num_ranks is not None:
-        mesh = expand_preset(config.mesh, config.launch.num_ranks)
-        sizes = [getattr(mesh, axis) for axis in DEFAULT_AXES]
-        check_num_ranks(
-            config, overrides, prod(sizes), f"the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes}"
-        )
+    _check_preset(config, overrides)
     config = _pinned(config)
     path = config.model.hf_path
     if path is None:
@@ -94,13 +89,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
         kept = {key: getattr(mine, key) for key in _KEPT}
         model = replace(model_of_stranger(path), **kept)
         if mine.rope.extends:
-            rope = mine.rope
-            if (
-                "model.rope.original_seq_len" not in named
-                and rope.original_seq_len == RopeConfig.original_seq_len
-            ):
-                rope = replace(rope, original_seq_len=0)  # nobody said it
-            model = replace(model, rope=_extended(rope, model))
+            model = replace(model, rope=_extended(mine.rope, model, set(named)))
         if mine.num_mtp_layers and not mine.random_weights:
             _check_modules(mine.num_mtp_layers, model_config_from_hf(path, mtp=True))
     ties = (config.model if "model.router.exact_ties" in named else model).router.exact_ties
@@ -138,6 +127,29 @@ def settle(config: Config, overrides: list[str]) -> Config:
     return replace(config, model=model)
 
 
+def _check_preset(config: Config, overrides: list[str]) -> None:
+    """Refuse a named axis that ``mesh.preset`` would scale, and ranks that the mesh does not hold."""
+    if "launch.num_ranks" not in map(key_of, overrides) or config.launch.num_ranks is None:
+        return
+    mesh = expand_preset(config.mesh, config.launch.num_ranks)
+    for key in map(key_of, overrides):
+        axis = key.removeprefix("mesh.")
+        if f"mesh.{axis}" == key != "mesh.preset" and axis in vars(mesh):
+            asked, made = getattr(config.mesh, axis), getattr(mesh, axis)
+            if asked != made:
+                raise ConfigError(
+                    key,
+                    asked,
+                    f"mesh.preset={config.mesh.preset} scales the axes that have their default, and this one is "
+                    f"{made} for {config.launch.num_ranks} ranks",
+                    "Set mesh.preset='' too, and all axes",
+                )
+    sizes = [getattr(mesh, axis) for axis in DEFAULT_AXES]
+    check_num_ranks(
+        config, overrides, prod(sizes), f"the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes}"
+    )
+
+
 def _named(overrides: list[str]) -> dict[str, str]:
     """Return the values of ``overrides`` by key; of ``model.rope={factor: 4}`` ``model.rope.factor`` too."""
     named = {}
@@ -151,7 +163,7 @@ def _named(overrides: list[str]) -> dict[str, str]:
     return named
 
 
-def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
+def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: set[str]) -> RopeConfig:
     """Return the scaling of ``asked`` over the rotary embeddings of ``checkpoint``.
 
     Raises:
@@ -169,7 +181,9 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
         raise ConfigError("model.rope.extends", True, rule, "Leave it out")
     longest = own.original_seq_len
     original = asked.original_seq_len or longest
-    if not longest <= 2 * original <= 2 * longest:
+    # The default may have been meant or forgotten.
+    unsaid = "model.rope.original_seq_len" not in named and original == RopeConfig.original_seq_len
+    if not longest <= 2 * original <= 2 * longest or (unsaid and original != longest):
         raise ConfigError(
             "model.rope.original_seq_len",
             original,

@@ -296,6 +296,7 @@ BAD = [
     (1, ["model.vocab_size=200"], "model.vocab_size", "the tokenizer byte makes ids up to 257", "model.vocab_size=264"),
     (1, ["data=text"], "data.path", "data.kind=text reads files", "data.path=FILE"),
     (1, ["data=jsonl", "data.path=/nowhere/*.jsonl"], "data.path", "nothing there", "exists"),
+    (1, ["data.tokenizer=none"], "data.tokenizer", "is text, which a tokenizer turns into ids", "data.tokenizer=byte"),
     (1, ["data.tokenizer=gpt2"], "data.tokenizer", "does not exist", "data.tokenizer=byte"),
     (1, ["data.val_fraction=0"], "data.val_fraction", "train.val_every=50 validates", "train.val_every=0"),
     (1, ["data.val_fraction=1.5"], "data.val_fraction", "[0, 1)", "0.02"),

@@ -113,8 +113,9 @@ def test_what_cannot_be_stretched_is_refused_before_training(overrides: list[str
 def test_all_of_what_config_json_says_is_taken_for_trained_unless_said(tmp_path: Path) -> None:
     save_small_hf("qwen3_moe", tmp_path, other_sizes={"max_position_embeddings": 8192, "num_hidden_layers": 1})
     assert extended(tmp_path, "model.rope.original_seq_len=0").model.rope.original_seq_len == 8192
-    words = [f"model.hf_path={tmp_path}", "model.rope={extends: true, scaling: yarn, factor: 2}", "data=benchmark"]
-    assert compose(Arguments(overrides=words)).model.rope.original_seq_len == 8192  # the default is another's
+    words = [f"model.hf_path={tmp_path}", "model.rope={extends: true, scaling: yarn, factor: 3}", "data=benchmark"]
+    with pytest.raises(ConfigError, match="original_seq_len=4096: .* Set model.rope.original_seq_len=8192, or"):
+        compose(Arguments(overrides=words))  # the default, that nobody said
     words[1] = "model.rope={extends: true, scaling: yarn, factor: 3, original_seq_len: 4096}"
     assert compose(Arguments(overrides=words)).model.rope.original_seq_len == 4096
 

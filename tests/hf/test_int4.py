@@ -208,6 +208,12 @@ def test_int4_of_other_families_and_sizes_is_refused(tmp_path: Path) -> None:
             convert_hf(tmp_path / name, tmp_path / "out", encoding="int4")
     with pytest.raises(ConfigError, match="encoding=nf4: must be one of plain, fp8, mxfp4, int4"):
         convert_hf(tmp_path / "dsv3", tmp_path / "out", encoding="nf4")
+    save_small_hf("dsv3", tmp_path / "faint", other_sizes={"hidden_size": 64, "moe_intermediate_size": 32})
+    file = tmp_path / "faint" / "model.safetensors"
+    up = "model.layers.1.mlp.experts.0.up_proj.weight"
+    save_file(load_file(file) | {up: torch.full((32, 64), 1e-40)}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{up} of .* cannot be stored in INT4: its numbers are 100% off"):
+        convert_hf(tmp_path / "faint", tmp_path / "out", encoding="int4")
     save_small_hf("dsv3", tmp_path / "dense", other_sizes={"first_k_dense_replace": 4})
     with pytest.raises(ConfigError, match="INT4 stores experts, and no layer has any"):
         convert_hf(tmp_path / "dense", tmp_path / "out", encoding="int4")

@@ -180,6 +180,10 @@ def test_a_run_that_left_an_adapter_alone_is_merged_with_its_own_base(tmp_path: 
     assert export() == 2 and "cannot be read" in capsys.readouterr().err
     (run_dir / "adapter" / WEIGHTS_FILE).write_bytes(whole)
     assert export("--ema") == 2 and not (tmp_path / "merged").exists()
+    for more, says in (("--fp8", "--fp8 is for whole models"), ("--dtype=float32", "--dtype float32 is for whole")):
+        assert export("--adapter", more) == 2 and says in capsys.readouterr().err
+    assert cli.main(["export", str(run_dir), "--out", str(source), "--overwrite"]) == 2
+    assert "it is model.hf_path of the run" in capsys.readouterr().err and (source / "config.json").exists()
     assert export() == 0
     to_hf(model, tmp_path / "expected")
     written, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected"))

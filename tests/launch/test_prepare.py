@@ -47,6 +47,13 @@ def test_a_folder_in_the_place_of_the_export_is_refused_before_training(tmp_path
     check_here(compose(Arguments(overrides=[*words, "checkpoint.export_hf=false"])))
 
 
+def test_an_axis_that_a_preset_would_scale_away_is_refused() -> None:
+    words = ["mesh=folded_5d", "launch.num_ranks=4", "launch.device=cpu"]
+    assert compose(Arguments(overrides=[*words, "mesh.ep=4"])).mesh.ep == 4
+    with pytest.raises(ConfigError, match=r"mesh.ep=1: mesh.preset=folded_5d scales .* this one is [24] for 4 ranks"):
+        compose(Arguments(overrides=[*words, "mesh.ep=1"]))
+
+
 def test_a_model_of_another_family_or_size_than_the_checkpoint(tmp_path: Path) -> None:
     facts = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 264, "hidden_size": 32}
     facts |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 16}
