@@ -275,9 +275,13 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
         default="keep",
         help=f"of the parameters (default: {kept_dtype})",
     )
-    publishers = {"fp8": "block-FP8, as DeepSeek-V3", "mxfp4": "MXFP4, as GPT-OSS"}
+    published = {
+        "fp8": "block-FP8, as DeepSeek-V3",
+        "mxfp4": "MXFP4, as GPT-OSS",
+        "int4": "INT4, as Kimi-K2-Thinking",
+    }
     encodings = parser.add_mutually_exclusive_group()
-    for encoding, kind in (publishers | {"int4": "INT4, as Kimi-K2-Thinking"}).items():
+    for encoding, kind in published.items():
         encodings.add_argument(
             f"--{encoding}",
             dest="encoding",

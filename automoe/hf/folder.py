@@ -256,9 +256,9 @@ def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
         name if name.startswith("re:") else source.names.stored(f"{name}.")[:-1]
         for name in quantization[key]
     ]
-    start = "re:" if key == "ignore" else ""
-    ends = ".*" if key == "ignore" else ""
-    beside = [start + part.removesuffix(".") + ends for part in source.parts_beside]
+    beside = [part.removesuffix(".") for part in source.parts_beside]
+    if key == "ignore":  # compressed-tensors names modules; patterns take what is below them too
+        beside = [f"re:{part}.*" for part in beside]
     return quantization | {key: kept + beside}
 
 

@@ -62,8 +62,8 @@ def to_hf(
             quantized; without one the parameters' own), ``bfloat16`` or ``float32``, or torch's own
             name of these; buffers keep theirs.
         encoding: ``fp8``: store the matrices of layers in block-FP8, like DeepSeek-V3's own
-            checkpoint; ``mxfp4``, ``int4``: store experts as GPT-OSS and Kimi-K2-Thinking do. Codes
-            of hf_path stay where they give the model's numbers.
+            checkpoint; ``mxfp4``, ``int4``: store experts as GPT-OSS and Kimi-K2-Thinking do; codes
+            of hf_path in the same encoding stay where they give the model's numbers.
         max_shard_bytes: largest file, unless one tensor alone is larger.
         tokenizer: tokenizer of the training text: ``byte``, a directory whose files are copied, or
             ``none``; default: that of hf_path.

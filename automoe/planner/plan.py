@@ -262,11 +262,11 @@ def _time_warnings(config: Config, plan: Plan) -> Iterator[str]:
     away = time.off_node.get("ep", 0.0)
     if away and seen > SLOW * step:
         once = ", or send one copy a node with moe.dispatcher=hierarchical"
+        if config.moe.dispatcher in ("hierarchical", "deepep"):
+            once = ""
         yield (
             f"experts' tokens leave the node: {gib(away)} a rank and step, and ep takes {seen / step:.0%} of the step. "
-            f"Keep mesh.ep * mesh.etp within the {config.cluster.gpus_per_node} GPUs of a node"
-            + once
-            * (config.moe.dispatcher not in ("hierarchical", "deepep"))
+            f"Keep mesh.ep * mesh.etp within the {config.cluster.gpus_per_node} GPUs of a node{once}"
         )
     usual = median(time.by_rank)
     most = max(time.by_rank)

@@ -328,19 +328,19 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) ->
     share = float(not cpu or "host_layer" in config.cluster.constants) * (
         1 if layer >= config.model.first_k_dense else 0.5
     )
-    floors = floor, floor
+    forward = backward = floor
     if config.parallel.expert_wgrad != "autograd" and layer >= config.model.first_k_dense:
         # two products of each expert, in place of two of all
         more = 2 * (config.model.num_experts // mesh.ep - 1)
-        floors = floor, floor * (1 + more / LAYER_KERNELS * (not cpu))
-    for total, half, floor in zip(stage.passes, times, floors, strict=True):
+        backward *= 1 + more / LAYER_KERNELS * (not cpu)
+    for total, half, least in zip(stage.passes, times, (forward, backward), strict=True):
         total.compute += number * half.compute
         total.weights += number * half.weights
         total.experts += number * half.experts
         total.parts["again"] = total.parts.get("again", 0.0) + number * half.parts.get("again", 0.0)
         for axis, cost in half.communication.items():
             total.send(axis, cost * number)
-        late = floor if cpu else max(0.0, floor - half.seconds / share)
+        late = least if cpu else max(0.0, least - half.seconds / share)
         total.idle += number * share * late
     stage.layers += number
     found = layer_weights(place.key, config, layer, mesh.tp)

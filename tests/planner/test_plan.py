@@ -297,6 +297,9 @@ def test_what_slows_a_step_is_said() -> None:
     assert near.warnings == [] and near.time.off_node.get("ep", 0.0) == 0.0
     (said,) = [text for text in far.warnings if "leave the node" in text]
     assert f"ep takes {far.time.communication['ep'] / far.time.seconds:.0%} of the step" in said
+    assert said.endswith("or send one copy a node with moe.dispatcher=hierarchical")
+    sent_once = plan_of("dsv3_671b", "mesh=overlap_dsv3_671b").warnings
+    assert "experts' tokens leave" in sent_once[-1] and sent_once[-1].endswith("GPUs of a node")
     assert plan_of("gpt_oss_120b").warnings == []
     uneven = plan_of("gpt_oss_120b", "parallel.layers_per_stage=null")
     (said,) = uneven.warnings
