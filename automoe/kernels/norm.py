@@ -17,7 +17,9 @@ from automoe.kernels.served import INTERPRETED
 from automoe.kernels.tiling import precision
 
 _TILE = 4096  # numbers that a program holds of each operand
-_PROGRAMS = 132 * 4  # that share the rows of a backward pass: four for each multiprocessor of Hopper
+_PROGRAMS = (
+    132 * 8
+)  # that share the rows of a backward pass: eight for each multiprocessor of Hopper
 
 
 @triton.jit

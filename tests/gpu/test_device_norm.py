@@ -11,7 +11,10 @@ from automoe.model.norm import _TritonRMSNorm
 
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3}  # one rounding of the result
-SHAPES = {"cpu": [(37, 24), (5, 8192), (1, 3)], "cuda": [(65_536, 128), (8191, 7168), (4097, 1536), (3, 16_384), (1, 3)]}
+SHAPES = {
+    "cpu": [(37, 24), (5, 8192), (1, 3)],
+    "cuda": [(65_536, 128), (8191, 7168), (4097, 1536), (3, 16_384), (1, 3)],
+}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
