@@ -82,7 +82,7 @@ test-mlx: $(SETUP) ## Load exports with the newest mlx-lm on the CPU, in an envi
 test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about half an hour on two cores
 	@$(PYTEST) -m 'not gpu and not gpus and not tokenizers and not mlx' $(ARGS)
 
-test-mutants: $(SETUP) ## Put 335 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
+test-mutants: $(SETUP) ## Put 340 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
 	@$(PY) tests/mutation/run.py $(ARGS)
 
 soak: $(SETUP) ## Kill runs at random for SOAK_SECONDS (600), from SOAK_SEED, and compare
