@@ -54,7 +54,7 @@ smoke-floor: ## Start, kill, resume and export with the oldest supported version
 smoke-latest: ## The same with the newest released versions, installed anew every week
 smoke-floor smoke-latest: smoke-%:
 	@python="$$($(PYTHON) tests/smoke/environment.py $*)" && \
-	PYTHONDONTWRITEBYTECODE= PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu and not gpus' tests/interop/test_torch_private.py tests/interop/test_torch_pipelining.py tests/smoke $(ARGS)
+	PYTHONDONTWRITEBYTECODE= PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu and not gpus' tests/interop/test_torch_private.py tests/interop/test_torch_pipelining.py tests/parallel/test_compile.py::test_every_release_of_torch_traces_attention_whole tests/smoke $(ARGS)
 
 test-gpu: $(SETUP) ## Run the tests that need one GPU, what proves most first (PY=python3: as installed, without setup)
 	@$(PY) -m pytest -m gpu $(ARGS)
@@ -82,7 +82,7 @@ test-mlx: $(SETUP) ## Load exports with the newest mlx-lm on the CPU, in an envi
 test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about half an hour on two cores
 	@$(PYTEST) -m 'not gpu and not gpus and not tokenizers and not mlx' $(ARGS)
 
-test-mutants: $(SETUP) ## Put 335 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
+test-mutants: $(SETUP) ## Put 340 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
 	@$(PY) tests/mutation/run.py $(ARGS)
 
 soak: $(SETUP) ## Kill runs at random for SOAK_SECONDS (600), from SOAK_SEED, and compare

@@ -96,6 +96,7 @@ QUESTIONS = {
     "convergence": "Does a model learn the same on two meshes, and under transformers' Trainer, and how with Muon, FP8, MTP?",
     "soak": "Is anything lost when runs are killed at random moments?",
     "moe_kernel": "How fast is one MoE layer on one GPU, beside every other implementation?",
+    "gpu_parts": "How long do norms and sums of weight gradients take on this GPU, beside torch's kernels?",
     "tune_kernels": "Which blocks are fastest for each product of the Triton experts on this GPU?",
     "train_step": "How fast are whole steps on one GPU, beside transformers and torchtitan?",
 }

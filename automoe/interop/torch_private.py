@@ -405,31 +405,6 @@ def foreach_norm(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch
     return torch._foreach_norm(tensors, 2, dtype=dtype)
 
 
-def fused_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (normed x, 1 / root mean square of each row), where ``F.rms_norm`` returns the first
-    alone.
-
-    2.11 to 2.15: ``torch.ops.aten._fused_rms_norm(x, shape, weight, eps)``.
-    """
-    return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
-
-
-def fused_rms_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of ``x`` and ``weight``; ``scales`` is the second result of
-    ``fused_rms_norm``.
-
-    2.11 to 2.15: ``torch.ops.aten._fused_rms_norm_backward(grad, x, shape, scales, weight, which
-        gradients)``.
-    """
-    return torch.ops.aten._fused_rms_norm_backward(
-        grad, x, weight.shape, scales, weight, [True, True]
-    )
-
-
 def profiler_runs() -> bool:
     """Return True while a torch profiler records in this process; opening a range costs time even
     if none does.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.pipeline import runs_halves
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.shipped import own_recipe
 from automoe.errors import BackendError
@@ -24,6 +25,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 # A sandbox may have a GPU's device file, such as nvidia0, and lack the driver's folder.
 DEVICES = Path("/dev")
 NEWEST_TORCH_TRIED = (2, 15)
+HALVES_SINCE_TORCH = (2, 13)
 MAX_CPU_RANKS_PER_CORE = 8  # with more, importing torch alone takes minutes
 
 
@@ -77,10 +79,22 @@ def cpu_note(config: Config) -> str | None:
     )
 
 
+def _release(installed: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in installed.split(".")[:2])
+
+
+def runs_halves_of_backward(torch_version: str) -> bool:
+    """Return True if this torch can run the second half of a backward pass by itself.
+
+    2.11 cannot begin it at an operation with a backward of its own.
+    """
+    return _release(torch_version) >= HALVES_SINCE_TORCH
+
+
 def torch_note(installed: str) -> str | None:
     """Return a note if ``installed`` is newer than the newest torch tried with automoe."""
     newest = ".".join(map(str, NEWEST_TORCH_TRIED))
-    if tuple(int(number) for number in installed.split(".")[:2]) <= NEWEST_TORCH_TRIED:
+    if _release(installed) <= NEWEST_TORCH_TRIED:
         return None
     return f"note: torch {installed} is newer than {newest}, the newest that automoe was tried with"
 
@@ -144,6 +158,14 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` if this machine cannot run a backend that ``config`` names."""
     if config.train.compile:
         _check_compile(device)
+    schedule = config.parallel.schedule
+    halves = shape.pp > 1 and runs_halves(schedule)
+    if halves and not runs_halves_of_backward(version("torch")):
+        raise BackendError(
+            f"parallel.schedule={schedule} runs backward passes in halves, which torch {version('torch')} cannot do "
+            f"with this model's operations. Install torch {'.'.join(map(str, HALVES_SINCE_TORCH))} or later, or set "
+            "parallel.schedule=Interleaved1F1B"
+        )
     if config.launch.numa and device != "cuda":
         raise BackendError(
             "launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it false"

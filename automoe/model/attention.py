@@ -252,7 +252,9 @@ class LatentAttention(nn.Module):
             latent_BRL, k_rope_BRD = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         q_BSND, k_BRND, v_BRND = self.project_up(query_BSL, latent_BRL, k_rope_BRD, context)
         inputs = None if self.indexer is None else self.indexer(x_BsH, query, context)
-        chosen_BSR = save_for_recompute(self._choose, inputs, context)
+        # Compiled models have no indexers, and torch 2.11 cannot trace the call.
+        sparse = self.sparse or self.indexer is not None
+        chosen_BSR = save_for_recompute(self._choose, inputs, context) if sparse else None
         mask_BSR = chosen_BSR if self.sparse else None
         out_BSND = self.attend(context, q_BSND, k_BRND, v_BRND, self.scale, 0, None, mask_BSR)
         out_BSND = exchange_positions(context.heads, out_BSND)

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from automoe.interop.torch_private import fused_rms_norm, fused_rms_norm_backward
+from automoe.interop.torch_private import AsyncTensor
 from automoe.model.linear import Rows, take_rows
 from automoe.moe.activation import row_blocks
 from automoe.moe.process_groups import Communicator
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm for devices without torch's fused kernel (the CPU).
+    """RMSNorm of torch's operations, for the CPU and float64.
 
     x [T, D] may have any dtype, weight [D] is at least float32. It computes in the weight's dtype
     and keeps x in its own dtype. With r = 1 / sqrt(mean(x^2) + eps), g the incoming gradient and p
@@ -63,27 +63,28 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x_TD, grad_weight_D, None
 
 
-class _FusedRMSNorm(torch.autograd.Function):
-    """RMSNorm with torch's fused kernels, which need x and weight in one dtype.
-
-    x is widened in both passes, since ``F.rms_norm`` would keep the wide copy.
-    """
+class _TritonRMSNorm(torch.autograd.Function):
+    """RMSNorm on CUDA, in kernels that read and write each number once (``kernels.norm``)."""
 
     @staticmethod
     def forward(ctx, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        out_TD, scales_T1 = fused_rms_norm(x_TD.to(weight_D.dtype), weight_D, eps)
+        from automoe.kernels.norm import norm_rows
+
+        if isinstance(x_TD, AsyncTensor):  # a kernel reads by pointer, so it must have arrived
+            x_TD = x_TD.trigger_wait()
+        if x_TD.stride(-1) != 1:
+            x_TD = x_TD.contiguous()
+        out_TD, scales_T1 = norm_rows(x_TD, weight_D, eps)
         ctx.save_for_backward(x_TD, weight_D, scales_T1)
-        return out_TD.to(x_TD.dtype)
+        return out_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TD: torch.Tensor):
+        from automoe.kernels.norm import norm_grads
+
         x_TD, weight_D, scales_T1 = ctx.saved_tensors
-        grad = grad_TD.to(weight_D.dtype).contiguous()
-        grad_x_TD, grad_weight_D = fused_rms_norm_backward(
-            grad, x_TD.to(weight_D.dtype), scales_T1, weight_D
-        )
-        return grad_x_TD.to(x_TD.dtype), grad_weight_D, None
+        return *norm_grads(grad_TD.contiguous(), x_TD, scales_T1, weight_D), None
 
 
 class RMSNorm(nn.Module):
@@ -108,7 +109,8 @@ class RMSNorm(nn.Module):
         if torch.compiler.is_compiling():
             # Compiled code gets plain operations: the compiler fuses them and decides what is kept.
             return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
-        norm = _RMSNorm if x.device.type == "cpu" else _FusedRMSNorm
+        in_kernels = x.is_cuda and wide == torch.float32
+        norm = _TritonRMSNorm if in_kernels else _RMSNorm
         return norm.apply(x.reshape(-1, x.shape[-1]), weight, self.eps).view(x.shape)
 
 

@@ -49,6 +49,9 @@ SLOW_PRODUCTS = 4  # the router's float32 matmuls take this multiple of the time
 WIDENING = {"fp8": 16.0, "nf4": 4.0}
 # A gated delta net reaches this share of attention's speed: its short chunks run one after another.
 DELTA_NET = 0.25
+# Of the pass that adds a weight's gradient to its sum, what is left in a product that adds: on an
+# H100 0.26 to 0.36 for wide experts (benchmarks/results/gpu_parts.json).
+FUSED_LEFT = 0.36
 # FlexAttention computes blocks of this many queries and keys, on head dims that are powers of two,
 # at this share of attention's speed: on an H100 Triton's attention reaches 390 TFLOP/s and cuDNN's
 # 605 (arXiv 2407.08608, figure 5, forward, head dim 128).
@@ -128,8 +131,10 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
             moved = weight.packed + WIDENING[place.config.lora.base] + machine.number_bytes
             widened = machine.pass_over(moved * numbers)
         own = seconds * weight.trained
-        if place.fused or (part == "moe" and place.fused_experts):
+        if place.fused:
             own = max(own, machine.pass_over(8.0 * numbers) * weight.trained)
+        elif part == "moe" and place.fused_experts:
+            own += FUSED_LEFT * machine.pass_over(10.0 * numbers) * weight.trained
         passes.add(
             part,
             seconds + widened + machine.cast(tokens * columns),

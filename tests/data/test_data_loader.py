@@ -207,7 +207,8 @@ def test_validation_is_fixed_disjoint_and_never_repeats(config):
     tokens = joined(batches)[0]
     text = bytes(tokens[tokens < 256].tolist())
     files = [path.read_bytes() for path in sorted(Path(config.data.path).iterdir())]
-    inside = [raw for raw in files if raw in text or raw[:100] in text]
+    # Rows may come in any order, so that a text lies in pieces: of three parts a border of rows cuts two at most.
+    inside = [raw for raw in files if any(part in text for part in (raw[:100], raw[100:200], raw[-100:]))]
     assert 0 < len(inside) < len(files)
     assert len(text) == sum(map(len, inside)), "each validation byte once"
     ranks[0].next_step()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from automoe.config.schema import (
     MoEConfig,
     ObserveConfig,
     OptimConfig,
+    ParallelConfig,
     TrainConfig,
 )
 from automoe.errors import BackendError
@@ -227,3 +229,17 @@ def test_a_torch_that_nobody_tried_is_said() -> None:
     tried = ".".join(map(str, newest))
     for page in ("README.md", "pyproject.toml"):
         assert f"{tried}" in (ROOT / page).read_text(), f"{page} says what was tried"
+
+
+@pytest.mark.parametrize(("installed", "refused"), [("2.11.0+cpu", True), ("2.13.0", False)])
+def test_halves_of_backward_passes_need_a_newer_torch(
+    installed: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "version", lambda package: installed)
+    config = Config(mesh=MeshConfig(pp=2), parallel=ParallelConfig(schedule="ZBVZeroBubble", stages_per_rank=2))
+    shape = resolve_mesh(config.mesh, 2)
+    if refused:
+        with pytest.raises(BackendError, match=r"torch 2.11.0\+cpu cannot .* torch 2.13 or later, or set"):
+            hardware.check_backends(config, shape, "cpu")
+        config = replace(config, parallel=ParallelConfig(schedule="Interleaved1F1B", stages_per_rank=2))
+    hardware.check_backends(config, shape, "cpu")

@@ -30,6 +30,7 @@ from mesh_mappings import (
     RING,
     ULYSSES,
     ZBV,
+    runs_here,
 )
 
 from automoe.config.mesh_shape import MeshShape
@@ -42,6 +43,7 @@ FAMILIES = [name for name, model in MODELS.items() if model.first_k_dense < mode
 SCHEDULES = ({}, {}, GPIPE, INTERLEAVED, PER_MICRO_BATCH, MERGED, INTERLEAVED | MERGED)
 SCHEDULES += (HALVES, ZBV, DUAL_PIPE, DUAL_PIPE | MERGED, BREADTH_FIRST)
 SCHEDULES += (FUSED, FUSED | INTERLEAVED, DELAYED, DELAYED | INTERLEAVED)
+SCHEDULES = tuple(filter(runs_here, SCHEDULES))
 WORLDS = (2, 4, 4, 8, 8, 8, 16)
 
 

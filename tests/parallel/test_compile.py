@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -11,8 +13,9 @@ from compile_cases import Compiled, compiled_by, run_compiled
 from recompute_cases import DEEPSEEK, QWEN3, SEQ_LEN, STEPS, VOCAB, batches, make_config, world_size
 from torch._dynamo.utils import counters
 
-from automoe.config.schema import Config
+from automoe.config.schema import Config, ModelConfig
 from automoe.model.backend import BackendConfig
+from automoe.model.decoder import Decoder
 from automoe.model.loss import chunk_loss
 from automoe.parallel.compile import apply_compile
 from automoe.parallel.compile import compiled as compiled_fn
@@ -139,23 +142,38 @@ def test_a_process_may_run_other_dtypes_too() -> None:
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-2)
 
 
-@pytest.fixture
-def decoder():
-    """Two MoE layers, compiled, from an empty cache."""
+@contextmanager
+def compiled_decoder(model: ModelConfig, backend: str) -> Iterator[Decoder]:
+    """Layers of ``model``, compiled, from an empty cache."""
     torch.compiler.reset()
     counters.clear()
-    config = make_config(replace(QWEN3, num_layers=2))
-    runtime = BackendConfig(always_masked=True, chunk_loss=compiled_fn(chunk_loss, BACKEND))
-    model = build_decoder(config.model, config.moe, torch.float64, backend=runtime).to_empty(device="cpu")
-    for _, layer in model.moe_layers():
+    config = make_config(model)
+    runtime = BackendConfig(always_masked=True, chunk_loss=compiled_fn(chunk_loss, backend))
+    made = build_decoder(config.model, config.moe, torch.float64, backend=runtime).to_empty(device="cpu")
+    for _, layer in made.moe_layers():
         layer.router.reset_buffers()
         layer.router.load.reset_buffers()
-    for parameter in model.parameters():
+    for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    apply_compile(model, BACKEND)
+    apply_compile(made, backend)
     with torch._dynamo.config.patch(error_on_recompile=False):
-        yield model
+        yield made
     torch.compiler.reset()
+
+
+@pytest.fixture
+def decoder() -> Iterator[Decoder]:
+    with compiled_decoder(replace(QWEN3, num_layers=2), BACKEND) as made:
+        yield made
+
+
+@pytest.mark.parametrize("model", [ONE_LAYER, replace(QWEN3, num_layers=1)], ids=["latents", "heads"])
+def test_every_release_of_torch_traces_attention_whole(model: ModelConfig) -> None:
+    """``make smoke-floor`` and ``make smoke-latest`` run it too; that nothing breaks is all that it shows."""
+    tokens = torch.randint(0, VOCAB, (1, SEQ_LEN))
+    with compiled_decoder(model, "eager") as decoder:
+        decoder(tokens, labels=tokens, doc_ids=torch.zeros_like(tokens)).sum().backward()
+        assert counters["stats"]["unique_graphs"] > 0
 
 
 def test_training_and_evaluation_are_compiled_once_each(decoder) -> None:

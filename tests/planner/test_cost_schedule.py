@@ -75,6 +75,18 @@ def test_many_micro_batches_are_the_rounds_that_repeat(schedule: str) -> None:
         assert busy * stretch(schedule, stages, pp, count) == pytest.approx(whole, rel=5e-3)
 
 
+def test_rounds_take_at_least_the_work_of_the_busiest_rank() -> None:
+    """With uneven stages its queue fills only after more rounds than are simulated; passes that overlap take less than it."""
+    stages = [StageTimes(2.0, 2.0), StageTimes(1.0, 2.0), StageTimes(2.0, 2.0), StageTimes(2.0, 2.0)]
+    whole = simulate("Interleaved1F1B", tuple(stages), 2, 80)
+    assert 80 * 8.0 * stretch("Interleaved1F1B", stages, 2, 80) == pytest.approx(whole, rel=5e-3)
+    exchanging = [StageTimes(2.0, 4.0, 2.0)] * 4
+    merged = simulate("Interleaved1F1B", tuple(exchanging), 2, 80, overlap=True)
+    busy = 80 * 12.0
+    assert merged < 0.95 * busy
+    assert busy * stretch("Interleaved1F1B", exchanging, 2, 80, overlap=True) == pytest.approx(merged, rel=5e-3)
+
+
 def test_halves_fill_the_bubble_where_they_take_as_long_as_a_forward_pass() -> None:
     """(p-1) (F+I-W) of arXiv 2401.10241; ZBV would have none if the first stage had a half without its weights."""
     pp, count = 4, 16

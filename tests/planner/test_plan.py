@@ -351,13 +351,25 @@ def test_a_plan_imports_no_torch() -> None:
 @pytest.mark.exhaustive
 def test_the_page_of_merged_passes_says_what_plans_say() -> None:
     page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
-    wide = ["mesh=overlap_dsv3_671b", "mesh.pp=4", "mesh.dp_shard=64", "mesh.ep=256", "parallel.stages_per_rank=4"]
-    wide += ["moe.dispatcher=alltoall", "parallel.expert_wgrad=autograd"]
+    mesh = "mesh=overlap_dsv3_671b"
+    tp2 = [mesh, "mesh.pp=8", "mesh.tp=2", "moe.dispatch_dtype=auto", "parallel.schedule=Interleaved1F1B"]
+    wide = [
+        *tp2,
+        "mesh.pp=4",
+        "mesh.dp_shard=64",
+        "mesh.ep=256",
+        "parallel.stages_per_rank=4",
+        "moe.dispatcher=alltoall",
+    ]
+    fp8 = [mesh, "train.fp8=blockwise"]
     for start, overrides in (
         ("| `tuned_dsv3_671b`:", []),
         ("| pp4 x cp2 x tp2, ep256,", wide),
-        ("| pp8 x cp2 x tp2, ep64,", ["mesh=overlap_dsv3_671b", "parallel.expert_wgrad=autograd"]),
-        ("| `overlap_dsv3_671b`:", ["mesh=overlap_dsv3_671b"]),
+        ("| pp8 x cp2 x tp2, ep64,", tp2),
+        ("| the same, `expert_wgrad=delayed`", [*tp2, "parallel.expert_wgrad=delayed"]),
+        ("| `overlap_dsv3_671b`:", [mesh]),
+        ("| the same, `train.fp8=blockwise`", fp8),
+        ("| the same, 15,360 rows", [*fp8, "train.global_batch_size=15360"]),
     ):
         plan = plan_of("dsv3_671b", *overrides)
         [row] = [line for line in page.splitlines() if line.startswith(start)]

@@ -1,0 +1,133 @@
+"""RMSNorm on a GPU: each number is read once and written once, in both passes.
+
+torch's fused kernels take the input and the weight in one dtype, so a bfloat16 input has to be
+widened first, which reads and writes it twelve times as often as needed. Here sums are float32,
+whatever the input; the gradient of the weight is summed in a fixed order, so a run repeats bit for
+bit. Shapes: T rows, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from automoe.kernels.products import _narrow
+from automoe.kernels.served import INTERPRETED
+from automoe.kernels.tiling import precision
+
+_TILE = 4096  # numbers that a program holds of each operand
+_PROGRAMS = (
+    132 * 8
+)  # that share the rows of a backward pass: eight for each multiprocessor of Hopper
+
+
+@triton.jit
+def _norm_rows(
+    x,  # [T, D] by its stride, the last dim dense
+    weight,  # [D] float32
+    out,  # [T, D], written
+    scales,  # [T] float32, written
+    num_rows,
+    dim,
+    stride,
+    eps,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_D)
+    real = row < num_rows
+    mask = real[:, None] & (column < dim)[None, :]
+    number = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    number = number.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(number * number, axis=1) / dim + eps)
+    factor = tl.load(weight + column, mask=column < dim, other=0.0)
+    normed = number * scale[:, None] * factor[None, :]
+    normed = _narrow(normed, out.dtype.element_ty, PRECISION)
+    tl.store(out + row[:, None] * dim + column[None, :], normed, mask=mask)
+    tl.store(scales + row, scale, mask=real)
+
+
+@triton.jit
+def _norm_grads(
+    grad,  # [T, D] dense
+    x,  # [T, D] by its stride
+    weight,
+    scales,
+    grad_x,  # [T, D], written
+    shares,  # [programs, D] float32, written: terms of the gradient of the weight
+    num_rows,
+    dim,
+    stride,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK_D)
+    in_row = column < dim
+    factor = tl.load(weight + column, mask=in_row, other=0.0)[None, :]
+    share = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    step = tl.num_programs(0) * ROWS
+    for start in range(tl.program_id(0) * ROWS, num_rows, step):
+        row = start + tl.arange(0, ROWS).to(tl.int64)
+        real = row < num_rows
+        mask = real[:, None] & in_row[None, :]
+        at = row[:, None] * dim + column[None, :]
+        number = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+        number = number.to(tl.float32)
+        given = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(scales + row, mask=real, other=0.0)[:, None]
+        normed = number * scale
+        share += given * normed
+        given *= factor
+        shrink = tl.sum(given * normed, axis=1)[:, None] / dim
+        result = _narrow((given - normed * shrink) * scale, grad_x.dtype.element_ty, PRECISION)
+        tl.store(grad_x + at, result, mask=mask)
+    share = tl.sum(share, axis=0)
+    tl.store(shares + tl.program_id(0) * dim + column, share, mask=in_row)
+
+
+def _tile(dim: int) -> dict[str, int]:
+    """Return the constants of both kernels for rows of ``dim`` numbers."""
+    width = triton.next_power_of_2(dim)
+    rows = max(1, _TILE // width)
+    return {"ROWS": rows, "BLOCK_D": width, "num_warps": min(16, max(4, width // 512))}
+
+
+def norm_rows(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x / sqrt(mean(x^2) + eps) * weight in the dtype of x, and 1 / sqrt(...) [T, 1].
+
+    ``x`` is bfloat16, float16 or float32, with dense rows; ``weight`` is float32.
+    """
+    num_rows, dim = x_TD.shape
+    out_TD = torch.empty((num_rows, dim), dtype=x_TD.dtype, device=x_TD.device)
+    scales_T1 = weight_D.new_empty(num_rows, 1)
+    if num_rows:
+        tile = _tile(dim)
+        _norm_rows[(triton.cdiv(num_rows, tile["ROWS"]),)](
+            x_TD, weight_D, out_TD, scales_T1, num_rows, dim, x_TD.stride(0), eps,
+            PRECISION=precision(x_TD.dtype), **tile,
+        )  # fmt: skip
+    return out_TD, scales_T1
+
+
+def norm_grads(
+    grad_TD: torch.Tensor, x_TD: torch.Tensor, scales_T1: torch.Tensor, weight_D: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of ``x`` and ``weight``; ``scales`` is what ``norm_rows`` returned."""
+    num_rows, dim = x_TD.shape
+    grad_x_TD = torch.empty_like(grad_TD)
+    tile = _tile(dim)
+    most = 2 if INTERPRETED else _PROGRAMS
+    programs = min(most, triton.cdiv(num_rows, tile["ROWS"]))
+    shares = weight_D.new_empty(programs, dim)
+    if num_rows:
+        _norm_grads[(programs,)](
+            grad_TD, x_TD, weight_D, scales_T1, grad_x_TD, shares, num_rows, dim, x_TD.stride(0),
+            PRECISION=precision(x_TD.dtype), **tile,
+        )  # fmt: skip
+    return grad_x_TD, shares.sum(0)
