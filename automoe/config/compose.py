@@ -32,7 +32,7 @@ from automoe.config.paths import checked_path
 from automoe.config.plugins import load_plugins
 from automoe.config.recipe_args import SECTION, check_args
 from automoe.config.rules import check_rows, number_rows
-from automoe.config.schema import Config
+from automoe.config.schema import Config, RopeConfig
 from automoe.config.shipped import named_recipe, shipped_folder
 from automoe.errors import BackendError, ConfigError
 from automoe.storage.foreign import compose_yaml
@@ -255,6 +255,7 @@ def register_base() -> None:
     from omegaconf import OmegaConf
 
     base = OmegaConf.create(config_to_dict(Config()))
+    base.model.rope.original_seq_len = RopeConfig.original_seq_len  # unsaid until settled
     OmegaConf.set_struct(base[SECTION], False)  # the recipe, not the schema, declares these keys
     ConfigStore.instance().store(name="base", node=base)
 

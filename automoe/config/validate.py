@@ -41,7 +41,7 @@ from automoe.config.rules import Row, check_rows, divides, number_rows
 from automoe.config.rules_context import context_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import TRANSFORMERS, model_rows, moe_rows
-from automoe.config.schema import Config
+from automoe.config.schema import Config, MeshConfig
 from automoe.errors import ConfigError
 
 
@@ -65,6 +65,7 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     device = device or config.launch.device
     check_rows(config, number_rows(config))
     shape = resolve_mesh(config.mesh, num_ranks)
+    config = replace(config, mesh=MeshConfig(**vars(shape)))
     check_rows(config, mesh_rows(config, shape, device), shape)
     check_rows(config, settings_rows(config))
     parse_profile_steps(config.observe.profile_steps)

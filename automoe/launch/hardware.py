@@ -15,7 +15,7 @@ from math import gcd
 from pathlib import Path
 
 from automoe.config.frozen import Device
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.mesh_shape import MeshShape, expand_preset
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.shipped import own_recipe
 from automoe.errors import BackendError
@@ -104,13 +104,15 @@ def default_num_ranks(config: Config, device: str) -> int | None:
     ``mesh.preset`` one rank per GPU or core. None if ``launch.num_ranks`` is unset and an axis of
     the mesh is invalid.
     """
-    mesh = config.mesh
-    if config.launch.num_ranks is not None or min(_fixed(mesh)) < 1:
+    if config.launch.num_ranks is not None:
         return config.launch.num_ranks
     here = visible_gpus() if device == "cuda" else num_cores()
-    if mesh.preset:
+    if config.mesh.preset:
         return here
+    mesh = expand_preset(config.mesh, None)
     attention, experts = _fixed(mesh)
+    if min(attention, experts) < 1:
+        return None
     unit = mesh.pp * attention * experts // gcd(attention, experts)
     return max(here // unit, 1) * unit
 

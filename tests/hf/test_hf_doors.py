@@ -396,10 +396,11 @@ def test_what_is_not_finite_is_not_exported_nor_converted(
     spoil(single, value)
     with pytest.warns(UserWarning):
         model = automoe.from_hf(single)
-    with pytest.raises(CheckpointError, match=f"1 numbers of {SPOILT} are NaN or infinite"):
-        automoe.to_hf(model, tmp_path / "out")
-    assert convert.main([str(single), "--out", str(tmp_path / "out")]) == 2
-    assert f"1 numbers of {SPOILT} are NaN or infinite" in capsys.readouterr().err
+    for encoding, option in (("plain", []), ("fp8", ["--fp8"])):  # which has NaN for all of a block
+        with pytest.raises(CheckpointError, match=f": 1 numbers of {SPOILT} are NaN or infinite"):
+            automoe.to_hf(model, tmp_path / "out", encoding=encoding)
+        assert convert.main([str(single), "--out", str(tmp_path / "out"), *option]) == 2
+        assert f": 1 numbers of {SPOILT} are NaN or infinite" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["model"]
 
 
