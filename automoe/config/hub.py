@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -126,7 +126,7 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     Raises:
         ConfigError: as ``pinned``.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import FileMetadataError
 
     options: dict[str, Any] = {
@@ -150,10 +150,12 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     # A commit never changes, and huggingface_hub has compared the folder with the list.
     if cached and len(revision) == 40 and listing.is_file():
         return cached
+    text = f"waiting for {constants.ENDPOINT}: {name}@{revision}"
+    timer = Timer(SILENT_S, print, (text,), {"file": sys.stderr})
+    timer.start()
     try:
-        with _naming(f"{name}@{revision}"):
-            HfApi().model_info(name, revision=revision, timeout=SILENT_S)
-            folder = Path(snapshot_download(name, **options))
+        HfApi().model_info(name, revision=revision, timeout=SILENT_S)
+        folder = Path(snapshot_download(name, **options))
         listing = place / "trees" / f"{folder.name}.json"
         if listing.is_file():  # the library ignores a disk that has no room for it
             _check_sizes(folder, listing, before)
@@ -164,18 +166,6 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
         note = f"note: {cached} is used as it is: the Hub cannot be asked which files a model has"
         print(f"{note} ({one_line(error)})", file=sys.stderr)
         return cached
-
-
-@contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Say on the screen what a Hub that takes long is asked for."""
-    from huggingface_hub.constants import ENDPOINT
-
-    timer = Timer(SILENT_S, print, (f"waiting for {ENDPOINT}: {what}",), {"file": sys.stderr})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
     finally:
         timer.cancel()
 
