@@ -53,22 +53,21 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
 def _reason(data: DataConfig, error: Exception, offline: bool) -> str:
     from huggingface_hub import HfApi
 
-    absent = f"nothing there (looked from {Path.cwd()}), and "
-    if there := Path(data.path or "").expanduser().exists():
-        absent = ""
+    there = Path(data.path or "").expanduser().exists()
+    absent = "" if there else f"nothing there (looked from {Path.cwd()}), and "
     what = f"{data.path}: {absent}datasets cannot load it ({one_line(error)})."
-    unreached = isinstance(error, ConnectionError) and not there
-    cause: BaseException | None = error
-    if unreached and not offline:  # datasets drops the reason
+    unreached = isinstance(error, ConnectionError)
+    cause: BaseException | None = None if there or offline else error
+    if cause and unreached:  # datasets drops the reason
         try:
             HfApi().dataset_info(str(data.path), timeout=SILENT_S)
         except Exception as reason:
             cause = reason
-    while cause is not None and not (there or offline):
+    while cause is not None:
         if remedy := remedy_of(cause, f"datasets/{data.path}"):
             return f"{what} ({one_line(cause)}) {remedy}."
         cause = cause.__cause__ or cause.__context__
-    if unreached or (offline and not there):
+    if not there and (offline or unreached):
         return (
             f"{what} The Hub is out of reach from here, or HF_HUB_OFFLINE is set: where there is a network, save it "
             f"with datasets.load_dataset({data.path!r}, split={data.split!r}).save_to_disk(DIR), and set data.path=DIR."

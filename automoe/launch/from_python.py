@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -155,7 +156,7 @@ def _overrides(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
 def _text(value: object) -> str:
     """Return ``value`` in Hydra's override grammar."""
     if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
+        return json.dumps(value)
     if isinstance(value, (int, float)):
         # A NumPy float is a float too, but its repr names NumPy.
         return repr(float(value) if isinstance(value, float) else int(value))

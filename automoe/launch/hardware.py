@@ -16,7 +16,7 @@ from pathlib import Path
 
 from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape, expand_preset
-from automoe.config.schema import Config, MeshConfig
+from automoe.config.schema import Config
 from automoe.config.shipped import own_recipe
 from automoe.errors import BackendError
 
@@ -110,8 +110,10 @@ def default_num_ranks(config: Config, device: str) -> int | None:
     if config.mesh.preset:
         return here
     mesh = expand_preset(config.mesh, None)
-    attention, experts = _fixed(mesh)
-    if min(attention, experts) < 1:
+    # -1, which is derived, counts as 1.
+    attention = abs(mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp)
+    experts = abs(mesh.ep_replicate * mesh.ep_shard * mesh.ep * mesh.etp)
+    if not attention * experts:
         return None
     unit = mesh.pp * attention * experts // gcd(attention, experts)
     return max(here // unit, 1) * unit
@@ -261,11 +263,3 @@ def _check_compiler(key: str, device: str, remedy: str) -> None:
             f"{key} compiles against Python's headers, and there is no {header}. Install them (Debian: python3-dev), "
             f"or {remedy}"
         )
-
-
-def _fixed(mesh: MeshConfig) -> tuple[int, int]:
-    """Return the products of the given axes, without pp, of the default and the moe view."""
-    dp_shard = 1 if mesh.dp_shard == -1 else mesh.dp_shard
-    ep_shard = 1 if mesh.ep_shard == -1 else mesh.ep_shard
-    attention = mesh.dp_replicate * dp_shard * mesh.cp * mesh.tp
-    return attention, mesh.ep_replicate * ep_shard * mesh.ep * mesh.etp

@@ -93,9 +93,8 @@ def settle(config: Config, overrides: list[str]) -> Config:
             model = replace(model, rope=_extended(mine.rope, model))
         if mine.num_mtp_layers and not mine.random_weights:
             _check_modules(mine.num_mtp_layers, model_config_from_hf(path, mtp=True))
-    ties = config.model.router.exact_ties
-    if "model.router.exact_ties" not in named:
-        ties = ties or model.router.exact_ties
+    unsaid = "model.router.exact_ties" not in named and model.router.exact_ties
+    ties = config.model.router.exact_ties or unsaid
     model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))
     for key, value in named.items():
         compared = []
