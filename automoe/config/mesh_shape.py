@@ -44,8 +44,8 @@ class MeshShape:
 
     @classmethod
     def of(cls, mesh: MeshConfig) -> MeshShape:
-        """Copy the axes of ``mesh``, all of which must be set (none is -1)."""
-        return cls(**{field.name: getattr(mesh, field.name) for field in fields(cls)})
+        """Copy the axes of ``mesh``, of which none is -1 and 0 is 1, as without a preset."""
+        return cls(**{field.name: getattr(mesh, field.name) or 1 for field in fields(cls)})
 
     @property
     def world_size(self) -> int:
