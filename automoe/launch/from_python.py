@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from automoe.config.compose import DEFAULT_PRIMARY, Arguments
 from automoe.config.convert import config_from_dict
-from automoe.config.frozen import VALUE_KEYS
+from automoe.config.frozen import flat
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config, export_name
 from automoe.errors import ConfigError, LaunchError, TrainingError
@@ -125,7 +125,7 @@ def _composed(
         load_plugins(config.plugins)
         return settle(config_from_dict(asdict(config)), [])  # as strict as for overrides
     if isinstance(config, Mapping):
-        overrides = list(_overrides(config, ""))
+        overrides = [f"{key}={_text(value)}" for key, value in flat(config).items()]
     elif (
         isinstance(config, Sequence)
         and not isinstance(config, str)
@@ -141,16 +141,6 @@ def _composed(
         )
     folder = None if config_dir is None else os.fspath(config_dir)
     return compose(Arguments(config_name.removesuffix(".yaml"), folder, overrides=overrides))
-
-
-def _overrides(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the overrides of a nested dictionary: ``{"mesh": {"ep": 2}}`` gives ``mesh.ep=2``."""
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in VALUE_KEYS:
-            yield from _overrides(value, f"{key}.")
-        else:
-            yield f"{key}={_text(value)}"
 
 
 def _text(value: object) -> str:
