@@ -151,7 +151,7 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     if cached and len(revision) == 40 and listing.is_file():
         return cached
     text = f"waiting for {constants.ENDPOINT}: {name}@{revision}"
-    timer = Timer(SILENT_S, print, (text,), {"file": sys.stderr})
+    timer = Timer(SILENT_S, print, [text], {"file": sys.stderr})
     timer.start()
     try:
         HfApi().model_info(name, revision=revision, timeout=SILENT_S)
