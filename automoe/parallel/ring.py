@@ -122,7 +122,8 @@ def _pairs(
     """Yield chunks of this rank's positions with chunks of rank ``source`` that they may see.
 
     Both come as slices of positions. Then come the latter's keys and values [B, N, C, D], each head
-    repeated for the queries that share it, and a mask. The mask is [B, 1, C, C], True where a query sees a key; None if all queries see all keys.
+    repeated for the queries that share it, and a mask [B, 1, C, C], True where a query sees a key;
+    None if all queries see all keys.
     """
     last, chunk = 2 * dist.get_world_size(group) - 1, q.shape[2] // 2
     rank = dist.get_rank(group)
