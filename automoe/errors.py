@@ -286,6 +286,11 @@ def listed(names: Iterable[object], shown: int = 4) -> str:
     return ", ".join(texts[:shown]) + more
 
 
+def one_line(text: object) -> str:
+    """Return the first 400 characters of ``text`` on one line."""
+    return " ".join(str(text).split())[:400]
+
+
 def retried(action: Callable[[], T]) -> T:
     """Call ``action`` and return its result; repeat it up to three times after a transient error.
 

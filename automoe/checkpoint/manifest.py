@@ -196,7 +196,8 @@ def check_base(
     if saved != base:
         raise CheckpointError(
             f"{step_dir} holds what was trained on the fixed weights of {manifest['config']['model']['hf_path']}, "
-            f"and model.hf_path={config.model.hf_path} is another checkpoint. Name the one that it was trained with"
+            f"and the weights of model.hf_path={config.model.hf_path} are others: another checkpoint, or a file of it "
+            "that changed since. Name the one that it was trained with, as it was"
         )
 
 

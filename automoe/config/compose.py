@@ -32,9 +32,9 @@ from automoe.config.paths import checked_path
 from automoe.config.plugins import load_plugins
 from automoe.config.recipe_args import SECTION, check_args
 from automoe.config.rules import check_rows, number_rows
-from automoe.config.schema import Config
+from automoe.config.schema import Config, RopeConfig
 from automoe.config.shipped import named_recipe, shipped_folder
-from automoe.errors import BackendError, ConfigError
+from automoe.errors import BackendError, ConfigError, one_line
 from automoe.storage.foreign import compose_yaml
 
 DEFAULT_PRIMARY = "config"
@@ -157,7 +157,7 @@ def composed_container(
         with initialize_config_dir(config_dir=main, version_base="1.3"):
             return resolved_container(compose(config_name, overrides + search), overrides)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         for text in overrides:
             key, _, value = text.lstrip("+").partition("=")
             known = f"values for {key}." in reason or f"already at '{key}'" in reason
@@ -255,6 +255,7 @@ def register_base() -> None:
     from omegaconf import OmegaConf
 
     base = OmegaConf.create(config_to_dict(Config()))
+    base.model.rope.original_seq_len = RopeConfig.original_seq_len  # unsaid until settled
     OmegaConf.set_struct(base[SECTION], False)  # the recipe, not the schema, declares these keys
     ConfigStore.instance().store(name="base", node=base)
 

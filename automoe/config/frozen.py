@@ -26,7 +26,7 @@ from automoe.config.plugins import load_plugins, loaded_plugins
 from automoe.config.recipe_args import SECTION, default_args
 from automoe.config.schema import Config, MeshConfig, tokenizer_of
 from automoe.config.shipped import own_recipe
-from automoe.errors import ConfigError
+from automoe.errors import ConfigError, one_line
 from automoe.storage.files import read_file, replace_file
 from automoe.storage.foreign import parse_yaml
 
@@ -125,7 +125,7 @@ def read_mapping(text: str | bytes) -> dict[str, Any]:
     try:
         content = parse_yaml(text.encode() if isinstance(text, str) else text)
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(one_line(error)) from None
     if not isinstance(content, dict):
         raise ValueError(f"a mapping was written, and this is {type(content).__name__}")
     return content

@@ -14,16 +14,17 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from automoe.config.paths import user_path
-from automoe.errors import ConfigError, listed
+from automoe.errors import ConfigError, listed, one_line
 from automoe.storage.files import read_file, wrong_kind
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w./-]+?))??(?:@([0-9a-f]{40}))?")
 # Patterns of the files that describe a model and its tokenizer; pickles and code are excluded.
 _SMALL = ["*.json", "*.jinja", "vocab.txt", "merges.txt", "*.model"]
-_SILENT_S = 10.0  # a Hub that says nothing for so long is out of reach
+SILENT_S = 10.0  # a Hub that says nothing for so long is out of reach
 _WAIT_S = 300  # longest wait that the Hub may ask for; its limits count windows of five minutes
 _COPIES = ["*/*.json", "*/*.model"]  # other formats and older steps, in folders of their own
 
@@ -98,7 +99,7 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
         if (before := id_and_commit(kept)) is not None and before[0] == name:
             commit = before[1]
             with contextlib.suppress(Exception):  # the Hub may be out of reach
-                newest = HfApi().model_info(name, timeout=_SILENT_S).sha
+                newest = HfApi().model_info(name, timeout=SILENT_S).sha
                 if newest and newest != commit:
                     print(
                         f"note: {key}={name} is at commit {newest[:12]} now; this run stays with {commit[:12]}. For "
@@ -125,7 +126,8 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     Raises:
         ConfigError: as ``pinned``.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import FileMetadataError
 
     options: dict[str, Any] = {
         "revision": revision,
@@ -148,19 +150,24 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     # A commit never changes, and huggingface_hub has compared the folder with the list.
     if cached and len(revision) == 40 and listing.is_file():
         return cached
+    text = f"waiting for {constants.ENDPOINT}: {name}@{revision}"
+    timer = Timer(SILENT_S, print, [text], {"file": sys.stderr})
+    timer.start()
     try:
-        HfApi().model_info(name, revision=revision, timeout=_SILENT_S)
+        HfApi().model_info(name, revision=revision, timeout=SILENT_S)
         folder = Path(snapshot_download(name, **options))
         listing = place / "trees" / f"{folder.name}.json"
         if listing.is_file():  # the library ignores a disk that has no room for it
             _check_sizes(folder, listing, before)
         return folder
     except Exception as error:  # the library's own, those of its HTTP client, of the disk
-        if cached is None:
+        if cached is None or isinstance(error, FileMetadataError):
             raise _refused(key, f"{name}@{revision}", error) from error
         note = f"note: {cached} is used as it is: the Hub cannot be asked which files a model has"
-        print(f"{note} ({_one_line(error)})", file=sys.stderr)
+        print(f"{note} ({one_line(error)})", file=sys.stderr)
         return cached
+    finally:
+        timer.cancel()
 
 
 def bound_waits() -> None:
@@ -170,7 +177,7 @@ def bound_waits() -> None:
 
     def end_silence(request: Any) -> None:
         waits = request.extensions["timeout"]
-        waits |= {part: seconds or _SILENT_S for part, seconds in waits.items()}
+        waits |= {part: seconds or SILENT_S for part, seconds in waits.items()}
 
     def end_pause(answer: Any) -> None:
         pause = answer.headers.get("Retry-After", "")
@@ -202,6 +209,8 @@ def _check_sizes(folder: Path, listing: Path, before: set[Path]) -> None:
     ]
     said = f"the Hub lists other sizes of {listed(wrong)}"
     for file in wrong:
+        if file.resolve() in before:
+            said += f". Delete {file.resolve()}"
         for path in {file.resolve(), file} - before:
             path.unlink(missing_ok=True)
     if wrong:
@@ -221,7 +230,7 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
     try:
         there = (
             HfApi()
-            .model_info(found[0], revision=found[1], files_metadata=True, timeout=_SILENT_S)
+            .model_info(found[0], revision=found[1], files_metadata=True, timeout=SILENT_S)
             .siblings
             or []
         )
@@ -239,10 +248,6 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
         file=sys.stderr,
     )
     download(key, *found, missing)
-
-
-def _one_line(error: Exception | str) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def remedy_of(error: BaseException, path: str) -> str | None:
@@ -280,7 +285,7 @@ def _refused(
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
-    why = _one_line(error)
+    why = one_line(error)
     name = spec.partition("@")[0]
     remedy = isinstance(error, Exception) and remedy_of(error, name)
     if not remedy:

@@ -105,8 +105,8 @@ def with_layout(config: Config) -> Config:
             f"{KEY}={text} has {modules} m",
             f"Set model.num_mtp_layers={modules}, or write as many m before L",
         )
-    pp = config.mesh.pp
-    if config.mesh.preset:
+    pp = config.mesh.pp or 1
+    if config.mesh.preset and not config.mesh.pp:
         raise ConfigError(
             KEY, text, "mesh.preset chooses mesh.pp by the number of ranks", "Set mesh.pp instead"
         )

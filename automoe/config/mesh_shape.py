@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import ConfigError
@@ -43,8 +44,8 @@ class MeshShape:
 
     @classmethod
     def of(cls, mesh: MeshConfig) -> MeshShape:
-        """Copy the axes of ``mesh``, all of which must be set (none is -1)."""
-        return cls(**{field.name: getattr(mesh, field.name) for field in fields(cls)})
+        """Copy the axes of ``mesh``, of which none is -1 and 0 is 1, as without a preset."""
+        return cls(**{field.name: getattr(mesh, field.name) or 1 for field in fields(cls)})
 
     @property
     def world_size(self) -> int:
@@ -313,13 +314,16 @@ MAX_EP = 8  # a node: beyond it tokens cross the slow network
 
 
 def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
-    """Return the axes of ``mesh.preset`` for ``num_ranks``; axes set explicitly take precedence.
+    """Return ``mesh`` with sizes for the axes that are 0: those of its preset, else 1.
 
     Raises:
         ConfigError: the preset is unknown, or ``num_ranks`` is None.
     """
+    unsaid: dict[str, Any] = {
+        a: 1 for a, n in vars(mesh).items() if n == getattr(MeshConfig, a) == 0
+    }
     if not mesh.preset:
-        return mesh
+        return replace(mesh, **unsaid)
     if mesh.preset not in PRESETS:
         raise ConfigError(
             "mesh.preset", mesh.preset, f"there are {', '.join(PRESETS)}", "Name one of them"
@@ -347,8 +351,7 @@ def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
     elif mesh.preset != "fsdp":
         ep = largest_divisor(data * sizes["cp"] * sizes["tp"], MAX_EP)
     sizes |= {"ep": ep, "etp": etp}
-    derived = {a: size for a, size in sizes.items() if getattr(mesh, a) == getattr(MeshConfig, a)}
-    return replace(mesh, preset="", **derived)
+    return replace(mesh, preset="", **{a: sizes.get(a, 1) for a in unsaid})
 
 
 def largest_divisor(number: int, limit: int) -> int:

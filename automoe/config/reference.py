@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import json
 import textwrap
 import tokenize
 from collections.abc import Iterator
@@ -142,5 +143,5 @@ def _shown(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_shown, value)) + "]"
     if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
+        return json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

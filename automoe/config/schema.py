@@ -20,21 +20,22 @@ class MeshConfig:
     """Two views of the same ranks (arXiv 2504.14960); ``pp`` is outermost in both.
 
     default: pp x dp_replicate x dp_shard x cp x tp; moe: pp x ep_replicate x ep_shard x ep x etp.
-    Both products are the number of ranks; ``-1`` (dp_shard, ep_shard) is derived from it.
+    Both products are the number of ranks; ``-1`` (dp_shard, ep_shard) is derived from it. ``0`` is
+    as ``preset`` says, and 1 without one.
     """
 
-    pp: int = 1  # ranks of a pipeline; the layers are split into stages over them
+    pp: int = 0  # ranks of a pipeline; the layers are split into stages over them
     # replicas of the FSDP-sharded model (HSDP); each trains on its own part of the batch
-    dp_replicate: int = 1
+    dp_replicate: int = 0
     # ranks that FSDP shards non-expert parameters over, each with its own part of the batch; -1:
     # all ranks that the other axes leave
     dp_shard: int = -1
-    cp: int = 1  # context parallelism: ranks that split each row along the sequence
-    tp: int = 1  # tensor parallelism: ranks that split attention heads and dense FFN widths
-    ep_replicate: int = 1  # replicas of each expert that FSDP shards (HSDP for experts)
+    cp: int = 0  # context parallelism: ranks that split each row along the sequence
+    tp: int = 0  # tensor parallelism: ranks that split attention heads and dense FFN widths
+    ep_replicate: int = 0  # replicas of each expert that FSDP shards (HSDP for experts)
     ep_shard: int = -1  # ranks that FSDP shards an expert's parameters over; -1: derived
-    ep: int = 1  # expert parallelism: ranks that divide the experts of a layer among them
-    etp: int = 1  # expert tensor parallelism: ranks that split the width of every expert
+    ep: int = 0  # expert parallelism: ranks that divide the experts of a layer among them
+    etp: int = 0  # expert tensor parallelism: ranks that split the width of every expert
     preset: str = ""  # a named mesh, scaled to the number of ranks (docs/parallelism.md)
 
 
@@ -51,11 +52,13 @@ class RopeConfig:
     # gqa: share of a head's dims that are rotated, counted from the first
     partial_rotary_factor: float = 1.0
     # the checkpoint of hf_path is trained on with the scaling of this section, for longer rows than
-    # its own; theta and the kind of rotation stay its own. original_seq_len=0: its longest row
+    # its own; theta and the kind of rotation stay its own
     extends: bool = False
     scaling: Literal["none", "yarn", "llama3"] = "none"
     factor: float = 1.0  # ratio of the longest row after scaling to original_seq_len
-    original_seq_len: int = 4096  # longest row that the model was trained on before scaling
+    # longest row that the model was trained on before scaling; 0: with extends that of the checkpoint,
+    # else 4096
+    original_seq_len: int = 0
     # yarn: dims with more than this many rotations over original_seq_len keep their frequency
     beta_fast: float = 32.0
     # yarn: dims with fewer rotations than this have their frequency divided by factor; dims
@@ -76,6 +79,10 @@ class RopeConfig:
     # llama3: dims with more rotations than this keep their frequency; dims between
     # low_freq_factor and high_freq_factor are interpolated
     high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not (self.original_seq_len or self.extends):
+            self.original_seq_len = 4096
 
 
 @dataclass

@@ -41,7 +41,7 @@ from automoe.config.rules import Row, check_rows, divides, number_rows
 from automoe.config.rules_context import context_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import TRANSFORMERS, model_rows, moe_rows
-from automoe.config.schema import Config
+from automoe.config.schema import Config, MeshConfig
 from automoe.errors import ConfigError
 
 
@@ -65,6 +65,7 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     device = device or config.launch.device
     check_rows(config, number_rows(config))
     shape = resolve_mesh(config.mesh, num_ranks)
+    config = replace(config, mesh=MeshConfig(**vars(shape)))
     check_rows(config, mesh_rows(config, shape, device), shape)
     check_rows(config, settings_rows(config))
     parse_profile_steps(config.observe.profile_steps)
@@ -240,10 +241,8 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     rule = misfit(schedule, pp, stages, micro_batches)
     yield ("parallel.schedule", bool(rule), rule, "Correct the file, or the numbers that it disagrees with")
     yield from _halves_rows(config)
-    for name in ("reshard", "grad_sync"):
-        yield (f"parallel.{name}", getattr(parallel, name) == "micro_batch",
-               f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step",
-               f"Set parallel.{name}=step, or mesh.pp=1")
+    yield from _step_rows(
+        config, f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step", "or mesh.pp=1")
 
 
 def _halves_rows(config: Config) -> Iterator[Row]:
@@ -309,10 +308,14 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("train.micro_batch_size", micro_batches < 2,
            f"{key} merges two micro-batches, and a data-parallel rank has {micro_batches} a step",
            f"Set a smaller train.micro_batch_size, {off}")
+    yield from _step_rows(
+        config, f"{key} runs the passes of two micro-batches at once, which share their weights to the end of the step", off)
+
+
+def _step_rows(config: Config, rule: str, instead: str) -> Iterator[Row]:
     for name in ("reshard", "grad_sync"):
-        yield (f"parallel.{name}", getattr(parallel, name) == "micro_batch",
-               f"{key} runs the passes of two micro-batches at once, which share their weights to the end of the step",
-               f"Set parallel.{name}=step, {off}")
+        key = f"parallel.{name}"
+        yield key, getattr(config.parallel, name) == "micro_batch", rule, f"Set {key}=step, {instead}"
 
 
 def _wgrad_rows(config: Config, shape: MeshShape) -> Iterator[Row]:

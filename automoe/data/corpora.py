@@ -173,12 +173,17 @@ def open_file(path: Path) -> BinaryIO:
 
     Reading a damaged archive raises OSError.
     """
-    if path.suffix not in _CODECS:
-        return path.open("rb")
-    import pyarrow
+    file = path.open("rb")
+    if path.suffix in _CODECS:
+        import pyarrow
 
-    stream: Any = pyarrow.input_stream(str(path), compression=_CODECS[path.suffix])
-    return io.BufferedReader(stream, _PART_BYTES)
+        stream: Any = pyarrow.input_stream(file, compression=_CODECS[path.suffix])
+        file = io.BufferedReader(stream, _PART_BYTES)
+    raw = file.peek(2)
+    # Latin letters of UTF-16 are valid UTF-8, with zero bytes between them.
+    if (zero := raw.find(b"\0", 0, 2)) >= 0:
+        raise _not_utf8(path, 1, UnicodeDecodeError("", raw, zero, zero, "half a letter"))
+    return file
 
 
 def read_files(
@@ -238,8 +243,9 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
 
 
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
-    marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    encoding = "utf-16" if error.object[:2] in marks else "latin1"
+    kinds = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+    zero = error.object.find(b"\0", 0, 2)
+    encoding = ("utf-16-be", "utf-16-le", kinds.get(error.object[:2], "latin1"))[zero]
     return DataError(
         f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}). Convert the file "
         f"(iconv -f {encoding} -t utf-8, if that is what it is) or leave it out of data.path."

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.data_schema import DataConfig
-from automoe.config.hub import bound_waits, is_data_set, remedy_of
-from automoe.errors import DataError, import_backend
+from automoe.config.hub import SILENT_S, bound_waits, is_data_set, remedy_of
+from automoe.errors import DataError, import_backend, one_line
 
 
 def hub_files(data: DataConfig) -> dict[str, Path]:
@@ -51,18 +51,25 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
 
 
 def _reason(data: DataConfig, error: Exception, offline: bool) -> str:
-    absent = f"nothing there (looked from {Path.cwd()}), and "
-    if there := Path(data.path or "").expanduser().exists():
-        absent = ""
-    what = f"{data.path}: {absent}datasets cannot load it ({' '.join(str(error).split())[:300]})."
-    if not there and (offline or isinstance(error, ConnectionError)):
+    from huggingface_hub import HfApi
+
+    there = Path(data.path or "").expanduser().exists()
+    absent = "" if there else f"nothing there (looked from {Path.cwd()}), and "
+    what = f"{data.path}: {absent}datasets cannot load it ({one_line(error)})."
+    unreached = isinstance(error, ConnectionError)
+    cause: BaseException | None = None if there or offline else error
+    if cause and unreached:  # datasets drops the reason
+        try:
+            HfApi().dataset_info(str(data.path), timeout=SILENT_S)
+        except Exception as reason:
+            cause = reason
+    while cause is not None:
+        if remedy := remedy_of(cause, f"datasets/{data.path}"):
+            return f"{what} ({one_line(cause)}) {remedy}."
+        cause = cause.__cause__ or cause.__context__
+    if not there and (offline or unreached):
         return (
             f"{what} The Hub is out of reach from here, or HF_HUB_OFFLINE is set: where there is a network, save it "
             f"with datasets.load_dataset({data.path!r}, split={data.split!r}).save_to_disk(DIR), and set data.path=DIR."
         )
-    cause: BaseException | None = error
-    while cause is not None and not there:
-        if remedy := remedy_of(cause, f"datasets/{data.path}"):
-            return f"{what} ({' '.join(str(cause).split())[:300]}) {remedy}."
-        cause = cause.__cause__ or cause.__context__
     return f"{what} Correct data.path, data.subset or data.split."

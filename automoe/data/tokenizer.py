@@ -23,7 +23,7 @@ from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
 from automoe.config.shipped import shipped_folder
 from automoe.data.tokenizer_files import check_files, named_parts, settings_of, text_of, unreadable
-from automoe.errors import ConfigError
+from automoe.errors import ConfigError, one_line
 from automoe.storage.foreign import MAX_ID, is_there
 from automoe.storage.guarded import doing, guarded
 
@@ -386,8 +386,8 @@ def _transformers(tokenizer: str, rule: str, remedy: str) -> Iterator[Callable[[
     try:
         yield partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of the folder's content, it may raise any
-        why = " ".join(str(error).split())
-        raise ConfigError("data.tokenizer", tokenizer, f"{rule} ({why})", remedy) from error
+        why = f"{rule} ({one_line(error)})"
+        raise ConfigError("data.tokenizer", tokenizer, why, remedy) from error
 
 
 def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, int | None]:

@@ -25,7 +25,14 @@ from automoe.hf.keys import Encoding, KeyMap, quantization_config
 from automoe.model.wrapper import TEXT, is_wrapper, text_config, wrapped_config
 from automoe.storage.files import write_text
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
-from automoe.storage.foreign import copy_file, open_inside, read_settings
+from automoe.storage.foreign import (
+    copy_file,
+    open_inside,
+    parse_json,
+    parse_settings,
+    read_bytes,
+    read_settings,
+)
 from automoe.storage.lock_file import take_lock
 
 if TYPE_CHECKING:
@@ -234,10 +241,10 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
     for _, name in found:
         try:
             os.close(open_inside(place, name))
-            # The largest two are read with the tokenizer, and are not parsed here once more.
-            settings = name.endswith(".json") and name not in ("tokenizer.json", "vocab.json")
-            if settings:
-                read_settings(place, name)
+            # The largest two are no settings. Where a run reads its tokenizer, they are read there.
+            large = name in ("tokenizer.json", "vocab.json")
+            if name.endswith(".json") and not (large and tokenizer):
+                (parse_json if large else parse_settings)(read_bytes(place, name))
         except OSError as error:
             raise CheckpointError(
                 f"{place / name}: {error.strerror}. Make it readable, or copy it again"

@@ -242,7 +242,7 @@ def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
 def complete_headers(folder: Path) -> dict[str, StoredTensor]:
     """Return the headers of ``folder``; empty while files are missing. Raises ``CheckpointError``."""
     try:
-        complete = not missing_files(folder)
+        complete = all(is_there(folder, name) for name in _files_of(_read_index(folder)))
     except OSError:  # an unreadable index: ``read_headers`` reports it
         complete = True
     return read_headers(folder) if complete else {}
@@ -284,8 +284,8 @@ def check_holds(
 
 
 def missing_files(folder: Path) -> list[str]:
-    """List the files of the weights that the index names but that do not exist."""
-    return [name for name in _files_of(_read_index(folder)) if not is_there(folder, name)]
+    """List the files of the weights that the index names but that do not exist, or lead nowhere."""
+    return [name for name in _files_of(_read_index(folder)) if not (folder / name).exists()]
 
 
 def _files_of(index: dict[str, str] | None) -> list[str]:

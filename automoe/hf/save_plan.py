@@ -312,7 +312,7 @@ def compare_written(
         with Reader(written) as reader, _made(plan, make, ranks) as made:
             for item, numbers in made:
                 wanted, found = numbers.cpu(), _read(item, reader)
-                if odd := num_not_finite(found):
+                if odd := num_not_finite(wanted) or num_not_finite(found):
                     raise not_exported(origin, item.key, odd)
                 decoded = wanted
                 if item.target.scales is not None:

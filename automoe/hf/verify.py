@@ -125,7 +125,8 @@ def _compare_shards(
     sizes: dict[str, float] = defaultdict(float)
 
     def compare(one: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
-        if odd := num_not_finite(source):
+        # A number that is not finite makes those of its block NaN in 8 or 4 bits.
+        if odd := num_not_finite(target) or num_not_finite(source):
             raise not_exported(catalog.folder, one.key, odd)
         if encoding != "plain" and one.source.encoding == encoding:
             live = target.to("cpu", torch.float32)
@@ -214,8 +215,8 @@ def _compare_logits(catalog: Catalog) -> float | None:
         forced = torch.stack((choices, choices), dim=3)
     with torch.no_grad():
         ours = model(tokens, forced_ids=forced)
-    what = f"{catalog.folder}: transformers computes other logits from it"
-    return _relative_error(ours, theirs, what)
+    what = "transformers computes other logits from it"
+    return _relative_error(ours, theirs, catalog.folder, what)
 
 
 def _too_large(config: ModelConfig) -> bool:
@@ -229,13 +230,18 @@ def _tokens(config: ModelConfig) -> torch.Tensor:
 
 
 def _relative_error(
-    found: torch.Tensor, wanted: torch.Tensor, what: str, remedy: str = ""
+    found: torch.Tensor, wanted: torch.Tensor, folder: Path, what: str, remedy: str = ""
 ) -> float:
     """Return the relative difference of logits; raise ``CheckpointError`` if it is too large."""
+    if odd := num_not_finite(wanted):
+        raise CheckpointError(
+            f"{folder}: {odd:,} of {wanted.numel():,} logits of transformers are NaN or infinite: its weights are "
+            "finite, and their products are not in float32. Export an earlier checkpoint"
+        )
     error = float((found - wanted).norm() / wanted.norm())
     if not error <= LOGITS_TOLERANCE:  # so that NaN fails
         raise CheckpointError(
-            f"{what}: relative difference {error:.1e}, allowed {LOGITS_TOLERANCE:.0e}{remedy}"
+            f"{folder}: {what}: relative difference {error:.1e}, allowed {LOGITS_TOLERANCE:.0e}{remedy}"
         )
     return error
 
@@ -270,7 +276,7 @@ def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | Non
             ", as it was rounded from float32 to bfloat16: upcycle without --dtype, and round what "
             "was compared with automoe convert --dtype bfloat16"
         )
-    return _relative_error(after, before, f"{mixture}: its logits are not those of {dense}", why)
+    return _relative_error(after, before, mixture, f"its logits are not those of {dense}", why)
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from automoe.config.compose import DEFAULT_PRIMARY, Arguments
 from automoe.config.convert import config_from_dict
-from automoe.config.frozen import VALUE_KEYS
+from automoe.config.frozen import flat
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config, export_name
 from automoe.errors import ConfigError, LaunchError, TrainingError
@@ -124,7 +125,7 @@ def _composed(
         load_plugins(config.plugins)
         return settle(config_from_dict(asdict(config)), [])  # as strict as for overrides
     if isinstance(config, Mapping):
-        overrides = list(_overrides(config, ""))
+        overrides = [f"{key}={_text(value)}" for key, value in flat(config).items()]
     elif (
         isinstance(config, Sequence)
         and not isinstance(config, str)
@@ -142,20 +143,10 @@ def _composed(
     return compose(Arguments(config_name.removesuffix(".yaml"), folder, overrides=overrides))
 
 
-def _overrides(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the overrides of a nested dictionary: ``{"mesh": {"ep": 2}}`` gives ``mesh.ep=2``."""
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in VALUE_KEYS:
-            yield from _overrides(value, f"{key}.")
-        else:
-            yield f"{key}={_text(value)}"
-
-
 def _text(value: object) -> str:
     """Return ``value`` in Hydra's override grammar."""
     if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
+        return json.dumps(value)
     if isinstance(value, (int, float)):
         # A NumPy float is a float too, but its repr names NumPy.
         return repr(float(value) if isinstance(value, float) else int(value))

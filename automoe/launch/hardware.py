@@ -15,9 +15,9 @@ from math import gcd
 from pathlib import Path
 
 from automoe.config.frozen import Device
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.mesh_shape import MeshShape, expand_preset
 from automoe.config.pipeline import runs_halves
-from automoe.config.schema import Config, MeshConfig
+from automoe.config.schema import Config
 from automoe.config.shipped import own_recipe
 from automoe.errors import BackendError
 
@@ -118,13 +118,17 @@ def default_num_ranks(config: Config, device: str) -> int | None:
     ``mesh.preset`` one rank per GPU or core. None if ``launch.num_ranks`` is unset and an axis of
     the mesh is invalid.
     """
-    mesh = config.mesh
-    if config.launch.num_ranks is not None or min(_fixed(mesh)) < 1:
+    if config.launch.num_ranks is not None:
         return config.launch.num_ranks
     here = visible_gpus() if device == "cuda" else num_cores()
-    if mesh.preset:
+    if config.mesh.preset:
         return here
-    attention, experts = _fixed(mesh)
+    mesh = expand_preset(config.mesh, None)
+    # -1, which is derived, counts as 1.
+    attention = abs(mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp)
+    experts = abs(mesh.ep_replicate * mesh.ep_shard * mesh.ep * mesh.etp)
+    if not attention * experts:
+        return None
     unit = mesh.pp * attention * experts // gcd(attention, experts)
     return max(here // unit, 1) * unit
 
@@ -281,11 +285,3 @@ def _check_compiler(key: str, device: str, remedy: str) -> None:
             f"{key} compiles against Python's headers, and there is no {header}. Install them (Debian: python3-dev), "
             f"or {remedy}"
         )
-
-
-def _fixed(mesh: MeshConfig) -> tuple[int, int]:
-    """Return the products of the given axes, without pp, of the default and the moe view."""
-    dp_shard = 1 if mesh.dp_shard == -1 else mesh.dp_shard
-    ep_shard = 1 if mesh.ep_shard == -1 else mesh.ep_shard
-    attention = mesh.dp_replicate * dp_shard * mesh.cp * mesh.tp
-    return attention, mesh.ep_replicate * ep_shard * mesh.ep * mesh.etp

@@ -35,6 +35,7 @@ from automoe.model.wrapper import is_wrapper
 LARGE = 1e9  # parameters
 # Fields of a model that must be those of its checkpoint if an override names the group ``model``.
 _KEPT = ("initializer_range", "random_weights", "num_mtp_layers")
+_OWN_ROPE = ("theta", "interleaved", "partial_rotary_factor")  # of a checkpoint that is stretched
 _TELLING = ("family", "num_layers", "hidden_size", "num_experts")
 
 
@@ -72,7 +73,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
             the checkpoint's model; ``launch.num_ranks`` contradicts the mesh; or the configuration
             has a checkpoint but names no data.
     """
-    _check_preset(config, overrides)
+    _check_ranks(config, overrides)
     config = _pinned(config)
     path = config.model.hf_path
     if path is None:
@@ -89,10 +90,11 @@ def settle(config: Config, overrides: list[str]) -> Config:
         kept = {key: getattr(mine, key) for key in _KEPT}
         model = replace(model_of_stranger(path), **kept)
         if mine.rope.extends:
-            model = replace(model, rope=_extended(mine.rope, model, set(named)))
+            model = replace(model, rope=_extended(mine.rope, model))
         if mine.num_mtp_layers and not mine.random_weights:
             _check_modules(mine.num_mtp_layers, model_config_from_hf(path, mtp=True))
-    ties = (config.model if "model.router.exact_ties" in named else model).router.exact_ties
+    unsaid = "model.router.exact_ties" not in named and model.router.exact_ties
+    ties = config.model.router.exact_ties or unsaid
     model = replace(model, hf_path=path, router=replace(model.router, exact_ties=ties))
     for key, value in named.items():
         compared = []
@@ -107,13 +109,14 @@ def settle(config: Config, overrides: list[str]) -> Config:
             if get(model) != get(config.model) and not (settled and not get(config.model)):
                 differing.append(f"{name}={get(model)} and not {get(config.model)}")
         if differing:
+            stretches = key.startswith("model.rope") and model.rope.scaling == "none"
+            stretches &= not key.endswith(_OWN_ROPE)
             raise ConfigError(
                 key,
                 value,
                 f"the checkpoint model.hf_path={path} has {', '.join(differing)}",
                 f"Leave {key}= out, or start from random weights"
-                + ", or stretch it for longer rows with model.rope.extends=true"
-                * key.startswith("model.rope"),
+                + ", or stretch it for longer rows with model.rope.extends=true" * stretches,
             )
     kind = config.data.kind
     demonstrates = kind.startswith("stdlib") and not config.data.sources
@@ -127,23 +130,11 @@ def settle(config: Config, overrides: list[str]) -> Config:
     return replace(config, model=model)
 
 
-def _check_preset(config: Config, overrides: list[str]) -> None:
-    """Refuse a named axis that ``mesh.preset`` would scale, and ranks that the mesh does not hold."""
-    if "launch.num_ranks" not in map(key_of, overrides) or config.launch.num_ranks is None:
+def _check_ranks(config: Config, overrides: list[str]) -> None:
+    """Refuse a number of ranks that the mesh does not hold."""
+    if config.launch.num_ranks is None:
         return
     mesh = expand_preset(config.mesh, config.launch.num_ranks)
-    for key in map(key_of, overrides):
-        axis = key.removeprefix("mesh.")
-        if f"mesh.{axis}" == key != "mesh.preset" and axis in vars(mesh):
-            asked, made = getattr(config.mesh, axis), getattr(mesh, axis)
-            if asked != made:
-                raise ConfigError(
-                    key,
-                    asked,
-                    f"mesh.preset={config.mesh.preset} scales the axes that have their default, and this one is "
-                    f"{made} for {config.launch.num_ranks} ranks",
-                    "Set mesh.preset='' too, and all axes",
-                )
     sizes = [getattr(mesh, axis) for axis in DEFAULT_AXES]
     check_num_ranks(
         config, overrides, prod(sizes), f"the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes}"
@@ -163,7 +154,7 @@ def _named(overrides: list[str]) -> dict[str, str]:
     return named
 
 
-def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: set[str]) -> RopeConfig:
+def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
     """Return the scaling of ``asked`` over the rotary embeddings of ``checkpoint``.
 
     Raises:
@@ -181,9 +172,7 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: set[str]) -> Ro
         raise ConfigError("model.rope.extends", True, rule, "Leave it out")
     longest = own.original_seq_len
     original = asked.original_seq_len or longest
-    # The default may have been meant or forgotten.
-    unsaid = "model.rope.original_seq_len" not in named and original == RopeConfig.original_seq_len
-    if not longest <= 2 * original <= 2 * longest or (unsaid and original != longest):
+    if not longest <= 2 * original <= 2 * longest:
         raise ConfigError(
             "model.rope.original_seq_len",
             original,
@@ -198,7 +187,7 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig, named: set[str]) -> Ro
             f"checkpoint, whose max_position_embeddings={longest}",
             f"Set model.rope.factor={2 * longest / original:g}, or leave model.rope.extends out",
         )
-    kept = {name: getattr(own, name) for name in ("theta", "interleaved", "partial_rotary_factor")}
+    kept = {name: getattr(own, name) for name in _OWN_ROPE}
     return replace(asked, original_seq_len=original, **kept)
 
 

@@ -8,7 +8,7 @@ documents.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -74,6 +74,11 @@ def chunk_loss(
     return loss, grad_TV.scatter_(1, target_T1, target_grad_T1.to(grad_TV.dtype))
 
 
+def _chunks(x_TH: torch.Tensor) -> Iterator[slice]:
+    step = chunk_tokens(*x_TH.shape)
+    return (slice(start, start + step) for start in range(0, len(x_TH), step))
+
+
 def _targets(
     labels_T: torch.Tensor, weight_VH: torch.Tensor, first_id: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -96,15 +101,15 @@ def _add_gradients(
     weight_VH: torch.Tensor,
     grad_x_TH: torch.Tensor | None,
     grad_weight_VH: torch.Tensor | None,
-    start: int,
+    chunk: slice,
 ) -> None:
-    """Fill the chunk's part of x's gradient, from token ``start`` on, and add to the weight's."""
+    """Fill the part of x's gradient that belongs to the tokens ``chunk``, and add to the weight's."""
     if grad_x_TH is not None:
-        torch.mm(grad_TV, weight_VH, out=grad_x_TH[start : start + len(x_TH)])
+        torch.mm(grad_TV, weight_VH, out=grad_x_TH[chunk])
     if grad_weight_VH is not None and grad_weight_VH.dtype == grad_TV.dtype:
-        grad_weight_VH.addmm_(grad_TV.T, x_TH)
+        grad_weight_VH.addmm_(grad_TV.T, x_TH[chunk])
     elif grad_weight_VH is not None:
-        grad_weight_VH += grad_TV.T @ x_TH
+        grad_weight_VH += grad_TV.T @ x_TH[chunk]
 
 
 def chunk_loss_fn(kernel: str) -> ChunkLoss:
@@ -143,18 +148,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_x_TH = torch.empty_like(x_TH) if needs_x else None
         # Many chunks are added up, so the sum is kept wide for any dtype of the weight.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
-        step = chunk_tokens(*x_TH.shape)
         more = () if hits is None else (hits,)
-        for start in range(0, x_TH.shape[0], step):
-            chunk = x_TH[start : start + step]
-            chunk_labels = labels_T[start : start + step]
+        wanted = needs_x or needs_weight
+        for chunk in _chunks(x_TH):
             loss, grad_TV = chunk_fn(
-                chunk, weight_VH, chunk_labels, first_id, vocab, needs_x or needs_weight, *more
+                x_TH[chunk], weight_VH, labels_T[chunk], first_id, vocab, wanted, *more
             )
             total += loss
-            if grad_TV is None:
-                continue
-            _add_gradients(grad_TV, chunk, weight_VH, grad_x_TH, grad_weight_VH, start)
+            if grad_TV is not None:
+                _add_gradients(grad_TV, x_TH, weight_VH, grad_x_TH, grad_weight_VH, chunk)
         ctx.save_for_backward(
             grad_x_TH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None
         )
@@ -202,9 +204,7 @@ class _TokenLosses(torch.autograd.Function):
     def forward(ctx, x_TH, weight_VH, labels_T, first_id: int, vocab: Communicator) -> torch.Tensor:
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         loss_T, log_sum_T = (x_TH.new_empty(len(x_TH), dtype=wide) for _ in range(2))
-        step = chunk_tokens(*x_TH.shape)
-        for start in range(0, len(x_TH), step):
-            chunk = slice(start, start + step)
+        for chunk in _chunks(x_TH):
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, first_id)
             logits_TV = x_TH[chunk] @ weight_VH.T
             largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
@@ -225,16 +225,13 @@ class _TokenLosses(torch.autograd.Function):
         grad_weight_VH = (
             torch.zeros_like(weight_VH, dtype=log_sum_T.dtype) if needs_weight else None
         )
-        step = chunk_tokens(*x_TH.shape)
-        for start in range(0, len(x_TH), step):
-            chunk = slice(start, start + step)
+        for chunk in _chunks(x_TH):
             trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, ctx.first_id)
             grad_TV = (x_TH[chunk] @ weight_VH.T - log_sum_T[chunk].unsqueeze(1)).exp_()
             grad_TV.scatter_add_(1, target_T1, -here_T1.to(grad_TV.dtype))
             grad_TV.mul_(grad_T[chunk].unsqueeze(1) * trained_T1)
-            _add_gradients(
-                grad_TV.to(x_TH.dtype), x_TH[chunk], weight_VH, grad_x_TH, grad_weight_VH, start
-            )
+            grad_TV = grad_TV.to(x_TH.dtype)
+            _add_gradients(grad_TV, x_TH, weight_VH, grad_x_TH, grad_weight_VH, chunk)
         return (
             grad_x_TH,
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),

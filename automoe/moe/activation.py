@@ -102,6 +102,28 @@ SWIGLU = SwiGLU()
 BLOCK_ELEMENTS = 1 << 17
 
 
+def activation_gradients(
+    activation: Activation,
+    gate_up_RJ: torch.Tensor,
+    probs_R: torch.Tensor,
+    grad_act_RI: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the scaled activation [R, I] and the gradients of ``gate_up_RJ`` and ``probs_R``.
+
+    Args:
+        grad_act_RI: gradient of the scaled activation; overwritten.
+    """
+    act_RI = torch.empty_like(grad_act_RI)
+    grad_gate_up_RJ = torch.empty_like(gate_up_RJ)
+    grad_probs_R = torch.empty_like(probs_R)
+    scale_R1 = probs_R.unsqueeze(1).to(act_RI.dtype)
+    read = *gate_up_RJ.chunk(2, dim=-1), scale_R1, grad_act_RI
+    written = act_RI, *grad_gate_up_RJ.chunk(2, dim=-1), grad_probs_R
+    for block in row_blocks(*act_RI.shape, act_RI.device):
+        activation.backward(*(tensor[block] for tensor in read + written))
+    return act_RI, grad_gate_up_RJ, grad_probs_R
+
+
 def row_blocks(num_rows: int, width: int, device: torch.device) -> Iterator[slice]:
     """Yield slices of rows, each to be run through a whole chain of element-wise operations.
 

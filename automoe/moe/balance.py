@@ -73,8 +73,7 @@ def sequence_balance_loss(
     row_tokens_B1 = row_counts_BE.sum(-1, keepdim=True) / top_k
     fractions_BE = row_counts_BE / (row_tokens_B1 * top_k).clamp_min(1)
     # P_e divides by N and the row's weight is N / num_tokens, so N cancels.
-    share_sums_BE = (shares_BSE * tokens.valid.unsqueeze(-1)).sum(1)
-    return _balance_loss(fractions_BE, share_sums_BE, tokens)
+    return _balance_loss(fractions_BE, shares_BSE, tokens)
 
 
 def lagged_balance_loss(
@@ -93,8 +92,7 @@ def lagged_balance_loss(
     Returns:
         Scalar: this rank's share of the mean over the global batch, before the coefficient.
     """
-    share_sums_E = (shares_BSE * tokens.valid.unsqueeze(-1)).sum((0, 1))
-    return _balance_loss(fractions_E.to(shares_BSE.dtype), share_sums_E, tokens)
+    return _balance_loss(fractions_E.to(shares_BSE.dtype), shares_BSE, tokens)
 
 
 def micro_batch_balance_loss(
@@ -114,19 +112,16 @@ def micro_batch_balance_loss(
         shares_BSE.dtype
     )
     fractions_E = total_E / total_E.sum().clamp_min(1)
-    share_sums_E = (shares_BSE * tokens.valid.unsqueeze(-1)).sum((0, 1))
-    return _balance_loss(fractions_E, share_sums_E, tokens)
+    return _balance_loss(fractions_E, shares_BSE, tokens)
 
 
 def _balance_loss(
-    fractions: torch.Tensor, share_sums: torch.Tensor, tokens: Tokens
+    fractions: torch.Tensor, shares_BSE: torch.Tensor, tokens: Tokens
 ) -> torch.Tensor:
-    """Return E * sum f P over the batch's tokens, for fractions and share sums [E] or [B, E]."""
-    return (
-        fractions.shape[-1]
-        * (fractions * share_sums).sum()
-        / tokens.num_tokens.to(share_sums.dtype)
-    )
+    """Return E * sum f P over the batch's tokens, for fractions of the batch [E] or its rows [B, E]."""
+    sums = (shares_BSE * tokens.valid.unsqueeze(-1)).sum(1 if fractions.dim() == 2 else (0, 1))
+    total = (fractions * sums).sum()
+    return fractions.shape[-1] * total / tokens.num_tokens.to(sums.dtype)
 
 
 def z_loss(logits_BSE: torch.Tensor, tokens: Tokens) -> torch.Tensor:

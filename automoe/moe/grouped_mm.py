@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from automoe.moe.activation import SWIGLU, Activation, row_blocks
+from automoe.moe.activation import SWIGLU, Activation, activation_gradients
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.gradient_sums import GradientSums, read_later
 from automoe.moe.row_sums import sum_rows
@@ -149,13 +149,9 @@ class _GroupedExperts(torch.autograd.Function):
         grad_act_RI = down.grad_input(
             grad_out_RH, down_proj_EHI, offsets_E, grad_scales, down_scales
         )
-        act_RI = torch.empty_like(grad_act_RI)
-        grad_gate_up_RJ = torch.empty_like(gate_up_RJ)
-        grad_probs_R = torch.empty_like(probs_R)
-        read = *gate_up_RJ.chunk(2, dim=-1), scale_R1, grad_act_RI
-        written = act_RI, *grad_gate_up_RJ.chunk(2, dim=-1), grad_probs_R
-        for block in row_blocks(*act_RI.shape, act_RI.device):
-            ctx.activation.backward(*(tensor[block] for tensor in read + written))
+        act_RI, grad_gate_up_RJ, grad_probs_R = activation_gradients(
+            ctx.activation, gate_up_RJ, probs_R, grad_act_RI
+        )
         grad_w_gate_up_EJH = grad_w_down_EHI = None  # frozen weights have none
         sums = ctx.sums
         # Without a gradient of the tokens nothing travels back, and nothing would be waited for.
@@ -166,7 +162,7 @@ class _GroupedExperts(torch.autograd.Function):
             grad_w_down_EHI = down.grad_weight(
                 grad_out_RH, act_RI, offsets_E, grad_scales, act_scales
             )
-        del act_RI, grad_act_RI, read, written
+        del act_RI, grad_act_RI
         grad_b_gate_up_EJ = grad_b_down_EH = None
         if down_proj_bias_EH is not None:
             grad_b_down_EH = sum_by_expert(grad_out_RH * scale_R1, offsets_E)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from automoe.config.schema import LoraConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
-from automoe.moe.activation import Activation, row_blocks
+from automoe.moe.activation import Activation, activation_gradients
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.grouped_mm import grouped_mm, one_by_one, repeat_by_expert, zero_gradients
@@ -186,7 +186,6 @@ class _AdaptedExperts(torch.autograd.Function):
         if gate_up_RJ is None:
             return None, None, None, *zero_gradients(*args[:4], *[None] * 4, *args[8:])
         grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
-        scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
         grad_act_RI = mm(
             grad_out_RH, unpack(w2_EHI, gate_up_RJ.shape[1] // 2, x_TH.dtype), offsets_E
         )
@@ -194,18 +193,14 @@ class _AdaptedExperts(torch.autograd.Function):
             grad_low_Rr = mm(grad_out_RH, b2_EHr, offsets_E).mul_(scale)
             grad_act_RI += mm(grad_low_Rr, a2_ErI, offsets_E)
 
-        act_RI = torch.empty_like(grad_act_RI)
-        grad_gate_up_RJ = torch.empty_like(gate_up_RJ)
-        grad_probs_R = torch.empty_like(probs_R)
-        read = *gate_up_RJ.chunk(2, dim=-1), scale_R1, grad_act_RI
-        written = act_RI, *grad_gate_up_RJ.chunk(2, dim=-1), grad_probs_R
-        for block in row_blocks(*act_RI.shape, act_RI.device):
-            ctx.activation.backward(*(tensor[block] for tensor in read + written))
+        act_RI, grad_gate_up_RJ, grad_probs_R = activation_gradients(
+            ctx.activation, gate_up_RJ, probs_R, grad_act_RI
+        )
         grad_a13 = grad_b13 = grad_a2 = grad_b2 = None
         if a2_ErI is not None:
             grad_a2 = mm(grad_low_Rr.mT, act_RI, offsets_E)
             grad_b2 = mm(grad_out_RH.mT, mm(act_RI, a2_ErI.mT, offsets_E), offsets_E).mul_(scale)
-        del act_RI, grad_act_RI, read, written
+        del act_RI, grad_act_RI
         if bias2_EH is not None:
             bias_grad_RH = grad_out_RH * repeat_by_expert(bias2_EH, offsets_E, grad_out_RH.shape[0])
             grad_probs_R += bias_grad_RH.sum(-1, dtype=probs_R.dtype)

@@ -12,6 +12,7 @@ Letters: P ranks, R positions of the whole row, C = R / 2P of a chunk, and those
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,8 +59,7 @@ class _Ring(torch.autograd.Function):
         out = torch.zeros_like(q, dtype=wide)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide)
         for source, here in _travel(kv, group):
-            for own, theirs, mask in _pairs(docs_BR, q.shape[2], source, group):
-                keys, values = _repeated(here[:, :, :, theirs], q.shape[1])
+            for own, _, keys, values, mask in _pairs(docs_BR, q, here, source, group):
                 part, part_lse = cpu_attention(q[:, :, own], keys, values, mask, scale)
                 total = lse[:, :, own].logaddexp(part_lse)
                 out[:, :, own] *= (lse[:, :, own] - total).exp().unsqueeze(-1)
@@ -79,8 +79,7 @@ class _Ring(torch.autograd.Function):
             kv, dtype=lse.dtype
         )  # travels behind its keys, back home at last
         for source, here in _travel(kv, group):
-            for own, theirs, mask in _pairs(docs_BR, q.shape[2], source, group):
-                keys, values = _repeated(here[:, :, :, theirs], q.shape[1])
+            for own, theirs, keys, values, mask in _pairs(docs_BR, q, here, source, group):
                 rows = (x[:, :, own].contiguous() for x in (grad, q, out, lse))
                 found = cpu_attention_backward(*rows, keys, values, mask, scale)
                 grad_q[:, :, own] += found[0]
@@ -114,13 +113,19 @@ def _pass_on(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, d
 
 
 def _pairs(
-    docs_BR: torch.Tensor | None, size: int, source: int, group: dist.ProcessGroup
-) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    docs_BR: torch.Tensor | None,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    source: int,
+    group: dist.ProcessGroup,
+) -> Iterator[tuple[Any, ...]]:
     """Yield chunks of this rank's positions with chunks of rank ``source`` that they may see.
 
-    The mask is [B, 1, C, C], True where a query sees a key; None if all queries see all keys.
+    Both come as slices of positions. Then come the latter's keys and values [B, N, C, D], each head
+    repeated for the queries that share it, and a mask [B, 1, C, C], True where a query sees a key;
+    None if all queries see all keys.
     """
-    last, chunk = 2 * dist.get_world_size(group) - 1, size // 2
+    last, chunk = 2 * dist.get_world_size(group) - 1, q.shape[2] // 2
     rank = dist.get_rank(group)
     for i, own in enumerate((rank, last - rank)):
         # A query's own chunk comes first, so that it always has a key.
@@ -133,10 +138,6 @@ def _pairs(
                 same = (docs[:, own, :, None] == docs[:, theirs, None])[:, None]
                 mask = same if mask is None else mask & same
             if theirs <= own and (mask is None or bool(mask.any())):
-                place = (slice(at * chunk, (at + 1) * chunk) for at in (i, j))
-                yield *place, mask
-
-
-def _repeated(kv: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, ...]:
-    """Return keys and values [B, N, C, D] with each head repeated for the queries that share it."""
-    return kv.repeat_interleave(num_heads // kv.shape[2], 2).unbind()
+                place = [slice(at * chunk, (at + 1) * chunk) for at in (i, j)]
+                shared = kv[:, :, :, place[1]].repeat_interleave(q.shape[1] // kv.shape[2], 2)
+                yield *place, *shared, mask

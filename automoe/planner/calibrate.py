@@ -152,7 +152,7 @@ def calibrate(folder: Path, args: Arguments) -> int:
     pool.close()
     values = cluster_values(bench, alone, links, path.stem, gpus)
     text = _text(values, bench, alone["gpu"])
-    write_out(path, text, str(folder), str(path), "Set out=FOLDER, one you may write to")
+    write_out(path, text, str(folder), str(path), "out=FOLDER")
     print(f"{text}\ntake it  automoe plan --config-dir {folder} cluster={path.stem}")
     return 0
 

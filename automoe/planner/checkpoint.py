@@ -17,7 +17,7 @@ from automoe.config.pipeline import stages_of_ranks
 from automoe.config.schema import Config
 from automoe.model.adapters import as_stored, with_adapters
 from automoe.model.params import Param, stage_params
-from automoe.planner.step_memory import Sizes, local_numel
+from automoe.planner.step_memory import Sizes, gathered_numel, local_numel, rows_of
 
 # Bytes that torch's format (2.13) adds: per shard in its file, per shard in the index, per tensor
 # in the index. Then the bytes of the manifest, mostly the configuration, and of the manifest's line
@@ -198,15 +198,13 @@ def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -
 
 
 def _sharded(name: str, param: Param, mesh: MeshShape, size: int) -> _Tensor:
-    if param.expert:
-        spread = shards = mesh.ep_shard * mesh.ep * (1 if param.whole_over_etp else mesh.etp)
-    else:
-        cuts = 1 if param.tp_dim(mesh.tp) is None else mesh.tp
-        rows = param.shape[0] // (mesh.tp if param.tp_dim(mesh.tp) == 0 else 1)
+    cuts = param.numel // gathered_numel(param, mesh)
+    spread = shards = cuts * (mesh.ep_shard if param.expert else mesh.fsdp)
+    if not param.expert:
+        rows = rows_of(param, mesh)
         # With fewer rows than chunks, the empty chunks after the last row count as one more shard.
         filled = ceil(rows / ceil(rows / mesh.fsdp))
         shards = cuts * (filled + (filled < mesh.fsdp))
-        spread = cuts * mesh.fsdp
     local = size * local_numel(param, mesh)
     copies = mesh.world_size // mesh.pp // spread
     return _Tensor(name, size * param.numel, local, shards, copies)

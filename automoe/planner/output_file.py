@@ -7,20 +7,23 @@ from pathlib import Path
 from automoe.errors import ConfigError
 
 
-def write_out(path: Path, text: str, out: str, what: str, remedy: str) -> None:
+def write_out(path: Path, text: str, out: str, what: str, instead: str) -> None:
     """Write ``text`` to ``path`` and make its folders.
 
     Args:
         out: value of ``out=`` for the message.
         what: start of the message's sentence, as in ``it cannot be written``.
-        remedy: what the user can do.
+        instead: what the user can set, as in ``out=FILE``.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or is there with another text.
     """
     try:
+        if path.exists() and path.read_bytes() != text.encode():
+            rule = f"{what} is there, and another one"
+            raise ConfigError("out", out, rule, f"Remove it, or set {instead}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
         rule = f"{what} cannot be written: {error.strerror}"
-        raise ConfigError("out", out, rule, remedy) from error
+        raise ConfigError("out", out, rule, f"Set {instead}, where you may write") from error

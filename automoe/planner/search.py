@@ -180,7 +180,7 @@ def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> I
 
     def given(axis: str) -> int | None:
         size: int = getattr(config.mesh, axis)
-        return size if f"mesh.{axis}" in fixed and size != -1 else None
+        return size if f"mesh.{axis}" in fixed and size > 0 else None
 
     def sizes(axis: str, rest: int, limit: int) -> list[int]:
         if (size := given(axis)) is not None:

@@ -235,11 +235,7 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
         ),
     ]
     text = "\n".join(lines) + "\n"
-    if path.exists() and path.read_text() != text:
-        raise ConfigError(
-            "out", str(folder), f"{path} is there, and another one", "Remove it, or set out=FOLDER"
-        )
-    write_out(path, text, str(folder), str(path), "Set out=FOLDER, one you may write to")
+    write_out(path, text, str(folder), str(path), "out=FOLDER")
     typed = [text for text in args.overrides if not key_of(text).startswith("mesh.")]
     if key := GROWN.get(question.kind):
         others = (text for text in typed if key_of(text) != f"train.{key}")

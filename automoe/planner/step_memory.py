@@ -152,10 +152,15 @@ def local_numel(param: Param, mesh: MeshShape, fsdp_rank: int = 0) -> int:
     """
     if param.expert:
         return gathered_numel(param, mesh) // mesh.ep_shard
-    rows = param.shape[0] // (mesh.tp if param.tp_dim(mesh.tp) == 0 else 1)
+    rows = rows_of(param, mesh)
     chunk = ceil(rows / mesh.fsdp)
     mine = max(0, min(chunk, rows - fsdp_rank * chunk))
     return mine * (gathered_numel(param, mesh) // rows)
+
+
+def rows_of(param: Param, mesh: MeshShape) -> int:
+    """Return the number of rows of ``param``, which has no expert dim, on a rank of tp."""
+    return param.shape[0] // (mesh.tp if param.tp_dim(mesh.tp) == 0 else 1)
 
 
 def gathered_numel(param: Param, mesh: MeshShape) -> int:

@@ -279,11 +279,7 @@ def write_titan(config: Config, mesh: MeshShape, config_name: str, out: str) -> 
             "Set out=NAME.py",
         )
     text = titan_module(config, mesh, name)
-    if path.exists() and path.read_text() != text:
-        raise ConfigError(
-            "out", str(path), "it is there, and another one", "Remove it, or set out=FILE"
-        )
-    write_out(path, text, str(path), "it", "Set out=FILE")
+    write_out(path, text, str(path), "it", "out=FILE")
     each = min(mesh.world_size, config.cluster.gpus_per_node)
     where = f"--nproc-per-node {each}"
     if mesh.world_size > each:

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from automoe.verify.run import PassResult
 
 
+def titled_table(title: str, *columns: Column) -> Table:
+    """Return an empty table without lines, under a bold title."""
+    return Table(
+        *columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
+
+
 def show_start(
     console: Console, config: Config, shape: MeshShape, cuts: list[tuple[str, object, object]]
 ) -> None:
@@ -66,9 +73,7 @@ def show_result(console: Console, result: PassResult) -> None:
         *numbers,
         Column("", no_wrap=True),
     )
-    table = Table(
-        *columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
-    )
+    table = titled_table(title, *columns)
     by_kind: dict[str, list[Comparison]] = {}
     for comparison in result.compared:
         by_kind.setdefault(comparison.kind, []).append(comparison)

@@ -76,7 +76,7 @@ def test_a_rank_may_hold_the_head_alone() -> None:
         (["parallel.layout='E|t|ttL'", "mesh.pp=2"], "there are 3. Set mesh.pp to one of 1, 3"),
         (["parallel.layout='E|t|tt|tL'", "parallel.stages_per_rank=4"], "says 2. Set parallel.stages_per_rank=2"),
         (["parallel.layout='E|t|tt|tL'", "parallel.layers_per_stage=[1,1,1,1]"], r"says \[0, 1, 2, 1\]"),
-        (["parallel.layout='E|t|tt|tL'", "mesh.preset=fsdp"], "Set mesh.pp instead"),
+        (["parallel.layout='E|t|tt|tL'", "mesh=fsdp", "mesh.pp=0"], "Set mesh.pp instead"),
         (["parallel.layout='E|t|tt|tmL'"], "has 1 m. Set model.num_mtp_layers=1"),
         (["parallel.layout='E|t|tt|tL'", "model=small_dsv3", "model.num_mtp_layers=1"], "has 0 m"),
         (["parallel.layout='E|t|tt|tttL'"], "add up to 6, and model.num_layers is 4"),

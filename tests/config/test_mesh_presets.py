@@ -42,6 +42,8 @@ def test_folded_and_coupled_share_the_attention_mesh_where_all_axes_are_in_play(
 def test_an_axis_beside_the_preset_wins() -> None:
     assert scaled("folded_5d", 16, ep=4).ep == 4
     assert scaled("folded_5d", 16, ep=4).ep_shard == 2
+    named = scaled("folded_5d", 16, tp=1, ep=1)  # at what they are without a preset
+    assert (named.tp, named.ep, named.world_size) == (1, 1, 16)
 
 
 def test_errors() -> None:

@@ -41,7 +41,7 @@ def test_comments_above_and_behind_a_field_are_its_own() -> None:
 def test_help_on_a_section_a_key_and_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help", "mesh"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("mesh: Two views") and "  mesh.ep=1   (a whole number)\n      expert parallelism" in shown
+    assert shown.startswith("mesh: Two views") and "  mesh.ep=0   (a whole number)\n      expert parallelism" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert help_on("model").count("\n\nmodel.") == 3  # attention, rope, router
     assert help_on("optim.lr").splitlines() == [

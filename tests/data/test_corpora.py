@@ -202,6 +202,16 @@ def test_the_remedy_for_a_json_array_makes_lines_and_loses_nothing(name, text, t
     assert [document.text for document in read("jsonl", tmp_path / "lines.jsonl")] == ["a"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_utf_16_without_a_mark_is_no_text_with_zero_bytes(kind, encoding, tmp_path):
+    """Of Latin letters it is valid UTF-8."""
+    for text in ('{"text": "plain"}\n', '{"text": "für"}\n'):
+        (tmp_path / "a").write_bytes(text.encode(encoding))
+        with pytest.raises(DataError, match=rf"a:1: .*iconv -f {encoding} -t utf-8"):
+            read(kind, tmp_path / "a")
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "latin1"])
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_the_encoding_that_a_file_has_is_named(kind, encoding, tmp_path):

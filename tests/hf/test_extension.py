@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from automoe.config.compose import Arguments
-from automoe.config.schema import Config, MoEConfig
+from automoe.config.frozen import dump_config, parse_config
+from automoe.config.schema import Config, ModelConfig, MoEConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.read import load_hf
@@ -113,11 +114,15 @@ def test_what_cannot_be_stretched_is_refused_before_training(overrides: list[str
 def test_all_of_what_config_json_says_is_taken_for_trained_unless_said(tmp_path: Path) -> None:
     save_small_hf("qwen3_moe", tmp_path, other_sizes={"max_position_embeddings": 8192, "num_hidden_layers": 1})
     assert extended(tmp_path, "model.rope.original_seq_len=0").model.rope.original_seq_len == 8192
-    words = [f"model.hf_path={tmp_path}", "model.rope={extends: true, scaling: yarn, factor: 3}", "data=benchmark"]
-    with pytest.raises(ConfigError, match="original_seq_len=4096: .* Set model.rope.original_seq_len=8192, or"):
-        compose(Arguments(overrides=words))  # the default, that nobody said
-    words[1] = "model.rope={extends: true, scaling: yarn, factor: 3, original_seq_len: 4096}"
-    assert compose(Arguments(overrides=words)).model.rope.original_seq_len == 4096
+    head = "defaults: [base, model: small_qwen3_moe, _self_]\ndata: {kind: benchmark}\n"
+    for length, said in ((8192, ""), (4096, ", original_seq_len: 4096")):  # 4096 without a checkpoint, too
+        rope = "{extends: true, scaling: yarn, factor: 3" + said + "}"
+        words = [f"model.hf_path={tmp_path}", f"model.rope={rope}", "data=benchmark"]
+        (tmp_path / "mine.yaml").write_text(head + f"model: {{hf_path: {tmp_path}, rope: {rope}}}\n")
+        for config in (compose(Arguments(overrides=words)), compose(Arguments("mine", str(tmp_path)))):
+            assert config.model.rope.original_seq_len == length
+            assert parse_config(dump_config(config)).model.rope == config.model.rope
+    assert ModelConfig().rope.original_seq_len == compose(Arguments()).model.rope.original_seq_len == 4096
 
 
 def test_verify_takes_an_extension_from_random_weights(checkpoint: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -396,10 +397,11 @@ def test_what_is_not_finite_is_not_exported_nor_converted(
     spoil(single, value)
     with pytest.warns(UserWarning):
         model = automoe.from_hf(single)
-    with pytest.raises(CheckpointError, match=f"1 numbers of {SPOILT} are NaN or infinite"):
-        automoe.to_hf(model, tmp_path / "out")
-    assert convert.main([str(single), "--out", str(tmp_path / "out")]) == 2
-    assert f"1 numbers of {SPOILT} are NaN or infinite" in capsys.readouterr().err
+    for encoding, option in (("plain", []), ("fp8", ["--fp8"])):  # which has NaN for all of a block
+        with pytest.raises(CheckpointError, match=f": 1 numbers of {SPOILT} are NaN or infinite"):
+            automoe.to_hf(model, tmp_path / "out", encoding=encoding)
+        assert convert.main([str(single), "--out", str(tmp_path / "out"), *option]) == 2
+        assert f": 1 numbers of {SPOILT} are NaN or infinite" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["model"]
 
 
@@ -422,3 +424,16 @@ def test_a_damaged_file_that_the_export_copies_is_found_before_the_first_step(
     (single / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"{single}/{name}: .*{reason}.*Copy it again"):
         copied_files(model_config_from_hf(single), None)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
+def test_a_cut_tokenizer_is_no_part_of_a_conversion(
+    name: str, single: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no run reads the tokenizer, its file would be copied as it is."""
+    (single / name).write_text('{"vocab": {"bos_token": 0, "do_sample": 1}, "model": "not checked here"}')
+    copied_files(model_config_from_hf(single), None)
+    (single / name).write_text('{"vocab": {"bos_token": 0, "do_sam')
+    assert convert.main([str(single), "--out", str(tmp_path / "out")]) == 2
+    assert re.search(rf"{single}/{name}: Unterminated .*Copy it again", capsys.readouterr().err)
+    assert sorted(os.listdir(tmp_path)) == ["model"]

@@ -151,6 +151,16 @@ def test_weights_that_are_not_numbers_are_not_exported(source: Path, tmp_path: P
     assert entries(tmp_path) == ["source"]
 
 
+def test_finite_weights_whose_products_are_not_are_told_as_such(source: Path, tmp_path: Path) -> None:
+    model = automoe.from_hf(source)
+    with torch.no_grad():
+        model.norm.weight.fill_(3e38)
+    with pytest.raises(
+        CheckpointError, match=r": [\d,]+ of [\d,]+ logits of transformers are NaN or infinite: its weig"
+    ):
+        to_hf(model, tmp_path / "out")
+
+
 def test_failed_export_leaves_the_older_one(source: Path, tmp_path: Path) -> None:
     model = automoe.from_hf(source)
     to_hf(model, tmp_path / "out")

@@ -15,9 +15,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import automoe
 from automoe.config.schema import MeshConfig
 from automoe.errors import CheckpointError, ConfigError
+from automoe.hf import write
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.keys import Encoding
 from automoe.hf.quantized import dequantize_fp8, dequantize_mxfp4, quantize_fp8
+from automoe.hf.save_plan import gather
 from automoe.hf.verify import verify_hf
 from automoe.hf.write import convert_hf, to_hf
 from automoe.verify.pool import RankPool
@@ -307,6 +310,18 @@ def test_a_weight_that_is_not_its_quantization_is_found(tmp_path: Path) -> None:
         model.layers["2"].mlp.experts.down_proj[5] *= 1.2
     with pytest.raises(CheckpointError, match=r"experts\.5\.down_proj\.weight.*off by .*rounds by no more"):
         verify_hf(model, tmp_path / "out", encoding="fp8")
+
+
+@pytest.mark.parametrize("encoding", ["fp8", "plain"])
+def test_a_mistake_of_the_gathering_is_found_by_the_shards(
+    encoding: Encoding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are compared to the bit with tensors that were gathered as those in the files were: shards are not."""
+    save_small_hf("qwen3_moe", tmp_path / "in")
+    monkeypatch.setattr(write, "gather", lambda item: gather(item).roll(1, 0))
+    with pytest.raises(CheckpointError, match=r"is not the model's"):
+        to_hf(automoe.from_hf(tmp_path / "in"), tmp_path / "out", encoding=encoding)
+    assert not (tmp_path / "out").exists()
 
 
 def test_fp8_of_a_family_with_stacked_experts_is_refused(tmp_path: Path) -> None:

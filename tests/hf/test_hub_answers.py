@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +14,12 @@ from pathlib import Path
 
 import huggingface_hub.constants as constants
 import pytest
+from huggingface_hub import close_session
 
 from automoe import convert
 from automoe.config.data_schema import DataConfig
 from automoe.config.hub import pinned
+from automoe.data.hub import hub_files
 from automoe.errors import ConfigError, DataError
 from tests.support.hub import NAME, Hub, published
 
@@ -90,7 +94,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         really(min(seconds, 0.001))
 
     monkeypatch.setattr("time.sleep", sleep)
-    monkeypatch.setattr("automoe.config.hub._SILENT_S", 0.2)
+    monkeypatch.setattr("automoe.config.hub.SILENT_S", 0.2)
     endpoint = f"http://127.0.0.1:{server.server_port}"
     files = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     told = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": files, "HF_HUB_CACHE": str(tmp_path / "cache")}
@@ -148,12 +152,58 @@ def test_every_answer_ends_in_words_and_leaves_nothing(
         hub.fault = lambda asked: False
 
 
+def certified(folder: Path, host: str) -> tuple[Path, ssl.SSLContext]:
+    """A certificate that nobody has signed, made now, and a server's end of it."""
+    key, certificate = folder / "key.pem", folder / f"{host}.pem"
+    what = f"-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout {key} -out {certificate} -days 2"
+    name = f"-subj /CN={host} -addext subjectAltName=IP:{host}"
+    subprocess.run(f"openssl req -x509 {what} {name}".split(), check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return certificate, context
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.1.2.3"])
+def test_a_certificate_that_is_not_the_hubs_is_said_and_the_remedy_helps(
+    host: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Self-signed, and self-signed for another host; the same for data, whose library hides the reason."""
+    import datasets
+
+    server = Hub()
+    server.publish(folder)
+    certificate, context = certified(tmp_path, host)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"https://127.0.0.1:{server.server_port}"
+    files = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    told = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": files, "HF_HUB_CACHE": str(tmp_path / "cache")}
+    for name, value in (told | {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}).items():
+        monkeypatch.setattr(constants, name, value)
+    for name, value in (("HF_ENDPOINT", endpoint), ("HF_DATASETS_CACHE", str(tmp_path / "data"))):
+        monkeypatch.setattr(datasets.config, name, value)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # of tries that change nothing
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"{NAME}.*CERTIFICATE_VERIFY_FAILED.*Let SSL_CERT_FILE name"):
+        pinned(KEY, NAME)
+    with pytest.raises(DataError, match=f"{NAME}.*CERTIFICATE_VERIFY_FAILED.*Let SSL_CERT_FILE name"):
+        hub_files(DataConfig(kind="hub", path=NAME))
+    assert not list((tmp_path / "cache").rglob("*.json"))
+    close_session()
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    if host == "127.0.0.1":
+        assert pinned(KEY, NAME) == f"{NAME}@{server.main}" and kept(folder, tmp_path / "cache")
+    else:
+        with pytest.raises(ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.*(mismatch|not valid for)"):
+            pinned(KEY, NAME)
+    close_session()
+    server.shutdown()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["login", "gated", "repository", "limit", "long wait", "fault", "page", "loop"])
 def test_the_hub_of_data_answers_in_words(name: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
-
-    from automoe.data.hub import hub_files
 
     for key in ("HF_ENDPOINT", "HF_DATASETS_CACHE"):
         value = constants.ENDPOINT if key == "HF_ENDPOINT" else str(tmp_path / key)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,7 +151,7 @@ def test_a_commit_of_which_another_program_cached_a_part_is_completed(
 def test_a_hub_that_is_silent_is_waited_for_no_longer_than_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("automoe.config.hub._SILENT_S", 0.2)
+    monkeypatch.setattr("automoe.config.hub.SILENT_S", 0.2)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -183,6 +185,33 @@ def test_what_a_cache_holds_in_place_of_files_is_named_at_once(
     (folder / "tokenizer.json").symlink_to(tmp_path / "gone")
     with pytest.raises((ConfigError, CheckpointError), match=r"tokenizer\.json"):
         load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001-of-00004.safetensors"])
+def test_a_damaged_cache_is_completed_or_named_and_the_remedy_helps(
+    name: str, hub: Hub, folders: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoint_folder(NAME)
+    blob = (folder / name).resolve()
+    blob.unlink()  # a link that leads nowhere
+    assert checkpoint_folder(NAME) == folder and blob.read_bytes() == (folders[0] / name).read_bytes()
+    blob.write_bytes(blob.read_bytes()[:100])  # as a full disk or a copy that was stopped leaves it
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match=f"{name}. Delete {blob}") as caught:
+        checkpoint_folder(NAME)
+    assert "is used as it is" not in capsys.readouterr().err and blob.is_file()
+    Path(re.findall(r"Delete (\S+)", str(caught.value))[0].rstrip(".")).unlink()
+    assert checkpoint_folder(NAME) == folder and blob.read_bytes() == (folders[0] / name).read_bytes()
+
+
+def test_a_hub_that_takes_long_is_named(
+    hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte in time, and the whole not: no wait for a byte ends it."""
+    monkeypatch.setattr("automoe.config.hub.SILENT_S", 0.4)
+    hub.fault = lambda asked: time.sleep(0.2) or False
+    assert pinned(KEY, NAME) == f"{NAME}@{hub.main}"
+    assert f"waiting for http://127.0.0.1:{hub.server_port}: {NAME}@main" in capsys.readouterr().err
 
 
 def test_what_is_no_id_asks_nobody(hub: Hub, tmp_path: Path) -> None:

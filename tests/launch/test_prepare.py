@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from automoe.config.compose import Arguments, compose_config
+from automoe.config.schema import MeshConfig
 from automoe.errors import CheckpointError, ConfigError
-from automoe.launch.prepare import check_here, check_num_ranks, compose
+from automoe.launch.from_python import _composed as composed
+from automoe.launch.prepare import check, check_here, check_num_ranks, compose
 
 
 @pytest.mark.parametrize(
@@ -47,11 +50,44 @@ def test_a_folder_in_the_place_of_the_export_is_refused_before_training(tmp_path
     check_here(compose(Arguments(overrides=[*words, "checkpoint.export_hf=false"])))
 
 
-def test_an_axis_that_a_preset_would_scale_away_is_refused() -> None:
-    words = ["mesh=folded_5d", "launch.num_ranks=4", "launch.device=cpu"]
-    assert compose(Arguments(overrides=[*words, "mesh.ep=4"])).mesh.ep == 4
-    with pytest.raises(ConfigError, match=r"mesh.ep=1: mesh.preset=folded_5d scales .* this one is [24] for 4 ranks"):
-        compose(Arguments(overrides=[*words, "mesh.ep=1"]))
+PRESET = """\
+defaults:
+  - base
+  - model: small_dsv3
+  - data: stdlib
+  - _self_
+mesh: {preset: folded_5d, tp: 1, ep: 1}
+launch: {device: cpu, num_ranks: 8}
+"""
+
+
+@pytest.mark.parametrize("said_in", ["words", "folder of groups", "dictionary", "Config"])
+def test_an_axis_that_was_named_stays_beside_a_preset_also_at_its_default(said_in: str, tmp_path: Path) -> None:
+    """The preset takes tp 2 and ep 4 for 8 ranks, where nobody named them."""
+    words = ["mesh=folded_5d", "launch.device=cpu", "launch.num_ranks=8"]
+    sizes = {"tp": 1, "ep": 1}
+    if said_in == "words":
+        config = compose(Arguments(overrides=[*words, "mesh.tp=1", "mesh.ep=1"]))
+    elif said_in == "folder of groups":
+        (tmp_path / "mine.yaml").write_text(PRESET)
+        config = compose(Arguments("mine", str(tmp_path)))
+    elif said_in == "dictionary":
+        mesh = sizes | {"preset": "folded_5d", "pp": 2}  # conf/config.yaml has pp 2 and ep 2
+        config = composed({"mesh": mesh, "launch": {"device": "cpu", "num_ranks": 8}}, "config", None)
+    else:
+        mine = compose(Arguments(overrides=words))
+        config = composed(replace(mine, mesh=MeshConfig(preset="folded_5d", **sizes)), "config", None)
+    shape = check(config, 8, "cpu")
+    assert (shape.pp, shape.tp, shape.ep, shape.world_size) == (2, 1, 1, 8)
+    plain = check(compose(Arguments(overrides=words)), 8, "cpu")
+    assert (plain.pp, plain.tp, plain.ep, plain.world_size) == (2, 2, 4, 8)
+
+
+def test_rules_see_the_axes_that_a_preset_makes() -> None:
+    words = ["mesh=coupled_5d", "launch.num_ranks=16", "launch.device=cpu", "optim.qk_clip=100", "model=small_mixtral"]
+    words += ["parallel.context=ring", "train.seq_len=64", "train.global_batch_size=16"]
+    with pytest.raises(ConfigError, match="optim.qk_clip=100.0: no rank of a ring has all keys"):
+        check(compose(Arguments(overrides=words)), 16, "cpu")
 
 
 def test_a_model_of_another_family_or_size_than_the_checkpoint(tmp_path: Path) -> None:

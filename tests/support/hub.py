@@ -31,6 +31,9 @@ class Hub(ThreadingHTTPServer):
         self.tokens: set[str] = set()
         self.fault: Callable[[BaseHTTPRequestHandler], bool] = lambda asked: False
 
+    def handle_error(self, *asked: object) -> None:
+        """Say nothing of a client that has left: what is printed here would be taken for the command's."""
+
     @property
     def main(self) -> str:
         return list(self.commits)[-1]

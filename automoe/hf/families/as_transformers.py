@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 from automoe.config.hub import local_folder
-from automoe.errors import ConfigError
+from automoe.errors import ConfigError, one_line
 from automoe.model.wrapper import TEXT, is_wrapper
 from automoe.storage.foreign import brief
 
@@ -88,8 +88,7 @@ def config_of_class(hf: HFConfig, path: str) -> Any:
 
 
 def _refused_value(path: str, make: type, error: Exception) -> ConfigError:
-    reason = " ".join(str(error).split())[:400]
-    return damaged(path, f"values that {make.__name__} of transformers refuses: {reason}")
+    return damaged(path, f"values that {make.__name__} of transformers refuses: {one_line(error)}")
 
 
 def _check_keys(hf: HFConfig, path: str, *keys: str) -> None:

@@ -18,6 +18,7 @@ from automoe.observe.metrics import ranges
 from automoe.observe.summary import render_mesh_text, short_number
 from automoe.planner.plan import Plan, gib, make_plan
 from automoe.planner.reserve import process_groups
+from automoe.verify.view import titled_table
 
 MAX_ROWS = 8  # larger pipelines are not shown rank by rank
 SEEN = 0.0005  # Parts with a smaller share of all parameters are not listed.
@@ -158,9 +159,7 @@ def _recomputed(config: Config) -> str:
 
 
 def _table(title: str, columns: list[Column], rows: Rows) -> Table:
-    table = Table(
-        *columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
-    )
+    table = titled_table(title, *columns)
     for row in rows:
         table.add_row(*row, style="bold" if row[0] in _BOLD else "")
     return table
