@@ -289,11 +289,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
 
 
 def _peft_config(
-    config: ModelConfig,
-    lora: LoraConfig,
-    keys: KeyMap,
-    names: Names,
-    ours: dict[str, torch.Tensor],
+    config: ModelConfig, lora: LoraConfig, keys: KeyMap, names: Names, ours: dict[str, torch.Tensor]
 ) -> Any:
     """Return peft's configuration, which lists the adapted matrices.
 

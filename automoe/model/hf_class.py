@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError
@@ -244,6 +245,36 @@ def _adapted(model: Any) -> dict[str, str]:
             if stacks.keys() == ADAPTED_STACKS:
                 found |= {f"{name}.{one}": one for one in stacks}
     return found
+
+
+class _WithoutNumbers(TorchDispatchMode):
+    """Answers what code asks about numbers on meta: a number is one, and none are nonzero."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        if func is torch.ops.aten.nonzero.default:
+            return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def uncalled_layers(path: str) -> frozenset[str]:
+    """Return the weights of linear layers that the class reads without calling the layer.
+
+    The class runs on meta. The result is empty if it needs numbers; the first forward pass of a run
+    then finds such a layer (``class_lora.check_called``).
+    """
+    model = build_causal_lm(path)
+    left = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, key=f"{name}.weight": left.discard(key))
+    with torch.device("meta"), torch.no_grad(), _WithoutNumbers():
+        try:
+            model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+        except Exception:  # code of a class may raise any exception where there are no numbers
+            return frozenset()
+    return frozenset(left)
 
 
 def head_scale(model: Any, path: str) -> float:

@@ -18,7 +18,7 @@ from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.write import convert_hf, to_hf
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
-from tests.support.wrappers import INDEX, PROCESSOR, save_wrapper, stored
+from tests.support.wrappers import INDEX, PROCESSOR, rename, save_wrapper, stored
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not trained, and copied bit for bit")
 TYPES = ["qwen3_5_moe", "qwen3_vl_moe"]  # with a class for the text model alone, and without
@@ -121,16 +121,6 @@ def test_a_wrapper_in_linked_files(source: Path, tmp_path: Path) -> None:
         else:
             with pytest.raises(AutomoeError, match="leads out of the checkpoint's folder"):
                 convert_hf(folder, tmp_path / "other")
-
-
-def rename(folder: Path, change: Callable[[str], str | None]) -> None:
-    """Rename tensors in files and index; None: remove."""
-    weight_map = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        kept = {new: one for key, one in load_file(file).items() if (new := change(key)) is not None}
-        save_file(kept, file, {"format": "pt"})
-        weight_map |= dict.fromkeys(kept, file.name)
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def test_other_prefixes(source: Path, tmp_path: Path) -> None:
