@@ -59,7 +59,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
     Parameters have torch's default dtype.
 
     Args:
-        experts: transformers' name of the implementation of experts.
+        experts: transformers' name of the implementation of experts, for classes that have several.
 
     Raises:
         ConfigError: transformers has no such class, refuses the configuration, or would draw random
@@ -86,9 +86,15 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
         if type(config) not in classes:
             raise ValueError(f"model_type={model_type} has no causal language model")
         _refuse_random(text.to_dict())
-        config._experts_implementation = text._experts_implementation = experts
+        made = classes[type(config)]
+        one_way = not made._can_set_experts_implementation()
+        config._experts_implementation = text._experts_implementation = (
+            "eager" if one_way else experts
+        )
         with torch.device("meta"):
-            model = classes[type(config)](config)
+            model = made(config)
+        if one_way and experts != "eager" and experts_modules(model):
+            raise ValueError(f"it computes experts in one way alone, and not as {experts}")
         _remove_beside(model)
     except Exception as error:  # a configuration class or a model's may raise any exception
         what = "" if type(error) is ValueError else f"{type(error).__name__}: "
