@@ -177,9 +177,7 @@ def test_the_function_of_the_package_gives_the_logits_of_the_class(saved: dict[s
 
 
 @pytest.mark.parametrize("model_type", ["dbrx", "qwen2"])
-def test_a_class_without_stacked_experts_is_computed_by_its_own_code(
-    saved: dict[str, Path], model_type: str
-) -> None:
+def test_a_class_without_stacked_experts_is_computed_by_its_own_code(saved: dict[str, Path], model_type: str) -> None:
     """Whatever ``moe.experts`` says, by default too."""
     _, theirs = float64_of(tier_config(saved[model_type]))
     tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
