@@ -104,11 +104,10 @@ def to_peft(
     # of down around them.
     elif gate_up and not keys.fused and not {"experts", "experts.down_proj"} & targets:
         unread = "of experts.gate_up_proj alone"
-    for one, what in (
-        (_in_wrapper(config), "of a checkpoint with vision or audio"),
-        (keys.table, "of a class without a native family"),
-    ):
-        unread = what if one else unread
+    if _in_wrapper(config):
+        unread = "of a checkpoint with vision or audio"
+    elif keys.table:
+        unread = "of a class without a native family"
     if unread and layout == "published":
         raise ConfigError("layout", layout, f"peft loads no such adapter {unread}", "Use fused")
     if unread or layout == "fused":
