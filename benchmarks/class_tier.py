@@ -78,7 +78,8 @@ def tier_of(model_type: str) -> dict[str, str]:
         try:
             config = tier_config(Path(folder))
             TransformersModel(config, MoEConfig(experts="loop"))
-            family_of(config)
+            if len(family_of(config).keys.layouts) == 1:
+                return {"refused": "its published tensors are more than slices of its parameters"}
         except ConfigError as error:
             return {"refused": error.rule.partition(" serve: ")[2] or error.rule}
     if not config.num_moe_layers:

@@ -147,6 +147,9 @@ def _remove_beside(model: Any) -> None:
     """Remove from a wrapper the modules that are neither text model nor head."""
     owner = model
     for name in filter(None, _text_path(model).split(".")):
+        if owner._parameters:
+            own = f"{type(owner).__name__}.{next(iter(owner._parameters))}"
+            raise ValueError(f"{own} is in none of the wrapper's parts, which pass through unread")
         for other, module in list(owner.named_children()):
             if other != name and module is not model.get_output_embeddings():
                 setattr(owner, other, None)

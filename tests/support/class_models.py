@@ -70,7 +70,11 @@ MORE: dict[str, dict[str, Any]] = {
             rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[2, 1, 1]
         ),
     ),
-    "glm5_next_text": MLA | INDEXER,
+    "glm5_next_text": MLA | INDEXER | dict(
+        index_topk=16, qk_rope_head_dim=0, linear_head_dim=8, linear_num_heads=4,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
     "glm_moe_dsa": MLA | INDEXER,
     "granitemoehybrid": MAMBA | dict(layer_types=["mamba", "attention", "mamba"], shared_intermediate_size=16),
     "kimi_linear": KIMI_DELTA,
@@ -79,6 +83,7 @@ MORE: dict[str, dict[str, Any]] = {
     "longcat_flash": MLA | dict(
         num_layers=2, ffn_hidden_size=48, expert_ffn_hidden_size=16, moe_topk=2, zero_expert_num=2
     ),
+    "mistral4": MLA | dict(head_dim=12),
     "phimoe": dict(router_jitter_noise=0.0, input_jitter_noise=0.0, lm_head_bias=False),
     "qwen3_omni_moe_text": dict(
         rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1]),
@@ -87,6 +92,8 @@ MORE: dict[str, dict[str, Any]] = {
         layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
         linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, shared_expert_intermediate_size=16,
     ),
+    "step3p5": dict(sliding_window=8),
+    "step3p5_vision": dict(num_attention_heads=2),
     "zaya": dict(num_experts_per_tok=1, router_hidden_size=16),
 }  # fmt: skip
 
