@@ -54,6 +54,7 @@ MORE: dict[str, dict[str, Any]] = {
         d_model=32, n_heads=4, n_layers=3, attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
         ffn_config=dict(ffn_hidden_size=16, moe_num_experts=8, moe_top_k=2, hidden_size=32),
     ),
+    "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse", "sparse"]),
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
     "deepseek_v32": MLA | INDEXER,
