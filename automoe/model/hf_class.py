@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError
@@ -256,13 +256,13 @@ def _adapted(model: Any) -> dict[str, str]:
     return found
 
 
-class _WithoutNumbers(TorchDispatchMode):
+class _WithoutNumbers(TorchFunctionMode):
     """Answers what code asks about numbers on meta: a number is one, and none are nonzero."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
-        if func is torch.ops.aten.nonzero.default:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__index__):
+            return func(torch.ones((), dtype=args[0].dtype, device="cpu"))
+        if func in (torch.nonzero, Tensor.nonzero):
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
         return func(*args, **(kwargs or {}))
 
