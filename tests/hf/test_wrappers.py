@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import automoe
 from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig
@@ -160,6 +160,13 @@ def test_a_damaged_config(damage: Callable[[dict], object], message: str, source
         return
     with pytest.raises(ConfigError, match=message):
         model_config_from_hf(source)
+
+
+def test_speech_out_of_a_model_is_refused_by_name(tmp_path: Path) -> None:
+    """The whole of Qwen3-Omni; its thinker in a folder of its own is a wrapper like others."""
+    CONFIG_MAPPING["qwen3_omni_moe"]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="model_type=qwen3_omni_moe has no causal language model"):
+        model_config_from_hf(tmp_path)
 
 
 def test_files_without_the_text_model_are_refused_by_the_first_check(source: Path) -> None:
