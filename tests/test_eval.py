@@ -97,6 +97,7 @@ def test_accuracy_is_what_transformers_gives_by_hand(folder: Path, capsys: pytes
     assert results == f"results {folder / 'hf' / 'eval.json'}"
 
 
+@pytest.mark.exhaustive
 def test_a_class_without_a_native_family_is_evaluated(folder: Path, tmp_path: Path) -> None:
     save_class("flex_olmo", tmp_path / "hf", vocab_size=304)
     save_tokenizer(tmp_path / "hf", "chatml")
