@@ -3,6 +3,7 @@
     python benchmarks/run.py class_tier                # all classes; writes the JSON and the table of docs/huggingface.md
     python benchmarks/run.py class_tier --only olmoe   # these classes; the others keep their rows
     python benchmarks/run.py class_tier --table        # the table again, from the JSON
+    python benchmarks/run.py class_tier --check        # half a minute: is each class of transformers there, in its tier?
 
 Each class gets a small random model, saved by ``transformers``. What a class computes in float32 is computed in float64
 as well, so three comparisons are exact: loss and every gradient of the tier on one rank with the class itself, of four
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
@@ -59,15 +61,56 @@ def moe_classes() -> dict[str, bool]:
     return found
 
 
+def tier_of(model_type: str) -> dict[str, str]:
+    """Return ``tier`` of a class, or why it is ``refused``, from a configuration alone, without weights."""
+    from transformers import CONFIG_MAPPING
+
+    from automoe.config.schema import MoEConfig
+    from automoe.errors import ConfigError
+    from automoe.hf.families.registry import FAMILIES, family_of
+    from automoe.model.transformers_model import TransformersModel
+    from tests.support.class_models import hf_class_config, tier_config
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            hf_class_config(model_type).save_pretrained(folder)
+        except Exception:  # a class may want other sizes than most; its own are too large for weights alone
+            CONFIG_MAPPING[model_type]().save_pretrained(folder)
+        try:
+            config = tier_config(Path(folder))
+            TransformersModel(config, MoEConfig(experts="loop"))
+            if len(family_of(config).keys.layouts) == 1:
+                return {"refused": "its published tensors are more than slices of its parameters"}
+        except ConfigError as error:
+            return {"refused": error.rule.partition(" serve: ")[2] or error.rule}
+    if not config.num_moe_layers:
+        return {"tier": "class without ep"}
+    return {"tier": "native" if model_type in FAMILIES else "class"}
+
+
+def outdated(report: dict[str, Any]) -> list[str]:
+    """Return the classes of the installed ``transformers`` that the table lacks, or has in another tier."""
+    rows = report["classes"]
+    found = {name: tier_of(name) if causal else {"refused": NOT_CAUSAL} for name, causal in moe_classes().items()}
+    return [
+        f"{name}: {one}, and the table has {rows.get(name, 'no such class')}"
+        for name, one in found.items()
+        if not one.items() <= rows.get(name, {}).items()
+    ]
+
+
 def measure(pool: RankPool, model_type: str, folder: Path) -> dict[str, Any]:
-    """Return the row of one class: ``one``, ``four`` (worst relative differences), ``apart``; or ``refused``."""
+    """Return the row of one class: its tier, ``one``, ``four`` (worst relative differences), ``apart``; or ``refused``."""
     from tests.support.class_models import compare_with_class
 
+    row: dict[str, Any] = tier_of(model_type)
+    if "refused" in row:
+        return row
     try:
-        [row] = pool.run(compare_with_class, 1, model_type, folder)
-        return row if "refused" in row else row | {"four": compare_ranks(pool, folder)}
+        [found] = pool.run(compare_with_class, 1, model_type, folder)
+        return row | found | {"four": compare_ranks(pool, folder)}
     except RankError as error:
-        return {"failed": f"{error.kind}: {str(error).strip().splitlines()[-1][:200]}"}
+        return row | {"failed": f"{error.kind}: {str(error).strip().splitlines()[-1][:200]}"}
 
 
 def compare_ranks(pool: RankPool, folder: Path) -> float:
@@ -95,8 +138,6 @@ def compare_ranks(pool: RankPool, folder: Path) -> float:
 
 def table(report: dict[str, Any]) -> str:
     """Return what stands between the markers of the page."""
-    from automoe.hf.families.registry import FAMILIES
-
     rows = report["classes"]
     ran = {name: row for name, row in rows.items() if "one" in row}
     lines = [
@@ -107,10 +148,9 @@ def table(report: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, row in ran.items():
-        tier = "native" if name in FAMILIES else "class"
-        if not row["experts"]:
-            tier += " without ep"
-        lines.append(f"|`{name}`|{tier}|{row['one']:.0e}|{row['four']:.0e}|{'apart' if row['apart'] else 'refused'}|")
+        lines.append(
+            f"|`{name}`|{row['tier']}|{row['one']:.0e}|{row['four']:.0e}|{'apart' if row['apart'] else 'refused'}|"
+        )
     reasons: dict[str, list[str]] = {}
     for name, row in rows.items():
         if "one" not in row:
@@ -130,7 +170,8 @@ def page(report: dict[str, Any]) -> str:
 
 def wrong(row: dict[str, Any]) -> bool:
     """Return True if a class failed, or computes other numbers than it should."""
-    return "failed" in row or not all(row.get(key, 0) <= EXACT for key in ("one", "four"))
+    asked = () if "refused" in row else ("one", "four")
+    return "failed" in row or not all(row.get(key, math.inf) <= EXACT for key in asked)
 
 
 def main() -> int:
@@ -138,9 +179,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="CLASS")
     parser.add_argument("--table", action="store_true", help="write the table from the JSON, measure nothing")
+    parser.add_argument("--check", action="store_true", help="return 1 if the table lacks a class or has another tier")
     args = parser.parse_args()
-    report = json.loads(RESULT.read_text()) if RESULT.exists() and (args.only or args.table) else {}
+    keeps = args.only or args.table or args.check
+    report = json.loads(RESULT.read_text()) if RESULT.exists() and keeps else {}
     rows = report.setdefault("classes", {})
+    if args.check:
+        differ = outdated(report)
+        here = f"transformers {version('transformers')}; the table was measured with {report['transformers']}"
+        how = "Give a new class its sizes in tests/support/class_models.py, and run class_tier with this release"
+        print("\n".join([*differ, f"{len(differ)} differ: {here}.{f' {how}' * bool(differ)}"]))
+        return int(bool(differ))
     if not args.table:
         report |= {
             "provenance": {"commit": commit("../automoe"), "cpu": cpu_model()},

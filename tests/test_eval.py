@@ -16,6 +16,7 @@ from automoe import cli
 from automoe import eval as eval_module
 from automoe.eval import load_tasks
 from tests.support.chat import save_tokenizer
+from tests.support.class_models import save_class
 from tests.support.hf_models import save_small_hf
 
 CHOICES = [" a", " b", " the answer", "?"]
@@ -94,6 +95,15 @@ def test_accuracy_is_what_transformers_gives_by_hand(folder: Path, capsys: pytes
     assert heading.split() == ["task", "metric", "shots", "value", "std.", "error"]
     assert row.split() == ["letters", "acc", "0", f"{accuracy:.4f}", f"{error:.4f}"] and len(row) <= 80
     assert results == f"results {folder / 'hf' / 'eval.json'}"
+
+
+@pytest.mark.exhaustive
+def test_a_class_without_a_native_family_is_evaluated(folder: Path, tmp_path: Path) -> None:
+    save_class("flex_olmo", tmp_path / "hf", vocab_size=304)
+    save_tokenizer(tmp_path / "hf", "chatml")
+    assert evaluate(tmp_path, "--tasks", str(folder / "tasks" / "letters.yaml"), "--limit", "6") == 0
+    found = json.loads((tmp_path / "hf" / "eval.json").read_text())["results"]["letters"]
+    assert (found["acc,none"], found["brier_score,none"]) == pytest.approx(by_hand(tmp_path, False, 6))
 
 
 def test_a_folder_of_tasks_asked_through_the_chat_template(folder: Path) -> None:

@@ -18,12 +18,13 @@ from tokenizers.processors import TemplateProcessing
 from automoe import cli
 from automoe.config.frozen import save_config
 from automoe.config.schema import CheckpointConfig, Config, LoraConfig, MoEConfig
-from automoe.errors import CheckpointError
+from automoe.errors import CheckpointError, spelled_out
 from automoe.generate import Speaker, checkpoint_of, load_checkpoint
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.parallel.parallelize import build_decoder
 from tests.support.chat import save_tokenizer
+from tests.support.class_models import save_class
 from tests.support.hf_models import save_small_hf
 
 
@@ -64,6 +65,13 @@ def test_questions_texts_and_a_chat(checkpoint: Path, capsys, monkeypatch) -> No
     assert cli.main([*words, "--system", "Short."]) == 0
     second = asked + answer + "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
     assert capsys.readouterr().out == f"{answer}\n{expected(checkpoint, second, 6)}\n"
+
+
+def test_a_class_without_a_native_family_answers(tmp_path: Path, capsys) -> None:
+    save_class("flex_olmo", tmp_path, vocab_size=304)
+    save_tokenizer(tmp_path, "chatml")
+    assert cli.main(["generate", str(tmp_path), "--max-new-tokens", "6", "--text", "the answer"]) == 0
+    assert capsys.readouterr().out == f"the answer{spelled_out(expected(tmp_path, 'the answer', 6))}\n"
 
 
 def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys, monkeypatch) -> None:

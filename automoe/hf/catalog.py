@@ -101,6 +101,12 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     keys = keys or family_of(config).keys
     text, beside = _split(tensors, names, config, keys)
     sources = _pair_scales(folder, text, encoding)
+    remedy = "Compare the model's configuration with its config.json"
+    if keys.table and len(keys.layouts) == 1:  # of a class of transformers: its own names
+        remedy = (
+            "transformers makes parameters of this class from published tensors by more than slices: save it by "
+            "save_pretrained(save_original_format=False)"
+        )
     keys = keys.fitting(sources)
     wanted = hf_tensors(config, keys)
     notes = [*unread_adapter(folder), *_remove_unread(sources, config)]
@@ -119,7 +125,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     if found := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds.items() if odd]:
         raise CheckpointError(
             f"{folder} does not hold this {config.family} model of {config.num_layers} layers and "
-            f"{len(wanted)} tensors: {'; '.join(found)}. Compare the model's configuration with its config.json"
+            f"{len(wanted)} tensors: {'; '.join(found)}. {remedy}"
         )
     if wrong:
         shapes = [

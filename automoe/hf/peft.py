@@ -3,8 +3,9 @@
 Routed experts have two layouts. ``published`` has an adapter for every expert and projection, as
 families store experts one by one; gate and up get the same A. ``fused`` has one adapter for all
 experts of a tensor, lora_A [E r, I] and lora_B [O, r E], as in transformers 5 and in published
-GPT-OSS. Both layouts represent the adapter exactly, at rank r. Shapes: E experts, I expert width, H
-hidden size, r rank.
+GPT-OSS. Both layouts represent the adapter exactly, at rank r. An adapter of a checkpoint with
+vision or audio has the names of the wrapper's class. Shapes: E experts, I expert width, H hidden
+size, r rank.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from automoe.config.hub import id_and_commit, local_folder
 from automoe.config.rules_model import NO_MODULES
 from automoe.config.schema import LoraConfig, ModelConfig
 from automoe.errors import CheckpointError, ConfigError, import_backend, listed
-from automoe.hf.families.registry import family_of
+from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.folder import new_folder
 from automoe.hf.headers import ADAPTER
 from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
 from automoe.model.causal_lm import CausalLM
+from automoe.model.hf_class import loading_class, names_in_class
 from automoe.model.params import model_params
+from automoe.model.wrapper import ALONE, Names, is_wrapper
 from automoe.parallel.agreement import Ranks
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -101,11 +104,13 @@ def to_peft(
     # of down around them.
     elif gate_up and not keys.fused and not {"experts", "experts.down_proj"} & targets:
         unread = "of experts.gate_up_proj alone"
-    if keys.table and layout == "published":
+    if _in_wrapper(config):
+        unread = "of a checkpoint with vision or audio"
+    elif keys.table:
         unread = "of a class without a native family"
     if unread and layout == "published":
         raise ConfigError("layout", layout, f"peft loads no such adapter {unread}", "Use fused")
-    if unread or layout == "fused" or keys.table:
+    if unread or layout == "fused":
         keys = keys.in_memory
     with new_folder(path, overwrite, ranks) as folder:
         tensors = gathered_adapters(parts)
@@ -145,9 +150,10 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
     parts = torch.arange(len(filled)).split([tensor.numel() for tensor in ours.values()])
     places = {name: part.view_as(ours[name]) for name, part in zip(ours, parts, strict=True)}
     keys = family_of(config).keys
-    found = dict(_stored(places, keys.in_memory if keys.table else keys))
+    names = _names(config)
+    found = dict(_stored(places, keys.in_memory if keys.table else keys, names))
     if found.keys() != stored.keys():
-        found = dict(_stored(places, keys.in_memory))
+        found = dict(_stored(places, keys.in_memory, names))
     belongs = _belongs(config, lora, Ranks(alone=True))
     if written != belongs or found.keys() != stored.keys():
         raise CheckpointError(
@@ -197,6 +203,24 @@ def _adapters(
             yield module, suffix, a, tensors[f"{module}.lora.B{suffix}"]
 
 
+def _in_wrapper(config: ModelConfig) -> bool:
+    return is_wrapper(read_hf_config(str(config.hf_path)))
+
+
+def _weightless(config: ModelConfig) -> Any:
+    """Return transformers' model of the checkpoint at ``config.hf_path``, on the meta device."""
+    from transformers import AutoConfig
+
+    stated = AutoConfig.from_pretrained(local_folder(str(config.hf_path)), local_files_only=True)
+    with torch.device("meta"):
+        return loading_class(stated, whole=True).from_config(stated)
+
+
+def _names(config: ModelConfig) -> Names:
+    """Return the names of the text model's parameters in the class that peft adapts."""
+    return names_in_class(_weightless(config)) if _in_wrapper(config) else ALONE
+
+
 def _pieces(module: str, suffix: str, tensor: torch.Tensor, keys: KeyMap) -> list[Piece]:
     """Return the HuggingFace tensors that an adapter adds to.
 
@@ -206,7 +230,9 @@ def _pieces(module: str, suffix: str, tensor: torch.Tensor, keys: KeyMap) -> lis
     return hf_pieces(f"{module}.{_WEIGHTS[suffix]}", tuple(tensor.shape), keys)
 
 
-def _stored(tensors: dict[str, torch.Tensor], keys: KeyMap) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(
+    tensors: dict[str, torch.Tensor], keys: KeyMap, names: Names
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the keys and tensors of adapter_model.safetensors."""
     for module, suffix, a, b in _adapters(tensors):
         pieces = _pieces(module, suffix, b, keys)
@@ -214,14 +240,14 @@ def _stored(tensors: dict[str, torch.Tensor], keys: KeyMap) -> Iterator[tuple[st
             # peft wraps the second of two parameters of a module around the first.
             both = f"{module}.lora.A2" in tensors and f"{module}.lora.A13" in tensors
             inner = ".base_layer" if both and suffix == "13" else ""
-            key = pieces[0].key.rpartition(".")[0] + inner
+            key = names.stored(pieces[0].key).rpartition(".")[0] + inner
             fused_b = _fused(pieces, b)
             fused_b = fused_b.mT if keys.transposed else fused_b
             yield from _pair(key, a.flatten(0, 1), fused_b.permute(1, 2, 0).flatten(1, 2))
             continue
         for piece in pieces:
             selected = tuple(at for at in piece.select if at is not None)
-            key = piece.key.removesuffix(".weight")
+            key = names.stored(piece.key).removesuffix(".weight")
             yield from _pair(key, a[selected[0]] if selected else a, b[selected])
 
 
@@ -249,9 +275,10 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     for file in sorted(folder.glob("stage-*.safetensors")):
         ours |= load_file(file)
         file.unlink()
-    stored = {key: tensor.contiguous().clone() for key, tensor in _stored(ours, keys)}
+    names = _names(config)
+    stored = {key: tensor.contiguous().clone() for key, tensor in _stored(ours, keys, names)}
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt", "belongs": belongs})
-    _peft_config(config, lora, keys, ours).save_pretrained(folder)
+    _peft_config(config, lora, keys, names, ours).save_pretrained(folder)
     # safetensors gives its files to their owner alone; this one obeys the umask, as the others do.
     shutil.copymode(folder / ADAPTER, folder / WEIGHTS_FILE)
     groups = verify_peft(folder, config, lora, ours)
@@ -261,7 +288,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
 
 
 def _peft_config(
-    config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict[str, torch.Tensor]
+    config: ModelConfig, lora: LoraConfig, keys: KeyMap, names: Names, ours: dict[str, torch.Tensor]
 ) -> Any:
     """Return peft's configuration, which lists the adapted matrices.
 
@@ -274,12 +301,13 @@ def _peft_config(
     parameters = set()
     groups = {param.name: param.spec.group for param in model_params(config)}
     for module, suffix, _, b in _adapters(ours):
-        stored = [piece.key for piece in _pieces(module, suffix, b, keys)]
-        if keys.table:  # Whole names, since other modules of the class may have the same last name.
+        stored = [names.stored(piece.key) for piece in _pieces(module, suffix, b, keys)]
+        # Whole names, since other modules of the class may have the same last name.
+        if keys.table or names != ALONE:
             if groups[f"{module}.{_WEIGHTS[suffix]}"] == "attention":
-                modules.add(stored[0].removesuffix(".weight"))
+                modules |= {key.removesuffix(".weight") for key in stored}
             else:
-                parameters.add(stored[0])
+                parameters |= {*stored}
             continue
         stored = [key.split(".", 3)[3] for key in stored]
         in_ffn_of_moe = "mlp." in stored[0] and not family_of(config).dense
@@ -324,7 +352,7 @@ def verify_peft(
         for module, suffix, a, b in _adapters(ours)
     }
     groups: Counter[str] = Counter()
-    for key, layer in _loaded(folder, str(local_folder(str(config.hf_path)))):
+    for key, layer in _loaded(folder, config):
         if key not in wanted:
             raise CheckpointError(f"{folder}: peft adapts {key}, and this model does not")
         module, suffix, a, b = wanted.pop(key)
@@ -343,16 +371,16 @@ def verify_peft(
     return groups
 
 
-def _loaded(folder: Path, base: str) -> Iterator[tuple[str, Any]]:
-    """Yield the adapted parameters of transformers' weightless model, with peft's layers."""
+def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the adapted parameters of transformers' weightless model, with peft's layers.
+
+    Parameters of the text model have their plain names.
+    """
     from peft import PeftModel
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(base, local_files_only=True)
-        )
+    model = _weightless(config)
+    names = names_in_class(model)
     # peft reads shapes alone, and moves adapters to where weights are
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -369,7 +397,8 @@ def _loaded(folder: Path, base: str) -> Iterator[tuple[str, Any]]:
     for name, module in adapted.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             last = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
-            yield f"{name.replace('.base_layer', '')}.{last}", module
+            key = f"{name.replace('.base_layer', '')}.{last}"
+            yield names.plain(key) or key, module
 
 
 def _theirs(module: Any) -> Iterator[torch.Tensor]:

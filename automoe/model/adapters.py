@@ -220,6 +220,15 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
         yield ("lora.targets", bool(left), f"of experts, {config.model.architecture} has {', '.join(left[:2])}; adapters "
                "are for stacks gate_up_proj and down_proj [experts, outputs, inputs]",
                "Set lora.targets=[attention,mlp,shared_experts]")
+    if config.model.family == TRANSFORMERS:
+        from automoe.model.hf_class import uncalled_layers  # with torch
+
+        unused = uncalled_layers(str(config.model.hf_path))
+        asked = {param.name: param.spec.lora for param in params if is_target(param, lora)}
+        odd = [name for name in asked if name in unused]
+        others = sorted({str(last) for name, last in asked.items() if name not in unused})
+        yield ("lora.targets", bool(odd), f"{config.model.architecture} reads {', '.join(odd[:2])} and does not call the "
+               "layer, so an adapter adds nothing", f"Set lora.targets=[{','.join(others)}]")
     yield ("lora.targets", not any(is_target(param, lora) for param in params),
            "no matrix of the model is among them", f"Choose from {', '.join(known)}")
     yield ("train.freeze", bool(train.freeze), f"with lora.rank={lora.rank} all of the model is frozen",

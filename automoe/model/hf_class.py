@@ -13,7 +13,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError
@@ -58,7 +59,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
     Parameters have torch's default dtype.
 
     Args:
-        experts: transformers' name of the implementation of experts.
+        experts: transformers' name of the implementation of experts, for classes that have several.
 
     Raises:
         ConfigError: transformers has no such class, refuses the configuration, or would draw random
@@ -85,9 +86,15 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
         if type(config) not in classes:
             raise ValueError(f"model_type={model_type} has no causal language model")
         _refuse_random(text.to_dict())
-        config._experts_implementation = text._experts_implementation = experts
+        made = classes[type(config)]
+        one_way = not made._can_set_experts_implementation()
+        config._experts_implementation = text._experts_implementation = (
+            "eager" if one_way else experts
+        )
         with torch.device("meta"):
-            model = classes[type(config)](config)
+            model = made(config)
+        if one_way and experts != "eager" and experts_modules(model):
+            raise ValueError(f"it computes experts in one way alone, and not as {experts}")
         _remove_beside(model)
     except Exception as error:  # a configuration class or a model's may raise any exception
         what = "" if type(error) is ValueError else f"{type(error).__name__}: "
@@ -140,6 +147,9 @@ def _remove_beside(model: Any) -> None:
     """Remove from a wrapper the modules that are neither text model nor head."""
     owner = model
     for name in filter(None, _text_path(model).split(".")):
+        if owner._parameters:
+            own = f"{type(owner).__name__}.{next(iter(owner._parameters))}"
+            raise ValueError(f"{own} is in none of the wrapper's parts, which pass through unread")
         for other, module in list(owner.named_children()):
             if other != name and module is not model.get_output_embeddings():
                 setattr(owner, other, None)
@@ -244,6 +254,36 @@ def _adapted(model: Any) -> dict[str, str]:
             if stacks.keys() == ADAPTED_STACKS:
                 found |= {f"{name}.{one}": one for one in stacks}
     return found
+
+
+class _WithoutNumbers(TorchFunctionMode):
+    """Answers what code asks about numbers on meta: a number is one, and none are nonzero."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__index__):
+            return func(torch.ones((), dtype=args[0].dtype, device="cpu"))
+        if func in (torch.nonzero, Tensor.nonzero):
+            return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def uncalled_layers(path: str) -> frozenset[str]:
+    """Return the weights of linear layers that the class reads without calling the layer.
+
+    The class runs on meta. The result is empty if it needs numbers; the first forward pass of a run
+    then finds such a layer (``class_lora.check_called``).
+    """
+    model = build_causal_lm(path)
+    left = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, key=f"{name}.weight": left.discard(key))
+    with torch.device("meta"), torch.no_grad(), _WithoutNumbers():
+        try:
+            model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+        except Exception:  # code of a class may raise any exception where there are no numbers
+            return frozenset()
+    return frozenset(left)
 
 
 def head_scale(model: Any, path: str) -> float:

@@ -52,7 +52,7 @@ _WRAPPED = (
 )
 # A part of a wrapper, or a module behind the last layer.
 _PART = re.compile(r"(language_model\.)?model\.(language_model\.)?(layers\.\d+\.|\w+\.)|\w+\.")
-_FLAT = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+_FLAT = ("model.embed_tokens.", "model.layers.", "model.norm.", "model.hc_head.", "lm_head.")
 
 
 def is_wrapper(hf: Mapping[str, Any]) -> bool:

@@ -125,9 +125,11 @@ class Run:
         assert loader is not None
         model = self.config.model
         if model.family == TRANSFORMERS:
+            how = f"moe.experts={self.config.moe.experts}"
+            if not model.num_moe_layers:
+                how = "no layer has experts in stacks, which moe.experts and mesh.ep are for"
             self.note(
-                f"{model.architecture}: layers, routers and experts are computed by transformers' own code "
-                f"(moe.experts={self.config.moe.experts})"
+                f"{model.architecture}: layers, routers and experts are computed by transformers' own code ({how})"
             )
         if loaded is not None:
             self.note(str(loaded))

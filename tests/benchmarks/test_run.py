@@ -64,6 +64,25 @@ def test_the_table_of_classes_is_that_of_the_stored_result(runner: ModuleType) -
     assert classes.wrong({"one": float("nan"), "four": 0.0})
 
 
+@pytest.mark.exhaustive
+def test_a_class_that_the_table_lacks_or_has_in_another_tier_is_named(
+    runner: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `make smoke-latest` asks the newest transformers."""
+    classes = load_file(ROOT / "benchmarks" / "class_tier.py")
+    monkeypatch.setattr(
+        classes, "moe_classes", lambda: {"olmoe": True, "dbrx": True, "gemma4_text": True, "new": False}
+    )
+    rows = json.loads(classes.RESULT.read_text())["classes"]
+    assert classes.outdated({"classes": rows | {"new": {"refused": classes.NOT_CAUSAL}}}) == []
+    changed = {"dbrx": {"tier": "class"}, "gemma4_text": {"refused": "another part"}}
+    found = classes.outdated({"classes": rows | changed})
+    assert [line.partition(":")[0] for line in found] == ["dbrx", "gemma4_text", "new"]
+    assert "the table has no such class" in found[2]
+    sayings = [*rows.values(), {"tier": "class"}]
+    assert all("one" in row or "refused" in row for row in sayings[:-1]) and classes.wrong({"tier": "class"})
+
+
 def test_the_page_of_convergence_says_what_its_runs_show(runner: ModuleType) -> None:
     made = load_file(ROOT / "benchmarks" / "convergence.py")
     report = json.loads(made.RESULT.read_text())

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from automoe.config.compose import compose_config
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import FAMILIES, family_of, model_config_from_hf
+from tests.support.command import ROOT
 
 
 def write(folder: Path, hf: object) -> Path:
@@ -242,6 +244,31 @@ def test_the_documented_table_is_that_of_the_families() -> None:
         if not name.startswith("small_"):
             sizes.setdefault(preset(name).family, set()).add(name)
     assert sizes == {name: published for name, (_, published) in rows.items()}
+
+
+def test_a_family_is_a_declaration() -> None:
+    """60 lines each at most; several that share a file share its lines."""
+    declared: dict[str, int] = Counter(
+        module for family in FAMILIES.values() for module in _modules_that_declare(family.model_type)
+    )
+    assert sum(declared.values()) == len(FAMILIES)
+    for file, number in declared.items():
+        lines = (ROOT / "automoe" / "hf" / "families" / file).read_text().splitlines()
+        assert len(lines) <= 60 * number, file
+
+
+def _modules_that_declare(model_type: str) -> list[str]:
+    folder = ROOT / "automoe" / "hf" / "families"
+    return [path.name for path in folder.glob("*.py") if f'model_type="{model_type}"' in path.read_text()]
+
+
+def test_sections_of_positions_outlive_an_export_of_text_alone(tmp_path: Path) -> None:
+    """Positions of text are alike in time, height and width; a reader with vision needs the sections."""
+    sections = {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+    path = write(tmp_path, QWEN3_5 := PUBLISHED["qwen3_5_35b_a3b"])
+    config = model_config_from_hf(path)
+    stated = family_of(config).write_config(config, QWEN3_5.get("text_config", QWEN3_5))["rope_parameters"]
+    assert sections.items() <= stated.items() and stated["partial_rotary_factor"] == 0.25
 
 
 def test_without_a_checkpoint_families_need_no_torch() -> None:

@@ -8,17 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import automoe
-from automoe.config.schema import MeshConfig
+from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig
 from automoe.errors import AutomoeError, CheckpointError, ConfigError
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.peft import WEIGHTS_FILE, from_peft, to_peft
+from automoe.hf.read import load_hf
 from automoe.hf.write import convert_hf, to_hf
+from automoe.model.causal_lm import CausalLM
+from automoe.model.lora import adapt
+from automoe.parallel.parallelize import allocate, build_decoder
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
-from tests.support.wrappers import INDEX, PROCESSOR, save_wrapper, stored
+from tests.support.wrappers import INDEX, PROCESSOR, rename, save_wrapper, stored
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not trained, and copied bit for bit")
 TYPES = ["qwen3_5_moe", "qwen3_vl_moe"]  # with a class for the text model alone, and without
@@ -123,16 +130,6 @@ def test_a_wrapper_in_linked_files(source: Path, tmp_path: Path) -> None:
                 convert_hf(folder, tmp_path / "other")
 
 
-def rename(folder: Path, change: Callable[[str], str | None]) -> None:
-    """Rename tensors in files and index; None: remove."""
-    weight_map = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        kept = {new: one for key, one in load_file(file).items() if (new := change(key)) is not None}
-        save_file(kept, file, {"format": "pt"})
-        weight_map |= dict.fromkeys(kept, file.name)
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-
 def test_other_prefixes(source: Path, tmp_path: Path) -> None:
     """All of the text model in one module is known too; the export has the names of its source."""
     rename(source, lambda key: key.replace("model.language_model.", "language_model.model.", 1))
@@ -163,6 +160,13 @@ def test_a_damaged_config(damage: Callable[[dict], object], message: str, source
         return
     with pytest.raises(ConfigError, match=message):
         model_config_from_hf(source)
+
+
+def test_speech_out_of_a_model_is_refused_by_name(tmp_path: Path) -> None:
+    """The whole of Qwen3-Omni; its thinker in a folder of its own is a wrapper like others."""
+    CONFIG_MAPPING["qwen3_omni_moe"]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="model_type=qwen3_omni_moe has no causal language model"):
+        model_config_from_hf(tmp_path)
 
 
 def test_files_without_the_text_model_are_refused_by_the_first_check(source: Path) -> None:
@@ -237,6 +241,41 @@ def test_modules_behind_the_last_layer_are_copied(tmp_path: Path) -> None:
     assert written.num_copied == 2
     assert settings(tmp_path / "out")["num_nextn_predict_layers"] == 1
     assert all(torch.equal(stored(tmp_path / "out")[key], one) for key, one in extra.items())
+
+
+def tuned(path: Path, lora: LoraConfig, seed: int) -> CausalLM:
+    """The text model with adapters as after training."""
+    config = Config(model=model_config_from_hf(path), moe=MoEConfig(experts="loop"), lora=lora)
+    model = build_decoder(config.model, config.moe, torch.float32)
+    adapt(model, config, torch.float32, torch.float32)
+    allocate({0: model}, torch.device("cpu"))
+    load_hf(model, path)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora." in name:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_an_adapter_has_the_names_of_the_wrappers_class(kind: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    """peft applies it to the text model alone: vision has layers of the same last names."""
+    lora = LoraConfig(rank=4, alpha=6.0)
+    model = tuned(saved[kind], lora, seed=5)
+    with pytest.raises(ConfigError, match="no such adapter of a checkpoint with vision or audio. Use fused"):
+        to_peft(model, tmp_path / "none", lora, layout="published")
+    assert "of attention" in to_peft(model, tmp_path / "out", lora)
+    assert all("language_model.layers." in key for key in load_file(tmp_path / "out" / WEIGHTS_FILE))
+    base = AutoModelForImageTextToText.from_pretrained(saved[kind], dtype=torch.float32)
+    tokens = torch.arange(48).view(2, 24)
+    with torch.no_grad():
+        expected = model(tokens)
+        before = base.eval()(tokens).logits
+        after = PeftModel.from_pretrained(base, str(tmp_path / "out")).eval()(tokens).logits
+    assert (after - expected).norm() < 1e-5 * expected.norm() < (before - expected).norm()
+    again = tuned(saved[kind], lora, seed=6)
+    from_peft(again, tmp_path / "out", lora)
+    assert all(torch.equal(one, model.get_parameter(name)) for name, one in again.named_parameters())
 
 
 def load_and_write(path: Path, out: Path, mesh: MeshConfig) -> str:

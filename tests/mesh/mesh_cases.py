@@ -228,6 +228,13 @@ MODELS["llama"] = ModelConfig(
     rope=RopeConfig(scaling="llama3", factor=4.0, original_seq_len=16),
     **_SIZES,
 )
+MODELS["qwen3-dense"] = replace(
+    MODELS["llama"],
+    family="qwen3",
+    attention=replace(MODELS["llama"].attention, qk_norm=True),
+    rope=RopeConfig(),
+    tie_embeddings=True,
+)
 
 
 @dataclass(frozen=True)

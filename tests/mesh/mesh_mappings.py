@@ -261,6 +261,8 @@ MORE = [
     Case("glm", dict(dp_shard=4, etp=2), rows=1),
     Case("glm", dict(dp_replicate=2, dp_shard=2, ep=4), rows=2),
     Case("llama", dict(pp=2, dp_shard=2), rows=2, parallel=INTERLEAVED),
+    Case("qwen3-dense", dict(pp=2, cp=2, tp=2), rows=4),
+    Case("qwen3-dense", dict(dp_shard=2, tp=2), rows=4, lora=LORA),
     Case("llama", dict(dp_replicate=2, cp=2, tp=2), rows=4, parallel=dict(recompute=["mlp"])),
     # sinks, windows and biases
     Case("gpt-oss", dict(tp=2), rows=8, document_mask=False),

@@ -179,6 +179,17 @@ def test_what_cannot_be_adapted_is_refused(saved: dict[str, Path]) -> None:
             check_rows(some, adapter_rows(some))
 
 
+def test_a_layer_that_the_class_does_not_call_is_refused_before_ranks_start(saved: dict[str, Path]) -> None:
+    config = lora_config(saved["jamba"], lora=replace(LORA, targets=["attention"]))
+    with pytest.raises(ConfigError, match=r"reads model\.layers\.0\.mamba\.dt_proj\.weight,.* lora\.targets=") as error:
+        check_rows(config, adapter_rows(config))
+    targets = error.value.remedy.partition("[")[2].rstrip("]").split(",")
+    assert {"in_proj", "out_proj"} < set(targets) and "dt_proj" not in targets
+    config = replace(config, lora=replace(LORA, targets=targets))
+    check_rows(config, adapter_rows(config))
+    tuned(saved["jamba"], lora=config.lora)(TOKENS)
+
+
 def test_a_layer_whose_weight_is_read_without_a_call_is_refused(saved: dict[str, Path]) -> None:
     model = tuned(saved["flex_olmo"])
     projection = model.get_submodule("model.layers.1.self_attn.o_proj")

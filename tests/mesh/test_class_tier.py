@@ -176,6 +176,16 @@ def test_the_function_of_the_package_gives_the_logits_of_the_class(saved: dict[s
         torch.testing.assert_close(found, theirs.eval()(tokens, use_cache=False).logits, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("model_type", ["dbrx", "qwen2"])
+def test_a_class_without_stacked_experts_is_computed_by_its_own_code(saved: dict[str, Path], model_type: str) -> None:
+    """Whatever ``moe.experts`` says, by default too."""
+    _, theirs = float64_of(tier_config(saved[model_type]))
+    tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found = automoe.from_hf(saved[model_type], dtype=torch.float32)(tokens)
+        torch.testing.assert_close(found.double(), theirs.eval()(tokens, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_the_table_of_parameters_is_the_class(saved: dict[str, Path]) -> None:
     path = saved["qwen3_5_moe_text"]
     _, theirs = float64_of(tier_config(path))

@@ -9,6 +9,7 @@ from mesh_draws import draw_cases
 from mesh_mappings import CORE, MORE
 
 from automoe.config.schema import has_indexer
+from automoe.hf.families.registry import FAMILIES
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 
@@ -44,6 +45,10 @@ def test_no_mapping_is_listed_twice() -> None:
     assert len(set(names)) == len(names) >= 60
     assert len(CORE) >= 25
     assert max(case.world_size for case in CORE + MORE) == 16
+
+
+def test_every_native_family_has_a_model_and_a_mesh() -> None:
+    assert {MODELS[case.family].family for case in CORE + MORE} == FAMILIES.keys()
 
 
 PARTS = ("embed_tokens", "self_attn", "layernorm", "norm")

@@ -252,7 +252,7 @@ def test_private_parts_of_torch_are_named_in_their_two_files_alone() -> None:
     trees = {name: ast.parse(path.read_text()) for name, path in MODULES.items() if name not in PRIVATE_TO_TORCH}
     # Of transformers: classes of models declare them, and nothing public tells them.
     own = own_names(list(trees.values())) | {"_keep_in_fp32_modules_strict", "_no_split_modules", "_init_weights"}
-    own |= {"_can_record_outputs", "_keys_to_ignore_on_load_unexpected"}
+    own |= {"_can_record_outputs", "_keys_to_ignore_on_load_unexpected", "_can_set_experts_implementation"}
     found = [f"{name}: {use}" for name, tree in trees.items() for use in private_uses(tree, own)]
     assert not found, "\n".join(found)
     for name in PRIVATE_TO_TORCH:

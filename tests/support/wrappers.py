@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def save_wrapper(model_type: str, folder: Path, dtype: torch.dtype = torch.float
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size="60KB", save_original_format=model_type not in PUBLISHED_FUSED)
+    if model_type == "kimi_k25":  # transformers' renaming of vision's blocks, undone, takes text layers for blocks too
+        rename(folder, lambda key: key.replace("language_model.model.blocks.", "language_model.model.layers."))
     first = "model-00001-of-" + sorted(folder.glob("*.safetensors"))[-1].name.rpartition("-")[2]
     mtp = {"mtp.fc.weight": torch.randn(32, 64).to(dtype), "mtp.norm.weight": torch.randn(32).to(dtype)}
     save_file(load_file(folder / first) | mtp, folder / first, {"format": "pt"})
@@ -36,6 +39,17 @@ def save_wrapper(model_type: str, folder: Path, dtype: torch.dtype = torch.float
     for name, content in PROCESSOR.items():
         (folder / name).write_text(json.dumps(content))
     return model
+
+
+def rename(folder: Path, change: Callable[[str], str | None]) -> None:
+    """Rename tensors in files and index; None: remove."""
+    index = json.loads((folder / INDEX).read_text())
+    weight_map = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        kept = {new: one for key, one in load_file(file).items() if (new := change(key)) is not None}
+        save_file(kept, file, {"format": "pt"})
+        weight_map |= dict.fromkeys(kept, file.name)
+    (folder / INDEX).write_text(json.dumps(index | {"weight_map": weight_map}))
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

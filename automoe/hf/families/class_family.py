@@ -55,7 +55,10 @@ class ClassFamily(Family):
         per_layer = [sum(module in experts for module in layer.modules()) for layer in layers]
         numbers = {module.num_experts for module in experts}
         if not layers or sum(per_layer) != len(experts) or max(per_layer) > 1 or len(numbers) > 1:
-            what = f"{len(layers)} layers with {per_layer} experts modules of {sorted(numbers)} experts"
+            counts = sorted(set(per_layer))
+            what = (
+                f"{len(layers)} layers with {counts} experts modules of {sorted(numbers)} experts"
+            )
             raise refused(path, f"{what}; layers hold one each, with equal numbers")
         names = model.state_dict(keep_vars=True).items()
         if len({id(tensor) for _, tensor in names}) < len(names) - is_tied(model):

@@ -195,6 +195,11 @@ class Family:
         hf |= _write_rope(config.rope, stated)
         if self.scaled_unless_said and hf["rope_scaling"] is None:
             hf["rope_scaling"] = {"type": "default", "rope_type": "default"}
+        rotary = (base or {}).get("rope_parameters")
+        if "rope_parameters" in hf and isinstance(rotary, dict):
+            # Text has one position in time, height and width; a reader with vision needs the sections.
+            kept = {key: value for key, value in rotary.items() if key.startswith("mrope_")}
+            hf["rope_parameters"] = kept | hf["rope_parameters"]
         return hf
 
     def _fields(self) -> Iterator[tuple[str, Field]]:
