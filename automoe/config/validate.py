@@ -12,6 +12,7 @@ from typing import get_args, get_type_hints
 
 from automoe.config.data_schema import NO_TOKENIZER, DataConfig, sources_of
 from automoe.config.hub import is_data_set, local_folder
+from automoe.config.layout import module_sizes
 from automoe.config.mesh_shape import (
     MeshShape,
     resolve_mesh,
@@ -279,7 +280,8 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         least = min(sizes, default=0)
         yield ("parallel.layers_per_stage", least < 0, f"no stage has {least} layers", remedy)
         # The first stage holds the embedding, the last one the head.
-        full = [n + (i in (0, num_stages - 1)) for i, n in enumerate(sizes)]
+        modules = module_sizes(config, num_stages)
+        full = [n + m + (i in (0, num_stages - 1)) for i, (n, m) in enumerate(zip(sizes, modules, strict=True))]
         held = stages_of_ranks(pp, stages, schedule)
         empty = [rank for rank, own in enumerate(held) if not any(full[stage] for stage in own)]
         yield ("parallel.layers_per_stage", bool(empty),

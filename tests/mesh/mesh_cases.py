@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from automoe.config.data_schema import DataConfig
+from automoe.config.layout import with_layout
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
@@ -254,7 +255,7 @@ class Case:
     @property
     def config(self) -> Config:
         mesh, model = MeshConfig(**({"dp_shard": 1} | self.mesh)), MODELS[self.family]
-        return Config(
+        plain = Config(
             mesh=mesh,
             model=model,
             moe=MoEConfig(
@@ -276,6 +277,7 @@ class Case:
             ),
             data=DataConfig(document_mask=self.document_mask),
         )
+        return with_layout(plain)
 
     @property
     def reference(self) -> Case:
