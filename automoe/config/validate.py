@@ -240,21 +240,23 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
             f"{micro_batches} % {pp} = {micro_batches % pp}")
     rule = misfit(schedule, pp, stages, micro_batches)
     yield ("parallel.schedule", bool(rule), rule, "Correct the file, or the numbers that it disagrees with")
-    yield from _halves_rows(config)
+    yield from _halves_rows(config, shape)
     for name in ("reshard", "grad_sync"):
         yield (f"parallel.{name}", getattr(parallel, name) == "micro_batch",
                f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step",
                f"Set parallel.{name}=step, or mesh.pp=1")
 
 
-def _halves_rows(config: Config) -> Iterator[Row]:
+def _halves_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     schedule = config.parallel.schedule
     model = config.model
-    twice = model.num_mtp_layers > 1 or (model.num_mtp_layers > 0 and model.tie_embeddings)
+    # The first stage passes no gradient on, so its passes have no first half.
+    _, *modules = module_sizes(config, shape.pp * config.parallel.stages_per_rank)
+    twice = max(modules) > 1 or (modules[-1] > 0 and model.tie_embeddings)
     yield ("model.num_mtp_layers", twice and runs_halves(schedule),
-           f"modules of more than one depth, or beside a tied head, read the embedding along the path of the stage's "
-           f"input, which torch cannot leave out of the second half of a backward pass ({schedule})",
-           "Set parallel.schedule=Interleaved1F1B, or model.num_mtp_layers=" + ("0" if model.tie_embeddings else "1"))
+           f"modules of more than one depth in a stage, or beside a tied head, read the embedding along the path of the "
+           f"stage's input, which torch cannot leave out of the second half of a backward pass ({schedule})",
+           "Give each m a stage of its own in parallel.layout, or set parallel.schedule=Interleaved1F1B")
     yield ("train.compile", config.train.compile and runs_halves(schedule),
            f"torch cannot run the halves of a compiled backward pass apart ({schedule})",
            "Set train.compile=false, or parallel.schedule=Interleaved1F1B")

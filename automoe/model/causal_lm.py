@@ -195,10 +195,12 @@ class CausalLM(nn.Module, ABC):
         )
         x = self.last_norm(self.run_layers(x, tokens))
         own = self.deeper_states(deeper[-1] if deeper else x, mtp_tokens, tokens, counts.mtp)
-        states = chain(deeper, own)
         if not self.predicts:
-            border = (x, *states)
-            return border if len(border) > 1 else x
+            if more := tuple(own):
+                # FSDP's hooks make views of inputs, which torch cannot detach between halves
+                x, *deeper = (state.clone() for state in (x, *deeper))
+            return (x, *deeper, *more) if deeper or more else x
+        states = chain(deeper, own)
         row = self.backend.pg_collection.context
         inputs = (
             labels
