@@ -118,9 +118,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     states = [0, *(num_states(model, stage) for stage in layers)]
     last = len(layers) - 1
     stages = [
-        plan_stage(
-            config, sizes, load, list(layers[stage]), own, states[stage], stage == last
-        )
+        plan_stage(config, sizes, load, list(layers[stage]), own, states[stage], stage == last)
         for stage, own in zip(numbers, held, strict=True)
     ]
     if mesh.pp > 1 or parallel.overlap_all_to_all:

@@ -342,9 +342,10 @@ def plan_stage(
         last=last,
         received=border * before,
         border=border * (max(1, before) + modules),
-        # the last norm's input is kept by the head, or by the stage of the first module
+        # The head keeps the last norm's input, or else the first module's stage. Stages with later
+        # modules keep what they received beside the copies that they hand on.
         shared=sum(mask_bytes(config, load, alike) for alike in again.values())
-        + border * (model.num_layers in layers and not last),
+        + border * max(1, before) * (modules > 0 and not last),
         head=head_workspace_bytes(
             model,
             load.tokens,
