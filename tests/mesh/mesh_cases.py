@@ -196,8 +196,9 @@ MODELS["olmoe"] = ModelConfig(
     router=RouterConfig(norm_topk_prob=False),
     **_SIZES,
 )
-# One and two modules for multi-token prediction; the latter read a tied embedding, which is the head too.
+# One and two modules for multi-token prediction; the last ones read a tied embedding, which is the head too.
 MODELS["deepseek-mtp"] = replace(MODELS["deepseek"], num_mtp_layers=1)
+MODELS["deepseek-mtp2"] = replace(MODELS["deepseek"], num_layers=4, num_mtp_layers=2)
 MODELS["glm-mtp"] = replace(MODELS["glm"], num_layers=4, num_mtp_layers=2, tie_embeddings=True)
 # Each query sees three keys, which an indexer chooses.
 MODELS["deepseek-sparse"] = replace(
