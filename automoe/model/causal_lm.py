@@ -97,7 +97,11 @@ class CausalLM(nn.Module, ABC):
         """
 
     def deeper_states(
-        self, x_BsH: torch.Tensor, given_BSD: torch.Tensor | None, tokens: Tokens, mtp_D2: torch.Tensor | None
+        self,
+        x_BsH: torch.Tensor,
+        given_BSD: torch.Tensor | None,
+        tokens: Tokens,
+        mtp_D2: torch.Tensor | None,
     ) -> Iterator[torch.Tensor]:
         """Yield what the head multiplies at each depth of this part's modules, [B, s, H].
 

@@ -89,7 +89,11 @@ class Decoder(CausalLM):
         return x
 
     def deeper_states(
-        self, x_BsH: torch.Tensor, given_BSD: torch.Tensor | None, tokens: Tokens, mtp_D2: torch.Tensor | None
+        self,
+        x_BsH: torch.Tensor,
+        given_BSD: torch.Tensor | None,
+        tokens: Tokens,
+        mtp_D2: torch.Tensor | None,
     ) -> Iterator[torch.Tensor]:
         modules = [pair for pair in self.layers.items() if isinstance(pair[1], MTPBlock)]
         if given_BSD is None or mtp_D2 is None:

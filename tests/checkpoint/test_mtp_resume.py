@@ -76,7 +76,9 @@ def apart(settings: Config, layout: str, schedule: str) -> Config:
 def test_modules_away_from_the_head_go_on(ranks: RankPool, text: Path, tmp_path: Path, tied: bool) -> None:
     """To the bit on the same mesh. Stages of both ranks hold copies of the embedding, those of the first two each."""
     plain = with_modules(text, pp=2, dp_shard=2, ep=2)
-    plain = replace(plain, model=replace(plain.model, tie_embeddings=tied), optim=replace(plain.optim, algorithm="muon"))
+    plain = replace(
+        plain, model=replace(plain.model, tie_embeddings=tied), optim=replace(plain.optim, algorithm="muon")
+    )
     settings = apart(plain, "Ett|tt|m|mL", "Interleaved1F1B")
     straight = run(ranks, settings, tmp_path / "straight", UNTIL)
     run(ranks, settings, tmp_path / "run", 2, [1, 2])

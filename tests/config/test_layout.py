@@ -95,7 +95,12 @@ def test_modules_are_where_the_layout_has_them() -> None:
         (["parallel.layout='E|t|tt|tL'", "model=small_dsv3", "model.num_mtp_layers=1"], "has 0 m"),
         (["parallel.layout='Et|tt|tm|mL'", "model=small_dsv3", "model.num_mtp_layers=1"], "has 2 m"),
         (
-            ["parallel.layout='Et|tt|tmm|L'", "model=small_dsv3", "model.num_mtp_layers=2", "parallel.schedule=DualPipeV"],
+            [
+                "parallel.layout='Et|tt|tmm|L'",
+                "model=small_dsv3",
+                "model.num_mtp_layers=2",
+                "parallel.schedule=DualPipeV",
+            ],
             "more than one depth in a stage.*Give each m a stage of its own",
         ),
         (["parallel.layout='E|t|tt|tttL'"], "add up to 6, and model.num_layers is 4"),

@@ -68,11 +68,7 @@ def test_uneven_stages_stay_uneven() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "cut"),
-    [
-        ("Et*4|t*2|t|t|m|m||L", "Etttt|tm|m|L"),
-        ("Et|t|t|t|t|t|ttm|mL", "Etttt|tm|m|L"),
-        ("Et|t|t|t|t|t|t|tmmL", None),
-    ],
+    [("Et*4|t*2|t|t|m|m||L", "Etttt|tm|m|L"), ("Et|t|t|t|t|t|ttm|mL", "Etttt|tm|m|L"), ("Et|t|t|t|t|t|t|tmmL", None)],
 )
 def test_modules_away_from_the_head_stay_away(layout: str, cut: str | None) -> None:
     overrides = ["model=small_dsv3", "model.num_layers=8", "model.num_mtp_layers=2", "mesh.pp=4", "mesh.ep=1"]

@@ -74,7 +74,12 @@ CORE = [
     Case("deepseek-mtp", dict(pp=2), rows=2, parallel=dict(schedule="1F1B", layers_per_stage=[4, 1])),
     Case("deepseek-mtp", dict(cp=2, ep=2), rows=4),
     # away from the head, on two stages of two ranks
-    Case("deepseek-mtp2", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | MERGED | dict(layout="Et|tttm|m|L")),
+    Case(
+        "deepseek-mtp2",
+        dict(pp=2, dp_shard=2, ep=2),
+        rows=1,
+        parallel=INTERLEAVED | MERGED | dict(layout="Et|tttm|m|L"),
+    ),
     # queries that see chosen keys, positions of which tp and cp ranks each score a part
     Case("deepseek-sparse", dict(cp=2, tp=2, ep=2), rows=4),
     # queries and keys normed over the heads of all tp ranks
@@ -152,12 +157,25 @@ MORE = [
     Case("deepseek-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layout="Ett|ttt|m|L")),
     Case("deepseek-mtp", dict(pp=3, cp=2, ep=2), rows=2, parallel=dict(layout="Ett|tttm|L")),
     Case("deepseek-mtp", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=ZBV | dict(layout="Ett|ttt|m|L")),
-    Case("deepseek-mtp", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=DUAL_PIPE | MERGED | dict(layout="Ett|t|ttm|L")),
+    Case(
+        "deepseek-mtp", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=DUAL_PIPE | MERGED | dict(layout="Ett|t|ttm|L")
+    ),
     Case("deepseek-mtp2", dict(pp=2, tp=2, ep=2), rows=2, parallel=ZBV | dict(layout="Ett|tt|m|mL"), optim=MUON),
     Case("deepseek-mtp2", dict(pp=2, cp=2), rows=2, parallel=DUAL_PIPE | dict(layout="Ett|ttm|m|L")),
     Case("deepseek-mtp2", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=ZBV | dict(layout="Ettttm|m||L")),
-    Case("deepseek-mtp2", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED | DELAYED | dict(layout="Ettttmm|||L")),
-    Case("deepseek-mtp2", dict(pp=2, cp=2, ep=2), rows=2, parallel=INTERLEAVED | FULL | dict(layout="Etttt|m|m|L"), lora=LORA),
+    Case(
+        "deepseek-mtp2",
+        dict(pp=2, dp_shard=2, ep=2),
+        rows=1,
+        parallel=INTERLEAVED | DELAYED | dict(layout="Ettttmm|||L"),
+    ),
+    Case(
+        "deepseek-mtp2",
+        dict(pp=2, cp=2, ep=2),
+        rows=2,
+        parallel=INTERLEAVED | FULL | dict(layout="Etttt|m|m|L"),
+        lora=LORA,
+    ),
     Case("deepseek-mtp2", dict(pp=4, tp=2), rows=2, parallel=dict(layout="Ett|ttm|m|L"), document_mask=False),
     Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layout="Ett|tt|m|mL")),
     Case("glm-mtp", dict(pp=4, dp_shard=2, ep=2), rows=1, parallel=GPIPE | dict(layout="Etttt|m|m|L")),

@@ -135,7 +135,7 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
         and (
             len(sizes) != stages
             or sum(sizes) != layers
-            or not leaves_no_rank_empty(list(map(sum, zip(sizes, modules))), shape.pp, parallel.schedule)
+            or not leaves_no_rank_empty(list(map(sum, zip(sizes, modules, strict=True))), shape.pp, parallel.schedule)
         )
     ):
         return False
