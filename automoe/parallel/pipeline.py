@@ -102,11 +102,8 @@ class SharedGradients:
         places = sorted(set(holders))
         if len(places) == 1 < len(copies):
             self._by_group.append((None, [copies]))
-        for ranks in meshes.shape.groups("default", "pp") if len(places) > 1 else ():
-            members = [ranks[place] for place in places]
-            group = dist.new_group(members, timeout=meshes.timeout)
-            if dist.get_rank() in members:
-                self._by_group.append((group, [copies]))
+        if len(places) > 1:
+            self._by_group.append((meshes.pipeline_members(places), [copies] if copies else []))
 
     def sum(self) -> None:
         """Replace every shared gradient by its sum over copies and the ranks that hold a term of it.

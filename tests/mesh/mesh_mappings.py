@@ -179,6 +179,9 @@ MORE = [
     Case("deepseek-mtp2", dict(pp=4, tp=2), rows=2, parallel=dict(layout="Ett|ttm|m|L"), document_mask=False),
     Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layout="Ett|tt|m|mL")),
     Case("glm-mtp", dict(pp=4, dp_shard=2, ep=2), rows=1, parallel=GPIPE | dict(layout="Etttt|m|m|L")),
+    # two of four ranks hold copies of the embedding, and all make equally many groups
+    Case("qwen3-tied", dict(pp=4), rows=1, parallel=INTERLEAVED | dict(layers_per_stage=[0, 1, 1, 0, 1, 0, 1, 0])),
+    Case("deepseek-mtp2", dict(pp=4), rows=1, parallel=ZBV | dict(layout="Et|t|t|tm|||m|L")),
     Case("glm-mtp", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=HALVES | dict(layout="Ett|ttm|m|L")),
     Case("glm-sparse", dict(pp=2, cp=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layout="Ett|tt|m|L")),
     Case(
