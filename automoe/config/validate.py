@@ -256,7 +256,8 @@ def _halves_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("model.num_mtp_layers", twice and runs_halves(schedule),
            f"modules of more than one depth in a stage, or beside a tied head, read the embedding along the path of the "
            f"stage's input, which torch cannot leave out of the second half of a backward pass ({schedule})",
-           "Give each m a stage of its own in parallel.layout, or set parallel.schedule=Interleaved1F1B")
+           "Give each m a stage of its own in parallel.layout, or set parallel.schedule=Interleaved1F1B or "
+           "model.num_mtp_layers=" + ("0" if model.tie_embeddings else "1"))
     yield ("train.compile", config.train.compile and runs_halves(schedule),
            f"torch cannot run the halves of a compiled backward pass apart ({schedule})",
            "Set train.compile=false, or parallel.schedule=Interleaved1F1B")
