@@ -26,8 +26,7 @@ def parse_layout(text: str) -> list[str]:
 
     Raises:
         ConfigError: a foreign character, a parenthesis without its partner, a repetition of
-            nothing, letters that are not one E, then any number of t, then of m, then one L, or an
-            m that is not in the stage of L.
+            nothing, or letters that are not one E, then any number of t, then of m, then one L.
     """
     stages = _expand(text).split("|")
     order = "".join(stages)
@@ -36,18 +35,21 @@ def parse_layout(text: str) -> list[str]:
             KEY,
             text,
             "a layout is one E, then a t for each layer, an m for each module, one L; this one has "
-            f"{order.count('E')} E, {order.count('t')} t and {order.count('L')} L"
+            f"{order.count('E')} E, {order.count('t')} t, {order.count('m')} m and {order.count('L')} L"
             + ("" if order.count("E") != 1 or order.count("L") != 1 else " in another order"),
             "Write it as in Et*3|tt|t*3L",
         )
-    if "m" in "".join(stages[:-1]):
-        raise ConfigError(
-            KEY,
-            text,
-            "modules for multi-token prediction (m) run on the stage of the head (L)",
-            "Write each m behind the last |",
-        )
     return stages
+
+
+def module_sizes(config: Config, num_stages: int) -> list[int]:
+    """Return the number of modules for multi-token prediction in every pipeline stage.
+
+    They are where ``parallel.layout`` has them, by default on the last stage.
+    """
+    if (text := config.parallel.layout) is not None:
+        return [stage.count("m") for stage in parse_layout(text)]
+    return [0] * (num_stages - 1) + [config.model.num_mtp_layers]
 
 
 def _expand(text: str) -> str:
@@ -97,7 +99,7 @@ def with_layout(config: Config) -> Config:
         return config
     stages = parse_layout(text)
     sizes = [stage.count("t") for stage in stages]
-    modules = stages[-1].count("m")
+    modules = "".join(stages).count("m")
     if modules != config.model.num_mtp_layers:
         raise ConfigError(
             "model.num_mtp_layers",

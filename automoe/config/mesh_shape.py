@@ -12,6 +12,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+from automoe.config.layout import module_sizes
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import ConfigError
 
@@ -286,14 +287,15 @@ def split_layers(
 def stage_layers(config: Config, mesh: MeshShape) -> list[range]:
     """Return the layers of every pipeline stage of ``config`` on ``mesh`` (``split_layers``).
 
-    Modules for multi-token prediction are on the last stage.
+    Modules for multi-token prediction are layers behind the last one (``module_sizes``).
     """
     parallel = config.parallel
     model = config.model
     num_stages = mesh.pp * parallel.stages_per_rank
     stages = split_layers(model.num_layers, num_stages, parallel.layers_per_stage)
-    stages[-1] = range(stages[-1].start, model.all_layers.stop)
-    return stages
+    modules = module_sizes(config, num_stages)
+    sizes = [len(stage) + more for stage, more in zip(stages, modules, strict=True)]
+    return split_layers(len(model.all_layers), num_stages, sizes)
 
 
 # Presets are named ways to fold attention and experts, scaled to the number of ranks: the

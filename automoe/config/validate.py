@@ -12,6 +12,7 @@ from typing import get_args, get_type_hints
 
 from automoe.config.data_schema import NO_TOKENIZER, DataConfig, sources_of
 from automoe.config.hub import is_data_set, local_folder
+from automoe.config.layout import module_sizes
 from automoe.config.mesh_shape import (
     MeshShape,
     resolve_mesh,
@@ -240,19 +241,22 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
             f"{micro_batches} % {pp} = {micro_batches % pp}")
     rule = misfit(schedule, pp, stages, micro_batches)
     yield ("parallel.schedule", bool(rule), rule, "Correct the file, or the numbers that it disagrees with")
-    yield from _halves_rows(config)
+    yield from _halves_rows(config, shape)
     yield from _step_rows(
         config, f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step", "or mesh.pp=1")
 
 
-def _halves_rows(config: Config) -> Iterator[Row]:
+def _halves_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     schedule = config.parallel.schedule
     model = config.model
-    twice = model.num_mtp_layers > 1 or (model.num_mtp_layers > 0 and model.tie_embeddings)
+    # The first stage passes no gradient on, so its passes have no first half.
+    _, *modules = module_sizes(config, shape.pp * config.parallel.stages_per_rank)
+    twice = max(modules) > 1 or (modules[-1] > 0 and model.tie_embeddings)
     yield ("model.num_mtp_layers", twice and runs_halves(schedule),
-           f"modules of more than one depth, or beside a tied head, read the embedding along the path of the stage's "
-           f"input, which torch cannot leave out of the second half of a backward pass ({schedule})",
-           "Set parallel.schedule=Interleaved1F1B, or model.num_mtp_layers=" + ("0" if model.tie_embeddings else "1"))
+           f"modules of more than one depth in a stage, or beside a tied head, read the embedding along the path of the "
+           f"stage's input, which torch cannot leave out of the second half of a backward pass ({schedule})",
+           "Give each m a stage of its own in parallel.layout, or set parallel.schedule=Interleaved1F1B or "
+           "model.num_mtp_layers=" + ("0" if model.tie_embeddings else "1"))
     yield ("train.compile", config.train.compile and runs_halves(schedule),
            f"torch cannot run the halves of a compiled backward pass apart ({schedule})",
            "Set train.compile=false, or parallel.schedule=Interleaved1F1B")
@@ -278,7 +282,8 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         least = min(sizes, default=0)
         yield ("parallel.layers_per_stage", least < 0, f"no stage has {least} layers", remedy)
         # The first stage holds the embedding, the last one the head.
-        full = [n + (i in (0, num_stages - 1)) for i, n in enumerate(sizes)]
+        modules = module_sizes(config, num_stages)
+        full = [n + m + (i in (0, num_stages - 1)) for i, (n, m) in enumerate(zip(sizes, modules, strict=True))]
         held = stages_of_ranks(pp, stages, schedule)
         empty = [rank for rank, own in enumerate(held) if not any(full[stage] for stage in own)]
         yield ("parallel.layers_per_stage", bool(empty),

@@ -50,7 +50,7 @@ class LocalShard:
         local: this rank's storage of the tensor.
         start: index of the storage's first element in the full tensor, on every dim.
         trained: True for parameters, False for buffers.
-        copy: True for an embedding on the last stage; the first stage has it too.
+        copy: True for an embedding on a later stage than the first, which has it too.
         again: True for a tensor of ``mtp_copies``, whose storage is that of the model's own.
         columns: columns of the full matrix if it is packed, else 0.
         added: adapter that an export adds to a packed matrix, as scale B A: A [..., r, I], B
@@ -163,7 +163,7 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
     """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts.values():
-        copies = mtp_copies(part.config) if part.predicts else {}
+        copies = mtp_copies(part.config)
         for name, parameter in part.named_parameters():
             if is_packed(parameter):
                 shapes = shapes or dict(our_tensors(part.config))
@@ -173,8 +173,8 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
             elif ".lora." not in name:
                 tied = name == "embed_tokens.weight" and not part.embeds
                 yield _shard(name, parameter, copy=tied)
-            for again in (copy for copy, own in copies.items() if own == name):
-                yield _shard(again, parameter, again=True)
+                for again in (copy for copy, own in copies.items() if own == name and not tied):
+                    yield _shard(again, parameter, again=True)
         stored = dict(our_tensors(part.config)) if part.config.family == TRANSFORMERS else ()
         for name, buffer in part.named_buffers():
             if name in stored or (not stored and name.endswith(".expert_bias")):

@@ -8,8 +8,9 @@ positions of this rank between two blocks, H hidden, V vocabulary, K top-k.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -60,7 +61,7 @@ class CausalLM(nn.Module, ABC):
         config: the full model's configuration.
         backend: communicators and implementations; default: one rank and plain torch.
         embeds: whether this part holds the token embedding.
-        predicts: whether this part holds the final norm and the vocabulary head.
+        predicts: whether this part holds the vocabulary head.
 
     Attributes:
         loss: reduction of per-token losses, by default the backend's; a recipe may set its own.
@@ -96,18 +97,23 @@ class CausalLM(nn.Module, ABC):
         """
 
     def deeper_states(
-        self, x_BsH: torch.Tensor, given_BSD: torch.Tensor, tokens: Tokens, counts_D: torch.Tensor
+        self,
+        x_BsH: torch.Tensor,
+        given_BSD: torch.Tensor | None,
+        tokens: Tokens,
+        mtp_D2: torch.Tensor | None,
     ) -> Iterator[torch.Tensor]:
-        """Yield what the head multiplies at every depth of multi-token prediction, [B, s, H].
+        """Yield what the head multiplies at each depth of this part's modules, [B, s, H].
 
-        Only a model with ``num_mtp_layers`` is asked, and such a model overrides it.
+        They are the modules for multi-token prediction, and a model with any overrides it.
 
         Args:
-            x_BsH: what it multiplies for the next token.
-            given_BSD: the token that a depth is given at a position (``automoe.model.mtp``).
-            counts_D: number of these in the global batch.
+            x_BsH: what the head multiplies at the depth before.
+            given_BSD: the token that a depth is given at a position (``automoe.model.mtp``). None:
+                modules do not run, and ``x_BsH`` is yielded in the place of each.
+            mtp_D2: ``TokenCounts.mtp`` of the global batch.
         """
-        raise NotImplementedError
+        yield from ()
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -118,7 +124,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        """Return what the head multiplies, of the last layer's output."""
+        """Return the final norm of the last layer's output, or ``x_BsH`` if another part has it."""
 
     @property
     @abstractmethod
@@ -141,7 +147,7 @@ class CausalLM(nn.Module, ABC):
     def forward(
         self,
         x: torch.Tensor,
-        *,
+        *deeper: torch.Tensor,
         positions: torch.Tensor | None = None,
         index: torch.Tensor | None = None,
         doc_ids: torch.Tensor | None = None,
@@ -154,11 +160,12 @@ class CausalLM(nn.Module, ABC):
         mtp_tokens: torch.Tensor | None = None,
         mtp_labels: torch.Tensor | None = None,
         **given: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run this part.
 
         Args:
             x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the part before.
+            deeper: [B, s, H] of each depth of multi-token prediction in the parts before.
             labels: [B, S] next tokens; ``IGNORE`` marks positions that are not trained.
             token_counts: counts of the global batch, which the losses are divided by. Default: this
                 micro-batch's own counts.
@@ -173,7 +180,8 @@ class CausalLM(nn.Module, ABC):
             given: [B, ...] further inputs of the loss, by name.
 
         Returns:
-            [B, s, H] hidden states, if this part does not predict. [B, S, V] logits, without
+            [B, s, H] hidden states, if this part does not predict; behind the first module for
+            multi-token prediction a tuple, with those of each depth so far. [B, S, V] logits, without
             labels. [1] this micro-batch's share of the loss, with labels; the default loss is the
             mean cross-entropy in nats. [B, S] likeliest next tokens, with ``next_token_at``;
             ``IGNORE`` at other positions.
@@ -189,30 +197,29 @@ class CausalLM(nn.Module, ABC):
         tokens = Tokens(
             positions, index, doc_ids, counts.non_padding, forced_ids, row_ids, not_padding
         )
-        x = self.run_layers(x, tokens)
+        x = self.last_norm(self.run_layers(x, tokens))
+        own = self.deeper_states(deeper[-1] if deeper else x, mtp_tokens, tokens, counts.mtp)
         if not self.predicts:
-            return x
+            if more := tuple(own):
+                # FSDP's hooks make views of inputs, which torch cannot detach between halves
+                x, *deeper = (state.clone() for state in (x, *deeper))
+            return (x, *deeper, *more) if deeper or more else x
+        states = chain(deeper, own)
         row = self.backend.pg_collection.context
         inputs = (
             labels
             if labels is None
             else LossInputs(labels, doc_ids, counts, row, given, self.reported)
         )
-        x = self.last_norm(x)
         predicted = self._predict(x, inputs, next_token_at)
         if mtp_tokens is None or inputs is None or next_token_at is not None:
             return predicted
-        loss = self._mtp_loss(x, mtp_tokens, mtp_labels, tokens, inputs)
+        loss = self._mtp_loss(states, mtp_labels, inputs)
         # The difference is zero, and has the gradient of the modules' losses.
         return predicted + (loss - loss.detach())
 
     def _mtp_loss(
-        self,
-        x_BsH: torch.Tensor,
-        given_BSD: torch.Tensor,
-        labels_BSD: torch.Tensor,
-        tokens: Tokens,
-        inputs: LossInputs,
+        self, states: Iterable[torch.Tensor], labels_BSD: torch.Tensor, inputs: LossInputs
     ) -> torch.Tensor:
         """Return this rank's share of weight / D * sum over depths of mean cross-entropy.
 
@@ -224,11 +231,9 @@ class CausalLM(nn.Module, ABC):
         weight_VH = local_shard(self.head_weight)
         depths = labels_BSD.shape[-1]
         assert inputs.counts.mtp is not None
-        trained_D, given_D = inputs.counts.mtp.unbind(-1)
         losses = []
-        states = self.deeper_states(x_BsH, given_BSD, tokens, given_D)
         for depth, state_BsH in enumerate(states):
-            hits = torch.zeros((), dtype=torch.int64, device=x_BsH.device)
+            hits = torch.zeros((), dtype=torch.int64, device=state_BsH.device)
             loss = cross_entropy_sum(
                 sequence.all_gather(state_BsH).flatten(0, 1),
                 weight_VH,
@@ -238,7 +243,7 @@ class CausalLM(nn.Module, ABC):
                 backend.chunk_loss,
                 hits,
             )
-            count = trained_D[depth].clamp_min(1)
+            count = inputs.counts.mtp[depth, 0].clamp_min(1)
             losses.append(loss / count)
             inputs.report(f"mtp_loss.{depth + 1}", losses[-1])
             inputs.report(f"mtp_acceptance.{depth + 1}", hits.to(torch.float64) / count)

@@ -29,8 +29,9 @@ class Decoder(CausalLM):
     checkpoints and training state need no renaming.
 
     Args:
-        layers: which of ``ModelConfig.all_layers`` this part holds; None means all. Modules for
-            multi-token prediction are with the head, and read a copy of the embedding there.
+        layers: which of ``ModelConfig.all_layers`` this part holds; None means all. A part with
+            modules for multi-token prediction holds a copy of the embedding, which they read, and
+            a part with the first of them the final norm.
         embeds, predicts, backend: see ``CausalLM``.
     """
 
@@ -48,16 +49,17 @@ class Decoder(CausalLM):
         vocab = config.vocab_size
         hidden = config.hidden_size
         tied = config.tie_embeddings
-        embeds_again = predicts and (tied or config.num_mtp_layers > 0)
+        kinds = {layer: MTPBlock if layer >= config.num_layers else Block for layer in layers}
+        embeds_again = MTPBlock in kinds.values() or (predicts and tied)
         self.embed_tokens = (
             Embedding(vocab, hidden, self.first_id) if embeds or embeds_again else None
         )
-        kinds = {layer: MTPBlock if layer >= config.num_layers else Block for layer in layers}
         self.layers = nn.ModuleDict(
             {str(layer): kind(config, moe, layer, self.backend) for layer, kind in kinds.items()}
         )
         norm = self.backend.norm
-        self.norm = norm(hidden, config.norm_eps, config.zero_centered_norms) if predicts else None
+        norms = config.num_layers in layers if config.num_mtp_layers else predicts
+        self.norm = norm(hidden, config.norm_eps, config.zero_centered_norms) if norms else None
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
 
     def moe_layers(self) -> Iterator[tuple[int, MoE]]:
@@ -87,12 +89,21 @@ class Decoder(CausalLM):
         return x
 
     def deeper_states(
-        self, x_BsH: torch.Tensor, given_BSD: torch.Tensor, tokens: Tokens, counts_D: torch.Tensor
+        self,
+        x_BsH: torch.Tensor,
+        given_BSD: torch.Tensor | None,
+        tokens: Tokens,
+        mtp_D2: torch.Tensor | None,
     ) -> Iterator[torch.Tensor]:
+        modules = [pair for pair in self.layers.items() if isinstance(pair[1], MTPBlock)]
+        if given_BSD is None or mtp_D2 is None:
+            yield from [x_BsH] * len(modules)
+            return
         context = AttentionContext(self.config, tokens, self.backend, x_BsH.dtype)
-        modules = (block for block in self.layers.values() if isinstance(block, MTPBlock))
-        for block, given_BS, count in zip(modules, given_BSD.unbind(-1), counts_D, strict=True):
-            here = replace(tokens, not_padding=given_BS >= 0, num_tokens=count.clamp_min(1))
+        for name, block in modules:
+            depth = int(name) - self.config.num_layers
+            given_BS, count = given_BSD[..., depth], mtp_D2[depth, 1].clamp_min(1)
+            here = replace(tokens, not_padding=given_BS >= 0, num_tokens=count)
             local_tokens = here.local_shard(self.backend.pg_collection.sequence)
             x_BsH = block(x_BsH, context, local_tokens, self._embed(given_BS.clamp_min(0)))
             yield x_BsH
@@ -102,8 +113,7 @@ class Decoder(CausalLM):
         return self.backend.pg_collection.sequence.reduce_scatter(self.embed_tokens(ids_BS))
 
     def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        assert self.norm is not None
-        return self.norm(x_BsH)
+        return x_BsH if self.norm is None else self.norm(x_BsH)
 
     @property
     def embedding(self) -> nn.Module | None:

@@ -368,14 +368,38 @@ def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[
     return params
 
 
+def embedding_stages(model: ModelConfig, layers: list[range]) -> list[int]:
+    """Return the pipeline stages that hold the embedding or a copy of it, the first one first.
+
+    Modules for multi-token prediction read a copy, and a tied head is one. Stage i has
+    ``layers[i]``.
+    """
+    last = len(layers) - 1
+    return [
+        stage
+        for stage, held in enumerate(layers)
+        if stage == 0
+        or held.stop > max(held.start, model.num_layers)
+        or (stage == last and model.tie_embeddings)
+    ]
+
+
+def num_states(model: ModelConfig, held: range) -> int:
+    """Return the number of hidden states that a pipeline stage with the layers ``held`` hands on.
+
+    They are the model's own, and those of the modules for multi-token prediction so far.
+    """
+    return 1 + max(0, held.stop - model.num_layers)
+
+
 def stage_params(
     model: ModelConfig, layers: list[range], stage: int, buffers: bool = False
 ) -> list[Param]:
     """Return the parameters of pipeline stage ``stage`` in order; its layers are ``layers[stage]``.
 
     A tied head is the embedding and adds nothing, or is a copy of it in a stage of its own. So is
-    the embedding that modules for multi-token prediction read. A class of ``transformers`` is one
-    stage.
+    the embedding that modules for multi-token prediction read. The final norm is with the first of
+    them, else with the head. A class of ``transformers`` is one stage.
     """
     if model.family == TRANSFORMERS:
         from automoe.model.hf_class import class_params  # with torch
@@ -385,15 +409,16 @@ def stage_params(
     first, last = stage == 0, stage == len(layers) - 1
     table = (model.vocab_size, model.hidden_size)
     embedding = Param("embed_tokens.weight", table, _EMBEDDING)
-    params = [embedding] if first else []
+    params = []
+    if stage in embedding_stages(model, layers):
+        tied = model.tie_embeddings and last and not first
+        params.append(replace(embedding, spec=_HEAD) if tied else embedding)
     for layer in layers[stage]:
         params += layer_params(model, layer, buffers)
-    if last:
+    if model.num_layers in layers[stage] or (last and not model.num_mtp_layers):
         params.append(Param("norm.weight", (model.hidden_size,), _FINAL_NORM))
-        if not model.tie_embeddings:
-            params.append(Param("lm_head.weight", table, _HEAD))
-        if not first and (model.tie_embeddings or model.num_mtp_layers):
-            params.append(replace(embedding, spec=_HEAD if model.tie_embeddings else _EMBEDDING))
+    if last and not model.tie_embeddings:
+        params.append(Param("lm_head.weight", table, _HEAD))
     return params
 
 

@@ -73,6 +73,15 @@ class Meshes:
         own = self.group("pp")
         return own or _make_group("pp", [dist.get_rank()], self.timeout)
 
+    def pipeline_members(self, places: list[int]) -> dist.ProcessGroup:
+        """Return a new group of the ranks at ``places`` along pp; of this rank alone if it is at none.
+
+        Collective over the world.
+        """
+        ranks = _ranks_along(self.shape, "default", "pp")
+        own = places if self.coordinate("pp") in places else [self.coordinate("pp")]
+        return _make_group("members", [ranks[place] for place in own], self.timeout)
+
     def pipeline_neighbours(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Return two new groups: with the pipeline rank before this one, and with the one after it.
 
@@ -153,6 +162,9 @@ def _ranks_along(shape: MeshShape, view: str, axis: str) -> list[int]:
 
 def _make_group(name: str, ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
     """Return a group of ``ranks``, this one among them. Collective over the world, as NCCL splits.
+
+    Torch names the group by its ranks and the number of groups that this rank has, so all ranks
+    make equally many.
 
     A DeviceMesh that makes its groups itself splits every backend of a world that is bound to a
     device, and gives gloo's half torch's default options.

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
-from automoe.config.mesh_shape import DEFAULT_AXES
+from automoe.config.mesh_shape import DEFAULT_AXES, stage_layers
 from automoe.config.pipeline import SINGLE, pipeline_order, rank_of_stage
 from automoe.config.rules_model import BY_CROSS_ENTROPY
 from automoe.config.schema import Config
@@ -35,6 +35,7 @@ from automoe.interop.torch_pipelining import (
 from automoe.interop.torch_private import gloo_timeout
 from automoe.model.causal_lm import CausalLM
 from automoe.model.loss import Loss
+from automoe.model.params import embedding_stages, num_states
 from automoe.moe.local_shard import local_shard
 from automoe.observe.metrics import is_taken
 from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, reshard
@@ -67,22 +68,22 @@ class SharedGradients:
     Three kinds: under tensor parallelism, parameters that every tp rank keeps whole (norms,
     routers, latent projections) while it sees only its shard of the tokens; under expert tensor
     parallelism, adapters that its ranks keep whole while each has a part of the width; under a
-    pipeline with tied embeddings or multi-token prediction, both copies of the embedding. Copies
-    start equal, since initialisation and checkpoints go by name, and stay equal, since all of them
-    take the sum. Every rank builds it: all ranks make groups together.
+    pipeline with tied embeddings or multi-token prediction, all copies of the embedding, of which a
+    rank may hold several. Copies start equal, since initialisation and checkpoints go by name, and
+    stay equal, since all of them take the sum. Every rank builds it: all ranks make groups together.
 
     Args:
-        ends: pipeline ranks of the first and of the last stage.
+        holders: pipeline ranks of the stages with an embedding, once for each stage.
     """
 
     def __init__(
-        self, model_parts: dict[int, CausalLM], meshes: Meshes, ends: tuple[int, int]
+        self, model_parts: dict[int, CausalLM], meshes: Meshes, holders: Sequence[int]
     ) -> None:
-        self._by_group: list[tuple[dist.ProcessGroup, list[torch.Tensor]]] = []
-        self._copies: list[torch.Tensor] = []  # both on this rank (V-shaped schedules)
+        # parameters of which the ranks of a group hold terms, each a list of this rank's copies
+        self._by_group: list[tuple[dist.ProcessGroup | None, list[list[torch.Tensor]]]] = []
         if (tp := meshes.group("tp")) is not None:
             whole = [
-                p for part in model_parts.values() for p in part.parameters() if _whole_over_tp(p)
+                [p] for part in model_parts.values() for p in part.parameters() if _whole_over_tp(p)
             ]
             self._by_group.append((tp, whole))
         if (etp := meshes.group("etp")) is not None:
@@ -90,48 +91,46 @@ class SharedGradients:
                 layer.experts for part in model_parts.values() for _, layer in part.moe_layers()
             ]
             whole = [
-                p for e in experts for name, p in e.named_parameters() if e.WIDTH_DIMS[name] is None
+                [p]
+                for e in experts
+                for name, p in e.named_parameters()
+                if e.WIDTH_DIMS[name] is None
             ]
             self._by_group.append((etp, whole))
-        models = [part.config for part in model_parts.values()]
-        if meshes.shape.pp > 1 and any(m.tie_embeddings or m.num_mtp_layers for m in models):
-            copies = [
-                part.embedding.weight for part in model_parts.values() if part.embedding is not None
-            ]
-            if ends[0] == ends[1]:
-                self._copies = copies
-                return
-            for ranks in meshes.shape.groups("default", "pp"):
-                holders = sorted(ranks[end] for end in ends)
-                group = dist.new_group(holders, timeout=meshes.timeout)
-                if dist.get_rank() in holders:
-                    self._by_group.append((group, copies))
+        parts = model_parts.values()
+        copies = [part.embedding.weight for part in parts if part.embedding is not None]
+        places = sorted(set(holders))
+        if len(places) == 1 < len(copies):
+            self._by_group.append((None, [copies]))
+        if len(places) > 1:
+            self._by_group.append((meshes.pipeline_members(places), [copies] if copies else []))
 
     def sum(self) -> None:
-        """Replace every shared gradient by its sum over the ranks that hold a term of it.
+        """Replace every shared gradient by its sum over copies and the ranks that hold a term of it.
 
         The ranks of a group shard a parameter alike, so local shards are summed, all in one
         collective.
         """
-        terms = [local_shard(p.grad) for p in self._copies if p.grad is not None]
-        if len(terms) > 1:
-            wide = torch.promote_types(terms[0].dtype, torch.float32)
-            total = torch.stack([term.to(wide) for term in terms]).sum(0)
-            for term in terms:
-                term.copy_(total)
         for group, parameters in self._by_group:
-            gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
-            if not gradients:
+            shared = [
+                [local_shard(p.grad) for p in copies if p.grad is not None] for copies in parameters
+            ]
+            shared = [terms for terms in shared if terms]
+            if not shared:
                 continue
-            # Terms may be bfloat16 (optim.master_weights=stochastic); their sum is not.
-            flat = torch.cat(
-                [g.flatten().to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-            )
-            dist.all_reduce(flat, group=group)
-            for gradient, total in zip(
-                gradients, flat.split([g.numel() for g in gradients]), strict=True
-            ):
-                gradient.copy_(total.view_as(gradient))
+            flat = torch.cat([_added(terms).flatten() for terms in shared])
+            if group is not None:
+                dist.all_reduce(flat, group=group)
+            sizes = [terms[0].numel() for terms in shared]
+            for terms, total in zip(shared, flat.split(sizes), strict=True):
+                for term in terms:
+                    term.copy_(total.view_as(term))
+
+
+def _added(terms: list[torch.Tensor]) -> torch.Tensor:
+    # Terms may be bfloat16 (optim.master_weights=stochastic); their sum is not.
+    wide = torch.promote_types(terms[0].dtype, torch.float32)
+    return reduce(torch.add, [term.to(wide) for term in terms])
 
 
 def _whole_over_tp(parameter: torch.Tensor) -> bool:
@@ -182,10 +181,10 @@ class StepRunner(ABC):
     ) -> None:
         self.model_parts = model_parts
         self.device = device
-        pp, parallel = meshes.shape.pp, config.parallel
-        last = pp * parallel.stages_per_rank - 1
-        ends = [rank_of_stage(stage, pp, parallel.schedule) for stage in (0, last)]
-        self.shared = SharedGradients(model_parts, meshes, (ends[0], ends[1]))
+        shape, schedule = meshes.shape, config.parallel.schedule
+        embedded = embedding_stages(config.model, stage_layers(config, shape))
+        holders = [rank_of_stage(stage, shape.pp, schedule) for stage in embedded]
+        self.shared = SharedGradients(model_parts, meshes, holders)
         self.reports_loss = meshes.coordinate("tp") == 0
 
     @property
@@ -395,6 +394,9 @@ class PipelineRunner(StepRunner):
                 size, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point
             )
 
+        def border(stage: int) -> tuple[torch.Tensor, ...]:
+            return (hidden,) * num_states(config.model, layers[stage])
+
         compute = COMPUTE_DTYPES[train.dtype]
         tokens = meta(rows, seq, dtype=torch.int64)
         hidden = meta(rows, seq // meshes.shape.tp, config.model.hidden_size, dtype=compute)
@@ -403,9 +405,10 @@ class PipelineRunner(StepRunner):
             Stage, num_stages=num_stages, device=device, group=meshes.pipeline_group()
         )
         stages = []
+        layers = stage_layers(config, meshes.shape)
         for stage, part in model_parts.items():
-            given = tokens if stage == 0 else hidden
-            returned = loss if stage == num_stages - 1 else hidden
+            given = tokens if stage == 0 else border(stage - 1)
+            returned = loss if stage == num_stages - 1 else border(stage)
             stages.append(make_stage(part, stage, input_args=given, output_args=returned))
         self.stages = stages
         self.first = 0 in model_parts

@@ -24,7 +24,7 @@ from automoe.config.pipeline import (
 )
 from automoe.config.schema import Config
 from automoe.model.adapters import as_stored, with_adapters
-from automoe.model.params import Param, stage_params
+from automoe.model.params import Param, num_states, stage_params
 from automoe.planner.activations import TokenLoad
 from automoe.planner.step_memory import (
     Moment,
@@ -115,10 +115,10 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     params = [param for stage in held for param in stage]
     sizes = Sizes(config, mesh)
     load = TokenLoad.of(config, mesh, batch)
+    states = [0, *(num_states(model, stage) for stage in layers)]
+    last = len(layers) - 1
     stages = [
-        plan_stage(
-            config, sizes, load, list(layers[stage]), own, stage == 0, stage == len(layers) - 1
-        )
+        plan_stage(config, sizes, load, list(layers[stage]), own, states[stage], stage == last)
         for stage, own in zip(numbers, held, strict=True)
     ]
     if mesh.pp > 1 or parallel.overlap_all_to_all:
@@ -257,12 +257,9 @@ def _pipeline_moments(
             done[i] |= kind in "BW"
         # One buffer holds the received gradient; the others hold gradients still being sent to
         # earlier stages.
-        sent = (
-            SENDS_KEPT * sum(not each.first for each in stages)
-            if len(stages) > 1
-            else not stage.first
-        )
-        buffers = stage.border * ((not stage.last) + sent)
+        kept_sends = SENDS_KEPT if len(stages) > 1 else 1
+        sent = kept_sends * sum(each.received for each in stages)
+        buffers = stage.border * (not stage.last) + sent
         yield replace(
             now, in_flight=in_flight, unsharded_gradients=there, activations=kept, gathered_weights=gathered,
             receive_buffers=buffers,

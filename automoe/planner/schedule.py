@@ -35,6 +35,7 @@ class StageTimes:
     # The backward pass in halves, for gradients of the input and of the weights; None: even halves.
     # The first stage has no input: its second half is the whole backward pass.
     halves: tuple[float, float] | None = None
+    received: int = 1  # hidden states that come from the stage before
 
     @property
     def work(self) -> float:
@@ -66,14 +67,14 @@ def simulate(
 
     Args:
         stages: times of all stages, in the order of the model.
-        border: seconds to send activations or gradients between two ranks.
+        border: seconds to send one hidden state or its gradient between two ranks.
         overlap: paired actions hide their all-to-alls behind each other.
         spans: list that receives every action; each rank's actions are in order.
     """
     ranks = pipeline_order(schedule, pp, len(stages) // pp, num_micro_batches, overlap)
     where = [rank_of_stage(stage, pp, schedule) for stage in range(len(stages))]
     # seconds to send activations to stage i
-    wait = [border * (where[i] != where[i - 1]) for i in range(len(stages))]
+    wait = [border * s.received * (where[i] != where[i - 1]) for i, s in enumerate(stages)]
     cost = {"F": [s.forward for s in stages], "B": [s.backward for s in stages]}
     halves = [s.halves or (s.backward / 2, s.backward / 2) for s in stages]
     halves[0] = 0.0, stages[0].backward
@@ -150,6 +151,7 @@ def stretch(
             round(s.backward / unit),
             round(s.all_to_all / unit) if overlap else 0,
             s.halves and (round(s.halves[0] / unit), round(s.halves[1] / unit)),
+            s.received,
         )
         for s in stages
     )

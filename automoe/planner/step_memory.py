@@ -184,13 +184,14 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Bytes of one pipeline stage on one rank; ``border`` is the activation sent to the
-    next stage.
+    """Bytes of one pipeline stage on one rank.
+
+    ``received`` are the activations of the stage before, ``border`` those sent to the next one.
     """
 
     layers: list[LayerPlan]
-    first: bool
     last: bool
+    received: float
     border: float
     shared: float  # bytes that a micro-batch keeps once for all layers: angles and masks
     head: float  # workspace of a loss
@@ -200,13 +201,14 @@ class StagePlan:
     rest_gradients: int
     rest_sharded: int
     mtp: int = 0  # the last layers that are modules for multi-token prediction
+    deeper: int = 0  # depths of multi-token prediction that come from stages before
 
     @cached_property
     def kept(self) -> float:
         """Bytes of activations that one micro-batch keeps after its forward pass."""
         return (
             self.shared
-            + (self.head_kept if self.last else self.border)
+            + (self.head_kept * (1 + self.deeper) if self.last else self.border)
             + sum(layer.kept for layer in self.layers)
         )
 
@@ -253,7 +255,7 @@ class StagePlan:
             experts_ranks: number of ranks over which FSDP shards the experts.
             merged: stage of the forward pass that runs at the same time, layer by layer.
         """
-        kept = self.shared + self.border * (not self.last)
+        kept = self.shared + (self.head_kept * self.deeper if self.last else self.border)
         weights = self.weights
         below = kept + sum(layer.kept for layer in self.layers)
         # Without earlier gradients, those of the head come first.
@@ -270,7 +272,7 @@ class StagePlan:
             )
         for place, layer in enumerate(reversed(self.layers)):
             # Modules for multi-token prediction come before the main loss.
-            held = below + self.head_kept * (place < self.mtp)
+            held = below + self.head_kept * (self.last and place < self.mtp)
             held += 0.0 if merged is None else merged.grown(place + 1)
             common = dict(gathered_weights=weights, unsharded_gradients=whole, gradients=sharded)
             for work in layer.workspaces:
@@ -300,11 +302,14 @@ def plan_stage(
     load: TokenLoad,
     layers: list[int],
     params: list[Param],
-    first: bool,
+    before: int,
     last: bool,
 ) -> StagePlan:
     """Plan the memory of the pipeline stage that holds ``params`` and the layers numbered
     ``layers``.
+
+    Args:
+        before: hidden states that come from the stage before; 0 for the first stage.
     """
     model = config.model
     mesh = sizes.mesh
@@ -314,12 +319,14 @@ def plan_stage(
         of_layer.setdefault(param.layer, []).append(param)
     rest = of_layer.get(None, [])
     kinds = {layer: layer_kind(config, layer) for layer in layers}
+    modules = sum(kind.mtp for kind in kinds.values())
     head_trained = any(param.trained for param in rest if param.part in ("embedding", "head"))
     hidden = compute * load.tokens * load.tp * model.hidden_size
     head = -(-model.vocab_size // mesh.tp) * model.hidden_size * compute * head_trained
     plans: dict[Any, LayerPlan] = {}
     planned = []
     head_kept = 2 * hidden + head
+    border = compute * load.tokens * model.hidden_size * (mesh.pp > 1)
     # Modules for multi-token prediction have angles and masks of their own.
     again: dict[bool, dict[int, frozenset[str]]] = {} if kinds else {False: {}}
     for layer, kind in kinds.items():
@@ -331,16 +338,19 @@ def plan_stage(
         if key not in plans:
             recomputed = kinds[layer].recomputed
             plan = _plan_layer(config, sizes, load, layer, of_layer[layer], recomputed)
-            if kinds[layer].mtp:
+            if kinds[layer].mtp and last:
                 plan = replace(plan, kept=plan.kept + head_kept)
             plans[key] = plan
         planned.append(plans[key])
     return StagePlan(
         layers=planned,
-        first=first,
         last=last,
-        border=compute * load.tokens * model.hidden_size * (mesh.pp > 1),
-        shared=sum(mask_bytes(config, load, alike) for alike in again.values()),
+        received=border * before,
+        border=border * (max(1, before) + modules),
+        # The head keeps the last norm's input, or else the first module's stage. Stages with later
+        # modules keep what they received beside the copies that they hand on.
+        shared=sum(mask_bytes(config, load, alike) for alike in again.values())
+        + border * max(1, before) * (modules > 0 and not last),
         head=head_workspace_bytes(
             model,
             load.tokens,
@@ -355,7 +365,8 @@ def plan_stage(
         rest_weights=sizes.whole(rest, compute),
         rest_gradients=sizes.whole_gradients(rest),
         rest_sharded=sizes.sharded_gradients(rest),
-        mtp=sum(kind.mtp for kind in kinds.values()),
+        mtp=modules,
+        deeper=max(0, before - 1),
     )
 
 

@@ -18,7 +18,7 @@ from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers
 from automoe.config.pipeline import IN_HALVES, rank_of_stage
 from automoe.config.schema import Config
 from automoe.model.flops import step_flops_per_token
-from automoe.model.params import model_params
+from automoe.model.params import embedding_stages, model_params, num_states
 from automoe.planner.communication import NOTHING, Cost, all_to_all, gather, send
 from automoe.planner.layer_time import head_time, layer_time
 from automoe.planner.layer_weights import cached, layer_weights
@@ -98,6 +98,8 @@ class _Stage:
     """
 
     passes: Passes
+    # hidden states of a micro-batch that come from the stage before, and that go to the next one
+    states: tuple[int, int] = (1, 1)
     layers: int = 0
     dense: float = 0.0  # bytes gathered over fsdp
     experts: float = 0.0  # bytes gathered over ep_shard
@@ -117,7 +119,7 @@ class _Stage:
         back = self.passes.backward
         weights = back.weights + back.experts
         inputs = backward - back.weights - back.parts.get(REPEATED, 0.0)
-        return StageTimes(forward, backward, sent, (inputs, weights))
+        return StageTimes(forward, backward, sent, (inputs, weights), self.states[0])
 
 
 def step_time(
@@ -235,7 +237,7 @@ def _work(place: Place, held: list[list[_Stage]], count: int, border: Cost) -> f
     """
     per_rank = 0.0
     for stages in held:
-        each = sum(stage.times.work + 2 * border.seconds for stage in stages)
+        each = sum(stage.times.work + sum(stage.states) * border.seconds for stage in stages)
         once = sum(stage.once.seconds for stage in stages)
         per_rank += count * each + once + _optimizer(place, stages)
     return place.mesh.world_size * (per_rank / place.mesh.pp + place.machine.constants.step)
@@ -268,7 +270,7 @@ def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]
 
 
 def _border(place: Place) -> Cost:
-    """Return the cost of sending a micro-batch's activations or gradient to the next
+    """Return the cost of sending one hidden state of a micro-batch, or its gradient, to the next
     pipeline rank.
     """
     numbers = place.machine.number_bytes * place.tokens * place.config.model.hidden_size
@@ -279,7 +281,9 @@ def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, f
     """Return three totals of a step by axis: exposed seconds, bytes, and bytes that leave
     the node.
     """
-    total = dict.fromkeys(AXES, NOTHING) | {"pp": border * (2 * count * len(stages))}
+    total = dict.fromkeys(AXES, NOTHING) | {
+        "pp": border * (count * sum(sum(stage.states) for stage in stages))
+    }
     for stage in stages:
         for half in stage.passes:
             for axis, cost in half.communication.items():
@@ -300,15 +304,19 @@ def _stages(place: Place) -> list[_Stage]:
     known = {kind: layer_time(place, layer, kind.recomputed) for kind, layer in example.items()}
     made: dict[tuple[Any, ...], _Stage] = {}
     stages = []
+    embedded = embedding_stages(config.model, split)
+    before = 1
     for index, layers in enumerate(split):
         counts = Counter(kinds[layer] for layer in layers)
         ends = index == 0, index == len(split) - 1
-        key = (ends, *sorted(counts.items(), key=str))
+        states = before, num_states(config.model, layers)
+        before = states[1]
+        key = (ends, states, *sorted(counts.items(), key=str))
         if key not in made:
-            stage = made[key] = _Stage(Passes(Pass(), Pass()))
+            stage = made[key] = _Stage(Passes(Pass(), Pass()), states)
             for kind, number in counts.items():
                 _add(place, stage, example[kind], number, known[kind])
-            _add_ends(place, stage, *ends)
+            _add_ends(place, stage, *ends, embeds=index in embedded)
             if config.parallel.schedule in IN_HALVES and index > 0:
                 # The operation of the experts computes both gradients in either half.
                 stage.passes.backward.add(REPEATED, stage.passes.backward.experts)
@@ -351,16 +359,16 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) ->
     stage.experts_trained += cut * found.expert_trained
 
 
-def _add_ends(place: Place, stage: _Stage, first: bool, last: bool) -> None:
-    """Add the embedding to the first stage, and the head with its loss to the last."""
+def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, embeds: bool) -> None:
+    """Add the embedding or its copy to the stages that hold one, and the head with its loss to the
+    last.
+    """
     model = place.config.model
     mesh = place.mesh
     machine = place.machine
     numel = model.vocab_size * model.hidden_size // mesh.tp
     trained = place.config.lora.rank == 0
-    ends = int(first) + int(last and not (model.tie_embeddings and first))
-    # modules for multi-token prediction read a copy of the embedding
-    ends += int(last and not first and model.num_mtp_layers > 0 and not model.tie_embeddings)
+    ends = int(embeds) + int(last and not model.tie_embeddings)
     stage.dense += ends * numel * DTYPE_BYTES[place.config.train.dtype][1]
     stage.dense_trained += ends * numel * trained
     gradient = machine.pass_over(10.0 * numel * trained)

@@ -12,6 +12,7 @@ from math import gcd
 from operator import attrgetter
 
 from automoe.config.convert import leaf_keys
+from automoe.config.layout import module_sizes
 from automoe.config.mesh_shape import (
     DEFAULT_AXES,
     MOE_AXES,
@@ -94,9 +95,18 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     if model.family != TRANSFORMERS:
         model = _cut_model(model, small, num_stages, num_token_ids, blocked)
     if parallel.layers_per_stage is not None:
-        # Stages of different sizes keep different sizes.
+        # Stages of different sizes keep different sizes, and modules away from the head stay away.
+        full = shape.pp * config.parallel.stages_per_rank
+        apart = model.num_mtp_layers * any(module_sizes(config, full)[:-1])
         parallel.layout = None
-        parallel.layers_per_stage = [model.num_layers - num_stages + 1] + [1] * (num_stages - 1)
+        later = max(0, num_stages - 1 - apart)  # stages with a layer, besides the first
+        sizes = [model.num_layers - later] + [1] * later + [0] * (num_stages - 1 - later)
+        if apart and num_stages > 1:
+            texts = ["t" * size for size in sizes]
+            for module in range(apart):
+                texts[max(0, num_stages - 2 - module)] += "m"
+            parallel.layout = f"E{'|'.join(texts)}L"
+        parallel.layers_per_stage = sizes
     if isinstance(parallel.recompute_layers, list):
         # The listed layers that exist recompute; if none exists, the last layer does.
         there = [layer for layer in parallel.recompute_layers if layer < model.num_layers]

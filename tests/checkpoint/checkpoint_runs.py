@@ -152,6 +152,7 @@ def _run_rank(
     first = state.step
 
     while True:
+        check_copies(state)
         if state.step in (first, until, *save_at):
             seen.states[state.step] = {name: whole(tensor) for name, tensor in state.tensors().items()}
             seen.counters[state.step] = state.counters()
@@ -170,6 +171,15 @@ def _run_rank(
         stats = forward_backward(state, runner, inputs, config)
         optimizer_step(state, stats, trained, meshes, config)
         seen.losses.append(stats.loss)
+
+
+def check_copies(state: TrainState) -> None:
+    """Embeddings of several stages of this rank are equal to the bit, and so is what the optimizer keeps of them."""
+    held = [part.embedding.weight for part in state.model_parts.values() if part.embedding is not None]
+    for copy in held[1:]:
+        for name, tensor in state.optimizer.state[copy].items():
+            assert torch.equal(whole(tensor), whole(state.optimizer.state[held[0]][name])), name
+        assert torch.equal(whole(copy), whole(held[0]))
 
 
 def build_state(config: Config, run_dir: Path) -> tuple[TrainState, Any, Any]:

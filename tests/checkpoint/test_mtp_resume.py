@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_runs import config, run, run_ranks
 
+from automoe.config.layout import with_layout
 from automoe.config.schema import Config
 from automoe.config.train_schema import Phase
 from automoe.verify.pool import RankError, RankPool
@@ -63,6 +64,51 @@ def test_another_mesh_goes_on(ranks: RankPool, text: Path, tmp_path: Path) -> No
     resumed = run(ranks, settings, tmp_path / "run", UNTIL)
     assert resumed.resumed_at == 2
     assert resumed.losses == pytest.approx(straight.losses[2:], rel=1e-10)
+
+
+def apart(settings: Config, layout: str, schedule: str) -> Config:
+    parallel = replace(settings.parallel, layout=layout, schedule=schedule)
+    return with_layout(replace(settings, parallel=parallel))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tied", [False, True])
+def test_modules_away_from_the_head_go_on(ranks: RankPool, text: Path, tmp_path: Path, tied: bool) -> None:
+    """To the bit on the same mesh. Stages of both ranks hold copies of the embedding, those of the first two each."""
+    plain = with_modules(text, pp=2, dp_shard=2, ep=2)
+    plain = replace(
+        plain, model=replace(plain.model, tie_embeddings=tied), optim=replace(plain.optim, algorithm="muon")
+    )
+    settings = apart(plain, "Ett|tt|m|mL", "Interleaved1F1B")
+    straight = run(ranks, settings, tmp_path / "straight", UNTIL)
+    run(ranks, settings, tmp_path / "run", 2, [1, 2])
+    stages = run_ranks(ranks, settings, tmp_path / "run", UNTIL)
+    assert stages[0].resumed_at == 2 and stages[0].losses == straight.losses[2:]
+    for rank in stages:
+        expected = straight.states[UNTIL]
+        assert [name for name, found in rank.states[UNTIL].items() if not torch.equal(found, expected[name])] == []
+    assert all("model.embed_tokens.weight" in rank.states[UNTIL] for rank in stages)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tied", [False, True])
+def test_another_layout_goes_on(ranks: RankPool, text: Path, tmp_path: Path, tied: bool) -> None:
+    one = with_modules(text)
+    one = replace(
+        one,
+        model=replace(one.model, tie_embeddings=tied, num_mtp_layers=2),
+        moe=replace(one.moe, experts="loop"),
+        train=replace(one.train, dtype="float64"),
+    )
+    straight = run(ranks, one, tmp_path / "straight", UNTIL)
+    two = replace(one, mesh=with_modules(text, pp=2).mesh)
+    losses = list(run(ranks, one, tmp_path / "run", 1, [1]).losses)
+    down_and_up = apart(two, "Ett|ttm|m|L", "ZBVZeroBubble")
+    for step, settings in ((2, down_and_up), (3, apart(two, "Ettttmm|L", "1F1B")), (4, one)):
+        went_on = run(ranks, settings, tmp_path / "run", step, [step])
+        assert went_on.resumed_at == step - 1
+        losses += went_on.losses
+    assert losses == pytest.approx(straight.losses, rel=1e-10)
 
 
 @pytest.mark.exhaustive

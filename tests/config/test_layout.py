@@ -24,6 +24,8 @@ TWO_RANKS = ["mesh.pp=2", "mesh.ep=1", "mesh.dp_shard=1", "parallel.schedule=Int
         ("E(t*2)*3L", ["EttttttL"]),
         ("E|t*0|L", ["E", "", "L"]),
         ("Et|t|m*2L", ["Et", "t", "mmL"]),
+        ("Et*3|(tt|)*29m|L", ["Ettt", *["tt"] * 29, "m", "L"]),  # the example of Megatron-Core's documentation
+        ("Etm|m||L", ["Etm", "m", "", "L"]),
     ],
 )
 def test_stages_are_written_out(text: str, stages: list[str]) -> None:
@@ -33,12 +35,14 @@ def test_stages_are_written_out(text: str, stages: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "has 0 E, 0 t and 0 L"),
-        ("t|tL", "has 0 E, 2 t and 1 L"),
+        ("", "has 0 E, 0 t, 0 m and 0 L"),
+        ("t|tL", "has 0 E, 2 t, 0 m and 1 L"),
         ("tE|tL", "in another order"),
         ("EtL|t", "in another order"),
-        ("Et*3|(tt|)*29m|L", "run on the stage of the head"),  # the example of Megatron-Core's documentation
         ("Em|tL", "in another order"),
+        ("Etm|tm|L", "in another order"),
+        ("Et|tL|m", "in another order"),
+        ("Et|tm|t", "has 1 E, 3 t, 1 m and 0 L"),
         ("Et|(ttL", r"has no \)"),
         ("Et)|tL", r"'\)' has no meaning"),
         ("E*t|L", r"'\*' has no meaning"),
@@ -70,6 +74,16 @@ def test_a_rank_may_hold_the_head_alone() -> None:
     validate(config, None)
 
 
+def test_modules_are_where_the_layout_has_them() -> None:
+    modules = ["model=small_dsv3", "model.num_mtp_layers=2", "parallel.layout='Ett|ttm||mL'"]
+    config = quick_config(overrides=[*TWO_RANKS, *modules])
+    mesh = validate(config, None)
+    assert config.parallel.layers_per_stage == [2, 2, 0, 0]
+    assert stage_layers(config, mesh) == [range(2), range(2, 5), range(5, 5), range(5, 6)]
+    alone = [*modules[:2], "mesh.pp=4", "parallel.schedule=1F1B", "parallel.layout='E|tttt|mm|L'"]
+    assert validate(quick_config(overrides=[*TWO_RANKS, *alone]), None).pp == 4  # rank 2 trains modules alone
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -79,6 +93,16 @@ def test_a_rank_may_hold_the_head_alone() -> None:
         (["parallel.layout='E|t|tt|tL'", "mesh=fsdp", "mesh.pp=0"], "Set mesh.pp instead"),
         (["parallel.layout='E|t|tt|tmL'"], "has 1 m. Set model.num_mtp_layers=1"),
         (["parallel.layout='E|t|tt|tL'", "model=small_dsv3", "model.num_mtp_layers=1"], "has 0 m"),
+        (["parallel.layout='Et|tt|tm|mL'", "model=small_dsv3", "model.num_mtp_layers=1"], "has 2 m"),
+        (
+            [
+                "parallel.layout='Et|tt|tmm|L'",
+                "model=small_dsv3",
+                "model.num_mtp_layers=2",
+                "parallel.schedule=DualPipeV",
+            ],
+            "more than one depth in a stage.*Give each m a stage of its own",
+        ),
         (["parallel.layout='E|t|tt|tttL'"], "add up to 6, and model.num_layers is 4"),
         (["parallel.layout='Etttt||L'", "mesh.pp=3", "parallel.schedule=1F1B"], "rank 1 are all empty"),
         (["parallel.layout='Ett|t|t|L'", "parallel.schedule=1F1B"], "only Interleaved1F1B and its like run several"),

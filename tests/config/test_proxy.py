@@ -67,6 +67,17 @@ def test_uneven_stages_stay_uneven() -> None:
 
 
 @pytest.mark.parametrize(
+    ("layout", "cut"),
+    [("Et*4|t*2|t|t|m|m||L", "Etttt|tm|m|L"), ("Et|t|t|t|t|t|ttm|mL", "Etttt|tm|m|L"), ("Et|t|t|t|t|t|t|tmmL", None)],
+)
+def test_modules_away_from_the_head_stay_away(layout: str, cut: str | None) -> None:
+    overrides = ["model=small_dsv3", "model.num_layers=8", "model.num_mtp_layers=2", "mesh.pp=4", "mesh.ep=1"]
+    overrides += ["launch.num_ranks=4", "parallel.schedule=Interleaved1F1B", f"parallel.layout='{layout}'"]
+    proxy = proxy_of(quick_config("config", overrides))
+    assert proxy.parallel.layout == cut
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         ["mesh.pp=3", "parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2", "model.num_layers=13",

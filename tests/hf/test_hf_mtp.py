@@ -12,8 +12,9 @@ from hf_mesh_cases import MESHES, config_for, stored
 from safetensors.torch import load_file, save_file
 
 from automoe.config.compose import parse_arguments
+from automoe.config.layout import with_layout
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import LoraConfig, MeshConfig, ModelConfig, MoEConfig
+from automoe.config.schema import LoraConfig, MeshConfig, ModelConfig, MoEConfig, ParallelConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.peft import to_peft
@@ -125,12 +126,12 @@ def test_eight_bits_spare_what_published_files_spare(source: Path, tmp_path: Pat
     assert torch.equal(*pair)
 
 
-def round_trip(source: Path, mesh: MeshConfig, out: Path) -> int:
+def round_trip(source: Path, mesh: MeshConfig, out: Path, **parallel: str) -> int:
     """Load on a mesh, write again; the tensors that this rank's stages have."""
     config = config_for(source, mesh)
     model: ModelConfig = replace(config.model, num_mtp_layers=DEPTHS)
     meshes = build_meshes(resolve_mesh(mesh, None), torch.device("cpu"))
-    parts = build_parts(replace(config, model=model), meshes)
+    parts = build_parts(with_layout(replace(config, model=model, parallel=ParallelConfig(**parallel))), meshes)
     for part in parts.values():
         part.to_empty(device="cpu")
         with torch.no_grad():
@@ -141,11 +142,24 @@ def round_trip(source: Path, mesh: MeshConfig, out: Path) -> int:
     return sum(1 for part in parts.values() for _ in part.parameters())
 
 
+IN_TURN = dict(schedule="Interleaved1F1B")
+# With copies of the embedding on one stage, on two stages of one rank, and on both ranks.
+MAPPINGS: list[tuple[str, dict[str, str]]] = [(name, {}) for name in MESHES if name != "one"]
+MAPPINGS += [
+    ("pp2", IN_TURN | dict(layout="Ettttmm|||L")),
+    ("pp2", IN_TURN | dict(layout="Et|ttt|mm|L")),
+    ("pp2_dp2_ep2", IN_TURN | dict(layout="Ett|tt|m|mL")),
+    ("pp2_ep2_ep_shard2", dict(schedule="ZBVZeroBubble", layout="Ett|ttm||mL")),
+]
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in MESHES if name != "one"])
-def test_a_mesh_reads_and_writes_them(ranks: RankPool, source: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "parallel"), MAPPINGS)
+def test_a_mesh_reads_and_writes_them(
+    ranks: RankPool, source: Path, tmp_path: Path, name: str, parallel: dict[str, str]
+) -> None:
     mesh = MESHES[name]
-    ranks.run(round_trip, resolve_mesh(mesh, None).world_size, source, mesh, tmp_path / "out")
+    ranks.run(round_trip, resolve_mesh(mesh, None).world_size, source, mesh, tmp_path / "out", **parallel)
     expected, found = stored(source), stored(tmp_path / "out")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())

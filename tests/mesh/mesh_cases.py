@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from automoe.config.data_schema import DataConfig
+from automoe.config.layout import with_layout
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
@@ -195,8 +196,9 @@ MODELS["olmoe"] = ModelConfig(
     router=RouterConfig(norm_topk_prob=False),
     **_SIZES,
 )
-# One and two modules for multi-token prediction; the latter read a tied embedding, which is the head too.
+# One and two modules for multi-token prediction; the last ones read a tied embedding, which is the head too.
 MODELS["deepseek-mtp"] = replace(MODELS["deepseek"], num_mtp_layers=1)
+MODELS["deepseek-mtp2"] = replace(MODELS["deepseek"], num_layers=4, num_mtp_layers=2)
 MODELS["glm-mtp"] = replace(MODELS["glm"], num_layers=4, num_mtp_layers=2, tie_embeddings=True)
 # Each query sees three keys, which an indexer chooses.
 MODELS["deepseek-sparse"] = replace(
@@ -261,7 +263,7 @@ class Case:
     @property
     def config(self) -> Config:
         mesh, model = MeshConfig(**({"dp_shard": 1} | self.mesh)), MODELS[self.family]
-        return Config(
+        plain = Config(
             mesh=mesh,
             model=model,
             moe=MoEConfig(
@@ -283,6 +285,7 @@ class Case:
             ),
             data=DataConfig(document_mask=self.document_mask),
         )
+        return with_layout(plain)
 
     @property
     def reference(self) -> Case:

@@ -8,7 +8,7 @@ The seed is in every test's name and is the date's, so that every day draws othe
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -34,7 +34,7 @@ from mesh_mappings import (
 )
 
 from automoe.config.mesh_shape import MeshShape
-from tests.support.mappings import is_legal, leaves_no_rank_empty, legal_meshes
+from tests.support.mappings import is_legal, legal_meshes
 from tests.support.sampling import sample_seed
 
 DRAWS = 16
@@ -106,23 +106,26 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
     [shape] = generator.choices(shapes, weights)
     mesh = {axis: size for axis, size in _sizes(shape).items() if size > 1}
     if shape.pp > 1 and generator.random() < 0.5:
-        run["parallel"] = parallel | dict(layers_per_stage=_layout(generator, family, shape, parallel))
+        run["parallel"] = _with_layout(generator, shape, Case(family, mesh, **run))
     case = Drawn(family, mesh, seed=seed, **run)
     assert case.world_size == world_size == prod(shape.sizes("moe")) and is_legal(shape, case.config)
     return case
 
 
-def _layout(generator: random.Random, family: str, shape: MeshShape, parallel: dict[str, Any]) -> list[int]:
-    """Layers of every stage, some of which may be none; no rank is left with nothing."""
-    layers, stages = MODELS[family].num_layers, shape.pp * parallel.get("stages_per_rank", 1)
+def _with_layout(generator: random.Random, shape: MeshShape, case: Case) -> dict[str, Any]:
+    """``case.parallel`` with layers for every stage, which may be none, and modules behind the last of them."""
+    model, stages = MODELS[case.family], shape.pp * case.config.parallel.stages_per_rank
     while True:
-        cuts = sorted(generator.choices(range(layers + 1), k=stages - 1))
-        sizes = [after - before for before, after in zip([0, *cuts], [*cuts, layers], strict=True)]
-        starts = {sum(sizes[:stage]) for stage in range(stages) if sizes[stage]}
-        if starts.intersection(MODELS[family].attention.index_shared_layers):
-            continue  # such a layer's choice is made in another stage
-        if leaves_no_rank_empty(sizes, shape.pp, parallel.get("schedule", "1F1B")):
-            return sizes
+        cuts = sorted(generator.choices(range(model.num_layers + 1), k=stages - 1))
+        sizes = [after - before for before, after in zip([0, *cuts], [*cuts, model.num_layers], strict=True)]
+        parallel = case.parallel | dict(layers_per_stage=sizes)
+        if model.num_mtp_layers:
+            last = max(stage for stage in range(stages) if sizes[stage])
+            places = generator.choices(range(last, stages), k=model.num_mtp_layers)
+            letters = ["t" * size + "m" * places.count(stage) for stage, size in enumerate(sizes)]
+            parallel = case.parallel | dict(layout=f"E{'|'.join(letters)}L")
+        if is_legal(shape, replace(case, parallel=parallel).config):
+            return parallel
 
 
 def _sizes(shape: MeshShape) -> dict[str, int]:

@@ -79,6 +79,13 @@ CORE = [
     # modules for multi-token prediction, whose embedding a pipeline holds twice
     Case("deepseek-mtp", dict(pp=2), rows=2, parallel=dict(schedule="1F1B", layers_per_stage=[4, 1])),
     Case("deepseek-mtp", dict(cp=2, ep=2), rows=4),
+    # away from the head, on two stages of two ranks
+    Case(
+        "deepseek-mtp2",
+        dict(pp=2, dp_shard=2, ep=2),
+        rows=1,
+        parallel=INTERLEAVED | MERGED | dict(layout="Et|tttm|m|L"),
+    ),
     # queries that see chosen keys, positions of which tp and cp ranks each score a part
     Case("deepseek-sparse", dict(cp=2, tp=2, ep=2), rows=4),
     # queries and keys normed over the heads of all tp ranks
@@ -152,6 +159,44 @@ MORE = [
     Case("olmoe", dict(dp_shard=2, tp=2, ep=2), rows=2, lora=LORA),
     Case("olmoe", dict(pp=2, cp=2, tp=2, ep=2), rows=2),
     Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED),
+    # modules away from the head: on the rank of the embedding, on two stages, alone, beside a tied head's copy
+    Case("deepseek-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layout="Ett|ttt|m|L")),
+    Case("deepseek-mtp", dict(pp=3, cp=2, ep=2), rows=2, parallel=dict(layout="Ett|tttm|L")),
+    Case("deepseek-mtp", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=ZBV | dict(layout="Ett|ttt|m|L")),
+    Case(
+        "deepseek-mtp", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=DUAL_PIPE | MERGED | dict(layout="Ett|t|ttm|L")
+    ),
+    Case("deepseek-mtp2", dict(pp=2, tp=2, ep=2), rows=2, parallel=ZBV | dict(layout="Ett|tt|m|mL"), optim=MUON),
+    Case("deepseek-mtp2", dict(pp=2, cp=2), rows=2, parallel=DUAL_PIPE | dict(layout="Ett|ttm|m|L")),
+    Case("deepseek-mtp2", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=ZBV | dict(layout="Ettttm|m||L")),
+    Case(
+        "deepseek-mtp2",
+        dict(pp=2, dp_shard=2, ep=2),
+        rows=1,
+        parallel=INTERLEAVED | DELAYED | dict(layout="Ettttmm|||L"),
+    ),
+    Case(
+        "deepseek-mtp2",
+        dict(pp=2, cp=2, ep=2),
+        rows=2,
+        parallel=INTERLEAVED | FULL | dict(layout="Etttt|m|m|L"),
+        lora=LORA,
+    ),
+    Case("deepseek-mtp2", dict(pp=4, tp=2), rows=2, parallel=dict(layout="Ett|ttm|m|L"), document_mask=False),
+    Case("glm-mtp", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layout="Ett|tt|m|mL")),
+    Case("glm-mtp", dict(pp=4, dp_shard=2, ep=2), rows=1, parallel=GPIPE | dict(layout="Etttt|m|m|L")),
+    # two of four ranks hold copies of the embedding, and all make equally many groups
+    Case("qwen3-tied", dict(pp=4), rows=1, parallel=INTERLEAVED | dict(layers_per_stage=[0, 1, 1, 0, 1, 0, 1, 0])),
+    Case("deepseek-mtp2", dict(pp=4), rows=1, parallel=ZBV | dict(layout="Et|t|t|tm|||m|L")),
+    Case("glm-mtp", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=HALVES | dict(layout="Ett|ttm|m|L")),
+    Case("glm-sparse", dict(pp=2, cp=2, ep=2), rows=2, parallel=INTERLEAVED | dict(layout="Ett|tt|m|L")),
+    Case(
+        "deepseek-mtp",
+        dict(pp=2, dp_shard=2),
+        rows=2,
+        parallel=INTERLEAVED | dict(layout="Ett|tt|tm|L"),
+        train=dict(freeze=["*"], trainable=["layers.5.*"]),
+    ),
     Case("deepseek-mtp", rows=1),
     Case(
         "deepseek-mtp",

@@ -52,3 +52,5 @@ def test_draws_reach_every_axis_and_every_option() -> None:
         assert sum(key in case.moe for case in drawn) > len(drawn) / 20, key
     assert sum(bool(case.optim) for case in drawn) > len(drawn) / 20
     assert sum(case.config.model.num_mtp_layers > 0 for case in drawn) > len(drawn) / 20
+    layouts = [str(case.parallel["layout"]) for case in drawn if "layout" in case.parallel]
+    assert sum("m" in layout[: layout.rindex("|")] for layout in layouts) > len(drawn) / 100

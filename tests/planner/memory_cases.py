@@ -86,6 +86,12 @@ CASES: dict[str, list[str]] = {
         DSV3, ONE, again("full"), "model.num_mtp_layers=2", "model.num_layers=2", "model.vocab_size=8192",
     ],
     "dsv3 mtp pp2 tp2": [DSV3, "mesh.dp_shard=1", PP2, "mesh.tp=2", "mesh.ep=2", MTP, BF16, "train.global_batch_size=16"],
+    "dsv3 mtp apart, pp2": [
+        DSV3, ONE, PP2, BF16, MTP, "parallel.schedule=Interleaved1F1B", "parallel.layout='Ett|tt|m|L'", "train.global_batch_size=16",
+    ],
+    "dsv3 two mtp apart, pp4, wide vocabulary": [
+        DSV3, ONE, PP4, "model.num_mtp_layers=2", "parallel.layout='Et*3|tm|m|L'", "train.global_batch_size=16", "model.vocab_size=4096",
+    ],
     "dsv32": ["model=small_dsv32", ONE],
     "dsv32 full, one document": ["model=small_dsv32", ONE, again("full"), "data.document_mask=false"],
     "dsv32 core_attn, long rows": [

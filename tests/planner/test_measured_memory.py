@@ -118,7 +118,7 @@ for _part in ("norms", "attention", "ffn", "experts", "router"):
     MUTANTS[f"{_part} kept"] = lambda factor, name=_part: kept_scaled(name, factor)
 for _made, _names in {
     LayerPlan: ("kept", "weights", "gradients", "sharded", "experts"),
-    StagePlan: ("border", "shared", "head", "head_kept", "rest_weights", "rest_gradients"),
+    StagePlan: ("received", "border", "shared", "head", "head_kept", "rest_weights", "rest_gradients"),
     Workspace: ("done", "recompute", "temporaries"),
 }.items():
     for _name in _names:

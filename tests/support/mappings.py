@@ -116,10 +116,13 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
         return False
     again = {"full", "core_attn", "mlp", "moe", "shared_experts"} & set(recomputed_names(parallel))
     model = config.model
-    reads_twice = model.num_mtp_layers > 1 or (model.num_mtp_layers and model.tie_embeddings)
+    stages = shape.pp * parallel.stages_per_rank
+    modules = [0] * (stages - 1) + [model.num_mtp_layers]
+    if parallel.layout is not None:  # written out
+        modules = [stage.count("m") for stage in parallel.layout.split("|")]
+    reads_twice = max(modules[1:]) > 1 or (modules[-1] and model.tie_embeddings)
     if (again or reads_twice) and (v_shaped or parallel.schedule == "InterleavedZeroBubble"):
         return False
-    stages = shape.pp * parallel.stages_per_rank
     sizes = parallel.layers_per_stage
     layers = config.model.num_layers
     even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
@@ -130,7 +133,9 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
     if (sizes is None and layers < stages) or (
         sizes is not None
         and (
-            len(sizes) != stages or sum(sizes) != layers or not leaves_no_rank_empty(sizes, shape.pp, parallel.schedule)
+            len(sizes) != stages
+            or sum(sizes) != layers
+            or not leaves_no_rank_empty(list(map(sum, zip(sizes, modules, strict=True))), shape.pp, parallel.schedule)
         )
     ):
         return False
@@ -144,7 +149,7 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
 
 
 def leaves_no_rank_empty(sizes: list[int], pp: int, schedule: str) -> bool:
-    """Whether every pipeline rank holds a layer, the embedding or the head."""
+    """Whether every pipeline rank holds a layer or module (``sizes``), the embedding or the head."""
     held = [0] * pp
     for stage, size in enumerate(sizes):
         place = stage % pp
