@@ -370,6 +370,7 @@ def test_the_page_of_merged_passes_says_what_plans_say() -> None:
         ("| `overlap_dsv3_671b`:", [mesh]),
         ("| the same, `train.fp8=blockwise`", fp8),
         ("| the same, 15,360 rows", [*fp8, "train.global_batch_size=15360"]),
+        ("| `overlap_dsv3_671b_mtp", ["experiment=dsv3_recipe", f"{mesh}_mtp", "train.fp8=blockwise"]),
     ):
         plan = plan_of("dsv3_671b", *overrides)
         [row] = [line for line in page.splitlines() if line.startswith(start)]
