@@ -70,6 +70,7 @@ TEXT = (
 INTERLEAVED = ("parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2")
 MERGED = ("parallel.overlap_all_to_all=true", "parallel.expert_wgrad=delayed", "moe.experts=grouped_mm")
 MUON = ("optim=muon", "optim.qk_clip=2.0")
+APART = ("model.num_layers=5", "parallel.layout=Ett|tt|tm|L")
 KINDS = {  # kind -> mesh, overrides
     "sft": ("pp2-dp2-ep2", CHAT),
     "lora": ("dp4-ep4", (*CHAT, "lora.rank=4", "lora.dropout=0.1")),
@@ -80,7 +81,7 @@ KINDS = {  # kind -> mesh, overrides
     "muon": ("dp4-ep4", (*TEXT, *MUON)),
     "v": (
         "pp2-dp2-ep2",
-        (*TEXT, *MUON, "parallel.schedule=ZBVZeroBubble", "parallel.stages_per_rank=2", "model.num_mtp_layers=1"),
+        (*TEXT, *MUON, "parallel.schedule=ZBVZeroBubble", "parallel.stages_per_rank=2", "model.num_mtp_layers=1", *APART),
     ),
 }
 # Command -> its arguments; {out} is the folder that it makes.
