@@ -81,7 +81,14 @@ KINDS = {  # kind -> mesh, overrides
     "muon": ("dp4-ep4", (*TEXT, *MUON)),
     "v": (
         "pp2-dp2-ep2",
-        (*TEXT, *MUON, "parallel.schedule=ZBVZeroBubble", "parallel.stages_per_rank=2", "model.num_mtp_layers=1", *APART),
+        (
+            *TEXT,
+            *MUON,
+            "parallel.schedule=ZBVZeroBubble",
+            "parallel.stages_per_rank=2",
+            "model.num_mtp_layers=1",
+            *APART,
+        ),
     ),
 }
 # Command -> its arguments; {out} is the folder that it makes.

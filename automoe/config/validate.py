@@ -298,8 +298,7 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     train = config.train
     off = f"or {key}=false"
     yield (key, shape.ep == 1, "with mesh.ep=1 there is no all-to-all to hide", f"Set mesh.ep=2 or more, {off}")
-    yield ("moe.dispatcher", config.moe.dispatcher in ("allgather", "deepep"),
-           f"{key} hides all-to-alls, which this dispatcher does not start asynchronously",
+    yield ("moe.dispatcher", config.moe.dispatcher == "allgather", f"{key} hides all-to-alls, and it has none",
            f"Set moe.dispatcher=alltoall, {off}")
     for name, is_compiled, instead in (
         ("train.compile", train.compile, "train.compile=false"),

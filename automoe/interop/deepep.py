@@ -3,14 +3,15 @@
 The calls follow the signatures of v1.2.1 and 2.1.0 as published in their sources; this project has
 not run them on a GPU. DeepEP is built from its sources: the only release on the package index does
 not compile. Every name comes from ``deep_ep`` itself, since its inner modules moved between the two
-lines. Calls stay in the order of the current stream (no ``async_finish``, no
-``async_with_compute_stream``), so their ``EventOverlap`` is never needed.
+lines. Calls stay in the order of the current stream, unless another micro-batch's pass runs
+meanwhile: then the stream waits for the ``EventOverlap`` that a call returns.
 
 Shapes: T tokens of this rank, H hidden, K top-k, E experts, R distinct tokens received.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +28,15 @@ NUM_SMS = 20  # for both lines: v2's own estimate divides by an RDMA bandwidth t
 _buffers: list[Any] = []  # of this process, in the order in which every rank made them
 
 
-def open_deepep(group: dist.ProcessGroup) -> TokenExchange:
+# Called with a function that makes the current stream wait for an exchange that has been started.
+Finish = Callable[[Callable[[], object]], None]
+
+
+def open_deepep(group: dist.ProcessGroup, finish: Finish | None = None) -> TokenExchange:
     """Return the exchange over ``group`` by the installed DeepEP; its first call allocates buffers.
+
+    Args:
+        finish: decides when the current stream waits for an exchange; None: every call waits.
 
     Raises:
         BackendError: DeepEP is not installed, or does not support this group; the message names
@@ -37,9 +45,9 @@ def open_deepep(group: dist.ProcessGroup) -> TokenExchange:
     remedy = "Build DeepEP from its sources, or set moe.dispatcher=alltoall"
     deep_ep = import_backend("deep_ep", "moe.dispatcher=deepep", remedy)
     return (
-        ElasticExchange(deep_ep, group)
+        ElasticExchange(deep_ep, group, finish)
         if hasattr(deep_ep, "ElasticBuffer")
-        else BufferExchange(deep_ep, group)
+        else BufferExchange(deep_ep, group, finish)
     )
 
 
@@ -67,10 +75,32 @@ def hidden_size(rows: Rows) -> int:
     return (rows[0] if isinstance(rows, tuple) else rows).shape[1]
 
 
-class BufferExchange:
+class _Calls:
+    """Calls of either line, which name alike what they do and differ in the option to do it later."""
+
+    _later: str
+    _finish: Finish | None
+
+    def _call(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Return the results of ``function`` without their event, which has been waited for."""
+        if self._finish is None:
+            return function(*given, **named)[:-1]
+        *results, event = function(*given, **named, **{self._later: True})
+        self._finish(event.current_stream_wait)
+        return results
+
+    def combine(self, rows_RH, weights_RK, handle: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        buffer, layout = handle
+        x_TH, weights_TK = self._call(buffer.combine, rows_RH, layout, topk_weights=weights_RK)
+        return x_TH, weights_TK
+
+
+class BufferExchange(_Calls):
     """Exchange of tokens by ``Buffer`` of DeepEP v1: NVLink within a node, RDMA between nodes."""
 
-    def __init__(self, deep_ep: Any, group: dist.ProcessGroup) -> None:
+    _later = "async_finish"
+
+    def __init__(self, deep_ep: Any, group: dist.ProcessGroup, finish: Finish | None) -> None:
         size = group.size()
         if size not in V1_GROUP_SIZES:
             raise BackendError(
@@ -79,6 +109,7 @@ class BufferExchange:
             )
         self._deep_ep = deep_ep
         self._group = group
+        self._finish = finish
         self._size = size
         self._buffer: Any = None
         self._row_bytes = 0
@@ -88,7 +119,8 @@ class BufferExchange:
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
             topk_ids_TK, num_experts
         )
-        x_RH, topk_ids_RK, weights_RK, counts, handle, _ = buffer.dispatch(
+        x_RH, topk_ids_RK, weights_RK, counts, handle = self._call(
+            buffer.dispatch,
             x_TH,
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_rdma_rank,
@@ -101,11 +133,7 @@ class BufferExchange:
 
     def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         buffer, layout = handle
-        return buffer.dispatch(x_TH, handle=layout)[0]
-
-    def combine(self, rows_RH, weights_RK, handle: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        buffer, layout = handle
-        return buffer.combine(rows_RH, layout, topk_weights=weights_RK)[:2]
+        return self._call(buffer.dispatch, x_TH, handle=layout)[0]
 
     def _buffer_for(self, row_bytes: int) -> Any:
         if row_bytes > self._row_bytes:
@@ -127,19 +155,23 @@ class BufferExchange:
         return self._buffer
 
 
-class ElasticExchange:
+class ElasticExchange(_Calls):
     """DeepEP v2: ``ElasticBuffer``, over NCCL's device interface."""
 
-    def __init__(self, deep_ep: Any, group: dist.ProcessGroup) -> None:
+    _later = "async_with_compute_stream"
+
+    def __init__(self, deep_ep: Any, group: dist.ProcessGroup, finish: Finish | None) -> None:
         self._deep_ep = deep_ep
         self._group = group
+        self._finish = finish
         self._buffer: Any = None
         self._sizes = (0, 0, 0)
 
     def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
         sizes = topk_ids_TK.shape[0], hidden_size(x_TH), topk_ids_TK.shape[1]
         buffer = self._buffer_for(sizes, topk_ids_TK.device)
-        x_RH, topk_ids_RK, weights_RK, handle, _ = buffer.dispatch(
+        x_RH, topk_ids_RK, weights_RK, handle = self._call(
+            buffer.dispatch,
             x_TH,
             topk_idx=topk_ids_TK.to(self._deep_ep.topk_idx_t),
             topk_weights=weights_TK,
@@ -154,9 +186,7 @@ class ElasticExchange:
 
     def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         buffer, layout = handle
-        return buffer.dispatch(x_TH, handle=layout, num_sms=NUM_SMS)[0]
-
-    combine = BufferExchange.combine  # the same call in both lines
+        return self._call(buffer.dispatch, x_TH, handle=layout, num_sms=NUM_SMS)[0]
 
     def _buffer_for(self, sizes: tuple[int, int, int], device: torch.device) -> Any:
         """Return a buffer with room for (T, H, K).

@@ -36,11 +36,12 @@ from automoe.moe.experts import GroupedExperts
 from automoe.moe.local_shard import global_offset, local_shard
 from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.overlap import OverlappedDispatch
+from automoe.parallel.overlap import TURNS, OverlappedDispatch
 
 
 def _deepep(num_experts: int, ep: ProcessGroupDispatch) -> Dispatcher:
-    return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group), ep.in_8_bits)
+    finish = TURNS.finish if isinstance(ep, OverlappedDispatch) else None
+    return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group, finish), ep.in_8_bits)
 
 
 def _hierarchical(

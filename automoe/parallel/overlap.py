@@ -117,6 +117,12 @@ class Turns:
         self._wake[1 - me].release()
         self.wait_for_turn(me)
 
+    def finish(self, wait: Callable[[], object]) -> None:
+        """Let the other pass run while an exchange that has been started is on its way, and wait for it."""
+        self.work_off()
+        self.swap()
+        wait()
+
     def defer(self, work: Callable[[], None]) -> None:
         """Keep ``work`` until the pass that calls has issued its next all-to-all."""
         self._waiting.append(work)
@@ -152,9 +158,7 @@ class _Exchange(torch.autograd.Function):
         work = dist.all_to_all_single(
             out, x, output_splits, input_splits, group=group, async_op=True
         )
-        TURNS.work_off()
-        TURNS.swap()
-        work.wait()
+        TURNS.finish(work.wait)
         return out
 
     @staticmethod

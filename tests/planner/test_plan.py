@@ -369,7 +369,8 @@ def test_the_page_of_merged_passes_says_what_plans_say() -> None:
         ("| the same, `expert_wgrad=delayed`", [*tp2, "parallel.expert_wgrad=delayed"]),
         ("| `overlap_dsv3_671b`:", [mesh]),
         ("| the same, `train.fp8=blockwise`", fp8),
-        ("| the same, 15,360 rows", [*fp8, "train.global_batch_size=15360"]),
+        ("| the same, `moe.dispatcher=deepep`", [*fp8, "moe.dispatcher=deepep"]),
+        ("| with `hierarchical` and 15,360 rows", [*fp8, "train.global_batch_size=15360"]),
         ("| `overlap_dsv3_671b_mtp", ["experiment=dsv3_recipe", f"{mesh}_mtp", "train.fp8=blockwise"]),
     ):
         plan = plan_of("dsv3_671b", *overrides)
