@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -59,11 +60,12 @@ def train(config: Config, kind: str) -> Numbers:
     return reference.log_probs, records, {name: whole(p) for name, p in named_parameters(parts).items()}
 
 
-def numbers(ranks: RankPool, folder: Path, kind: str, **mesh: int) -> Numbers:
-    case = Case("qwen3", mesh=mesh, rows=2 if mesh else 8)
+def numbers(ranks: RankPool, folder: Path, kind: str, schedule: str = "", **mesh: int) -> Numbers:
+    pipeline = dict(schedule=schedule, stages_per_rank=2) if schedule else {}
+    case = Case("qwen3", mesh=mesh, rows=2 if mesh else 8, parallel=pipeline)
     config = replace(
         case.config,
-        run_dir=str(folder / f"{kind}{mesh}"),
+        run_dir=str(folder / f"{kind}{mesh}{schedule}"),
         recipe="dpo",
         model=replace(case.config.model, vocab_size=264),
         train=TrainConfig(seq_len=128, global_batch_size=8, micro_batch_size=case.rows, dtype="float64", val_every=1),
@@ -100,12 +102,14 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
         ("sigmoid", {"pp": 2, "cp": 2}),
         ("ipo", {"dp_shard": 2, "ep": 2}),
         ("sigmoid", {"tp": 2}),
+        ("sigmoid", {"pp": 2, "schedule": "DualPipeV"}),
+        ("ipo", {"pp": 2, "dp_shard": 2, "ep": 2, "schedule": "ZBVZeroBubble"}),
         *(pytest.param("ipo", mesh, marks=pytest.mark.exhaustive) for mesh in ({"pp": 2}, {"cp": 2}, {"tp": 2})),
     ],
     ids=str,
 )
 def test_pairs_train_alike_on_every_mesh(
-    ranks: RankPool, alone: tuple[Path, dict[str, Numbers]], mesh: dict[str, int], kind: str
+    ranks: RankPool, alone: tuple[Path, dict[str, Numbers]], mesh: dict[str, Any], kind: str
 ) -> None:
     folder, expected = alone
     log_probs, records, parameters = numbers(ranks, folder, kind, **mesh)
