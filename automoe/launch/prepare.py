@@ -136,9 +136,9 @@ def _check_ranks(config: Config, overrides: list[str]) -> None:
         return
     mesh = expand_preset(config.mesh, config.launch.num_ranks)
     sizes = [getattr(mesh, axis) for axis in DEFAULT_AXES]
-    check_num_ranks(
-        config, overrides, prod(sizes), f"the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes}"
-    )
+    if min(sizes) > 0:  # else dp_shard is derived, or an axis is refused by name
+        why = f"the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes}"
+        check_num_ranks(config, overrides, prod(sizes), why)
 
 
 def _named(overrides: list[str]) -> dict[str, str]:

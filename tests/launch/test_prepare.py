@@ -34,6 +34,12 @@ def test_a_number_of_ranks_that_the_mesh_has_not(overrides: list[str], says: str
     assert says in caught.value.rule and "set it to 2" in caught.value.remedy
 
 
+def test_an_axis_below_one_is_named_before_a_product_of_it() -> None:
+    config = compose(Arguments(overrides=["launch.num_ranks=4", "mesh.pp=-1"]))
+    with pytest.raises(ConfigError, match=r"mesh\.pp=-1: an axis has at least 1 rank"):
+        check_here(config)
+
+
 def test_a_number_of_ranks_that_torchrun_has_not() -> None:
     config = compose_config(overrides=["launch.num_ranks=4"])
     check_num_ranks(config, [], 2, "torchrun")
