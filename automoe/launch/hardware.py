@@ -116,13 +116,13 @@ def default_num_ranks(config: Config, device: str) -> int | None:
 
     It is ``launch.num_ranks`` if that is set, else as many whole meshes as this machine holds: with
     ``mesh.preset`` one rank per GPU or core. None if ``launch.num_ranks`` is unset and an axis of
-    the mesh is invalid.
+    the mesh is invalid, or no GPU is here for a preset.
     """
     if config.launch.num_ranks is not None:
         return config.launch.num_ranks
     here = visible_gpus() if device == "cuda" else num_cores()
     if config.mesh.preset:
-        return here
+        return here or None
     mesh = expand_preset(config.mesh, None)
     # -1, which is derived, counts as 1.
     attention = abs(mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp)
