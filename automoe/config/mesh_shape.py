@@ -45,7 +45,7 @@ class MeshShape:
 
     @classmethod
     def of(cls, mesh: MeshConfig) -> MeshShape:
-        """Copy the axes of ``mesh``, of which none is -1 and 0 is 1, as without a preset."""
+        """Copy the axes of ``mesh``, none of which is -1; 0 becomes 1, as without a preset."""
         return cls(**{field.name: getattr(mesh, field.name) or 1 for field in fields(cls)})
 
     @property

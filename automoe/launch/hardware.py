@@ -116,13 +116,13 @@ def default_num_ranks(config: Config, device: str) -> int | None:
 
     It is ``launch.num_ranks`` if that is set, else as many whole meshes as this machine holds: with
     ``mesh.preset`` one rank per GPU or core. None if ``launch.num_ranks`` is unset and an axis of
-    the mesh is invalid.
+    the mesh is invalid, or no GPU is here for a preset.
     """
     if config.launch.num_ranks is not None:
         return config.launch.num_ranks
     here = visible_gpus() if device == "cuda" else num_cores()
     if config.mesh.preset:
-        return here
+        return here or None
     mesh = expand_preset(config.mesh, None)
     # -1, which is derived, counts as 1.
     attention = abs(mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp)
@@ -222,7 +222,10 @@ def _packages(config: Config, device: str, deepep: bool) -> Iterator[tuple[bool,
 
 
 def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
-    """Yield (key=value, alternative) of every key in ``config`` that launches Triton kernels."""
+    """Yield (key=value, alternative) of every key in ``config`` that launches Triton kernels.
+
+    On CUDA norms and the gradient norm always do.
+    """
     for name in ("rope", "loss"):
         if getattr(config.kernels, name) == "triton":
             yield f"kernels.{name}=triton", f"kernels.{name}=torch"
@@ -240,6 +243,8 @@ def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
         yield "optim.master_weights=stochastic", "optim.master_weights=float32"
     if config.optim.moments == "bfloat16":
         yield "optim.moments=bfloat16", "optim.moments=float32"
+    if device == "cuda" and config.train.dtype != "float64":
+        yield "launch.device=cuda", "launch.device=cpu"
 
 
 def _experts(config: Config) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from automoe.config.hub import local_folder
-from automoe.errors import ConfigError
+from automoe.errors import ConfigError, one_line
 from automoe.model.param_spec import Param, ParamSpec
 from automoe.model.wrapper import ALONE, Names, text_config
 
@@ -98,7 +98,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
         _remove_beside(model)
     except Exception as error:  # a configuration class or a model's may raise any exception
         what = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise refused(path, " ".join(f"{what}{error}".split())[:400]) from error
+        raise refused(path, one_line(f"{what}{error}")) from error
     for module in model.modules():
         for key, parameter in list(module._parameters.items()):
             if parameter is None:
@@ -257,7 +257,7 @@ def _adapted(model: Any) -> dict[str, str]:
 
 
 class _WithoutNumbers(TorchFunctionMode):
-    """Answers what code asks about numbers on meta: a number is one, and none are nonzero."""
+    """Lets code that reads numbers run on meta: each number is one, and no element is nonzero."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__index__):

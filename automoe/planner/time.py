@@ -372,7 +372,7 @@ def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, embeds: bool
     stage.dense += ends * numel * DTYPE_BYTES[place.config.train.dtype][1]
     stage.dense_trained += ends * numel * trained
     gradient = machine.pass_over(10.0 * numel * trained)
-    if first:  # The embedding's gradient has the size of the embedding.
+    if first or (embeds and not last):  # The embedding's gradient has the size of the embedding.
         stage.passes.backward.add("ends", gradient)
     if last:
         forward, backward = head_time(place, 1 + model.num_mtp_layers)

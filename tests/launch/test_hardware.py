@@ -64,6 +64,12 @@ def test_gpus_are_found_by_their_devices_where_the_driver_has_no_folder(
     assert hardware.visible_gpus({}) == 2
 
 
+def test_a_preset_without_a_gpu_has_no_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``expand_preset`` then asks for launch.num_ranks."""
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: 0)
+    assert hardware.default_num_ranks(Config(mesh=MeshConfig(preset="fsdp")), "cuda") is None
+
+
 @pytest.mark.usefixtures("eight_gpus")
 def test_ranks_fill_the_gpus_in_whole_meshes() -> None:
     config = Config(mesh=MeshConfig(pp=3))
@@ -71,6 +77,8 @@ def test_ranks_fill_the_gpus_in_whole_meshes() -> None:
     assert hardware.default_num_ranks(config, "cuda") == 6
     assert hardware.default_num_ranks(Config(mesh=MeshConfig(ep=16)), "cuda") == 16, "one whole mesh at least"
     assert hardware.default_num_ranks(Config(launch=LaunchConfig(num_ranks=5)), "cuda") == 5
+    preset = Config(mesh=MeshConfig(preset="fsdp"))
+    assert hardware.default_num_ranks(preset, "cuda") == hardware.visible_gpus() == 8
     assert hardware.missing_hardware(resolve_mesh(MeshConfig(), 8), "cuda") is None
     missing = hardware.missing_hardware(resolve_mesh(MeshConfig(), 16), "cuda")
     assert missing == "16 CUDA ranks need 16 GPUs, and this machine has 8"

@@ -16,7 +16,7 @@ from mutants_planner import PLANNER
 LLAMA, QWEN, DSV3, GPT_OSS, NEXT = (loop(c) for c in ("llama", "qwen3_moe", "dsv3", "gpt_oss", "qwen3_next"))
 ADAMW, NORM, SKIP = ["tests/optim/test_adamw.py"], ["tests/optim/test_grad_norm.py"], ["tests/training/test_skip.py"]
 DECAY, SCHEDULE = ["tests/optim/test_decay_groups.py"], ["tests/optim/test_schedule.py"]
-NORM = ["tests/gpu/test_device_norm.py"]
+NORM_KERNELS = ["tests/gpu/test_device_norm.py"]
 STOCHASTIC = ["tests/optim/test_stochastic.py"]
 ROUTER, BALANCE = ["tests/moe/test_router.py"], ["tests/moe/test_balance.py"]
 PROPERTIES, EXPERTS = ["tests/moe/test_routing_properties.py"], ["tests/moe/test_experts.py"]
@@ -285,9 +285,9 @@ _MODEL = [
     ("automoe/kernels/cross_entropy.py", "gradient - 1.0, gradient", "gradient, gradient", LOSS),
     ("automoe/kernels/cross_entropy.py", "total * tl.exp(largest - base)", "total", ["tests/gpu/test_device_loss.py"]),
     ("automoe/kernels/squares.py", "mask=at < count", "mask=at < count - 1", ["tests/gpu/test_device_loss.py"]),
-    ("automoe/kernels/norm.py", "number * number, axis=1) / dim", "number * number, axis=1) / BLOCK_D", NORM),
-    ("automoe/kernels/norm.py", "given - normed * shrink", "given - number * shrink", NORM),
-    ("automoe/kernels/norm.py", "share += given * normed", "share = given * normed", NORM),
+    ("automoe/kernels/norm.py", "number * number, axis=1) / dim", "number * number, axis=1) / BLOCK_D", NORM_KERNELS),
+    ("automoe/kernels/norm.py", "given - normed * shrink", "given - number * shrink", NORM_KERNELS),
+    ("automoe/kernels/norm.py", "share += given * normed", "share = given * normed", NORM_KERNELS),
     ("automoe/launch/hardware.py", ">= HALVES_SINCE_TORCH", "> HALVES_SINCE_TORCH", ["tests/launch/test_hardware.py"]),
     ("loss.py", "else grad * grad_total", "else grad + 0 * grad_total", LLAMA),
     ("linear.py", "out_BSO + local_shard(self.bias)", "out_BSO", GPT_OSS),
