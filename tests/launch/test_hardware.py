@@ -141,8 +141,9 @@ LAUNCHING_TRITON = pytest.mark.parametrize(
             "optim.master_weights=stochastic",
             "optim.master_weights=float32",
         ),
+        (Config(), "launch.device=cuda", "launch.device=cpu"),
     ],
-    ids=["rope", "experts", "fp8", "optimizer"],
+    ids=["rope", "experts", "fp8", "optimizer", "norms"],
 )
 
 
@@ -151,6 +152,9 @@ def test_cores_next_to_a_gpu_want_a_gpu() -> None:
     hardware.check_backends(config, resolve_mesh(MeshConfig(), 1), "cuda")
     with pytest.raises(BackendError, match="launch.numa=true .* on cpu. Set it false"):
         hardware.check_backends(config, resolve_mesh(MeshConfig(), 1), "cpu")
+
+
+WITHOUT_TRITON = Config(train=TrainConfig(dtype="float64"))  # whose norms are torch's operations
 
 
 @LAUNCHING_TRITON
@@ -162,7 +166,7 @@ def test_a_missing_triton_is_told_before_ranks_start(
     monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
     with pytest.raises(BackendError, match=f"{key}: the package triton is not .*set {instead}"):
         hardware.check_backends(chosen, one_rank, "cuda")
-    hardware.check_backends(Config(), one_rank, "cuda")
+    hardware.check_backends(WITHOUT_TRITON, one_rank, "cuda")
     if chosen.train.fp8 != "off" or chosen.optim.master_weights == "stochastic":
         hardware.check_backends(chosen, one_rank, "cpu")  # which has torch's operations for both
 
@@ -177,11 +181,11 @@ def test_what_triton_compiles_with_is_asked_for_before_ranks_start(
         patched.setattr(hardware.sysconfig, "get_path", lambda name: str(tmp_path))
         with pytest.raises(BackendError, match=rf"{key} .*there is no {tmp_path}/Python\.h.*or set {instead}"):
             hardware.check_backends(chosen, one_rank, "cuda")
-        hardware.check_backends(Config(), one_rank, "cuda")
+        hardware.check_backends(WITHOUT_TRITON, one_rank, "cuda")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BackendError, match=f"{key} on cuda compiles with gcc or clang.*or set {instead}"):
         hardware.check_backends(chosen, one_rank, "cuda")
-    hardware.check_backends(Config(), one_rank, "cuda")
+    hardware.check_backends(WITHOUT_TRITON, one_rank, "cuda")
     hardware.check_backends(chosen, one_rank, "cpu")  # where Triton is interpreted
     (tmp_path / "clang").touch(mode=0o755)
     hardware.check_backends(chosen, one_rank, "cuda")
