@@ -65,7 +65,8 @@ def test_products_that_add_to_the_sums_save_the_pass_that_adds_experts_gradients
     most = max(config.model.num_moe_layers - 1, 1) // mesh.pp + 1
     batch = plan_batch(config, mesh)
     machine = Machine.of(config, Constants.load())
-    saved = machine.pass_over(10.0 * matrices) * most * batch.num_micro_batches
+    added = machine.pass_over(10.0 * matrices) * most * batch.num_micro_batches
+    saved = (1 - 0.36) * added  # of the pass, 0.36 is left in the product (benchmarks/results/gpu_parts.json)
     assert plain.compute - fused.compute == pytest.approx(saved, rel=0.1)
     # One launch for each of 128 narrow experts on one rank: more than the device is busy with.
     alone = {"mesh.ep": 1, "train.micro_batch_size": 1, "train.seq_len": 512, "model.moe_intermediate_size": 32}
