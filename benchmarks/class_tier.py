@@ -196,7 +196,12 @@ def time_experts() -> int:
 
 def provenance() -> dict[str, str]:
     """Return what a result was measured with."""
-    return {"commit": commit("../automoe"), "cpu": cpu_model(), "torch": version("torch"), "transformers": version("transformers")}
+    return {
+        "commit": commit("../automoe"),
+        "cpu": cpu_model(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }
 
 
 def main() -> int:
@@ -205,7 +210,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", metavar="CLASS")
     parser.add_argument("--table", action="store_true", help="write the table from the JSON, measure nothing")
     parser.add_argument("--check", action="store_true", help="return 1 if the table lacks a class or has another tier")
-    parser.add_argument("--experts", action="store_true", help="time the two expert functions, write class_experts.json")
+    parser.add_argument(
+        "--experts", action="store_true", help="time the two expert functions, write class_experts.json"
+    )
     args = parser.parse_args()
     if args.experts:
         return time_experts()

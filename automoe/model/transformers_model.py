@@ -194,9 +194,11 @@ class TransformersModel(CausalLM):
         if not modules:
             return "no layer has experts in stacks, which moe.experts and mesh.ep are for"
         ours = chosen != "loop" and all(map(are_swiglu, modules))
-        if chosen == "triton" and not ours:
-            rule = f"{type(modules[0]).__name__} is more or other than SwiGLU of two stacks"
-            raise ConfigError("moe.experts", chosen, rule, "Set moe.experts=grouped_mm")
+        wide = torch.get_default_dtype() == torch.float64
+        if not ours and (chosen == "triton" or (wide and chosen == "grouped_mm")):
+            rule = f"{type(modules[0]).__name__} is no SwiGLU of two stacks, and transformers' own {EXPERTS[chosen]} "
+            rule += "stands for no kernel and has no float64"
+            raise ConfigError("moe.experts", chosen, rule, "Set moe.experts=loop")
         if ours:
             backend = self.backend.experts or partial(expert_backend, chosen)
             for experts in modules:

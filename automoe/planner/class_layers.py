@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,18 +27,9 @@ from automoe.parallel.expert import RoutedCall
 aten = torch.ops.aten
 
 
-class LayerBytes(NamedTuple):
-    """Bytes of one layer for one micro-batch.
-
-    Attributes:
-        kept: from the forward to the backward pass.
-        work: the most that the backward pass needs beyond what this and earlier layers kept.
-        done: of what was kept, freed when the experts' gradients are complete.
-    """
-
-    kept: float
-    work: float
-    done: float
+# what a micro-batch keeps once, such as masks; of each layer what it keeps, and the most that its
+# backward pass needs beyond what this and earlier layers kept
+Counted = tuple[float, list[tuple[float, float]]]
 
 
 class _Alive(TorchDispatchMode):
@@ -94,10 +85,8 @@ def _dispatch_evenly(
     return torch.zeros_like(x_TH).index_add(0, token_R, out_RH)
 
 
-def class_layers(
-    config: Config, ep: int, expert_rows: float
-) -> tuple[float, tuple[LayerBytes, ...]]:
-    """Return the bytes that a micro-batch keeps once, such as masks, and those of each layer.
+def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | None:
+    """Return the bytes of one micro-batch; None: the class's code needs numbers to run.
 
     Args:
         ep: ranks that hold equal parts of the experts.
@@ -107,24 +96,25 @@ def class_layers(
     sizes = train.micro_batch_size, train.seq_len, config.data.document_mask
     rows = int(expert_rows) if ep > 1 else 0
     narrow = train.dtype == "bfloat16"
-    once, layers = _measure(
-        str(config.model.hf_path), config.moe.experts, narrow, *sizes, ep, rows, config.model
-    )
-    if train.dtype != "float64":
-        return once, layers
-    return 2 * once, tuple(LayerBytes(*(2 * one for one in layer)) for layer in layers)
+    key = str(config.model.hf_path), config.moe.experts, narrow, *sizes, ep, rows
+    if key not in _counted:
+        try:
+            _counted[key] = _count(*key, config.model)
+        except Exception:  # code of a class may raise any exception where there are no numbers
+            _counted[key] = None
+    if _counted[key] is None or train.dtype != "float64":
+        return _counted[key]
+    once, layers = _counted[key]
+    return 2 * once, [(2 * kept, 2 * work) for kept, work in layers]
 
 
-_measured: dict[Any, Any] = {}
+_counted: dict[Any, Any] = {}
 
 
-def _measure(
+def _count(
     path: str, experts: str, narrow: bool, rows: int, seq_len: int, masked: bool, ep: int,
     expert_rows: int, model: ModelConfig,
-) -> tuple[float, tuple[LayerBytes, ...]]:  # fmt: skip
-    key = path, experts, narrow, rows, seq_len, masked, ep, expert_rows
-    if key in _measured:
-        return _measured[key]
+) -> Counted:  # fmt: skip
     with default_dtype(torch.bfloat16 if narrow else torch.float32):
         part = TransformersModel(model, MoEConfig(experts=experts))
     modules = list(experts_modules(part).values())
@@ -140,20 +130,13 @@ def _measure(
         tokens = Tokens(index, index, index if masked else None, index[0, 0])
         before = [*part.parameters(), *part.buffers(), index]
         with _Alive(max(1, model.num_experts // ep), before) as alive:
-            _measured[key] = _run(part, modules, index, tokens, alive)
-    return _measured[key]
+            return _run(part, index, tokens, alive)
 
 
-def _run(
-    part: TransformersModel,
-    modules: list[nn.Module],
-    index: torch.Tensor,
-    tokens: Tokens,
-    alive: _Alive,
-) -> tuple[float, tuple[LayerBytes, ...]]:
+def _run(part: TransformersModel, index: torch.Tensor, tokens: Tokens, alive: _Alive) -> Counted:
     marks: list[int] = []  # alive before each layer, and after the last
-    most: list[int] = []  # in the backward pass of the head's side, then of each layer from the last
-    at_experts: dict[int, int] = {}  # alive when their gradients were complete, by place in most
+    # in the backward pass behind the last layer, then of each layer from the last
+    most: list[int] = []
     inputs: list[int] = []
 
     def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -168,10 +151,7 @@ def _run(
 
     def drop(parameter: nn.Parameter) -> None:
         parameter.grad = None
-        if parameter in experts:
-            at_experts[len(most)] = alive.now
 
-    experts = {p for module in modules for p in module.parameters()}
     layers = [unit.layer for unit in part.units()]
     first: dict[Any, nn.Module] = {}
     alike = [first.setdefault(_kind(layer), layer) for layer in layers]
@@ -188,13 +168,10 @@ def _run(
     del hidden
     found = {}
     for number, layer in enumerate(layers):
-        at = len(layers) - number
         below = marks[number + 1] - inputs[0]
-        kept = marks[number + 1] - marks[number]
-        done = max(0, below - at_experts.get(at, below))
-        found[layer] = LayerBytes(kept, most[at] - below, done)
+        found[layer] = marks[number + 1] - marks[number], most[-1 - number] - below
     # The class may run a layer whose like it has run, if layers return more than one tensor.
-    return float(marks[0] - inputs[0]), tuple(found[like] for like in alike)
+    return marks[0] - inputs[0], [found[like] for like in alike]
 
 
 def _kind(layer: nn.Module) -> Any:

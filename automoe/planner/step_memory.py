@@ -15,7 +15,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.recompute import FULL, recomputed_modules
+from automoe.config.recompute import recomputed_modules
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, has_indexer, is_linear, window_of
 from automoe.model.adapters import adapter_activation_bytes
@@ -332,12 +332,12 @@ def plan_stage(
     again: dict[bool, dict[int, frozenset[str]]] = {} if kinds else {False: {}}
     for layer, kind in kinds.items():
         again.setdefault(kind.mtp, {})[layer] = kind.recomputed
-    once, measured = 0.0, {}
+    once, measured = 0.0, dict[int, tuple[float, float]]()
     if config.model.family == TRANSFORMERS:
         from automoe.planner.class_layers import class_layers  # with torch
 
-        once, each = class_layers(config, mesh.ep, load.expert_rows)
-        measured = dict(enumerate(each))
+        if counted := class_layers(config, mesh.ep, load.expert_rows):
+            once, measured = counted[0], dict(enumerate(counted[1]))
     for layer in layers:
         # Equal layers are planned once. If names select the trained parameters, no two layers are
         # equal.
@@ -379,16 +379,6 @@ def plan_stage(
     )
 
 
-def _as_measured(
-    found: tuple[float, float, float], input_bytes: float, again: frozenset[str]
-) -> tuple[float, list[Workspace]]:
-    """Return what a layer of a class keeps, and its workspaces, from what its code was seen to need."""
-    kept, work, done = found
-    dropped = kept - input_bytes if FULL in again else 0.0
-    parts = [Workspace(0.0, dropped, work), Workspace(done * (not dropped), dropped, 0.0)]
-    return kept - dropped, parts
-
-
 def _plan_layer(
     config: Config,
     sizes: Sizes,
@@ -396,7 +386,7 @@ def _plan_layer(
     layer: int,
     params: list[Param],
     again: frozenset[str],
-    found: tuple[float, float, float] | None,
+    found: tuple[float, float] | None,
 ) -> LayerPlan:
     model = config.model
     mesh = sizes.mesh
@@ -408,9 +398,14 @@ def _plan_layer(
         kept = sum(layer_activation_bytes(model, layer, load, again).values())
         workspaces = layer_workspaces(model, layer, load, again, expert_numbers, ffn_numbers)
     else:
-        choices = 8.0 * load.tokens * model.num_experts_per_token
-        hidden = load.number_bytes * load.tokens * model.hidden_size
-        kept, workspaces = _as_measured(found, hidden + choices, again)
+        kept, work = found
+        again_bytes = 0.0
+        if again:  # full: a layer keeps its input, and which experts were chosen
+            again_bytes = kept - load.tokens * (
+                load.number_bytes * model.hidden_size + 8.0 * model.num_experts_per_token
+            )
+        kept -= again_bytes
+        workspaces = [Workspace(0.0, again_bytes, work)]
     kept += adapter_activation_bytes(
         config, layer, load.tokens, load.expert_rows, load.number_bytes, again
     )

@@ -221,7 +221,9 @@ def compare_with_class(model_type: str, folder: Path) -> dict[str, Any]:
 
 def step_ratio(model_type: str, folder: Path) -> float:
     """Return CPU seconds of forward and backward in the tier over the native family's, best of five each, in turns."""
-    tier, native = _seconds(model_type, folder, lambda: _part(tier_config(folder)), lambda: _part(model_config_from_hf(folder)))
+    tier, native = _seconds(
+        model_type, folder, lambda: _part(tier_config(folder)), lambda: _part(model_config_from_hf(folder))
+    )
     return tier / native
 
 
