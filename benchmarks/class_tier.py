@@ -3,6 +3,7 @@
     python benchmarks/run.py class_tier                # all classes; writes the JSON and the table of docs/huggingface.md
     python benchmarks/run.py class_tier --only olmoe   # these classes; the others keep their rows
     python benchmarks/run.py class_tier --table        # the table again, from the JSON
+    python benchmarks/run.py class_tier --experts      # steps with automoe's grouped products and transformers', in turns
     python benchmarks/run.py class_tier --check        # half a minute: is each class of transformers there, in its tier?
 
 Each class gets a small random model, saved by ``transformers``. What a class computes in float32 is computed in float64
@@ -31,10 +32,12 @@ from automoe.verify.run import AMPLIFIED
 
 PAGE = HERE.parent / "docs" / "huggingface.md"
 RESULT = HERE / "results" / "class_tier.json"
+EXPERTS = HERE / "results" / "class_experts.json"
 BEGIN, END = "<!-- classes: written by benchmarks/class_tier.py -->\n", "<!-- end of classes -->\n"
 EXACT = 1e-10
 PATIENCE_S = 120.0
 COMPARED = ("qwen3_moe", "mixtral")  # whose step is timed in both tiers
+TIMED = ("flex_olmo", "dots1", "granitemoe")  # with both expert functions
 NOT_CAUSAL = "no causal language model"
 _EXPERTS = re.compile(r"^class \w*Experts\(", re.MULTILINE)
 
@@ -174,13 +177,45 @@ def wrong(row: dict[str, Any]) -> bool:
     return "failed" in row or not all(row.get(key, math.inf) <= EXACT for key in asked)
 
 
+def time_experts() -> int:
+    """Write ``class_experts.json``: CPU seconds of a step, with our grouped products and with those of transformers."""
+    from tests.support.class_models import experts_seconds
+
+    pool = RankPool(max_ranks=1, timeout_s=PATIENCE_S)
+    steps = {}
+    for name in TIMED:
+        with tempfile.TemporaryDirectory() as folder:
+            [(ours, theirs)] = pool.run(experts_seconds, 1, name, Path(folder))
+        steps[name] = {"automoe_s": ours, "transformers_s": theirs, "ratio": ours / theirs}
+        print(name, steps[name], flush=True)
+    pool.close()
+    report = {"provenance": provenance(), "steps": steps}
+    EXPERTS.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def provenance() -> dict[str, str]:
+    """Return what a result was measured with."""
+    return {
+        "commit": commit("../automoe"),
+        "cpu": cpu_model(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }
+
+
 def main() -> int:
     """Return 0 if every class is equal or refused by name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="CLASS")
     parser.add_argument("--table", action="store_true", help="write the table from the JSON, measure nothing")
     parser.add_argument("--check", action="store_true", help="return 1 if the table lacks a class or has another tier")
+    parser.add_argument(
+        "--experts", action="store_true", help="time the two expert functions, write class_experts.json"
+    )
     args = parser.parse_args()
+    if args.experts:
+        return time_experts()
     keeps = args.only or args.table or args.check
     report = json.loads(RESULT.read_text()) if RESULT.exists() and keeps else {}
     rows = report.setdefault("classes", {})

@@ -108,7 +108,7 @@ def _transformers_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     for key in _NATIVE_ALONE:
         value = attrgetter(key)(plain)
         yield key, attrgetter(key)(config) != value, tier, f"Set {key}={str(value).lower()}"
-    yield "moe.experts", config.moe.experts not in ("grouped_mm", "loop"), tier, "Set moe.experts=grouped_mm"
+    yield "moe.experts", config.moe.experts not in ("grouped_mm", "loop", "triton"), tier, "Set moe.experts=grouped_mm"
     recompute = config.parallel.recompute
     yield "parallel.recompute", recompute not in ([], "full"), tier, "Set parallel.recompute=full, or []"
     if model.num_moe_layers:

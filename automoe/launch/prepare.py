@@ -347,9 +347,9 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
     check_rows(config, adapter_rows(config, shape), shape)
     _check_fp8_base(config)
     if config.model.family == TRANSFORMERS:
-        from automoe.model.transformers_model import TransformersModel
+        from automoe.parallel.parallelize import build_decoder, parameter_dtype
 
-        TransformersModel(config.model, config.moe)
+        build_decoder(config.model, config.moe, parameter_dtype(config))
     from automoe.data.tokenizer import check_tokenizer, fitting_tokenizer
 
     check_tokenizer(tokenizer_of(config))

@@ -21,6 +21,7 @@ from automoe.errors import ConfigError
 from automoe.kernels.counter_random import stream_key
 from automoe.model.backend import BackendConfig
 from automoe.model.causal_lm import CausalLM, Unit
+from automoe.model.class_experts import are_swiglu, compute_by
 from automoe.model.class_lora import check_called
 from automoe.model.hf_class import (
     build_causal_lm,
@@ -30,12 +31,13 @@ from automoe.model.hf_class import (
     refused,
 )
 from automoe.model.init import default_dtype, initialize, reset_buffers
+from automoe.moe.experts import expert_backend
 from automoe.moe.router import BalancedRouter, Routing, score_experts
 from automoe.moe.tokens import Tokens
 
 SMALL = 1 << 16  # numbers of a tensor that the class itself initialises, whole on every rank
-# values of ``moe.experts``, and what transformers calls them
-EXPERTS = {"loop": "eager", "grouped_mm": "grouped_mm"}
+# values of ``moe.experts``, and what transformers calls its own for experts that are no SwiGLU
+EXPERTS = {"loop": "eager", "grouped_mm": "grouped_mm", "triton": "grouped_mm"}
 _PROBE = 16  # tokens of each of two documents
 _LEAK = 0.05  # of an unmasked change; those found are 0, or 0.1 and more
 
@@ -172,6 +174,7 @@ class TransformersModel(CausalLM):
         self._unchecked = True
         self._moe: dict[nn.Module, _MoELayer] = {}
         self.routers = nn.ModuleDict()
+        self.experts_by = self._choose_experts(list(experts_modules(model).values()), moe.experts)
         for index, experts in enumerate(experts_modules(model).values()):
             router = ClassRouter(config, moe, index, self.backend.pg_collection)
             self.routers[str(index)] = router
@@ -181,6 +184,27 @@ class TransformersModel(CausalLM):
             if key.endswith("_coef") and coefficient:
                 self._record_logits(key, coefficient)
                 break
+
+    def _choose_experts(self, modules: list[nn.Module], chosen: str) -> str:
+        """Choose what multiplies by the experts, and return it in words.
+
+        Raises:
+            ConfigError: automoe's kernel is asked for, and experts are of another kind.
+        """
+        if not modules:
+            return "no layer has experts in stacks, which moe.experts and mesh.ep are for"
+        ours = chosen != "loop" and all(map(are_swiglu, modules))
+        wide = torch.get_default_dtype() == torch.float64
+        if not ours and (chosen == "triton" or (wide and chosen == "grouped_mm")):
+            rule = f"{type(modules[0]).__name__} is no SwiGLU of two stacks, and transformers' own {EXPERTS[chosen]} "
+            rule += "stands for no kernel and has no float64"
+            raise ConfigError("moe.experts", chosen, rule, "Set moe.experts=loop")
+        if ours:
+            backend = self.backend.experts or partial(expert_backend, chosen)
+            for experts in modules:
+                compute_by(experts, backend())
+        whose = "automoe's" if ours else "transformers' own"
+        return f"experts by {whose} {chosen}"
 
     def _record_logits(self, key: str, coefficient: float) -> None:
         """Hand the class's router logits to the routers. Raises ``ConfigError`` without any."""

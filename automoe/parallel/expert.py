@@ -196,7 +196,7 @@ class ExpertParallel(ParallelStyle):
         if grouped:
             module.dispatcher = dispatcher
         else:
-            module.forward = _RoutedCall(module, dispatcher).route
+            module.forward = RoutedCall(module, dispatcher).route
             # the module's own code counts its local experts
             module.num_experts = num_experts // device_mesh.size()
         return module
@@ -302,7 +302,7 @@ def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim
         )
 
 
-class _RoutedCall(nn.Module):
+class RoutedCall(nn.Module):
     """Forward of an experts module, routed through a dispatcher to its code on local shards.
 
     The module's code knows no ranks. Its hooks, for example those of ``fully_shard``, run once,

@@ -118,7 +118,7 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
         needed=needed(config, mesh, ranks),
         uneven_needed=needed(config, mesh, uneven),
         full_at=full_load(config, mesh, batch),
-        not_modelled=list(not_modelled(config)),
+        not_modelled=list(not_modelled(config, mesh, batch)),
         time=time,
         checkpoint=checkpoint_cost(config, mesh, time.seconds),
         num_nodes=-(-mesh.world_size // config.cluster.gpus_per_node),

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from automoe.config.batch import BatchPlan
 from automoe.config.mesh_shape import NEIGHBOUR, MeshShape, exchanges_heads
 from automoe.config.pipeline import SINGLE
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config
 from automoe.planner.memory import RankMemory
 
@@ -90,11 +92,16 @@ def _peers(mesh: MeshShape, view: str, axis: str, node: int) -> float:
     return ALL_TO_ALL_PEER * (near - 1)
 
 
-def not_modelled(config: Config) -> Iterator[str]:
+def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[str]:
     """Yield a line for each setting whose cost the plan does not model.
 
     A line is about memory unless it says otherwise.
     """
+    if config.model.family == TRANSFORMERS:
+        from automoe.planner.class_layers import class_layers  # with torch
+
+        if class_layers(config, mesh.ep, batch.expert_rows_per_rank) is None:
+            yield f"{config.model.architecture}: counted as native layers this wide, for its code needs numbers"
     if config.moe.dispatcher == "deepep":
         yield "moe.dispatcher=deepep: DeepEP's own buffers for NVLink and RDMA"
     if config.moe.experts in ("te", "quack"):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_modules
+from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, has_indexer, is_linear, window_of
 from automoe.model.adapters import adapter_activation_bytes
 from automoe.model.params import Param
@@ -331,13 +332,21 @@ def plan_stage(
     again: dict[bool, dict[int, frozenset[str]]] = {} if kinds else {False: {}}
     for layer, kind in kinds.items():
         again.setdefault(kind.mtp, {})[layer] = kind.recomputed
+    once, measured = 0.0, dict[int, tuple[float, float]]()
+    if config.model.family == TRANSFORMERS:
+        from automoe.planner.class_layers import class_layers  # with torch
+
+        if counted := class_layers(config, mesh.ep, load.expert_rows):
+            once, measured = counted[0], dict(enumerate(counted[1]))
     for layer in layers:
         # Equal layers are planned once. If names select the trained parameters, no two layers are
         # equal.
-        key = layer if config.lora.rank or config.train.freeze else kinds[layer]
+        alike = not (config.lora.rank or config.train.freeze or measured)
+        key = kinds[layer] if alike else layer
         if key not in plans:
             recomputed = kinds[layer].recomputed
-            plan = _plan_layer(config, sizes, load, layer, of_layer[layer], recomputed)
+            found = measured.get(layer)
+            plan = _plan_layer(config, sizes, load, layer, of_layer[layer], recomputed, found)
             if kinds[layer].mtp and last:
                 plan = replace(plan, kept=plan.kept + head_kept)
             plans[key] = plan
@@ -349,7 +358,7 @@ def plan_stage(
         border=border * (max(1, before) + modules),
         # The head keeps the last norm's input, or else the first module's stage. Stages with later
         # modules keep what they received beside the copies that they hand on.
-        shared=sum(mask_bytes(config, load, alike) for alike in again.values())
+        shared=(once or sum(mask_bytes(config, load, alike) for alike in again.values()))
         + border * max(1, before) * (modules > 0 and not last),
         head=head_workspace_bytes(
             model,
@@ -377,20 +386,32 @@ def _plan_layer(
     layer: int,
     params: list[Param],
     again: frozenset[str],
+    found: tuple[float, float] | None,
 ) -> LayerPlan:
     model = config.model
     mesh = sizes.mesh
-    kept = sum(layer_activation_bytes(model, layer, load, again).values())
-    kept += adapter_activation_bytes(
-        config, layer, load.tokens, load.expert_rows, load.number_bytes, again
-    )
     experts = [param for param in trained(params) if param.expert]
     ffn = [param for param in trained(params) if param.part in ("dense_ffn", "shared_experts")]
     expert_numbers = sum(gathered_numel(param, mesh) for param in experts)
     ffn_numbers = sum(gathered_numel(param, mesh) for param in ffn)
+    if found is None:
+        kept = sum(layer_activation_bytes(model, layer, load, again).values())
+        workspaces = layer_workspaces(model, layer, load, again, expert_numbers, ffn_numbers)
+    else:
+        kept, work = found
+        again_bytes = 0.0
+        if again:  # full: a layer keeps its input, and which experts were chosen
+            again_bytes = kept - load.tokens * (
+                load.number_bytes * model.hidden_size + 8.0 * model.num_experts_per_token
+            )
+        kept -= again_bytes
+        workspaces = [Workspace(0.0, again_bytes, work)]
+    kept += adapter_activation_bytes(
+        config, layer, load.tokens, load.expert_rows, load.number_bytes, again
+    )
     return LayerPlan(
         kept=kept,
-        workspaces=layer_workspaces(model, layer, load, again, expert_numbers, ffn_numbers),
+        workspaces=workspaces,
         weights=sizes.whole(params, sizes.compute),
         gradients=sizes.whole_gradients(params),
         sharded=sizes.sharded_gradients(params),

@@ -22,6 +22,7 @@ from automoe.errors import AutomoeError
 from automoe.hf.headers import without_collection
 from automoe.hf.read import Loaded
 from automoe.model.flops import step_flops_per_token
+from automoe.model.transformers_model import TransformersModel
 from automoe.observe.metrics import last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row
@@ -125,11 +126,10 @@ class Run:
         assert loader is not None
         model = self.config.model
         if model.family == TRANSFORMERS:
-            how = f"moe.experts={self.config.moe.experts}"
-            if not model.num_moe_layers:
-                how = "no layer has experts in stacks, which moe.experts and mesh.ep are for"
+            [part] = self.state.model_parts.values()
+            assert isinstance(part, TransformersModel)
             self.note(
-                f"{model.architecture}: layers, routers and experts are computed by transformers' own code ({how})"
+                f"{model.architecture}: layers and routers by transformers' own code; {part.experts_by}"
             )
         if loaded is not None:
             self.note(str(loaded))

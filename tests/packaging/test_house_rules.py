@@ -137,7 +137,8 @@ def test_the_trainer_does_not_import_the_planner() -> None:
 def test_the_planner_computes_from_the_configuration_and_the_parameters_alone() -> None:
     tables = ("automoe.model.params", "automoe.model.adapters", "automoe.model.flops")
     fine = ("automoe.planner", "automoe.config", "automoe.errors", *tables)
-    entries = ("search_command", "calibrate", "torchtitan_config", "views")
+    # class_layers runs a class of transformers without numbers
+    entries = ("search_command", "calibrate", "torchtitan_config", "views", "class_layers")
     arithmetic = [m for m in OWN if m.startswith("automoe.planner.") and m.split(".")[2] not in entries]
     others = {f"{module} -> {other}" for module in arithmetic for other in OWN[module]}
     assert {line for line in others if not line.split(" -> ")[1].startswith(fine)} == set()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -166,22 +168,22 @@ def run_config(path: Path, mesh: MeshConfig, **train: object) -> Config:
     )
 
 
-def float64_of(config: ModelConfig) -> tuple[TransformersModel, torch.nn.Module]:
+def float64_of(config: ModelConfig, experts: str = "loop") -> tuple[TransformersModel, torch.nn.Module]:
     """Return the tier's model and that of transformers, with the weights of ``config.hf_path``."""
     from transformers import AutoConfig
 
     kind = loading_class(AutoConfig.from_pretrained(config.hf_path), whole=True)
     with default_dtype(torch.float64):
-        ours = TransformersModel(config, MoEConfig(experts="loop"))
+        ours = TransformersModel(config, MoEConfig(experts=experts))
     ours.to_empty(device="cpu")
     load_hf(ours, str(config.hf_path))
     theirs = kind.from_pretrained(config.hf_path, dtype=torch.float64, experts_implementation="eager")
     return ours.train(), theirs.train()
 
 
-def against_class(config: ModelConfig) -> tuple[TransformersModel, float]:
+def against_class(config: ModelConfig, experts: str = "loop") -> tuple[TransformersModel, float]:
     """Return the tier's model, and the worst relative difference of loss and gradients from the class."""
-    ours, theirs = float64_of(config)
+    ours, theirs = float64_of(config, experts)
     tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
     loss = ours(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum()
     logits = theirs(tokens[:, :-1], use_cache=False).logits
@@ -219,16 +221,36 @@ def compare_with_class(model_type: str, folder: Path) -> dict[str, Any]:
 
 def step_ratio(model_type: str, folder: Path) -> float:
     """Return CPU seconds of forward and backward in the tier over the native family's, best of five each, in turns."""
+    tier, native = _seconds(
+        model_type, folder, lambda: _part(tier_config(folder)), lambda: _part(model_config_from_hf(folder))
+    )
+    return tier / native
+
+
+def experts_seconds(model_type: str, folder: Path) -> tuple[float, float]:
+    """Return CPU seconds of a step with automoe's grouped products, and with those of transformers, as ``step_ratio``."""
+
+    def theirs() -> torch.nn.Module:
+        with patch("automoe.model.transformers_model.are_swiglu", lambda experts: False):
+            return _part(tier_config(folder))
+
+    ours, others = _seconds(model_type, folder, lambda: _part(tier_config(folder)), theirs)
+    return ours, others
+
+
+def _part(config: ModelConfig) -> torch.nn.Module:
+    part = build_decoder(config, MoEConfig(experts="grouped_mm"), torch.float32)
+    part.to_empty(device="cpu")
+    load_hf(part, str(config.hf_path))
+    return part.train()
+
+
+def _seconds(model_type: str, folder: Path, *makers: Callable[[], torch.nn.Module]) -> list[float]:
     save_class(
         model_type, folder, hidden_size=256, intermediate_size=512, moe_intermediate_size=128, head_dim=64,
         vocab_size=1024, max_position_embeddings=1024,
     )  # fmt: skip
-    parts = []
-    for config in (tier_config(folder), model_config_from_hf(folder)):
-        part = build_decoder(config, MoEConfig(experts="grouped_mm"), torch.float32)
-        part.to_empty(device="cpu")
-        load_hf(part, folder)
-        parts.append(part.train())
+    parts = [make() for make in makers]
     tokens = torch.randint(1024, (2, 513), generator=torch.Generator().manual_seed(2))
     best = [inf, inf]
     for _ in range(6):  # the first of them warms up
@@ -236,4 +258,4 @@ def step_ratio(model_type: str, folder: Path) -> float:
             start = time.process_time()
             part(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum().backward()
             best[number] = min(best[number], time.process_time() - start)
-    return best[0] / best[1]
+    return best

@@ -10,7 +10,6 @@ from rich.table import Column, Table
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_names
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config
 from automoe.model.adapters import describe_training
 from automoe.model.params import PARTS
@@ -194,8 +193,6 @@ def _rank_rows(config: Config, plan: Plan) -> Rows:
         "widened": f"the largest matrix of lora.base={config.lora.base}, while it is multiplied",
         "temporaries": _TEMPORARIES[rank.moment],
     }
-    if config.model.family == TRANSFORMERS:
-        texts["activations"] += "; of a native layer this wide, the class's own may be a third more"
     names = {"averages": "EMA", "head": "cross-entropy", "recompute": "recomputation"}
     for field, num_bytes in rank.parts.items():
         if num_bytes:

@@ -1,0 +1,54 @@
+"""Experts of a class of ``transformers``, multiplied by automoe's expert backends."""
+
+from __future__ import annotations
+
+from functools import wraps
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from automoe.model.hf_class import ADAPTED_STACKS
+from automoe.moe.dispatch.base import run_choices
+from automoe.moe.expert_weights import ExpertWeights
+from automoe.moe.experts import ExpertFn
+
+
+def are_swiglu(experts: nn.Module) -> bool:
+    """Return whether experts are SwiGLU of stacks [E, 2I, H] and [E, H, I], and nothing more.
+
+    What lies between the two products is tried with numbers, large ones too, for limits.
+    """
+    own = {name: tuple(one.shape) for name, one in experts.named_parameters()}
+    plain = getattr(experts, "has_gate", False) and not (
+        experts.is_transposed or experts.has_bias or experts.has_post_expert_norm
+    )
+    if not plain or own.keys() != ADAPTED_STACKS or list(experts.buffers()):
+        return False
+    num_experts, hidden, width = own["down_proj"]
+    if own["gate_up_proj"] != (num_experts, 2 * width, hidden):
+        return False
+    joined = torch.linspace(-30, 30, 4 * 2 * width, device="cpu").view(-1, 2 * width)
+    joined = joined[:, torch.arange(2 * width, device="cpu") * 7 % (2 * width)]
+    gate, up = joined.chunk(2, dim=-1)
+    return torch.allclose(experts._apply_gate(joined), F.silu(gate) * up)
+
+
+def compute_by(experts: nn.Module, backend: ExpertFn) -> None:
+    """Make ``experts``, which are SwiGLU, multiply by ``backend``."""
+
+    @wraps(experts.forward)  # the signature tells what the module is called with
+    def forward(
+        x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        gate_up_E2IH = experts.gate_up_proj.unflatten(1, (2, -1))
+        weights = ExpertWeights(gate_up_E2IH, experts.down_proj)
+
+        def multiply(*rows: torch.Tensor) -> torch.Tensor:
+            return backend(*rows, weights)
+
+        chosen = top_k_index, top_k_weights
+        out_TH = run_choices(x_TH, *chosen, multiply, experts.num_experts, top_k_index.numel())
+        return out_TH.to(x_TH.dtype)
+
+    experts.forward = forward  # type: ignore[method-assign]

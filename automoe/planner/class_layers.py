@@ -1,0 +1,206 @@
+"""Activations of a class of ``transformers``, counted while its code runs without numbers.
+
+The layers run forward and backward over torch's fake tensors, which have shapes and no storage.
+Counted is what the CPU's operators return, until it is freed. Memory inside an operator is unseen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from automoe.config.schema import Config, ModelConfig, MoEConfig
+from automoe.model.hf_class import experts_modules
+from automoe.model.init import default_dtype
+from automoe.model.transformers_model import TransformersModel
+from automoe.moe.dispatch.base import Experts
+from automoe.moe.tokens import Tokens
+from automoe.parallel.expert import RoutedCall
+
+aten = torch.ops.aten
+
+
+# what a micro-batch keeps once, such as masks; of each layer what it keeps, and the most that its
+# backward pass needs beyond what this and earlier layers kept
+Counted = tuple[float, list[tuple[float, float]]]
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of what operators return, until it is freed.
+
+    Where code asks for numbers, they are 0, conditions are false, and experts have equal shares.
+    """
+
+    def __init__(self, num_experts: int, before: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.held = {one.untyped_storage()._cdata: 0 for one in before}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 0
+        if func is aten._grouped_mm.default:  # torch has no fake of it in float32
+            a, b, ends_E = args[:3]
+            out = a.new_empty(*ends_E.shape * (b.dim() == 2), len(a), b.shape[-1])
+        elif func is aten.nonzero.default:
+            dims = args[0].dim()
+            number = args[0].numel() // (1 if dims == 1 else self.num_experts)
+            out = args[0].new_zeros((number, dims), dtype=torch.int64)
+        else:
+            out = func(*args, **(kwargs or {}))
+        for one in tree_leaves(out):
+            if isinstance(one, torch.Tensor):
+                self._count(one.untyped_storage())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.held:
+            self.held[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self.held.pop(key)
+
+
+def _dispatch_evenly(
+    num_rows: int, num_experts: int, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor, experts: Experts,
+) -> torch.Tensor:  # fmt: skip
+    """Stand for a dispatcher by which ``num_rows`` rows reach a rank's ``num_experts`` experts."""
+    token_R = topk_ids_TK.new_zeros(num_rows)
+    received_RH = x_TH.index_select(0, token_R)
+    probs_R = weights_TK.flatten().index_select(0, token_R)
+    out_RH = experts(received_RH, token_R, token_R.new_zeros(num_experts).int(), probs_R)
+    return torch.zeros_like(x_TH).index_add(0, token_R, out_RH)
+
+
+def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | None:
+    """Return the bytes of one micro-batch; None: the class's code needs numbers to run.
+
+    Args:
+        ep: ranks that hold equal parts of the experts.
+        expert_rows: rows that reach the experts of a rank.
+    """
+    train = config.train
+    sizes = train.micro_batch_size, train.seq_len, config.data.document_mask
+    rows = int(expert_rows) if ep > 1 else 0
+    narrow = train.dtype == "bfloat16"
+    key = str(config.model.hf_path), config.moe.experts, narrow, *sizes, ep, rows
+    if key not in _counted:
+        try:
+            _counted[key] = _count(*key, config.model)
+        except Exception:  # code of a class may raise any exception where there are no numbers
+            _counted[key] = None
+    if _counted[key] is None or train.dtype != "float64":
+        return _counted[key]
+    once, layers = _counted[key]
+    return 2 * once, [(2 * kept, 2 * work) for kept, work in layers]
+
+
+_counted: dict[Any, Any] = {}
+
+
+def _count(
+    path: str, experts: str, narrow: bool, rows: int, seq_len: int, masked: bool, ep: int,
+    expert_rows: int, model: ModelConfig,
+) -> Counted:  # fmt: skip
+    with default_dtype(torch.bfloat16 if narrow else torch.float32):
+        part = TransformersModel(model, MoEConfig(experts=experts))
+    modules = list(experts_modules(part).values())
+    for module in modules if ep > 1 else ():
+        for name, one in list(module.named_parameters()):
+            setattr(module, name, nn.Parameter(one[: len(one) // ep].clone()))
+        dispatch: Any = partial(_dispatch_evenly, expert_rows, module.num_experts // ep)
+        module.forward = RoutedCall(module, dispatch).route
+        module.num_experts //= ep
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        part.to_empty(device="cpu").train()
+        index = torch.zeros(rows, seq_len, dtype=torch.int64)
+        tokens = Tokens(index, index, index if masked else None, index[0, 0])
+        before = [*part.parameters(), *part.buffers(), index]
+        with _Alive(max(1, model.num_experts // ep), before) as alive:
+            return _run(part, index, tokens, alive)
+
+
+def _run(part: TransformersModel, index: torch.Tensor, tokens: Tokens, alive: _Alive) -> Counted:
+    marks: list[int] = []  # alive before each layer, and after the last
+    # in the backward pass behind the last layer, then of each layer from the last
+    most: list[int] = []
+    inputs: list[int] = []
+
+    def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+        x = args[0] if args else kwargs["hidden_states"]
+        marks.append(alive.now)
+        inputs.append(x.untyped_storage().nbytes())
+        x.register_hook(end)
+
+    def end(_: torch.Tensor) -> None:
+        most.append(alive.most)
+        alive.most = alive.now
+
+    def drop(parameter: nn.Parameter) -> None:
+        parameter.grad = None
+
+    layers = [unit.layer for unit in part.units()]
+    first: dict[Any, nn.Module] = {}
+    alike = [first.setdefault(_kind(layer), layer) for layer in layers]
+    for layer, like in zip(layers, alike, strict=True):
+        _run_once(layer, like)
+        layer.register_forward_pre_hook(begin, with_kwargs=True)
+    layers[-1].register_forward_hook(lambda *_: marks.append(alive.now))
+    for parameter in part.parameters():
+        parameter.register_post_accumulate_grad_hook(drop)
+    hidden = part.run_layers(index, tokens)
+    hidden.register_hook(end)
+    alive.most = alive.now
+    hidden.backward(torch.empty_like(hidden))
+    del hidden
+    found = {}
+    for number, layer in enumerate(layers):
+        below = marks[number + 1] - inputs[0]
+        found[layer] = marks[number + 1] - marks[number], most[-1 - number] - below
+    # The class may run a layer whose like it has run, if layers return more than one tensor.
+    return marks[0] - inputs[0], [found[like] for like in alike]
+
+
+def _kind(layer: nn.Module) -> Any:
+    """Return what tells layers apart: their modules, with all numbers and names in them."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((key, one.shape) for key, one in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in vars(module).items()
+                if isinstance(value, int | float | str) and key not in ("layer_idx", "layer_id")
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _run_once(layer: nn.Module, like: nn.Module) -> None:
+    """Make ``layer`` hand on its input if ``like``, which is equal, ran and returned one tensor."""
+    own = layer.forward
+
+    @wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if layer is not like and like.returns_one:
+            return args[0] if args else kwargs["hidden_states"]
+        out = own(*args, **kwargs)
+        layer.returns_one = isinstance(out, torch.Tensor)
+        return out
+
+    layer.forward = forward  # type: ignore[method-assign]
