@@ -6,17 +6,14 @@ Counted is what the CPU's operators return, until it is freed. Memory inside an 
 
 from __future__ import annotations
 
-import weakref
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from automoe.config.schema import Config, ModelConfig, MoEConfig
+from automoe.interop.torch_fake import AliveBytes, FakeTensorMode
 from automoe.model.hf_class import experts_modules
 from automoe.model.init import default_dtype
 from automoe.model.transformers_model import TransformersModel
@@ -24,53 +21,9 @@ from automoe.moe.dispatch.base import Experts
 from automoe.moe.tokens import Tokens
 from automoe.parallel.expert import RoutedCall
 
-aten = torch.ops.aten
-
-
 # what a micro-batch keeps once, such as masks; of each layer what it keeps, and the most that its
 # backward pass needs beyond what this and earlier layers kept
 Counted = tuple[float, list[tuple[float, float]]]
-
-
-class _Alive(TorchDispatchMode):
-    """Counts the bytes of what operators return, until it is freed.
-
-    Where code asks for numbers, they are 0, conditions are false, and experts have equal shares.
-    """
-
-    def __init__(self, num_experts: int, before: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.held = {one.untyped_storage()._cdata: 0 for one in before}
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._local_scalar_dense.default:
-            return False if args[0].dtype == torch.bool else 0
-        if func is aten._grouped_mm.default:  # torch has no fake of it in float32
-            a, b, ends_E = args[:3]
-            out = a.new_empty(*ends_E.shape * (b.dim() == 2), len(a), b.shape[-1])
-        elif func is aten.nonzero.default:
-            dims = args[0].dim()
-            number = args[0].numel() // (1 if dims == 1 else self.num_experts)
-            out = args[0].new_zeros((number, dims), dtype=torch.int64)
-        else:
-            out = func(*args, **(kwargs or {}))
-        for one in tree_leaves(out):
-            if isinstance(one, torch.Tensor):
-                self._count(one.untyped_storage())
-        self.most = max(self.most, self.now)
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.held:
-            self.held[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self._free, key)
-
-    def _free(self, key: int) -> None:
-        self.now -= self.held.pop(key)
 
 
 def _dispatch_evenly(
@@ -112,12 +65,12 @@ _counted: dict[Any, Any] = {}
 
 
 def _count(
-    path: str, experts: str, narrow: bool, rows: int, seq_len: int, masked: bool, ep: int,
+    path: str, experts: Any, narrow: bool, rows: int, seq_len: int, masked: bool, ep: int,
     expert_rows: int, model: ModelConfig,
 ) -> Counted:  # fmt: skip
     with default_dtype(torch.bfloat16 if narrow else torch.float32):
         part = TransformersModel(model, MoEConfig(experts=experts))
-    modules = list(experts_modules(part).values())
+    modules: list[Any] = list(experts_modules(part).values())
     for module in modules if ep > 1 else ():
         for name, one in list(module.named_parameters()):
             setattr(module, name, nn.Parameter(one[: len(one) // ep].clone()))
@@ -129,11 +82,13 @@ def _count(
         index = torch.zeros(rows, seq_len, dtype=torch.int64)
         tokens = Tokens(index, index, index if masked else None, index[0, 0])
         before = [*part.parameters(), *part.buffers(), index]
-        with _Alive(max(1, model.num_experts // ep), before) as alive:
+        with AliveBytes(max(1, model.num_experts // ep), before) as alive:
             return _run(part, index, tokens, alive)
 
 
-def _run(part: TransformersModel, index: torch.Tensor, tokens: Tokens, alive: _Alive) -> Counted:
+def _run(
+    part: TransformersModel, index: torch.Tensor, tokens: Tokens, alive: AliveBytes
+) -> Counted:
     marks: list[int] = []  # alive before each layer, and after the last
     # in the backward pass behind the last layer, then of each layer from the last
     most: list[int] = []
@@ -191,7 +146,7 @@ def _kind(layer: nn.Module) -> Any:
     )
 
 
-def _run_once(layer: nn.Module, like: nn.Module) -> None:
+def _run_once(layer: Any, like: Any) -> None:
     """Make ``layer`` hand on its input if ``like``, which is equal, ran and returned one tensor."""
     own = layer.forward
 
@@ -203,4 +158,4 @@ def _run_once(layer: nn.Module, like: nn.Module) -> None:
         layer.returns_one = isinstance(out, torch.Tensor)
         return out
 
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward

@@ -19,7 +19,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 
 # Modules that may name private parts of torch. They import nothing of the package, so that every room can use them.
-PRIVATE_TO_TORCH = ("automoe.interop.torch_private", "automoe.interop.torch_pipelining")
+PRIVATE_TO_TORCH = tuple(f"automoe.interop.torch_{part}" for part in ("private", "pipelining", "fake"))
 
 # A module imports from its own layer and from those after it. The package itself is a version and two names found when
 # asked for.
@@ -253,7 +253,12 @@ def test_private_parts_of_torch_are_named_in_their_two_files_alone() -> None:
     trees = {name: ast.parse(path.read_text()) for name, path in MODULES.items() if name not in PRIVATE_TO_TORCH}
     # Of transformers: classes of models declare them, and nothing public tells them.
     own = own_names(list(trees.values())) | {"_keep_in_fp32_modules_strict", "_no_split_modules", "_init_weights"}
-    own |= {"_can_record_outputs", "_keys_to_ignore_on_load_unexpected", "_can_set_experts_implementation"}
+    own |= {
+        "_can_record_outputs",
+        "_keys_to_ignore_on_load_unexpected",
+        "_can_set_experts_implementation",
+        "_apply_gate",
+    }
     found = [f"{name}: {use}" for name, tree in trees.items() for use in private_uses(tree, own)]
     assert not found, "\n".join(found)
     for name in PRIVATE_TO_TORCH:

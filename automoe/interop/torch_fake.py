@@ -1,0 +1,61 @@
+"""Private parts of torch with which code runs on tensors without storage.
+
+``automoe.planner.class_layers`` counts a class of ``transformers`` with them, and its tests fail
+when a release changes them. Imported where they are used, since they take long to import.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+
+
+class AliveBytes(TorchDispatchMode):
+    """Counts the bytes of what operators return, until it is freed.
+
+    torch's own tracker counts by module. 2.13: fake tensors, their read of a number, and the key of a
+    storage.
+
+    Where code asks for numbers, they are 0, conditions are false, and experts have equal shares.
+    """
+
+    def __init__(self, num_experts: int, before: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.held = {one.untyped_storage()._cdata: 0 for one in before}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 0
+        if func is aten._grouped_mm.default:  # torch has no fake of it in float32
+            a, b, ends_E = args[:3]
+            out = a.new_empty(*ends_E.shape * (b.dim() == 2), len(a), b.shape[-1])
+        elif func is aten.nonzero.default:
+            dims = args[0].dim()
+            number = args[0].numel() // (1 if dims == 1 else self.num_experts)
+            out = args[0].new_zeros((number, dims), dtype=torch.int64)
+        else:
+            out = func(*args, **(kwargs or {}))
+        for one in tree_leaves(out):
+            if isinstance(one, torch.Tensor):
+                self._count(one.untyped_storage())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.held:
+            self.held[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self.held.pop(key)
