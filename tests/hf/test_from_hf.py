@@ -25,7 +25,7 @@ def source(tmp_path: Path) -> Path:
 
 def forward_on_mesh(path: Path, out: Path, tokens: torch.Tensor, mesh: MeshConfig) -> torch.Tensor:
     model = automoe.from_hf(path, mesh=mesh)
-    rows = tokens.chunk(mesh.dp_shard)[torch.distributed.get_rank() // mesh.tp]
+    rows = tokens.chunk(mesh.dp_shard)[torch.distributed.get_rank() // (mesh.tp or 1)]
     with torch.no_grad():
         logits = model(rows)
     automoe.to_hf(model, out)  # straight after a forward, while whole weights are still about

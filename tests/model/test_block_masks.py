@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
 import automoe.parallel.parallelize
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -212,7 +213,7 @@ def test_whole_steps_are_those_of_the_dense_mask(ranks: RankPool, name: str) -> 
         train=TrainConfig(seq_len=24, global_batch_size=4, micro_batch_size=2, dtype="float64"),
     )
     config = replace(config, parallel=replace(config.parallel, **parallel))
-    world = config.mesh.dp_shard * config.mesh.cp * config.mesh.tp * config.mesh.pp
+    world = MeshShape.of(config.mesh).world_size
     expected = merge_trajectories(ranks.run(run_trajectory, world, config, batches, 2))
     got = merge_trajectories(ranks.run(in_blocks, world, config))
     compared = compare_trajectories(got, expected)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.data.loader import StepBatch
 from automoe.moe import row_sums
@@ -126,7 +127,7 @@ def test_whole_steps_have_the_same_bits(ranks: RankPool, name: str, dtype: str, 
         train=replace(CONFIG.train, dtype=dtype, micro_batch_size=4 // mesh.get("dp_shard", 1)),
         cluster=replace(CONFIG.cluster, gpus_per_node=2),
     )
-    world = config.mesh.dp_shard * config.mesh.tp
+    world = MeshShape.of(config.mesh).world_size
     usual, ordered = (
         merge_trajectories(ranks.run(run, world, config, *args))
         for run, args in ((run_trajectory, (batches, 2)), (as_on_cuda, ()))

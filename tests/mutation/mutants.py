@@ -337,8 +337,8 @@ _PARALLEL = [
     ("pipeline.py", "return total * self.reports_loss", "return total", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
 ]
 _MERGED = [
-    ("overlap.py", "        TURNS.swap()\n", "", OVERLAP),
-    ("overlap.py", "        TURNS.work_off()\n", "", ["tests/mesh/test_mesh_float64.py"]),
+    ("overlap.py", "        self.swap()\n", "", OVERLAP),
+    ("overlap.py", "        self.work_off()\n", "", ["tests/mesh/test_mesh_float64.py"]),
     ("overlap.py", "self._waiting.popleft()()", "self._waiting.pop()()", OVERLAP),
     ("overlap.py", "ctx.splits = output_splits, input_splits", "ctx.splits = input_splits, output_splits", OVERLAP),
     ("overlap.py", "        if self._errors:\n            raise _OtherPassFailed\n", "", OVERLAP),

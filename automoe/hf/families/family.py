@@ -239,7 +239,7 @@ class Family:
             return rope
         stated = params["original_max_position_embeddings"]
         original = int(stated)
-        if original != stated:
+        if original != stated or original < 1:
             raise ValueError(f"original_max_position_embeddings={stated}")
         numbers: dict[str, Any]
         if kind == "llama3":
