@@ -21,7 +21,7 @@ from device_models import small
 
 from automoe.config.batch import plan_batch
 from automoe.config.data_schema import DataConfig
-from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config, MeshConfig
 from automoe.interop.torch_private import process_groups
 from automoe.launch.trial_runs import train, train_and_kill
@@ -52,13 +52,13 @@ def case(family: str, mesh: dict[str, int], **changes: dict[str, Any]) -> Config
     config = small(family, "bfloat16")
     model = replace(config.model, num_layers=4) if mesh.get("pp", 1) > 1 else config.model
     mesh_config = MeshConfig(**({"dp_shard": 1} | mesh))
-    dp = mesh_config.dp_replicate * mesh_config.dp_shard
+    shape = MeshShape.of(mesh_config)
     config = replace(
         config,
         mesh=mesh_config,
         # Random ids have no pattern to learn, and weights as large as ``small``'s would make bfloat16 the subject.
         model=replace(model, initializer_range=0.05),
-        train=replace(config.train, global_batch_size=2 * dp * mesh_config.pp, micro_batch_size=1),
+        train=replace(config.train, global_batch_size=2 * shape.dp * shape.pp, micro_batch_size=1),
         data=DataConfig(kind="benchmark"),
     )
     return replace(config, **{name: replace(getattr(config, name), **values) for name, values in changes.items()})
