@@ -1,6 +1,6 @@
 """Private parts of torch with which code runs on tensors without storage.
 
-``automoe.planner.class_layers`` counts a class of ``transformers`` with them, and its tests fail
+``automoe.planner.class_layers`` counts a class of ``transformers`` with them; the tests of both fail
 when a release changes them. Imported where they are used, since they take long to import.
 """
 

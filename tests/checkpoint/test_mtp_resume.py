@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,16 @@ def with_modules(text: Path, **mesh: int) -> Config:
     phases = [Phase(2, mtp_loss_weight=0.3), Phase(198, mtp_loss_weight=0.1)]
     optim = replace(plain.optim, schedule="phases", phases=phases)
     return replace(plain, model=replace(plain.model, num_mtp_layers=2), optim=optim)
+
+
+def in_float64(text: Path, **model: Any) -> Config:
+    narrow = with_modules(text)
+    return replace(
+        narrow,
+        model=replace(narrow.model, **model),
+        moe=replace(narrow.moe, experts="loop"),
+        train=replace(narrow.train, dtype="float64"),
+    )
 
 
 @pytest.mark.faults
@@ -53,10 +64,7 @@ def test_both_stages_keep_the_same_embedding_and_moments(ranks: RankPool, text: 
 
 @pytest.mark.exhaustive
 def test_another_mesh_goes_on(ranks: RankPool, text: Path, tmp_path: Path) -> None:
-    settings = with_modules(text)
-    settings = replace(
-        settings, moe=replace(settings.moe, experts="loop"), train=replace(settings.train, dtype="float64")
-    )
+    settings = in_float64(text)
     straight = run(ranks, settings, tmp_path / "straight", UNTIL)
     on_pipeline = with_modules(text, pp=2, tp=2)
     on_pipeline = replace(settings, mesh=on_pipeline.mesh)
@@ -93,13 +101,7 @@ def test_modules_away_from_the_head_go_on(ranks: RankPool, text: Path, tmp_path:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [False, True])
 def test_another_layout_goes_on(ranks: RankPool, text: Path, tmp_path: Path, tied: bool) -> None:
-    one = with_modules(text)
-    one = replace(
-        one,
-        model=replace(one.model, tie_embeddings=tied, num_mtp_layers=2),
-        moe=replace(one.moe, experts="loop"),
-        train=replace(one.train, dtype="float64"),
-    )
+    one = in_float64(text, tie_embeddings=tied)
     straight = run(ranks, one, tmp_path / "straight", UNTIL)
     two = replace(one, mesh=with_modules(text, pp=2).mesh)
     losses = list(run(ranks, one, tmp_path / "run", 1, [1]).losses)
@@ -115,13 +117,7 @@ def test_another_layout_goes_on(ranks: RankPool, text: Path, tmp_path: Path, tie
 @pytest.mark.parametrize("tied", [False, True])
 def test_another_schedule_goes_on(ranks: RankPool, text: Path, tmp_path: Path, tied: bool) -> None:
     """From one rank to both copies of the embedding on one rank, to one on each, and back."""
-    one = with_modules(text)
-    one = replace(
-        one,
-        model=replace(one.model, tie_embeddings=tied, num_mtp_layers=0 if tied else 1),
-        moe=replace(one.moe, experts="loop"),
-        train=replace(one.train, dtype="float64"),
-    )
+    one = in_float64(text, tie_embeddings=tied, num_mtp_layers=0 if tied else 1)
     straight = run(ranks, one, tmp_path / "straight", UNTIL)
     down_and_up = replace(one.parallel, schedule="ZBVZeroBubble", stages_per_rank=2)
     in_turn = replace(one.parallel, schedule="Interleaved1F1B", stages_per_rank=2)

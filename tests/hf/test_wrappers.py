@@ -10,19 +10,16 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from test_lora_export import trained
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import automoe
-from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig
+from automoe.config.schema import LoraConfig, MeshConfig
 from automoe.errors import AutomoeError, CheckpointError, ConfigError
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.peft import WEIGHTS_FILE, from_peft, to_peft
-from automoe.hf.read import load_hf
 from automoe.hf.write import convert_hf, to_hf
-from automoe.model.causal_lm import CausalLM
-from automoe.model.lora import adapt
-from automoe.parallel.parallelize import allocate, build_decoder
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
 from tests.support.wrappers import INDEX, PROCESSOR, rename, save_wrapper, stored
@@ -243,25 +240,11 @@ def test_modules_behind_the_last_layer_are_copied(tmp_path: Path) -> None:
     assert all(torch.equal(stored(tmp_path / "out")[key], one) for key, one in extra.items())
 
 
-def tuned(path: Path, lora: LoraConfig, seed: int) -> CausalLM:
-    """The text model with adapters as after training."""
-    config = Config(model=model_config_from_hf(path), moe=MoEConfig(experts="loop"), lora=lora)
-    model = build_decoder(config.model, config.moe, torch.float32)
-    adapt(model, config, torch.float32, torch.float32)
-    allocate({0: model}, torch.device("cpu"))
-    load_hf(model, path)
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if ".lora." in name:
-            parameter.data.normal_(0, 0.3, generator=generator)
-    return model.eval()
-
-
 @pytest.mark.parametrize("kind", TYPES)
 def test_an_adapter_has_the_names_of_the_wrappers_class(kind: str, saved: dict[str, Path], tmp_path: Path) -> None:
     """peft applies it to the text model alone: vision has layers of the same last names."""
     lora = LoraConfig(rank=4, alpha=6.0)
-    model = tuned(saved[kind], lora, seed=5)
+    model = trained(saved[kind], lora, seed=5)
     with pytest.raises(ConfigError, match="no such adapter of a checkpoint with vision or audio. Use fused"):
         to_peft(model, tmp_path / "none", lora, layout="published")
     assert "of attention" in to_peft(model, tmp_path / "out", lora)
@@ -273,7 +256,7 @@ def test_an_adapter_has_the_names_of_the_wrappers_class(kind: str, saved: dict[s
         before = base.eval()(tokens).logits
         after = PeftModel.from_pretrained(base, str(tmp_path / "out")).eval()(tokens).logits
     assert (after - expected).norm() < 1e-5 * expected.norm() < (before - expected).norm()
-    again = tuned(saved[kind], lora, seed=6)
+    again = trained(saved[kind], lora, seed=6)
     from_peft(again, tmp_path / "out", lora)
     assert all(torch.equal(one, model.get_parameter(name)) for name, one in again.named_parameters())
 

@@ -376,3 +376,20 @@ def test_a_part_of_the_keys_has_its_part_of_the_gradients() -> None:
         )
     for one, wanted in zip(found[1:], (k.grad, v.grad), strict=True):
         torch.testing.assert_close(one, wanted[:, :, late])
+
+
+def test_bytes_of_fake_tensors_count_until_they_are_freed() -> None:
+    """Views count once, what was there before not at all; reads of numbers and chosen rows have an answer."""
+    from automoe.interop.torch_fake import AliveBytes, FakeTensorMode
+
+    with FakeTensorMode():
+        given = torch.zeros(8, 4)
+        with AliveBytes(num_experts=2, before=[given]) as alive:
+            assert alive.now == 0
+            kept = given + 1
+            assert kept.view(32)[:4].sum().item() == 0 and not bool((kept > 0).any())
+            gone = torch.cat((kept, kept))
+            assert alive.now == 4 * 32 + 4 * 64 and alive.most >= alive.now
+            del gone
+            assert alive.now == 4 * 32
+            assert torch.nonzero(kept).shape == (16, 2), "of two experts each has half"

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from mesh_cases import Case
 
-from automoe.config.pipeline import runs_halves
-from automoe.launch.hardware import runs_halves_of_backward
+from tests.support.schedules import runs_here
 
 INTERLEAVED = dict(schedule="Interleaved1F1B", stages_per_rank=2)
 GPIPE = dict(schedule="GPipe")
@@ -370,10 +366,5 @@ MORE = [
 ]
 
 
-def runs_here(parallel: dict[str, Any]) -> bool:
-    """Torch 2.11 has no halves of backward passes: a run with them is refused there (``tests/launch/test_hardware.py``)."""
-    return runs_halves_of_backward(torch.__version__) or not runs_halves(parallel.get("schedule", "1F1B"))
-
-
-CORE = [case for case in CORE if runs_here(case.parallel)]
-MORE = [case for case in MORE if runs_here(case.parallel)]
+CORE = [case for case in CORE if runs_here(case.parallel.get("schedule", "1F1B"))]
+MORE = [case for case in MORE if runs_here(case.parallel.get("schedule", "1F1B"))]

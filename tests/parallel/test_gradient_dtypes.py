@@ -22,7 +22,6 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.loader import StepBatch
-from automoe.launch.hardware import runs_halves_of_backward
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
@@ -31,6 +30,7 @@ from automoe.training.step import prepare_inputs
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.gpu import one_rank
+from tests.support.schedules import runs_here
 from tests.support.trajectories import run_trajectory
 
 ROWS, SEQ, VOCAB = 4, 16, 48
@@ -79,27 +79,21 @@ def summed(ranks: RankPool) -> dict[str, torch.Tensor]:
     return total
 
 
+HALVES = ParallelConfig(schedule="ZBVZeroBubble", stages_per_rank=2, layers_per_stage=[0, 1, 1, 0])
+EACH = ParallelConfig(grad_sync="micro_batch", reshard="micro_batch")
+CASES = {
+    "one rank": config(),
+    "dp2": config(dp_shard=2),
+    "hsdp2x2": config(dp_replicate=2, dp_shard=2),
+    "pp2": config(pp=2),
+    "halves": replace(config(pp=2), parallel=HALVES),
+    "dp2, each micro-batch": replace(config(dp_shard=2), parallel=EACH),
+}
+CASES = {name: case for name, case in CASES.items() if runs_here(case.parallel.schedule)}
+
+
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        config(),
-        config(dp_shard=2),
-        config(dp_replicate=2, dp_shard=2),
-        config(pp=2),
-        pytest.param(
-            replace(
-                config(pp=2),
-                parallel=ParallelConfig(schedule="ZBVZeroBubble", stages_per_rank=2, layers_per_stage=[0, 1, 1, 0]),
-            ),
-            marks=pytest.mark.skipif(
-                not runs_halves_of_backward(torch.__version__), reason="refused with this torch (test_hardware.py)"
-            ),
-        ),
-        replace(config(dp_shard=2), parallel=ParallelConfig(grad_sync="micro_batch", reshard="micro_batch")),
-    ],
-    ids=["one rank", "dp2", "hsdp2x2", "pp2", "halves", "dp2, each micro-batch"],
-)
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 def test_gradients_are_added_up_in_float32(ranks: RankPool, settings: Config, summed: dict[str, torch.Tensor]) -> None:
     """Over micro-batches and over ranks: what one row gives is rounded to bfloat16, sums are not."""
     world = resolve_mesh(settings.mesh, None).world_size
