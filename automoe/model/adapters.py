@@ -93,7 +93,7 @@ def with_adapters(params: list[Param], config: Config) -> list[Param]:
     return made
 
 
-# Each part of a layer that recomputation runs again, with the part of its adapters.
+# Parts of a layer that ``parallel.recompute`` may run again, and the part of their adapters.
 _RUN_AGAIN = {"mlp": "dense_ffn", "shared_experts": "shared_experts", "moe": "routed_experts"}
 
 
@@ -127,7 +127,7 @@ def adapter_activation_bytes(
 
 
 def describe_training(config: Config) -> list[str]:
-    """Return lines that say what is trained and frozen; none if all of the model is trained."""
+    """Return lines that say what is trained and frozen, or [] if all of the model is trained."""
     model = config.model
     lora = config.lora
     if not (lora.rank or config.train.freeze):

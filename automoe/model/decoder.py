@@ -1,4 +1,4 @@
-"""The decoder that every native family declares, whole or as one pipeline stage.
+"""The decoder of all native families, whole or as one pipeline stage.
 
 Letters: B rows, S positions, s positions of this rank between two blocks, H hidden.
 """
@@ -29,9 +29,9 @@ class Decoder(CausalLM):
     checkpoints and training state need no renaming.
 
     Args:
-        layers: which of ``ModelConfig.all_layers`` this part holds; None means all. A part with
-            modules for multi-token prediction holds a copy of the embedding, which they read, and
-            a part with the first of them the final norm.
+        layers: the part of ``ModelConfig.all_layers`` that is held; None means all. A part with
+            modules for multi-token prediction holds a copy of the embedding, which they read. The
+            part with the first of these modules holds the final norm.
         embeds, predicts, backend: see ``CausalLM``.
     """
 

@@ -1,11 +1,12 @@
 """FLOPs of one training token. No torch.
 
-FLOPs come in the two conventions that published MFU figures use. A multiply-add is 2 FLOPs and the
-backward pass costs twice the forward, so a weight that a token meets costs 6; a frozen one 4, or 2
-where nothing below it is trained. A gated delta net counts as its recurrence: reading a head's
-state with a key, changing it, and reading it with a query are three products of Dk x Dv numbers a
-token. Queries that see chosen keys are counted with these alone; an indexer scores all keys, and
-learns from the chosen ones. Router, norms, biases, softmax and recomputation are not counted.
+FLOPs come in the two conventions that published MFU figures use (``TokenFlops``). A multiply-add is
+2 FLOPs and the backward pass costs twice the forward, so each number of a weight costs 6 FLOPs per
+token: 4 if it is frozen, and 2 if no parameter before it is trained either. A gated delta net
+counts as its recurrence: reading a head's state with a key, updating it, and reading it with a
+query are three products of Dk x Dv numbers per token. With an indexer, attention is counted over
+the chosen keys; the indexer scores all keys and learns from the chosen ones. Router, norms, biases,
+softmax and recomputation are not counted.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def train_flops_per_token(
             flows = flows or any(param.trained and not param.spec.detached for param in here)
             if place != SCORES:
                 continue
-            # Two products, forward and for both of their factors backward.
+            # Two products, each computed forward and for both of its factors backward.
             passes = 6 if flows else 2
             if is_linear(attention, layer):
                 state = attention.linear_key_head_dim * attention.linear_value_head_dim
@@ -92,7 +93,7 @@ def train_flops_per_token(
                 dims = attention.index_n_heads * attention.index_head_dim
                 causal += dims * (seq_len + 4 * learns * band)
                 full += dims * (2 * seq_len + 4 * learns * keys)
-                flows = flows or learns  # its loss rides on attention's output
+                flows = flows or learns  # the indexer's loss is attached to attention's output
     flows = flows or tail[0].trained
     head = model.hidden_size * model.vocab_size
     uses = 1 + model.num_mtp_layers
@@ -114,9 +115,10 @@ def step_flops_per_token(config: Config) -> TokenFlops:
 
 
 def _passes(param: Param, flows: bool) -> int:
-    """Return FLOPs per token of one number of a weight.
+    """Return FLOPs per token and number of a weight.
 
-    They consist of the forward product, the gradient of the input if needed, and the weight's.
+    These are the forward product, the gradient of its input if ``flows``, and that of the weight
+    if it is trained.
     """
     flows = flows and not param.spec.detached
     return 2 + 2 * (flows or param.name.endswith(_LORA_B)) + 2 * param.trained

@@ -93,7 +93,7 @@ _MLA = (
     _colwise("kv_b_proj", "N*C+N*W Rkv", 3),
     _rowwise("o_proj", "H N*W", 5),
 )
-# Whole on every tp rank, which computes its own positions; neither adapters nor 8 bits.
+# Replicated over tp: each rank computes its own positions. They have neither adapters nor 8 bits.
 _INDEXER = (
     ParamSpec("wq_b.weight", "J*Dj Rq", 3, detached=True),
     ParamSpec("wk.weight", "Dj H", 1, detached=True),
@@ -397,9 +397,9 @@ def stage_params(
 ) -> list[Param]:
     """Return the parameters of pipeline stage ``stage`` in order; its layers are ``layers[stage]``.
 
-    A tied head is the embedding and adds nothing, or is a copy of it in a stage of its own. So is
-    the embedding that modules for multi-token prediction read. The final norm is with the first of
-    them, else with the head. A class of ``transformers`` is one stage.
+    A tied head is the embedding and adds nothing, or is a copy of it if it is in another stage.
+    Modules for multi-token prediction read a copy, too. The final norm is with the first of these
+    modules, else with the head. A class of ``transformers`` is one stage.
     """
     if model.family == TRANSFORMERS:
         from automoe.model.hf_class import class_params  # with torch
