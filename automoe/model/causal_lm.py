@@ -201,7 +201,8 @@ class CausalLM(nn.Module, ABC):
         own = self.deeper_states(deeper[-1] if deeper else x, mtp_tokens, tokens, counts.mtp)
         if not self.predicts:
             if more := tuple(own):
-                # FSDP's hooks make views of inputs, which torch cannot detach between halves
+                # FSDP's hooks make views of inputs, which torch cannot detach between the halves of
+                # a backward (zero-bubble schedules)
                 x, *deeper = (state.clone() for state in (x, *deeper))
             return (x, *deeper, *more) if deeper or more else x
         states = chain(deeper, own)

@@ -68,7 +68,7 @@ def gated_delta_rule(
         )
     )
     to_here_BNMC1 = log_decay_BNMC1.cumsum(3).exp()
-    # Entry [..., i, j] sums the log decays of positions j + 1 ... i. Each entry is summed by itself:
+    # Entry [..., i, j] sums the log decays of positions j + 1 ... i. Each is summed by itself, since
     # a difference of long sums would lose the precision of a short one.
     square_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=v_BSNV.device)
     steps_BNMCC = log_decay_BNMC1.expand(*log_decay_BNMC1.shape[:4], chunk).masked_fill(

@@ -60,7 +60,7 @@ class Adapter(nn.Module):
         return {name: "kept" for name, _ in self.named_parameters(recurse=False)}
 
     def weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's shard of ``name`` in ``dtype``; in training, columns of A are dropped."""
+        """Return this rank's shard of ``name`` in ``dtype``; in training, drop columns of A."""
         parameter = getattr(self, name)
         local = local_shard(parameter).to(dtype)
         if not (name.startswith("A") and self.dropout and self.training):

@@ -34,7 +34,7 @@ from automoe.training.context import RunContext
 from automoe.training.step import prepare_inputs, send
 
 REFERENCE_FILE = "reference.json"
-# Settings beside those of the model that change what the weights say of a pair.
+# Settings outside ``model`` that change the log-probabilities of pairs under the same weights.
 _SETTINGS = (
     "train.dtype train.fp8 train.indexer optim.master_weights lora.base moe.gate moe.dispatch_dtype "
     "moe.router_dtype moe.capacity_factor moe.drop_policy moe.drop_scope"

@@ -53,7 +53,7 @@ class RunRecord:
                 self.note(part)
         self._log = self._trackers = None
         if context.rank == 0:
-            # Another run's record is not this one's.
+            # The record of another run is not continued.
             record_ends = resumed.step if resumed and resumed.own else None
             self._log = MetricsLog(context.run_dir, record_ends, self.warn)
             self._trackers = make_trackers(config, context.run_dir, record_ends, self.warn)
@@ -89,7 +89,7 @@ class RunRecord:
             except OSError as error:
                 if outcome != "failed":
                     raise
-                self.warn(str(in_words(error)))  # what ended the run is not hidden by this
+                self.warn(str(in_words(error)))  # a warning, so the error that ended the run shows
             self._trackers.finish(outcome)
 
     def finish(self, outcome: Outcome, paths: Mapping[str, str | Path]) -> None:

@@ -77,7 +77,7 @@ def gather_stats(
     num_layers = model.num_moe_layers
     num_experts = model.num_experts
     device = loss_share.device
-    # spelled out below: a dense model has no layer to tell it by
+    # from the configuration, since a dense model has no router to ask
     size = LoadCounter.size(num_experts)
     end = num_layers * size
     sums = torch.zeros(end + 1 + len(reported), dtype=torch.float64, device=device)
