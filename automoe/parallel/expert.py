@@ -116,8 +116,7 @@ DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
 
 
 class ExpertParallel(ParallelStyle):
-    """Shards the experts of a module over the ranks of a mesh, and routes its calls through a
-    dispatcher.
+    """Style that shards a module's experts over a mesh and routes its calls through a dispatcher.
 
         parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
 

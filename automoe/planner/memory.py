@@ -161,9 +161,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
 def _loop_moments(
     config: Config, mesh: MeshShape, batch: BatchPlan, stage: StagePlan, params: list[Param]
 ) -> Iterator[Moment]:
-    """Yield the memory of each moment for a rank that holds the whole model and runs micro-batches
-    in turn.
-    """
+    """Yield the memory at each moment for a rank that runs micro-batches without a pipeline."""
     parallel = config.parallel
     sizes = Sizes(config, mesh)
     deferred = parallel.grad_sync == "step" and batch.num_micro_batches > 1
@@ -277,7 +275,7 @@ def _pipeline_moments(
 def _actions(
     order: tuple[Entry, ...], local: dict[int, int]
 ) -> Iterator[tuple[str, int, int | None]]:
-    """Yield kind and local stage of each action; of a pair, also the forward pass's stage."""
+    """Yield (kind, local stage, local stage of the forward pass merged with it, or None)."""
     for entry in order:
         for kind, stage, _ in reversed(entry):
             yield kind, local[stage], local[entry[0][1]] if entry[1:] and kind == "B" else None
@@ -295,9 +293,9 @@ def _update_moment(config: Config, sizes: Sizes, params: list[Param]) -> Moment:
 def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:
     """Return the bytes that Muon allocates at its peak, which is an exchange or an iteration.
 
-    An exchange holds four copies of a round: updates, orthogonalised matrices, what is sent and
-    what is received. An iteration holds updates and whole matrices, and of the matrices of one
-    shape two more copies and two Gram matrices.
+    An exchange holds four copies of a round: updates, orthogonalised matrices, and the send and
+    receive buffers. An iteration holds updates and whole matrices; for the matrices of one shape it
+    holds two more copies and two Gram matrices.
     """
     if config.optim.algorithm != "muon":
         return 0

@@ -1,5 +1,4 @@
-"""Search for the fastest mesh: time every legal mesh on paper, and keep the best that fit in
-memory.
+"""Search for the fastest mesh: predict the time of every legal mesh, and keep the best that fit.
 
 Recomputation only takes time, so the time without it bounds the speed of a mesh. Candidates are
 examined in order of this bound, highest first, each with the least recomputation that fits. The
@@ -70,8 +69,7 @@ def search(
     tell: Callable[[str, int, int], Any] = lambda phase, done, total: None,
     processes: int | None = None,
 ) -> Search:
-    """Rank the meshes of ``world_size`` ranks by predicted tokens/s, each with its fastest
-    settings.
+    """Rank the meshes of ``world_size`` ranks by predicted tokens/s, each at its fastest settings.
 
     Args:
         config: valid except for its mesh; cluster and batch size are taken from it.
@@ -245,8 +243,9 @@ def _timed(
 
 
 def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Config]:
-    """Yield ``config`` with each micro-batch size, pipeline schedule, FSDP policy and kind of
-    context parallelism that is not fixed.
+    """Yield ``config`` with every combination of the settings that are not fixed.
+
+    These are micro-batch size, pipeline schedule, FSDP policy and kind of context parallelism.
     """
     train = config.train
     most = max(1, train.global_batch_size // shape.dp)

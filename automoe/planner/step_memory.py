@@ -131,9 +131,7 @@ class Sizes:
         return 1 if self.config.optim.algorithm == "muon" and param.spec.orthogonalized else 2
 
     def whole(self, params: Sequence[Param], size: int) -> int:
-        """Return the bytes of ``params`` while FSDP has them gathered, at ``size`` bytes per
-        element.
-        """
+        """Return the bytes of ``params`` while unsharded, at ``size`` bytes per element."""
         return self.total(gathered_numel, params, size)
 
     def whole_gradients(self, params: Sequence[Param]) -> int:
@@ -247,8 +245,7 @@ class StagePlan:
     def backward(
         self, adds: bool, reduces: bool, experts_ranks: int, merged: StagePlan | None = None
     ) -> Iterator[Moment]:
-        """Yield the memory during one micro-batch's backward pass, without other micro-batches'
-        activations.
+        """Yield the memory during a backward pass, without other micro-batches' activations.
 
         Args:
             adds: gradients are added to existing unsharded gradients of earlier micro-batches.
@@ -306,8 +303,7 @@ def plan_stage(
     before: int,
     last: bool,
 ) -> StagePlan:
-    """Plan the memory of the pipeline stage that holds ``params`` and the layers numbered
-    ``layers``.
+    """Plan the memory of the pipeline stage with the parameters ``params`` of ``layers``.
 
     Args:
         before: hidden states that come from the stage before; 0 for the first stage.
@@ -356,8 +352,8 @@ def plan_stage(
         last=last,
         received=border * before,
         border=border * (max(1, before) + modules),
-        # The head keeps the last norm's input, or else the first module's stage. Stages with later
-        # modules keep what they received beside the copies that they hand on.
+        # Stages with modules for multi-token prediction keep the states that they received besides
+        # the copies that they send on.
         shared=(once or sum(mask_bytes(config, load, alike) for alike in again.values()))
         + border * max(1, before) * (modules > 0 and not last),
         head=head_workspace_bytes(
