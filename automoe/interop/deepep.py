@@ -1,4 +1,4 @@
-"""DeepEP behind one file: v1 (``Buffer``) and v2 (``ElasticBuffer``) as one ``TokenExchange``.
+"""DeepEP v1 (``Buffer``) and v2 (``ElasticBuffer``) behind one interface, ``TokenExchange``.
 
 The calls follow the signatures of v1.2.1 and 2.1.0 as published in their sources; this project has
 not run them on a GPU. DeepEP is built from its sources: the only release on the package index does
@@ -25,7 +25,7 @@ V1_GROUP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 # Bytes of a number in the widest rows: gradients and results are bfloat16 if tokens are in 8 bits.
 _WIDE = 2
 NUM_SMS = 20  # of both versions: v2's own estimate divides by an RDMA bandwidth that may read zero
-_buffers: list[Any] = []  # of this process, in the order in which every rank made them
+_buffers: list[Any] = []  # buffers of this process; every rank makes them in the same order
 
 
 # Called with a function that makes the current stream wait for an exchange that has been started.

@@ -35,7 +35,7 @@ class AliveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
             return False if args[0].dtype == torch.bool else 0
-        if func is aten._grouped_mm.default:  # torch has no fake of it in float32
+        if func is aten._grouped_mm.default:  # torch has no fake implementation for float32
             a, b, ends_E = args[:3]
             out = a.new_empty(*ends_E.shape * (b.dim() == 2), len(a), b.shape[-1])
         elif func is aten.nonzero.default:

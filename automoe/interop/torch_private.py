@@ -252,7 +252,7 @@ def use_ring_attention() -> None:
 def cached_functions() -> list[Any]:
     """Return every ``functools`` cache of torch.distributed that the garbage collector knows.
 
-    Their names change between releases, so that none is named here.
+    Their names change between releases, so none is named here.
     """
     return [
         found
@@ -263,7 +263,7 @@ def cached_functions() -> list[Any]:
 
 
 def forget_meshes(hidden: list[Any]) -> None:
-    """Empty what torch.distributed remembers of meshes whose groups are gone.
+    """Clear torch.distributed's caches of meshes whose groups are gone.
 
     DTensor caches results by mesh, and a mesh of a later world may equal an earlier one while its
     groups have other names. 2.11 to 2.15:

@@ -63,7 +63,7 @@ def attention() -> AttentionFn:
                 f"{'a mask' if sinks is None else 'sinks'}. Set kernels.attention=sdpa"
             )
         out = module(q.shape[2], k.shape[2], q.shape[3], v.shape[3], scale)(q, k, v)
-        return out.view(*q.shape[:3], v.shape[3])  # it was [B, S, N Dv]
+        return out.view(*q.shape[:3], v.shape[3])  # the module returns [B, S, N Dv]
 
     return attend
 

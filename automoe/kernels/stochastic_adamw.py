@@ -60,7 +60,7 @@ def update_part(
     grads,
     firsts,
     seconds,
-    steps,  # of all parameters of a group, like the next two; this one's is number ``place``
+    steps,  # one per parameter of the group, like the next two; this one's is at ``place``
     rates,
     second_scales,
     place,
@@ -69,7 +69,7 @@ def update_part(
     num_rows,  # num_outer * num_middle
     num_middle,
     num_cols,
-    outer_stride,  # in the whole parameter
+    outer_stride,  # stride in the whole parameter, like the next
     middle_stride,
     beta1,
     beta1_rest,  # 1 - beta1, as the host rounds it

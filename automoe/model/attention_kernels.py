@@ -44,7 +44,7 @@ FORCED = {
 _PLAIN_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Older versions of cuDNN are wrong if the length of a row is not a multiple of 128.
 _MIN_CUDNN = 91501
-cudnn_first: bool | None = None  # for this machine's GPU; None until attention has run on it
+cudnn_first: bool | None = None  # on this machine's GPU; None until attention has run
 
 
 def prepare_cuda() -> None:

@@ -25,7 +25,7 @@ class BackendConfig:
 
     Attributes:
         pg_collection: the groups of ranks that share rows, weights and micro-batches.
-        experts: constructor of the function that multiplies by a layer's experts; None: that of
+        experts: constructor of the function that multiplies by a layer's experts; None: the backend
             ``expert_backend(moe.experts)``.
         router_dtype: dtype in which routers are stored; None: that of the other parameters.
         attend: softmax attention.

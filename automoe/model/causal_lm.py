@@ -93,7 +93,7 @@ class CausalLM(nn.Module, ABC):
         """Return hidden states [B, s, H] after this part's last layer.
 
         Args:
-            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the part before.
+            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the previous part.
         """
 
     def deeper_states(
@@ -164,7 +164,7 @@ class CausalLM(nn.Module, ABC):
         """Run this part.
 
         Args:
-            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the part before.
+            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the previous part.
             deeper: [B, s, H] of each depth of multi-token prediction in the parts before.
             labels: [B, S] next tokens; ``IGNORE`` marks positions that are not trained.
             token_counts: counts of the global batch, which the losses are divided by. Default: this

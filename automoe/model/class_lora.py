@@ -66,8 +66,8 @@ def check_called(model: nn.Module) -> None:
     """Check, after a forward pass, that linear layers with adapters were called.
 
     Raises:
-        ConfigError: the class reads the weight of such a layer instead, and its adapter is not
-            part of what is computed.
+        ConfigError: the class reads the weight of such a layer without calling the layer, so its
+            adapter has no effect.
     """
     for module in model.modules():
         if isinstance(module, Adapter) and not isinstance(module, ExpertLora):

@@ -80,7 +80,7 @@ class Decoder(CausalLM):
                 # a frozen embedding needs no gradient, but the next pipeline stage always sends one
                 x.requires_grad_()
         blocks = [one for one in self.layers.values() if not isinstance(one, MTPBlock)]
-        if not blocks:  # a pipeline stage of the embedding or the head alone, or of nothing
+        if not blocks:  # a pipeline stage with only the embedding or the head, or an empty one
             return x
         context = AttentionContext(self.config, tokens, self.backend, x.dtype)
         local_tokens = tokens.local_shard(sequence)

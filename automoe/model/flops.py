@@ -66,17 +66,19 @@ def train_flops_per_token(
     for param in params:
         by_layer.setdefault(param.layer, []).append(param)
     embedding, *tail = by_layer[None]
-    flows = embedding.trained  # whether the input of the next parameters needs a gradient
+    needs_grad = embedding.trained  # whether the input of the next parameters needs a gradient
     matmul = causal = full = 0.0
     for layer in model.all_layers:
         for place in range(NUM_PLACES):
             here = [param for param in by_layer[layer] if param.spec.place == place]
-            matmul += sum(_active(model, param) * _passes(param, flows) for param in here)
-            flows = flows or any(param.trained and not param.spec.detached for param in here)
+            matmul += sum(_active(model, param) * _passes(param, needs_grad) for param in here)
+            needs_grad = needs_grad or any(
+                param.trained and not param.spec.detached for param in here
+            )
             if place != SCORES:
                 continue
             # Two products, each computed forward and for both of its factors backward.
-            passes = 6 if flows else 2
+            passes = 6 if needs_grad else 2
             if is_linear(attention, layer):
                 state = attention.linear_key_head_dim * attention.linear_value_head_dim
                 causal += passes * attention.linear_num_value_heads * state * 3
@@ -93,11 +95,12 @@ def train_flops_per_token(
                 dims = attention.index_n_heads * attention.index_head_dim
                 causal += dims * (seq_len + 4 * learns * band)
                 full += dims * (2 * seq_len + 4 * learns * keys)
-                flows = flows or learns  # the indexer's loss is attached to attention's output
-    flows = flows or tail[0].trained
+                # The indexer's loss is attached to attention's output.
+                needs_grad = needs_grad or learns
+    needs_grad = needs_grad or tail[0].trained
     head = model.hidden_size * model.vocab_size
     uses = 1 + model.num_mtp_layers
-    matmul += head * uses * _passes(tail[-1] if len(tail) > 1 else embedding, flows)
+    matmul += head * uses * _passes(tail[-1] if len(tail) > 1 else embedding, needs_grad)
     return TokenFlops(causal=matmul + causal, full_attention=matmul + full)
 
 
@@ -114,14 +117,14 @@ def step_flops_per_token(config: Config) -> TokenFlops:
     return train_flops_per_token(model, config.train.seq_len, made=made)
 
 
-def _passes(param: Param, flows: bool) -> int:
+def _passes(param: Param, needs_grad: bool) -> int:
     """Return FLOPs per token and number of a weight.
 
-    These are the forward product, the gradient of its input if ``flows``, and that of the weight
-    if it is trained.
+    These are the forward product, the gradient of its input if ``needs_grad``, and the gradient of
+    the weight if it is trained.
     """
-    flows = flows and not param.spec.detached
-    return 2 + 2 * (flows or param.name.endswith(_LORA_B)) + 2 * param.trained
+    needs_grad = needs_grad and not param.spec.detached
+    return 2 + 2 * (needs_grad or param.name.endswith(_LORA_B)) + 2 * param.trained
 
 
 def _active(model: ModelConfig, param: Param) -> int:

@@ -81,7 +81,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
         kind = transformers.CONFIG_MAPPING[model_type]
         config = kind.from_dict(stated)
         text = config.get_text_config(decoder=True)
-        if text is not config and type(text) in classes:  # of a wrapper with vision or audio
+        if text is not config and type(text) in classes:  # the text model of a wrapper
             text.tie_word_embeddings = text_config(stated)["tie_word_embeddings"]
             config = text
         if type(config) not in classes:
@@ -108,7 +108,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
                 continue
             if parameter.requires_grad:  # FSDP needs one dtype
                 parameter.data = parameter.data.to(torch.get_default_dtype())
-            else:  # such as a bias of the selection: neither sharded nor rounded
+            else:  # such as a selection bias, which must be neither sharded nor rounded
                 del module._parameters[key]
                 module.register_buffer(key, parameter.data)
     return model

@@ -16,7 +16,7 @@ from automoe.moe.local_shard import local_shard
 from automoe.moe.process_groups import Communicator
 from automoe.quantize.packed import linear
 
-Rows = tuple[slice, ...] | None  # None: all
+Rows = tuple[slice, ...] | None  # ranges of output features; None: all
 
 
 def take_rows(x: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -44,7 +44,7 @@ class ParamSpec:
         tp: the dim that tensor parallelism shards; None: every rank keeps the whole tensor.
         etp: the dim that expert tensor parallelism shards. Ranks that share the width of an expert
             add up their outputs, so each of them adds its own columns of down_proj_bias.
-        fsdp: the dim that FSDP shards. For experts it is the one of rows, because row shards of a
+        fsdp: the dim that FSDP shards. For experts it is the dim of rows, because row shards of a
             matrix are contiguous in a HuggingFace file, and dim 0 already belongs to the ep axis.
         fp8: whether ``train.fp8`` multiplies by it in 8 bits.
         lora: its name in ``lora.targets``; None: it gets no adapter.

@@ -69,7 +69,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
         for (module, kind, key), one in held.items():
             made = torch.full_like(one, fill, device="cpu")
             vars(module)[kind][key] = nn.Parameter(made) if kind == "_parameters" else made
-        for name, module in reversed(modules):  # parts before the whole
+        for name, module in reversed(modules):  # submodules before their parent
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(stream_key(name, seed) % (1 << 63))
                 try:
@@ -123,7 +123,7 @@ class ClassRouter(BalancedRouter):
     """Balance losses and counters of a layer whose class routes by its own code.
 
     Attributes:
-        logits: [T, E] that the class computed last; None if no balance loss is asked for.
+        logits: [T, E] that the class computed last; None if no balance loss is on.
     """
 
     logits: torch.Tensor | None = None

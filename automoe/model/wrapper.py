@@ -32,7 +32,7 @@ class Names(NamedTuple):
     prefixes: tuple[tuple[str, str], ...]
 
     def plain(self, key: str) -> str | None:
-        """Return the plain name of a tensor in files; None if it is of another part."""
+        """Return the plain name of a tensor in files; None if it belongs to another part."""
         for stored, plain in self.prefixes:
             if key.startswith(stored):
                 return plain + key.removeprefix(stored)
@@ -46,12 +46,12 @@ class Names(NamedTuple):
 
 
 ALONE = Names((("", ""),))
-# The text model lies in the module ``model``, and the head beside it; or both lie in one module.
+# The head is a sibling of the module with the text model, or both are in one module.
 _WRAPPED = (
     Names((("model.language_model.", "model."), ("lm_head.", "lm_head."))),
     Names((("language_model.", ""),)),
 )
-# A part of a wrapper, or a module behind the last layer.
+# Prefix of a part of a wrapper, or of a module after the last layer.
 _PART = re.compile(r"(language_model\.)?model\.(language_model\.)?(layers\.\d+\.|\w+\.)|\w+\.")
 _FLAT = ("model.embed_tokens.", "model.layers.", "model.norm.", "model.hc_head.", "lm_head.")
 

@@ -36,7 +36,7 @@ class GradientSums:
         self.later = later
 
     def find(self, name: str) -> torch.Tensor | None:
-        """Return this rank's sum for the matrix ``name``, zeros at first; None if it is frozen."""
+        """Return this rank's sum for the matrix ``name``, zeros at first; None if frozen."""
         parameter = getattr(self.experts, name)
         if not parameter.requires_grad:
             return None
@@ -89,7 +89,7 @@ def add_product(sum_NK: torch.Tensor, grad_RN: torch.Tensor, x_RK: torch.Tensor)
         sum_NK.addmm_(grad_RN.T, x_RK)
     elif sum_NK.is_cuda:
         torch.addmm(sum_NK, grad_RN.T, x_RK, out_dtype=sum_NK.dtype, out=sum_NK)
-    else:  # the CPU has no such product
+    else:  # the CPU has no product with a wider result
         sum_NK.addmm_(grad_RN.T.to(sum_NK.dtype), x_RK.to(sum_NK.dtype))
 
 

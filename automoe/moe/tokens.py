@@ -18,7 +18,7 @@ IGNORE = -100  # label of a position that is not trained
 class TokenCounts:
     """Counts over the global batch, int64 scalars, that a step's losses are divided by.
 
-    The class is neither a tensor nor a container that torch knows, so pipeline schedules hand it
+    The class is neither a tensor nor a container that torch splits, so pipeline schedules pass it
     unchanged to every micro-batch.
 
     Attributes:

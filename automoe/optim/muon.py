@@ -216,7 +216,6 @@ class Muon(torch.optim.AdamW):
         return m * n * min(m, n)
 
     def _update(self, matrices: Sequence[_Matrix]) -> None:
-        """Update the parameters of one round."""
         updates = {i: self._momentum(i) for i in dict.fromkeys(m.parameter for m in matrices)}
         mine = {
             matrix: updates[matrix.parameter][self._place(matrix, self._rank)]

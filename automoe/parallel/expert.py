@@ -56,7 +56,7 @@ def node_levels(
 ) -> list[dist.ProcessGroup]:
     """Split the ep group in two: ranks of equal place on every node, and the ranks of this node.
 
-    Returns the ep group alone if either of the two would have one rank. Collective over the world,
+    Returns only the ep group if either of the two would have one rank. Collective over the world,
     since NCCL makes groups by splitting the world's.
 
     Raises:

@@ -90,7 +90,7 @@ def _gather_ahead(model: CausalLM) -> None:
     units = [module for module in parts if isinstance(module, FSDPModule)]
     for unit, following in zip(units, units[1:], strict=False):
         if isinstance(following, MTPBlock):
-            continue  # a forward pass that only generates ends before it
+            continue  # a forward pass that only generates does not run these modules
         unit.set_modules_to_forward_prefetch([following])
 
 

@@ -5,7 +5,7 @@ rank holds a chunk from the head of a row and its mirror from the tail, so all r
 many pairs of chunks. Documents of a row are masked by their ids, which all ranks know. Torch's own
 ring (``automoe.parallel.context``) has kernels only for CUDA, and no mask.
 
-Letters: P ranks, R positions of the whole row, C = R / 2P of a chunk, and those of
+Letters: P ranks, R positions of the whole row, C = R / 2P positions of a chunk, and those of
 ``automoe.model.attention``.
 """
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-POINTS = 7  # points of the matmul curve; each has twice the intensity of the one before
+POINTS = 7  # points of the matmul curve; each has twice the intensity of the previous one
 # timings per median; minimum seconds of one timing
 ROUNDS = 5
 LEAST_S = 0.03
@@ -162,8 +162,8 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
 
     Args:
         model: model whose layer kinds are timed, at small sizes.
-        peak: FLOP/s of the device if the configuration has them. With 0 the peak is that of
-            the GPU's name, or the speed of the fastest measured matmul.
+        peak: FLOP/s of the device if the configuration has them. With 0 the peak is looked up by
+            the GPU's name; else it is the speed of the fastest measured matmul.
     """
     import torch
 

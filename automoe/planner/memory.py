@@ -41,7 +41,7 @@ UNITS_RESIDENT = 2  # FSDP units gathered at once with resharding: the current o
 SENDS_KEPT = 2
 # Bytes per token: six int64 (ids, labels, positions, document, index, row) and a padding flag.
 INPUT_BYTES = 6 * 8 + 1
-MTP_BYTES = 2 * 8  # more of each depth of multi-token prediction: ids and labels
+MTP_BYTES = 2 * 8  # more bytes per depth of multi-token prediction: ids and labels
 # Additional bytes on a CPU: the first four tensors, as the loader delivered them.
 BATCH_BYTES = 4 * 8
 # A stochastically rounded update on the CPU works on blocks of UPDATE_BLOCK elements. Each element
@@ -215,7 +215,7 @@ def _pipeline_moments(
     num_micro_batches = batch.num_micro_batches
     repeats = schedule not in ALL_FORWARDS_FIRST and not is_csv(schedule)
     if repeats and num_micro_batches % mesh.pp == 0:
-        # After the warm-up, every round repeats the one before.
+        # After the warm-up, every round repeats the previous one.
         num_micro_batches = min(num_micro_batches, 4 * mesh.pp)
     gathered = sum(stage.weights for stage in stages)
     held, done = [0] * len(stages), [False] * len(stages)
@@ -235,7 +235,7 @@ def _pipeline_moments(
         held[i] += is_forward
         in_flight = list(held)
         like = kind, i, merged, *held, *done
-        if like in seen:  # most rounds repeat the one before
+        if like in seen:  # most rounds repeat the previous one
             held[i] -= kind in "BW"
             continue
         seen.add(like)

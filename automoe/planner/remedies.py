@@ -160,7 +160,6 @@ _WAYS: tuple[Callable[[Candidate], Iterator[Candidate]], ...] = (
 
 
 def _overrides(now: Candidate, one: Candidate) -> list[str]:
-    """Return the command-line overrides that change ``now`` to ``one``."""
     changed = [(f"mesh.{axis}", getattr(now.mesh, axis), getattr(one.mesh, axis)) for axis in AXES]
     for section in ("parallel", "train"):
         ours, theirs = (asdict(getattr(each.config, section)) for each in (now, one))

@@ -100,7 +100,7 @@ def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[
     A line is about memory unless it says otherwise.
     """
     if config.model.family == TRANSFORMERS:
-        from automoe.planner.class_layers import class_layers  # with torch
+        from automoe.planner.class_layers import class_layers  # imports torch
 
         if class_layers(config, mesh.ep, batch.expert_rows_per_rank) is None:
             yield f"{config.model.architecture}: counted as native layers this wide, for its code needs numbers"

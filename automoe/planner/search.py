@@ -43,7 +43,7 @@ ONE_STAGE: dict[str, Any] = {
 }
 PIPELINE_KEYS = {f"parallel.{key}" for key in ONE_STAGE}
 PATIENCE = 512  # The search ends after this many candidates in a row without a new result.
-MOVES = 4  # Layers that are moved between stages of each of the fastest BALANCED candidates.
+MOVES = 4  # most layers moved between stages, in each of the fastest BALANCED candidates
 BALANCED = 3
 
 
@@ -252,14 +252,18 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
     micro = [n for n in ROWS if n <= most]
     if "train.micro_batch_size" in fixed:
         micro = [train.micro_batch_size]
-    turns = [n for n in STAGES if n * shape.pp <= config.model.num_layers]
-    runs = [ONE_STAGE]
+    stage_counts = [n for n in STAGES if n * shape.pp <= config.model.num_layers]
+    pipelines = [ONE_STAGE]
     if PIPELINE_KEYS & set(fixed):
-        runs = [{}]
+        pipelines = [{}]
     elif shape.pp > 1:
-        runs += [{**ONE_STAGE, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in turns]
-        if 2 in turns:
-            runs += [{**ONE_STAGE, "schedule": name, "stages_per_rank": 2} for name in V_SHAPED]
+        pipelines += [
+            {**ONE_STAGE, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in stage_counts
+        ]
+        if 2 in stage_counts:
+            pipelines += [
+                {**ONE_STAGE, "schedule": name, "stages_per_rank": 2} for name in V_SHAPED
+            ]
     policies: list[dict[str, Any]] = [{"reshard": "step", "grad_sync": "step"}]
     if {"parallel.reshard", "parallel.grad_sync"} & set(fixed):
         policies = [{}]
@@ -268,13 +272,13 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
     contexts: list[dict[str, Any]] = [{}]
     if shape.cp > 1 and "parallel.context" not in fixed:
         contexts = [{"context": name} for name in CONTEXTS]
-    nothing: dict[str, Any] = {"recompute": [], "recompute_layers": None}
+    no_recompute: dict[str, Any] = {"recompute": [], "recompute_layers": None}
     if RECOMPUTE_KEYS & set(fixed):
-        nothing = {}
+        no_recompute = {}
     for size in micro:
-        for run in runs:
+        for pipeline in pipelines:
             for policy, context in product(policies, contexts):
-                settings = run | policy | context | nothing
+                settings = pipeline | policy | context | no_recompute
                 yield changed(config, train={"micro_batch_size": size}, parallel=settings)
 
 

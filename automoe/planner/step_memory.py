@@ -185,7 +185,7 @@ class LayerPlan:
 class StagePlan:
     """Bytes of one pipeline stage on one rank.
 
-    ``received`` are the activations of the stage before, ``border`` those sent to the next one.
+    ``received`` are activations from the previous stage, ``border`` those sent to the next one.
     """
 
     layers: list[LayerPlan]
@@ -266,7 +266,7 @@ class StagePlan:
                 activations=below,
                 gathered_weights=weights,
                 unsharded_gradients=self.gradients if adds else self.rest_gradients,
-                temporaries=self.rest_gradients * adds,  # a micro-batch's own, before it is added
+                temporaries=self.rest_gradients * adds,  # this micro-batch's gradients
             )
         for place, layer in enumerate(reversed(self.layers)):
             # Modules for multi-token prediction come before the main loss.
@@ -306,7 +306,7 @@ def plan_stage(
     """Plan the memory of the pipeline stage with the parameters ``params`` of ``layers``.
 
     Args:
-        before: hidden states that come from the stage before; 0 for the first stage.
+        before: hidden states from the previous stage; 0 for the first stage.
     """
     model = config.model
     mesh = sizes.mesh
@@ -330,7 +330,7 @@ def plan_stage(
         again.setdefault(kind.mtp, {})[layer] = kind.recomputed
     once, measured = 0.0, dict[int, tuple[float, float]]()
     if config.model.family == TRANSFORMERS:
-        from automoe.planner.class_layers import class_layers  # with torch
+        from automoe.planner.class_layers import class_layers  # imports torch
 
         if counted := class_layers(config, mesh.ep, load.expert_rows):
             once, measured = counted[0], dict(enumerate(counted[1]))
@@ -396,7 +396,7 @@ def _plan_layer(
     else:
         kept, work = found
         again_bytes = 0.0
-        if again:  # full: a layer keeps its input, and which experts were chosen
+        if again:  # full recomputation keeps a layer's input and its choice of experts
             again_bytes = kept - load.tokens * (
                 load.number_bytes * model.hidden_size + 8.0 * model.num_experts_per_token
             )

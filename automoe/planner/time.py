@@ -96,7 +96,7 @@ class _Stage:
     """Seconds of one micro-batch in a pipeline stage, and the bytes that FSDP moves for it."""
 
     passes: Passes
-    # hidden states of a micro-batch that come from the stage before, and that go to the next one
+    # hidden states of a micro-batch from the previous stage, and to the next one
     states: tuple[int, int] = (1, 1)
     layers: int = 0
     dense: float = 0.0  # bytes gathered over fsdp
@@ -135,7 +135,7 @@ def step_time(
 
     Args:
         batch: result of ``plan_batch``; None computes it.
-        constants: model constants; None loads those that ship.
+        constants: constants of the time model; None loads ``constants.toml``.
         overlap: all-to-alls overlap with another micro-batch (schedules with pairs: 1F1B kinds,
             DualPipeV), whatever ``parallel.overlap_all_to_all`` is.
         fused: matmuls add to float32 gradients themselves (Megatron-Core); False: FSDP adds

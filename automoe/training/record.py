@@ -49,7 +49,7 @@ class RunRecord:
         self.show_row = self._console.row
         self._console.start(resume_step=step)
         for line in (*describe_training(config), *_describe_length(config)):
-            for part in textwrap.wrap(line, 66):  # behind a note's margin: 80 columns
+            for part in textwrap.wrap(line, 66):  # with a note's margin: 80 columns
                 self.note(part)
         self._log = self._trackers = None
         if context.rank == 0:
@@ -82,7 +82,7 @@ class RunRecord:
             self._trackers.rewind(step)
 
     def close(self, outcome: Outcome) -> None:
-        """Write what has not been written yet and tell the trackers how the run ended."""
+        """Write pending records and tell the trackers how the run ended."""
         if self._log is not None and self._trackers is not None:
             try:
                 self._log.close()

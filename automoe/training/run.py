@@ -176,7 +176,7 @@ class Run:
         seconds = time.perf_counter() - self._began
         assert self.state.loader is not None
         tokens_per_second = self.state.loader.rows_of_last_step * train.seq_len / seconds
-        if not update.skipped:  # the loss of such a step may be no number
+        if not update.skipped:  # the loss of a skipped step may be NaN
             self.objective = stats.loss
         record: dict[str, Any] = {
             "step": state.step,

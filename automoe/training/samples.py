@@ -29,7 +29,7 @@ from automoe.storage.trace import phase
 from automoe.training.stats import max_over_ranks
 from automoe.training.step import prepare_inputs
 
-_ROUNDED = 64  # rows are padded to multiples of this, times 2 cp tp
+_ROUNDED = 64  # row lengths are multiples of this number times 2 cp tp
 
 
 class Engine:

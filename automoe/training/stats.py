@@ -21,7 +21,7 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.indexer import Indexer
 from automoe.moe.balance import LOSSES, LoadCounter, update_expert_bias
 
-Name = TypeVar("Name")  # of a value
+Name = TypeVar("Name")  # name of a value
 
 
 @dataclass
@@ -158,7 +158,7 @@ def same_on_all_ranks(value: Any, what: str) -> None:
     mine = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
     digests = [""] * dist.get_world_size()
     dist.all_gather_object(digests, mine)
-    usual = Counter(digests).most_common(1)[0][0]  # of equally frequent ones the first met
+    usual = Counter(digests).most_common(1)[0][0]  # on a tie: the first one
     differing = [rank for rank, digest in enumerate(digests) if digest != usual]
     if differing:
         ranks = ", ".join(str(rank) for rank in differing[:16]) + (

@@ -58,7 +58,7 @@ def scaled(codes_BH: torch.Tensor, scales_BS: torch.Tensor, dtype: torch.dtype) 
     scales_BS = scales_BS.to(dtype)
     whole = x_BH.shape[1] // SIDE
     x_BH[:, : whole * SIDE].unflatten(1, (whole, SIDE)).mul_(scales_BS[:, :whole].unsqueeze(2))
-    x_BH[:, whole * SIDE :].mul_(scales_BS[:, whole:])  # a last block of fewer columns
+    x_BH[:, whole * SIDE :].mul_(scales_BS[:, whole:])  # the last block may have fewer columns
     return x_BH
 
 

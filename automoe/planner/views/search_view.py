@@ -63,7 +63,6 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
 
 
 def _parts(time: StepTime) -> list[tuple[str, float]]:
-    """Return (name, seconds) of the parts of a step that exceed the share ``SEEN``."""
     least = SEEN * time.seconds
     return [(name, seconds) for name, seconds in time.parts.items() if seconds > least]
 
