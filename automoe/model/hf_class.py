@@ -242,10 +242,10 @@ def _class_params(path: str, stated: bytes) -> tuple[Param, ...]:
 
 
 def _adapted(model: Any) -> dict[str, str]:
-    """Return the parameters that may get adapters, each with the last part of its layer's name.
+    """Return the parameters that may get adapters, each with its last name in ``lora.targets``.
 
-    These are the matrices of linear layers, and stacks [E, O, I] of experts under transformers'
-    usual names, which stand for themselves. Vectors (gates of one number) have no adapter.
+    These are the matrices of linear layers, named as the layer, and stacks [E, O, I] of experts
+    under transformers' usual names. Vectors (gates of one number) have no adapter.
     """
     found = {}
     for name, module in model.named_modules():

@@ -97,19 +97,18 @@ def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
 def initialize(model: nn.Module, std: float, seed: int) -> None:
     """Fill every parameter of ``model``.
 
-    Biases become zero. A module's ``first_values`` name other parameters and give each a word
-    (``zeros``, ``ones``, ``log_uniform``, or ``kept``: leave it unchanged) or its full tensor. All
-    others become normal(0, std). ``model`` may be a pipeline stage (its names are global) and its
+    A module's ``first_values`` give a parameter a word (``zeros``, ``ones``, ``log_uniform``, or
+    ``kept``: leave it unchanged) or its full tensor. Other biases become zero, and all other
+    parameters normal(0, std). ``model`` may be a pipeline stage (its names are global) and its
     parameters DTensors of any mesh.
     """
     for prefix, module in model.named_modules():
         first_values = getattr(module, "first_values", {})
         for last, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{last}" if prefix else last
-            kind = (
-                "zeros"
-                if last in ("bias", "gate_up_proj_bias", "down_proj_bias")
-                else first_values.get(last, "normal")
+            kind = first_values.get(
+                last,
+                "zeros" if last in ("bias", "gate_up_proj_bias", "down_proj_bias") else "normal",
             )
             if isinstance(kind, torch.Tensor):
                 local = local_shard(parameter)

@@ -39,7 +39,7 @@ class Adapter(nn.Module):
     The adapter's output is multiplied by ``scale``, alpha / rank. Dropout (arXiv 2404.09610) zeroes
     columns of A, that is input features, for a whole ``step``. A counter-based generator chooses
     the features, so the choice is equal on every mesh. An adapter does not know which token a
-    routed row belongs to, so all tokens lose the same features.
+    routed row belongs to, so dropout does not differ between tokens.
 
     Args:
         name: full name in the model of the module that the adapter belongs to.
