@@ -97,7 +97,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Param:
-    """One tensor of a model: a row of the table with numbers.
+    """One tensor of a model: a row of the table with its concrete shape.
 
     Attributes:
         layer: number of its decoder layer; None: embedding, final norm or head.

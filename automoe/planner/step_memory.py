@@ -239,7 +239,7 @@ class StagePlan:
         return self.rest_sharded + sum(layer.sharded for layer in self.layers)
 
     def grown(self, num_layers: int) -> float:
-        """Bytes of activations that a micro-batch keeps after ``num_layers`` of its layers."""
+        """Return the bytes of activations that a micro-batch keeps after ``num_layers`` layers."""
         return self.shared + sum(layer.kept for layer in self.layers[:num_layers])
 
     def backward(
