@@ -3,10 +3,10 @@
 A program sums over ``summed`` elements per step, with ``num_stages`` steps in flight. A warpgroup
 (four warps) multiplies 64 rows by up to 256 columns. It reads its rows and all columns from shared
 memory, of which a multiprocessor has 227 KB at 128 bytes per cycle. The limit is therefore the
-number of bytes that the loads write, and that a cycle's 2,048 multiplications read: blocks of
-128 x 256 need 128 bytes, 128 x 128 need 160, 128 x 64 need 224. ``benchmarks/tune_kernels.py``
-timed ``candidates`` on an H200; ``HOPPER`` has the fastest of them for each product, over five
-layers.
+traffic of shared memory: the bytes that loads write, and that a cycle's 2,048 multiplications read.
+Blocks of 128 x 256 need 128 bytes, 128 x 128 need 160, 128 x 64 need 224.
+``benchmarks/tune_kernels.py`` timed ``candidates`` on an H200; ``HOPPER`` has the fastest of them
+for each product, over five layers.
 
 The tiles of rows are computed on the device, so the host never waits for the routing.
 """

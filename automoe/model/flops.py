@@ -1,8 +1,8 @@
 """FLOPs of one training token. No torch.
 
 FLOPs come in the two conventions that published MFU figures use (``TokenFlops``). A multiply-add is
-2 FLOPs and the backward pass costs twice the forward, so each number of a weight costs 6 FLOPs per
-token: 4 if it is frozen, and 2 if no parameter before it is trained either. A gated delta net
+2 FLOPs and the backward pass costs twice the forward. So a number of a trained weight costs 6 FLOPs
+per token, and one of a frozen weight 4, or 2 if no earlier parameter is trained. A gated delta net
 counts as its recurrence: reading a head's state with a key, updating it, and reading it with a
 query are three products of Dk x Dv numbers per token. With an indexer, attention is counted over
 the chosen keys; the indexer scores all keys and learns from the chosen ones. Router, norms, biases,

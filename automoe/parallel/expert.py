@@ -120,9 +120,9 @@ class ExpertParallel(ParallelStyle):
 
         parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
 
-    The module is automoe's ``GroupedExperts``, or any module whose parameters all have the experts
-    as dim 0, whose attribute ``num_experts`` is their number, and which is called with rows [T, H],
-    chosen experts [T, K] and their weights [T, K], as those of transformers are. Its parameters
+    The module is automoe's ``GroupedExperts``, or another module like those of transformers: all of
+    its parameters have the experts as dim 0, its attribute ``num_experts`` is their number, and its
+    arguments are rows [T, H], chosen experts [T, K] and their weights [T, K]. Its parameters
     become DTensors on the mesh; its own code computes this rank's experts. Gradients of experts are
     summed over the tokens of all ranks, those of other parameters are not: average or sum these as
     for data parallelism. Every rank applies the style, and makes every call, with or without
