@@ -1,10 +1,10 @@
-"""DeepEP behind one file: v1 (``Buffer``) and v2 (``ElasticBuffer``) as one ``TokenExchange``.
+"""DeepEP v1 (``Buffer``) and v2 (``ElasticBuffer``) behind one interface, ``TokenExchange``.
 
 The calls follow the signatures of v1.2.1 and 2.1.0 as published in their sources; this project has
 not run them on a GPU. DeepEP is built from its sources: the only release on the package index does
 not compile. Every name comes from ``deep_ep`` itself, since its inner modules moved between the two
-lines. Calls stay in the order of the current stream, unless another micro-batch's pass runs
-meanwhile: then the stream waits for the ``EventOverlap`` that a call returns.
+versions. Calls run in the order of the current stream, unless the pass of another micro-batch
+overlaps: then the stream waits for the ``EventOverlap`` that a call returns.
 
 Shapes: T tokens of this rank, H hidden, K top-k, E experts, R distinct tokens received.
 """
@@ -20,12 +20,12 @@ import torch.distributed as dist
 from automoe.errors import BackendError, import_backend
 from automoe.moe.dispatch.deepep import Received, Rows, TokenExchange
 
-# The group sizes that v1's published tables of settings have.
+# Group sizes in v1's published tables of settings.
 V1_GROUP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
-# Bytes of a number of the widest rows: gradients and results are bfloat16 if tokens are in 8 bits.
+# Bytes of a number in the widest rows: gradients and results are bfloat16 if tokens are in 8 bits.
 _WIDE = 2
-NUM_SMS = 20  # for both lines: v2's own estimate divides by an RDMA bandwidth that may read zero
-_buffers: list[Any] = []  # of this process, in the order in which every rank made them
+NUM_SMS = 20  # of both versions: v2's own estimate divides by an RDMA bandwidth that may read zero
+_buffers: list[Any] = []  # buffers of this process; every rank makes them in the same order
 
 
 # Called with a function that makes the current stream wait for an exchange that has been started.
@@ -63,7 +63,7 @@ def _kept(buffer: Any) -> Any:
 def close_deepep() -> None:
     """Destroy this process's buffers, before process groups are destroyed. Collective.
 
-    A buffer left to Python's exit waits there for ranks that have gone, and
+    A buffer that lives until Python exits then waits for ranks that have gone, and
     ``destroy_process_group`` waits for the buffer (NVIDIA-NeMo/Automodel#2686).
     """
     while _buffers:
@@ -76,13 +76,13 @@ def hidden_size(rows: Rows) -> int:
 
 
 class _Calls:
-    """Calls of either line, which name alike what they do and differ in the option to do it later."""
+    """Calls common to both versions, which name the option to run asynchronously differently."""
 
     _later: str
     _finish: Finish | None
 
     def _call(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Return the results of ``function`` without their event, which has been waited for."""
+        """Call ``function``, wait for its event and return its other results."""
         if self._finish is None:
             return function(*given, **named)[:-1]
         *results, event = function(*given, **named, **{self._later: True})
@@ -195,8 +195,8 @@ class ElasticExchange(_Calls):
         """
         if any(new > old for new, old in zip(sizes, self._sizes, strict=True)):
             tokens, hidden, top_k = (max(pair) for pair in zip(sizes, self._sizes, strict=True))
-            # It takes the group's NCCL communicator, which is null before its first collective
-            # (DeepEP#726).
+            # ElasticBuffer takes the group's NCCL communicator, which is null before the group's
+            # first collective (DeepEP#726).
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
             made = self._deep_ep.ElasticBuffer(
                 self._group,

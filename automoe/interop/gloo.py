@@ -1,8 +1,8 @@
 """gloo groups with one worker thread, because two of them corrupt the heap.
 
-A gloo group of torch 2.11 to 2.15 runs its collectives on two threads. Each writes the name of the
-collective that it finished into one ``std::string`` of the group's status, outside the lock. If a
-rank posts a collective at the moment the last one completes, both threads write at once. A name too
+A gloo group of torch 2.11 to 2.15 runs its collectives on two threads. Each thread writes the name
+of the collective that it finished into one ``std::string`` of the group's status, outside the lock.
+If a rank posts a collective when the last one completes, both threads may write at once. A name too
 long for the string's own buffer (``ALLGATHER_COALESCED``, used by DTensor's all-gather) is then
 freed twice, and some time later the process dies with ``free(): invalid pointer``. Collectives of a
 group run in the order in which they were posted anyway, so a second thread gains little.
@@ -20,12 +20,12 @@ from automoe.interop.torch_private import Gloo, gloo_group, replace_gloo
 
 
 class _OneWorker(type):
-    """Substitute for torch's class in making and recognising groups; it makes torch's objects."""
+    """Metaclass that stands in for torch's class: it makes and recognises torch's own groups."""
 
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         lazy = OneWorkerGloo.lazy
-        # a DeviceMesh's groups have half an hour
+        # the timeout of a DeviceMesh's groups is half an hour, too long to connect
         making = min(timeout, OneWorkerGloo.making_timeout)
         try:
             devices = [Gloo.create_device(interface=name, lazy_init=lazy) for name in interfaces]

@@ -44,7 +44,7 @@ def guard_harness(trusted: bool) -> None:
     utils.env.filters.update(plain.filters)
     utils.apply_template = in_time("a template of a task", unwrap(utils.apply_template))
     load, own = unwrap(_yaml_loader.load_yaml), Path(lm_eval.__file__).parent
-    pandas = import_module("pandas")  # by which datasets reads some files
+    pandas = import_module("pandas")  # datasets reads some files with it
     unpickle = unwrap(pandas.read_pickle)
 
     @wraps(load)
@@ -68,8 +68,8 @@ def check_task_file(file: Path, trusted: bool) -> None:
     """Check kind and size of a task file and, unless ``trusted``, that it names no code.
 
     Raises:
-        ConfigError: it names code.
-        CheckpointError, ValueError, OSError, yaml.YAMLError: it is no such file.
+        ConfigError: the file names code.
+        CheckpointError, ValueError, OSError, yaml.YAMLError: the file is not a task file.
     """
     from lm_eval.api.metrics import mean  # noqa: F401  (fills the registry)
     from lm_eval.api.registry import metric_registry
@@ -99,12 +99,12 @@ def _refuse(file: object, what: str) -> None:
 
 
 def rehearse(tokenizer: Any, tasks: str, run: Callable[[Any], Any]) -> None:
-    """Run tasks with a model that guesses, in a child with limits of time and memory.
+    """Run tasks with a model that guesses, in a child process with limits of time and memory.
 
     Args:
-        tokenizer: tokenizer of the checkpoint; prompts are rendered and tokenised by it.
+        tokenizer: tokenizer of the checkpoint, which renders and tokenises prompts.
         tasks: value of ``--tasks``, for an error.
-        run: evaluates a model of the harness.
+        run: function that evaluates a model of the harness.
 
     Raises:
         DataError: the chat template or the tokenizer takes too long, or too much memory.
@@ -124,7 +124,7 @@ def rehearse(tokenizer: Any, tasks: str, run: Callable[[Any], Any]) -> None:
         setattr(DummyLM, name, step)
 
     def work() -> None:
-        for stream in (1, 2):  # of the harness's own progress
+        for stream in (1, 2):  # hide the harness's progress
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         kinds = "loglikelihood loglikelihood_rolling generate_until apply_chat_template"
         for name in kinds.split():
@@ -139,7 +139,7 @@ def rehearse(tokenizer: Any, tasks: str, run: Callable[[Any], Any]) -> None:
 def in_time(what: str, work: Callable[..., T]) -> Callable[..., T]:
     """Return ``work`` with the limits of time and memory of a guarded step, in this process.
 
-    It has to be Python's own work: native code that runs is not interrupted.
+    Only Python code is interrupted; native code runs on.
     """
 
     def stop(signum: int, frame: object) -> None:
@@ -149,7 +149,7 @@ def in_time(what: str, work: Callable[..., T]) -> Callable[..., T]:
     @wraps(work)
     def timed(*args: Any, **options: Any) -> T:
         before = signal.signal(signal.SIGPROF, stop)
-        # Again and again: Jinja's optimizer drops an error that it meets.
+        # The signal repeats, since Jinja's optimizer swallows errors.
         left = signal.setitimer(signal.ITIMER_PROF, *[guarded.MAX_SECONDS] * 2)
         limit = guarded.limit_memory()
         try:

@@ -1,4 +1,4 @@
-"""``moe.experts=quack``: the experts made of quack-kernels' products (CuTe DSL, Hopper and later).
+"""Expert backend ``moe.experts=quack``: products of quack-kernels (CuTe DSL, Hopper and later).
 
 The calls follow ``quack.gemm_interface`` of quack-kernels 0.3.11 as published in its sources; this
 project has not run them on a GPU. As in ``automoe.kernels``, the products gather the rows that they
@@ -6,7 +6,7 @@ read. Besides the arguments, only gate and up before the activation are kept for
 interleaved (g0, u0, g1, u1, ...).
 
 Shapes: T rows to read from, R computed rows, E experts of this rank, H hidden, I expert width, J =
-    2I.
+2I.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from automoe.moe.experts import ExpertFn
 from automoe.moe.grouped_mm import zero_gradients
 from automoe.moe.row_sums import sum_rows
 
-# Of the epilogue that computes gradients: it packs a gate and an up into 32 bits.
+# Dtypes of the epilogue that computes gradients, which packs a gate and an up into 32 bits.
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = 9
-# tuning would start again with every new number of rows
+# Autotuning is off: it would start again with every new number of rows.
 FIXED = dict(dynamic_scheduler=False, tuned=False)
 
 
 def experts() -> ExpertFn:
-    """Return the experts' function: SwiGLU without biases, in bfloat16 and float16.
+    """Return the expert backend: SwiGLU without biases, in bfloat16 and float16.
 
     ``automoe.moe.experts`` describes the arguments and the result. Rows past the last offset are
     not computed: their output, and their part in the gradients of x and probs, is uninitialised
-    memory. Torch adds up the gradients of gathered rows, on CUDA with atomics.
+    memory. ``sum_rows`` adds up the gradients of gathered rows, in a fixed order.
 
     Raises:
         BackendError: quack does not import, or the GPU is older than Hopper; the message names the
@@ -114,9 +114,8 @@ class _QuackExperts(torch.autograd.Function):
             return None, *zero_gradients(*args)
         ops = ctx.ops
         grad_out_RH = grad_out_RH.contiguous()
-        # One product and its epilogue: the gradient of gate and up, the weighted activation once
-        # more, and for the gradient of probs each row's product of the activation with its own
-        # gradient.
+        # One product and its epilogue compute the gradient of gate and up, the weighted activation
+        # again, and the gradient of probs: each row's product of activation and its gradient.
         grad_gate_up_RJ, act_RI, grad_probs_R = ops.gemm_dgated(
             grad_out_RH,
             down_proj_EHI,
@@ -129,7 +128,7 @@ class _QuackExperts(torch.autograd.Function):
         )
         grad_w_down_EHI = _product(ops, grad_out_RH.mT, act_RI, cu_seqlens_k=ends)
         # Transposed, because only the rows of the left operand can be gathered. Gates and ups are
-        # interleaved in grad_gate_up and halves of the result, along the dim that is not
+        # interleaved in grad_gate_up. In the result they are halves of the dim that is not
         # contiguous.
         grad_w_gate_up_EJH = torch.empty_like(gate_up_proj_EJH)
         out = grad_w_gate_up_EJH.mT

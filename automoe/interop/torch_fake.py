@@ -1,7 +1,7 @@
 """Private parts of torch with which code runs on tensors without storage.
 
-``automoe.planner.class_layers`` counts a class of ``transformers`` with them; the tests of both fail
-when a release changes them. Imported where they are used, since they take long to import.
+``automoe.planner.class_layers`` counts a class of ``transformers`` with them. Tests of both files
+fail when a release changes them. Import this module only in functions, since it takes long.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ aten = torch.ops.aten
 
 
 class AliveBytes(TorchDispatchMode):
-    """Counts the bytes of what operators return, until it is freed.
+    """Mode that counts the bytes of operators' results from their creation until they are freed.
 
     torch's own tracker counts by module. 2.13: fake tensors, their read of a number, and the key of a
     storage.
 
-    Where code asks for numbers, they are 0, conditions are false, and experts have equal shares.
+    If code reads a number, it is 0; a condition is false; experts have equal shares.
     """
 
     def __init__(self, num_experts: int, before: list[torch.Tensor]) -> None:
@@ -35,7 +35,7 @@ class AliveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
             return False if args[0].dtype == torch.bool else 0
-        if func is aten._grouped_mm.default:  # torch has no fake of it in float32
+        if func is aten._grouped_mm.default:  # torch has no fake implementation for float32
             a, b, ends_E = args[:3]
             out = a.new_empty(*ends_E.shape * (b.dim() == 2), len(a), b.shape[-1])
         elif func is aten.nonzero.default:

@@ -1,5 +1,6 @@
-"""Private parts of torch's pipelining that automoe uses or replaces; those of the rest of torch:
-``torch_private``.
+"""Private parts of torch's pipelining that automoe uses or replaces.
+
+``torch_private`` has those of the rest of torch.
 
 Each function says what it does, why no public function of torch does it, and which form the private
 name has in the releases that were tried: 2.11, 2.13, 2.14 and 2.15.
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
 Works = list[dist.Work]
-# Entries of one action or two, (kind, stage, micro-batch) each, of every rank.
+# For every rank, entries of one or two actions (kind, stage, micro-batch).
 Order = Sequence[Sequence[tuple[tuple[str, int, int], ...]]]
 
 
@@ -40,20 +41,19 @@ def unshard_every_stage_once() -> None:
 
 
 def starts_sends_one_by_one(schedule: Any) -> bool:
-    """Return True for a schedule that starts each send by itself and waits for all of them at the
-    end of a step.
+    """Return True for a schedule that starts sends one by one and waits for all after the step.
 
     2.11 to 2.15: a subclass of ``schedules._PipelineScheduleRuntime``, as
-        ``ScheduleInterleaved1F1B`` is.
+    ``ScheduleInterleaved1F1B`` is.
     """
     return isinstance(schedule, schedules._PipelineScheduleRuntime)
 
 
 def wait_as_schedules_do(works: Works) -> None:
-    """Wait for sends or receives as schedules do now. 2.11 to 2.15:
-    ``schedules._wait_batch_p2p(works)``.
+    """Wait for sends or receives as schedules do now.
 
-    Looked up at every call, since ``replaced_waits`` replaces it.
+    2.11 to 2.15: ``schedules._wait_batch_p2p(works)``. It is looked up at every call, since
+    ``replaced_waits`` replaces it.
     """
     schedules._wait_batch_p2p(works)
 
@@ -62,10 +62,10 @@ def wait_as_schedules_do(works: Works) -> None:
 def replaced_waits(wait: Callable[[Works], None]) -> Iterator[None]:
     """Make schedules and stages wait for sends and receives with ``wait``.
 
-    Schedules have no argument for it and wait with the timeout that a group was made with. 2.11 to
-    2.15: schedules wait in ``schedules._wait_batch_p2p``. Since 2.13 stages also agree, by blocking
-    ``dist.send`` and ``dist.recv``, whether to infer shapes, whenever an evaluation begins and the
-    training after it.
+    Schedules have no argument for ``wait``, and wait with the timeout that a group was made with.
+    2.11 to 2.15: schedules wait in ``schedules._wait_batch_p2p``. Since 2.13, stages also agree
+    whether to infer shapes, by blocking ``dist.send`` and ``dist.recv``, whenever an evaluation
+    begins and when training goes on after it.
     """
     waits = schedules._wait_batch_p2p
     send = dist.send
@@ -87,14 +87,14 @@ def ordered_schedule(
     run_both: Callable[[Callable[[], Any], Callable[[], Any]], Any],
     **options: Any,
 ) -> Any:
-    """Return a schedule that runs ``order``, with sends, receives and gathers that torch adds.
+    """Return a schedule that runs ``order``; torch adds sends, receives and all-gathers to it.
 
     For an entry of two actions ``run_both`` is called with the backward and the forward pass, and
     returns the result of the forward pass.
 
-    2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` takes the order of a CSV file alone;
-    ``_prepare_schedule_with_comms`` takes actions. It has ``register_custom_function`` for
-    ``OVERLAP_F_B``, an action of two others.
+    2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` publicly takes an order only as a CSV file;
+    its ``_prepare_schedule_with_comms`` takes actions. ``register_custom_function`` sets the
+    function for ``OVERLAP_F_B``, an action of two others.
     """
     kinds = schedules._ComputationType
     schedule = schedules._PipelineScheduleRuntime(stages, **options)
@@ -113,11 +113,11 @@ def ordered_schedule(
 
 
 def _run_weight_half(action: Any, context: Any) -> None:
-    """Run a weight half, and add its gradients where FSDP adds those of a whole backward pass.
+    """Run the weight half of a backward pass, and add its gradients to FSDP's accumulator.
 
-    After a backward pass FSDP moves gradients to its accumulator, in the dtype of the reduction.
-    Torch's schedules do not do so after a weight half: gradients of all micro-batches would be
-    added up in the dtype of the parameters. 2.11 has one group of parameters per FSDP state.
+    After a whole backward pass FSDP moves gradients to its accumulator, which has the dtype of the
+    reduction. Torch's schedules do not do so after a weight half: gradients of all micro-batches
+    would be summed in the dtype of the parameters. 2.11 has one group of parameters per FSDP state.
     """
     schedule = context.schedule_ref
     stage = next(one for one in schedule._stages if one.stage_index == action.stage_index)
@@ -135,7 +135,7 @@ def _run_weight_half(action: Any, context: Any) -> None:
 
 
 def _run_merged(run_both: Callable[..., Any], action: Any, context: Any) -> None:
-    """Run a merged action as ``_PipelineScheduleRuntime`` runs its two parts one by one."""
+    """Run a merged action; ``_PipelineScheduleRuntime`` does the same for its parts one by one."""
     schedule = context.schedule_ref
     stages = {stage.stage_index: stage for stage in schedule._stages}
     ahead, back = action.sub_actions
@@ -177,12 +177,12 @@ def _run_merged(run_both: Callable[..., Any], action: Any, context: Any) -> None
 
 
 class BufferlessStage(PipelineStage):
-    """A stage whose receive buffers live from the receive until their tensor has been used.
+    """Pipeline stage whose receive buffers live only from the receive until their tensor is used.
 
-    PipelineStage makes one for every micro-batch of the step, for inputs and for gradients of
-    outputs, and keeps them. Here those are on the meta device, and take no memory; a real one is
-    made when the tensor is about to be received. After the forward pass an input lives as long as
-    the backward pass of its micro-batch needs it.
+    PipelineStage makes a buffer for every micro-batch of the step, for inputs and for gradients of
+    outputs, and keeps all of them. Here these are on the meta device and take no memory; a real
+    buffer is made just before its receive. After the forward pass an input lives as long as the
+    backward pass of its micro-batch needs it.
 
     2.11 to 2.14: ``_prepare_forward_infra`` and ``_prepare_backward_infra`` (with arguments that
     differ) make the buffers on ``device``, in ``args_recv_info`` and ``grad_recv_info``, tuples by
@@ -192,10 +192,10 @@ class BufferlessStage(PipelineStage):
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return the sends and receives by which 2.11 begins, without those from this rank to itself.
+        """Return the first sends and receives of 2.11, without those from this rank to itself.
 
-        V-shaped schedules have two neighbouring stages on one rank, and gloo has no connection to
-        itself. Later versions begin otherwise by default.
+        V-shaped schedules have two neighbouring stages on one rank, and a gloo rank has no
+        connection to itself. Later versions do not begin this way by default.
         """
         found = super()._get_init_p2p_neighbors_ops()
         return [op for op in found if op.group_peer != self.group_rank]
@@ -225,8 +225,8 @@ class BufferlessStage(PipelineStage):
         _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    # An evaluation walks through the backward passes too, which do nothing then, but torch 2.11 to
-    # 2.15 asserts that there is a gradient to hand from a stage to the one before on its rank.
+    # An evaluation runs the backward actions too, which then do nothing. But torch 2.11 to 2.15
+    # asserts that there is a gradient to pass to the previous stage if it is on the same rank.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
@@ -251,8 +251,7 @@ class BufferlessStage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))
         if loss is not None:
-            # the schedule keeps it to the end of the step, and the graph would keep the stage's
-            # input
+            # the schedule keeps the loss to the end of the step, and its graph the stage's input
             loss.detach_()
 
 

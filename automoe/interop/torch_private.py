@@ -1,10 +1,11 @@
-"""Every private part of torch that automoe uses, apart from the pipeline's
-(``automoe.interop.torch_pipelining``).
+"""Private parts of torch that automoe uses, except for pipelining and fake tensors.
+
+``automoe.interop.torch_pipelining`` and ``automoe.interop.torch_fake`` have those.
 
 Each function says what it does, why no public function of torch does it, and which form the private
 name has in the releases that were tried: 2.11, 2.13, 2.14 and 2.15.
 ``tests/interop/test_torch_private.py`` has a test for each that fails when a release removes the
-name or changes its meaning. No other file names a private part of torch.
+name or changes its meaning. No file outside these three names a private part of torch.
 
 Rooms from ``automoe.storage`` upwards import this module; it imports none of them. Parts of torch
 that take long to import, or that only some runs need, are imported in the function that uses them.
@@ -54,8 +55,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def group_members() -> dict[str, list[int]]:
-    """Return the global ranks of each group by the group's name, safe while another thread makes a
-    group.
+    """Return {group name: global ranks}, safe while another thread makes a group.
 
     ``get_process_group_ranks`` raises for a group that is being made: it has a name before it has
     ranks. 2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by
@@ -78,8 +78,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def gloo_timeout(group: dist.ProcessGroup) -> Callable[[], timedelta] | None:
-    """Return a function that tells the current timeout of a gloo group; None if ``group`` has no
-    options (a fake one).
+    """Return a getter of the current timeout of a gloo group; None for a fake group.
 
     The options are public only when a group is made. 2.11 to 2.15:
     ``group._get_backend(device).options._timeout``, which ``set_group_timeout`` changes.
@@ -104,7 +103,7 @@ def gloo_group(
     ``enable_reconfigure``.
 
     Args:
-        devices: of ``Gloo.create_device``.
+        devices: results of ``Gloo.create_device``.
         making: timeout of the connections that ranks make now.
         timeout: timeout of collectives.
         others: further options by name.
@@ -132,10 +131,9 @@ def replace_gloo(made: Any) -> None:
 
 
 def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, pickled record) of the flight recorders of this process: gloo's, and NCCL's if
-    torch has it.
+    """Yield (name, pickled record) of this process's flight recorders: gloo's, and NCCL's if any.
 
-    torch's public door to them writes files when a watchdog ends the process. 2.11 to 2.15:
+    Publicly, they are only written to files when a watchdog ends the process. 2.11 to 2.15:
     ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack
     traces, only active).
 
@@ -205,10 +203,9 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh with the axes of all ``meshes``, which have one root: HSDP over a flattened
-    axis.
+    """Return a mesh with the axes of all ``meshes`` of one root, for HSDP over a flattened axis.
 
-    A slice of the root takes axes as they are, not flattened ones. 2.11 to 2.15:
+    Publicly, a slice of the root takes its own axes, not flattened ones. 2.11 to 2.15:
     ``DeviceMesh._concatenate(list)``.
     """
     return DeviceMesh._concatenate(list(meshes))
@@ -230,11 +227,10 @@ def offset_of_shard(tensor: Any) -> tuple[int, ...]:
 
 
 def is_strided_shard(placement: Any) -> bool:
-    """Return True for the placement with which FSDP shards a dim that tp or etp has already
-    sharded.
+    """Return True for the placement by which FSDP shards a dim that tp or etp shards already.
 
-    2.11 to 2.15: ``placement_types._StridedShard``, with ``dim`` as ``Shard``, of which it is no
-        subclass.
+    2.11 to 2.15: ``placement_types._StridedShard``, which has a ``dim`` like ``Shard`` but is no
+    subclass of it.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -256,7 +252,7 @@ def use_ring_attention() -> None:
 def cached_functions() -> list[Any]:
     """Return every ``functools`` cache of torch.distributed that the garbage collector knows.
 
-    Their names change between releases, so that none is named here.
+    Their names change between releases, so none is named here.
     """
     return [
         found
@@ -267,7 +263,7 @@ def cached_functions() -> list[Any]:
 
 
 def forget_meshes(hidden: list[Any]) -> None:
-    """Empty what torch.distributed remembers of meshes whose groups are gone.
+    """Clear torch.distributed's caches of meshes whose groups are gone.
 
     DTensor caches results by mesh, and a mesh of a later world may equal an earlier one while its
     groups have other names. 2.11 to 2.15:
@@ -294,12 +290,12 @@ def forget_meshes(hidden: list[Any]) -> None:
 
 
 def gradient_sum(unit: Any, name: str) -> torch.Tensor:
-    """Return the sum of gradients of the FSDP unit's parameter ``name`` that waits for its reduction.
+    """Return the unreduced gradient sum of the FSDP unit's parameter ``name``.
 
-    It is shaped and placed as the gathered parameter, in the dtype of the reduction; zeros if there
-    is none yet. FSDP makes it in the first backward pass, out of the gradient that autograd
-    returned, and has no public door to it. 2.11: ``_fsdp_param_group`` of the unit's state; 2.13 to
-    2.15: ``_fsdp_param_groups``. Their ``fsdp_params`` have ``unsharded_accumulated_grad``,
+    The sum has the shape of the unsharded parameter and the dtype of the reduction; it is made of
+    zeros if there is none yet. FSDP makes it in the first backward pass, from the gradient that
+    autograd returned, without public access. 2.11: ``_fsdp_param_group`` of the unit's state; 2.13
+    to 2.15: ``_fsdp_param_groups``. Their ``fsdp_params`` have ``unsharded_accumulated_grad``,
     ``unsharded_param``, ``reduce_dtype`` and ``_module_info.param_name``.
     """
     from torch.distributed.fsdp import fully_shard
@@ -322,10 +318,10 @@ def gradient_sum(unit: Any, name: str) -> torch.Tensor:
 def cpu_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention [B, N, S, D] on the CPU, and the log-sum-exp of each query's scores [B, N, S].
+    """Return attention [B, N, S, D] on the CPU, and the log-sum-exp [B, N, S] of the scores.
 
-    ``scaled_dot_product_attention`` does not return the latter. Of a query that sees no key they are
-    0 and -inf. 2.11 to 2.15: ``aten._scaled_dot_product_flash_attention_for_cpu``.
+    ``scaled_dot_product_attention`` does not return the log-sum-exp. For a query that sees no key
+    the results are 0 and -inf. 2.11 to 2.15: ``aten._scaled_dot_product_flash_attention_for_cpu``.
 
     Args:
         q: [B, N, S, D].
@@ -349,15 +345,16 @@ def cpu_attention_backward(
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of q, k and v in ``cpu_attention``.
 
-    ``out`` and ``lse`` may be those over more keys, of which k and v are a part: the result is then
-    this part's. 2.11 to 2.15: ``aten._scaled_dot_product_flash_attention_for_cpu_backward``.
+    ``out`` and ``lse`` may cover more keys, of which k and v are a part; the result is then the
+    contribution of this part. 2.11 to 2.15:
+    ``aten._scaled_dot_product_flash_attention_for_cpu_backward``.
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return op(grad, q, k, v, out, lse, 0.0, False, attn_mask=_added(mask, q), scale=scale)
 
 
 def _added(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """Return what is added to scores, 0 or -inf."""
+    """Return the mask as numbers to add to scores: 0 or -inf."""
     if mask is None:
         return None
     added = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
@@ -367,7 +364,7 @@ def _added(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
 def innermost_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
     """Return the (pack, unpack) hooks that autograd would call now, or None.
 
-    torch.autograd.graph sets hooks and does not tell them. 2.11 to 2.15:
+    torch.autograd.graph sets hooks but cannot read them. 2.11 to 2.15:
     ``torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)``.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -382,34 +379,35 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 def foreach_add_(tensors: list[torch.Tensor], number: float) -> None:
-    """Add ``number`` to every tensor in one kernel. 2.11 to 2.15: ``torch._foreach_add_``, without
-    a public name."""
+    """Add ``number`` to every tensor in one kernel.
+
+    2.11 to 2.15: ``torch._foreach_add_``, without a public name.
+    """
     torch._foreach_add_(tensors, number)
 
 
 def foreach_mul_(tensors: list[torch.Tensor], scale: float) -> None:
-    """Multiply every tensor by a number in one kernel. 2.11 to 2.15:
-    ``torch._foreach_mul_``.
+    """Multiply every tensor by ``scale`` in one kernel. 2.11 to 2.15: ``torch._foreach_mul_``.
 
-    ``torch.nn.utils.clip_grads_with_norm_`` takes parameters, and scales by their whole DTensors.
+    ``torch.nn.utils.clip_grads_with_norm_`` takes parameters, and scales their whole DTensors.
     """
     torch._foreach_mul_(tensors, scale)
 
 
 def foreach_norm(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return the 2-norm of each tensor, summed in ``dtype``, in one kernel. 2.11 to 2.15:
-    ``torch._foreach_norm``.
+    """Return the 2-norm of each tensor, summed in ``dtype``, in one kernel.
 
-    ``torch.nn.utils.get_total_norm`` sums in the gradients' dtype.
+    ``torch.nn.utils.get_total_norm`` sums in the gradients' dtype. 2.11 to 2.15:
+    ``torch._foreach_norm``.
     """
     return torch._foreach_norm(tensors, 2, dtype=dtype)
 
 
 def profiler_runs() -> bool:
-    """Return True while a torch profiler records in this process; opening a range costs time even
-    if none does.
+    """Return True while a torch profiler records in this process.
 
-    2.11 to 2.15: ``torch.autograd.profiler._is_profiler_enabled``.
+    Opening a range costs time even if none records. 2.11 to 2.15:
+    ``torch.autograd.profiler._is_profiler_enabled``.
     """
     return torch.autograd.profiler._is_profiler_enabled
 
@@ -418,16 +416,15 @@ def profiler_runs() -> bool:
 
 
 def state_dict_stager(pin_memory: bool) -> Any:
-    """Return torch's copier of a state dict into CPU memory that it keeps for the next copy
-    (``stage``).
+    """Return torch's stager, which copies a state dict to CPU memory and reuses that memory.
 
     The public ``DefaultStager`` of 2.11 serves one save and raises KeyError at the next. 2.11 to
     2.15: ``torch.distributed.checkpoint._state_dict_stager.StateDictStager(pin_memory,
     share_memory)``.
 
     Raises:
-        ImportError: torch has none.
-        TypeError: it takes other arguments.
+        ImportError: torch has no stager.
+        TypeError: the stager takes other arguments.
     """
     from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
@@ -435,8 +432,7 @@ def state_dict_stager(pin_memory: bool) -> Any:
 
 
 def cache_plans_under(planner: Any, key: str) -> None:
-    """Make a ``DefaultSavePlanner`` with plan caching keep its plans under ``key`` instead of its
-    class's name.
+    """Make a ``DefaultSavePlanner`` cache its plans under ``key`` instead of its class's name.
 
     2.11 to 2.15: ``SavePlanner._cached_plans_key``, set by the constructor.
     """

@@ -3,9 +3,9 @@
 They are ``kernels.attention=te``, ``kernels.norm=te`` and ``moe.experts=te``. The calls follow the
 signatures of 2.20.2 as published in its sources; this project has not run them on a GPU. Parameters
 stay the model's own, under their own names: a module of transformer-engine is made without storage
-and called with the model's parameters in place of its own. So checkpoints do not change and get
-none of its extra state. If transformer-engine does not import, each function raises
-``BackendError`` and names the available alternative.
+and called with the model's parameters in place of its own. So checkpoints do not change and get no
+extra state of transformer-engine. If it does not import, each function raises ``BackendError`` and
+names the available alternative.
 
 Shapes: B rows, S positions, N heads, G key heads, R computed rows, E experts of this rank, H
 hidden, I width.
@@ -40,8 +40,7 @@ def attention() -> AttentionFn:
     The returned function raises ``BackendError`` for a mask or sinks.
     """
     te = _load("kernels.attention=te", "kernels.attention=sdpa")
-    # Its unfused attention, which keeps every score, would otherwise take what no fused kernel
-    # serves.
+    # Without this, its unfused attention, which keeps every score, would replace a missing kernel.
     os.environ["NVTE_UNFUSED_ATTN"] = "0"
 
     @cache
@@ -64,17 +63,17 @@ def attention() -> AttentionFn:
                 f"{'a mask' if sinks is None else 'sinks'}. Set kernels.attention=sdpa"
             )
         out = module(q.shape[2], k.shape[2], q.shape[3], v.shape[3], scale)(q, k, v)
-        return out.view(*q.shape[:3], v.shape[3])  # it was [B, S, N Dv]
+        return out.view(*q.shape[:3], v.shape[3])  # the module returns [B, S, N Dv]
 
     return attend
 
 
 def experts() -> ExpertFn:
-    """Return the experts' function with products by ``GroupedLinear``, without biases.
+    """Return the expert backend with products by ``GroupedLinear``, without biases.
 
-    ``automoe.moe.experts`` describes the arguments and the result. The host waits once a call for
-    the number of rows of every expert. Torch adds up the gradients of gathered rows, on CUDA with
-    atomics, so their order differs between runs. For biases the function raises ``BackendError``.
+    ``automoe.moe.experts`` describes the arguments and the result. Each call has one host sync, for
+    the number of rows of every expert. ``sum_rows`` adds up the gradients of gathered rows, in a
+    fixed order. For biases the backend raises ``BackendError``.
     """
     te = _load("moe.experts=te", "moe.experts=grouped_mm")
 
@@ -139,13 +138,13 @@ class _Norm(RMSNorm):
         module = te.RMSNorm(
             dim, eps=eps, zero_centered_gamma=zero_centered, device="meta", dtype=self.weight.dtype
         )
-        # in a tuple: none of this model's modules, whose parameters have names
+        # in a tuple, so that it is no submodule and its parameters get no names
         self._module = (module,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # It reads x in the dtype of the weight, computes in float32 and returns the weight's dtype.
-        # Under tp the first layer's rows may still be on their way, and a kernel that reads by
-        # pointer must wait.
+        # The module reads x in the dtype of the weight, computes in float32 and returns the dtype of
+        # the weight. Under tp the first layer's rows may still be in flight, and a kernel that reads
+        # by pointer must wait.
         return functional_call(self._module[0], {"weight": self.weight}, (wait_tensor(x),)).to(
             x.dtype
         )

@@ -1,7 +1,8 @@
 """Kernels for ``kernels.loss=triton``: cross-entropy that passes over the logits twice.
 
-One pass reads them for each token's largest logit and sum of exponentials, the other replaces them
-by their gradient. ``automoe.model.loss.chunk_loss`` passes over them seven times without.
+The first pass reads them for each token's largest logit and sum of exponentials, the second
+replaces them by their gradient. In plain torch, ``automoe.model.loss.chunk_loss`` passes over them
+seven times.
 
 Letters: T tokens, V vocabulary (this rank's part of it).
 """
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from automoe.kernels.served import check_served
 
-BLOCK = 4096  # logits that a program, which has one token, reads at once
+BLOCK = 4096  # logits that a program reads at once; each program has one token
 WARPS = 8
 
 
@@ -41,7 +42,7 @@ def _sums(logits, largests, sums, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradients(logits, largests, factors, labels, vocabulary, BLOCK: tl.constexpr):
-    """Replace a token's logits by exp(logit - largest) * factor, less 1 at its label."""
+    """Replace a token's logits by exp(logit - largest) * factor, minus 1 at its label."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row * vocabulary + at
@@ -68,7 +69,7 @@ def logits_to_gradient_(
     factor_T1: torch.Tensor,
     label_T1: torch.Tensor,
 ) -> torch.Tensor:
-    """Replace logits, dense, by exp(logit - largest) * factor, less 1 at the label; -1: at none."""
+    """Replace dense logits by exp(logit - largest) * factor, minus 1 at the label; -1: no label."""
     num_tokens, vocabulary = logits_TV.shape
     _gradients[(num_tokens, triton.cdiv(vocabulary, BLOCK))](
         logits_TV, largest_T1, factor_T1, label_T1, vocabulary, BLOCK=BLOCK, num_warps=WARPS

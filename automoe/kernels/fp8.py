@@ -4,10 +4,10 @@ Torch has no such grouped products for Hopper. Quantization is one pass over mem
 each tile's largest number, its scale and its codes. The results equal those of
 ``automoe.quantize.formats`` in plain torch, except that zeros have no sign here.
 
-A product's scale holds for 128 numbers of the summed dim. So each step sums 128 products on the
-matrix units and is then scaled into the float32 accumulator (DeepSeek-V3, arXiv 2412.19437, section
-3.3.2). Each number is written once, without atomics. Shapes: R rows sorted by expert, E
-experts, K summed.
+The scales of a product hold for 128 numbers of the summed dim. So each step sums 128 products on
+the matrix units, and the result is scaled and added to the float32 accumulator (DeepSeek-V3, arXiv
+2412.19437, section 3.3.2). Each number is written once, without atomics. Shapes: R rows sorted by
+expert, E experts, K summed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from automoe.kernels.tiling import precision, row_tiles
 WARPS = 8
 STAGES = 3
 _SIDE = tl.constexpr(128)
-_COLUMNS = tl.constexpr(64)  # of a gradient of weights: with 128 the accumulators spill
-_HEIGHT = 32  # rows of a program where each row has scales of its own
+_COLUMNS = tl.constexpr(64)  # columns per program of a weight gradient: 128 would spill registers
+_HEIGHT = 32  # rows per program if each row has scales of its own
 FORMATS = {
     torch.float8_e4m3fn: dict(FORMAT=tl.float8e4nv, MANTISSA=3, LEAST=-6),
     torch.float8_e5m2: dict(FORMAT=tl.float8e5, MANTISSA=2, LEAST=-14),

@@ -1,4 +1,6 @@
-"""Each kernel of ``products`` as a function of contiguous tensors; ``products`` lists the shapes.
+"""Launches of the kernels in ``products``, as functions of contiguous tensors.
+
+``products`` lists the shapes.
 
 If rows and tensors begin at multiples of 16 bytes and ``Blocks.tma`` is set, the tensor memory
 accelerator copies all operands but gathered rows. Otherwise threads copy. Both give the same
@@ -88,10 +90,11 @@ def grad_down_activate(
     clamp: Clamp,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return three results of the backward pass through the down projection.
+    """Run the backward pass through the down projection and the activation.
 
-    They are the gradient of gate and up [R, 2I], probs * activation [R, I], and partial sums of the
-    gradient of probs [R, ...].
+    Returns:
+        The gradient of gate and up [R, 2I], probs * activation [R, I], and partial sums of the
+        gradient of probs [R, ...].
     """
     step = _step(grad_out, down_proj)
     blocks = blocks or blocks_of("back", pre.dtype, step > 1)
@@ -146,7 +149,7 @@ def sum_of_tokens(
 ) -> torch.Tensor:
     """Sum the gradients of gathered rows [R, H] by the token that each row read: [N, H]."""
     num_tokens, hidden = x.shape
-    # Rows past the last offset were never computed: they go to a token number that does not exist.
+    # Rows past the last offset were never computed: they go to a token that does not exist.
     row = torch.arange(gather_idx.numel(), device=x.device)
     token = gather_idx.masked_fill(row >= offsets[-1], num_tokens)
     tokens, order = torch.sort(token, stable=True)
@@ -177,7 +180,7 @@ def _over_rows(
 def _step(*tensors: torch.Tensor) -> int:
     """Return how many numbers fill 16 bytes if all rows begin at multiples of 16 bytes, else 1.
 
-    Storage itself is aligned.
+    Allocations are aligned, so only offsets and row lengths are checked.
     """
     step = 16 // tensors[0].element_size()
     starts = [start for tensor in tensors for start in (tensor.shape[-1], tensor.storage_offset())]

@@ -16,10 +16,10 @@ from automoe.kernels.products import _narrow
 from automoe.kernels.served import INTERPRETED
 from automoe.kernels.tiling import precision
 
-_TILE = 4096  # numbers that a program holds of each operand
+_TILE = 4096  # numbers of each operand that a program holds
 _PROGRAMS = (
     132 * 8
-)  # that share the rows of a backward pass: eight for each multiprocessor of Hopper
+)  # programs that share the rows of a backward pass: eight per multiprocessor of Hopper
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def norm_rows(
 def norm_grads(
     grad_TD: torch.Tensor, x_TD: torch.Tensor, scales_T1: torch.Tensor, weight_D: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of ``x`` and ``weight``; ``scales`` is what ``norm_rows`` returned."""
+    """Return the gradients of ``x`` and ``weight``; ``norm_rows`` returned ``scales``."""
     num_rows, dim = x_TD.shape
     grad_x_TD = torch.empty_like(grad_TD)
     tile = _tile(dim)

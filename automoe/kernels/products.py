@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# This many tiles run together through all columns, so that the weights that they share come from
-# L2 and are not read from memory once for each tile.
+# So many tiles run through all columns together, so the weights that they share are read from L2
+# and not from memory once per tile.
 _TILES_TOGETHER = tl.constexpr(8)
 
 
@@ -32,9 +32,9 @@ def _rows_of_tile(
 ):
     """Return the expert, columns and rows that this program computes.
 
-    The values are its expert (``num_experts`` if it has no tile), its block of columns, its first
-    row, the row numbers from there, and which of these rows are real. The first row has 64 bits,
-    for addresses; the numbers within the tile have 32, since 64 would spill.
+    The values are the expert (``num_experts`` if the program has no tile), the block of columns,
+    the first row, the row numbers relative to it, and which of these rows are real. The first row
+    has 64 bits, for addresses; the relative numbers have 32, since 64 would spill registers.
     """
     pid = tl.program_id(0)
     together = _TILES_TOGETHER * num_columns
@@ -57,7 +57,7 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """Return acc + a @ b; None is no acc.
+    """Return acc + a @ b, or a @ b if ``acc`` is None.
 
     ``ieee`` multiplies in full float32, which the interpreter also needs for narrower numbers.
     """
@@ -81,7 +81,7 @@ def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """Return the activation, and its derivatives by gate and by up."""
+    """Return the activation and its derivatives with respect to gate and up."""
     if CLAMPED:
         low = tl.minimum(gate, limit)
         raised = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
@@ -326,8 +326,8 @@ def grad_down_activate(
 ):
     """Compute the gradients of gate, up and probs from the output's gradient.
 
-    The gradient of the activation stays on the chip; its product with the activation is the
-    gradient of probs.
+    The gradient of the activation stays in registers; its product with the activation, summed over
+    columns, is the gradient of probs.
     """
     hidden = _known(hidden, STEP)
     width = _known(width, STEP)

@@ -1,4 +1,4 @@
-"""``kernels.rope=triton``: one kernel rotates heads while it copies them, one joins MLA's keys.
+"""Kernels for ``kernels.rope=triton``: one copies and rotates heads, one joins MLA's keys.
 
     turn_dims   x [B, S, N, D] -> the same with R dims from ``start`` on rotated; input and output
                 are laid out in pairs or halves
@@ -22,7 +22,7 @@ from automoe.kernels.served import check_served
 from automoe.kernels.tiling import precision
 
 _CHOICES = "kernels.rope=triton", "kernels.rope=torch", "kernels.rope=torch"
-_HEADS = 16  # of one program, or of one turn of its loop
+_HEADS = 16  # heads per program, or per iteration of its loop
 _NUM_WARPS = 4
 
 
@@ -42,7 +42,7 @@ def turn_heads(
     HALF: tl.constexpr,  # R / 2
     FROM_PAIRS: tl.constexpr,  # pairs (2i, 2i + 1) are read, else (i, i + R/2)
     TO_PAIRS: tl.constexpr,  # the same choice for the output
-    BACK: tl.constexpr,  # rotates backwards
+    BACK: tl.constexpr,  # rotates by minus the angle
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Check of the tensors that the Triton kernels serve; needs triton, so import it only on demand."""
+"""Check that the Triton kernels support a tensor; needs triton, so import it only on demand."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from automoe.kernels.counter_random import GOLDEN_GAMMA, MIX_1, MIX_2
 
 WARPS = 4
-BLOCK = 1024  # elements of a program
+BLOCK = 1024  # elements per program
 _GOLDEN_GAMMA = tl.constexpr(GOLDEN_GAMMA)
 _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
@@ -56,20 +56,20 @@ def _store(to, at, x, bits, mask):
     do_not_specialize=["place", "key", "first_index", "num_middle", "outer_stride", "middle_stride"]
 )
 def update_part(
-    values,  # [num_outer, num_middle, num_cols], dense, as the next three
+    values,  # [num_outer, num_middle, num_cols], dense, like the next three
     grads,
     firsts,
     seconds,
-    steps,  # of all parameters of a group, like the next two; this one's is number ``place``
+    steps,  # one per parameter of the group, like the next two; this one's is at ``place``
     rates,
     second_scales,
     place,
     key,
-    first_index,  # in the whole parameter, of the part's first element
+    first_index,  # index in the whole parameter of the part's first element
     num_rows,  # num_outer * num_middle
     num_middle,
     num_cols,
-    outer_stride,  # in the whole parameter
+    outer_stride,  # stride in the whole parameter, like the next
     middle_stride,
     beta1,
     beta1_rest,  # 1 - beta1, as the host rounds it
@@ -107,7 +107,7 @@ def update_part(
 def update_in_one_pass(
     tensors: list[torch.Tensor], first_index: int, runs: list[tuple[int, int]], numbers: Any
 ) -> None:
-    """Update a parameter and its moments by its gradient, in one launch.
+    """Update a parameter and its moments from its gradient, in one launch.
 
     All tensors are bfloat16 or float32 and contiguous.
 

@@ -3,11 +3,12 @@
 A program sums over ``summed`` elements per step, with ``num_stages`` steps in flight. A warpgroup
 (four warps) multiplies 64 rows by up to 256 columns. It reads its rows and all columns from shared
 memory, of which a multiprocessor has 227 KB at 128 bytes per cycle. The limit is therefore the
-number of bytes that the loads write, and that a cycle's 2,048 multiplications read: blocks of
-128 x 256 need 128 bytes, 128 x 128 need 160, 128 x 64 need 224. ``benchmarks/tune_kernels.py``
-timed ``candidates`` on an H200: of each product ``HOPPER`` has what was fastest over five layers.
+traffic of shared memory: the bytes that loads write, and that a cycle's 2,048 multiplications read.
+Blocks of 128 x 256 need 128 bytes, 128 x 128 need 160, 128 x 64 need 224.
+``benchmarks/tune_kernels.py`` timed ``candidates`` on an H200; ``HOPPER`` has the fastest of them
+for each product, over five layers.
 
-The tiles of rows are found on the device: no host ever waits for the routing.
+The tiles of rows are computed on the device, so the host never waits for the routing.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Blocks:
     num_stages: int = 4
     summed: int = 64
     num_warps: int = 8
-    rows: int = 128  # of a gradient of weights
-    columns_at_once: int = 0  # of an epilogue that would spill with all
+    rows: int = 128  # rows of a block of a weight gradient
+    columns_at_once: int = 0  # columns per pass of an epilogue that would spill with all of them
     tma: bool = False  # copy with the tensor memory accelerator
 
 
@@ -44,7 +45,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 HOPPER = {
-    # Gate and up together have 256 columns of products.
+    # Gate and up together make 256 columns.
     "up": Blocks(128, tma=True),
     "down": Blocks(256, tma=True),
     "back": Blocks(256, columns_at_once=32),
@@ -119,7 +120,7 @@ class RowTiles:
 
 
 def row_tiles(offsets: torch.Tensor, num_rows: int, height: int | None = None) -> RowTiles:
-    """Return tiles of ``height`` rows for experts that end at ``offsets`` [E] of ``num_rows`` rows.
+    """Return tiles of ``height`` rows for ``num_rows`` rows; expert e's end at ``offsets[e]``.
 
     The default height is ``tile_height``, and 16 in the interpreter.
     """

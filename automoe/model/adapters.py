@@ -93,7 +93,7 @@ def with_adapters(params: list[Param], config: Config) -> list[Param]:
     return made
 
 
-# Each part of a layer that recomputation runs again, with the part of its adapters.
+# Parts of a layer that ``parallel.recompute`` may run again, and the part of their adapters.
 _RUN_AGAIN = {"mlp": "dense_ffn", "shared_experts": "shared_experts", "moe": "routed_experts"}
 
 
@@ -127,7 +127,7 @@ def adapter_activation_bytes(
 
 
 def describe_training(config: Config) -> list[str]:
-    """Return lines that say what is trained and frozen; none if all of the model is trained."""
+    """Return lines that say what is trained and frozen, or [] if all of the model is trained."""
     model = config.model
     lora = config.lora
     if not (lora.rank or config.train.freeze):
@@ -221,7 +221,7 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
                "are for stacks gate_up_proj and down_proj [experts, outputs, inputs]",
                "Set lora.targets=[attention,mlp,shared_experts]")
     if config.model.family == TRANSFORMERS:
-        from automoe.model.hf_class import uncalled_layers  # with torch
+        from automoe.model.hf_class import uncalled_layers  # imports torch
 
         unused = uncalled_layers(str(config.model.hf_path))
         asked = {param.name: param.spec.lora for param in params if is_target(param, lora)}

@@ -37,7 +37,7 @@ class AttentionContext:
     """Rotation angles, masks and the attention kernel that all layers of one forward share.
 
     It also holds the ranks from which keys and values are gathered, or with which positions are
-    exchanged for heads. ``doc_ids`` are those of whole rows if a layer sees whole rows.
+    exchanged for heads. ``doc_ids`` covers whole rows if a layer sees whole rows.
 
     Attributes:
         seen: [B, S, R] bool, True where a query may see a key; None for models without indexers.
@@ -85,7 +85,7 @@ class AttentionContext:
     def query_blocks(
         self, window: int = 0, chosen_BSR: torch.Tensor | None = None
     ) -> list[QueryBlock]:
-        """Return blocks of queries with the masks of these rows, of a window, or of chosen keys."""
+        """Return blocks of queries, masked by documents and ``window``, or by the chosen keys."""
         assert window in (0, self.window)
         if chosen_BSR is None:
             return self.blocks[window]
@@ -97,11 +97,12 @@ class AttentionContext:
     def attend(
         self, q_BSND, k_BRGD, v_BRGD, scale: float, window: int = 0, sinks_N=None, chosen_BSR=None
     ) -> torch.Tensor:
-        """Attend as an ``AttentionFn``, with the mask of these rows and of the layer's window.
+        """Compute attention as an ``AttentionFn`` does, with the masks of ``query_blocks``.
 
         Args:
             window: 0 for a layer without a sliding window.
-            chosen_BSR: True where a query attends to a key; None: to all keys that it may see.
+            chosen_BSR: True where a query attends to a key; None: queries attend to all keys that
+                they may see.
         """
         blocks = self.query_blocks(window, chosen_BSR)
         if self.keys.num_ranks == 1:
@@ -138,7 +139,7 @@ class GroupedQueryAttention(nn.Module):
         bias = attention.qkv_bias
         self.q_rows = own_rows(self.sequence, attention.num_heads, self.head_dim)
         self.k_rows = own_rows(self.sequence, attention.num_kv_heads, self.head_dim)
-        # Ranks that outnumber key and value heads keep all of them.
+        # Ranks that outnumber key and value heads keep the whole projection and use some rows.
         kv_rows = self.k_rows if attention.num_kv_heads < self.sequence.num_ranks else None
         self.output_gate = attention.output_gate
         # With an output gate each head has the rows of its query first, then the rows of its gate.
@@ -189,7 +190,7 @@ class GroupedQueryAttention(nn.Module):
     def _norm(
         self, q_BSND: torch.Tensor, k_BSGD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm each head, or the heads of all ranks together."""
+        """Apply q_norm and k_norm to each head, or to the heads of all ranks together."""
         if not self.over_heads:
             return self.q_norm(q_BSND), self.k_norm(k_BSGD)
         given = q_BSND.flatten(2), k_BSGD.flatten(2)
@@ -204,8 +205,8 @@ class GroupedQueryAttention(nn.Module):
 class LatentAttention(nn.Module):
     """MLA: keys and values are expanded from one latent of kv_lora_rank numbers per token.
 
-    With ``index_topk`` a query attends to the keys that an indexer chooses: the layer's own, or
-    that of the last layer that has one.
+    With ``index_topk`` a query attends to the keys that an indexer chooses: the layer's own, or the
+    indexer of the last layer before it that has one.
     """
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
@@ -281,7 +282,9 @@ class LatentAttention(nn.Module):
         k_rope_BRD: torch.Tensor,
         context: AttentionContext,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values of this rank's heads, for whole rows with ``heads``.
+        """Return queries, keys and values of this rank's heads.
+
+        They cover whole rows if positions are exchanged for heads.
 
         Args:
             query_BSL: the latent of queries, or the hidden states if queries have no latent.
@@ -296,7 +299,7 @@ class LatentAttention(nn.Module):
             kv_BRND, k_rope_BRD = (gather_row(x, context.keys) for x in (kv_BRND, k_rope_BRD))
         q_BSND = context.rotate(q_BSND, self.nope_dim)
         if context.heads.num_ranks > 1:
-            # The rotary dims are those of all heads, so they are gathered once.
+            # All heads share the rotary dims of keys, so these are gathered once.
             k_rope_BRD = gather_row(k_rope_BRD, context.heads)
             widths = q_BSND.shape[-1], kv_BRND.shape[-1]
             (joined,) = exchange_heads(context.heads, torch.cat((q_BSND, kv_BRND), dim=-1))

@@ -1,4 +1,4 @@
-"""Softmax attention with the kernel that ``kernels.attention`` names; torch does not choose.
+"""Softmax attention by the kernel that ``kernels.attention`` names; torch does not choose it.
 
 Letters: B rows, S positions of queries, R of keys, N query heads, G key and value heads, D head dim
 (Dv of values). Torch's kernels on CUDA require of q and k [B, N, S, D] and v [B, N, S, Dv] (its
@@ -44,11 +44,11 @@ FORCED = {
 _PLAIN_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Older versions of cuDNN are wrong if the length of a row is not a multiple of 128.
 _MIN_CUDNN = 91501
-cudnn_first: bool | None = None  # for this machine's GPU; None until attention has run on it
+cudnn_first: bool | None = None  # on this machine's GPU; None until attention has run
 
 
 def prepare_cuda() -> None:
-    """Settle torch's own order of kernels, and whether cuDNN goes first in ours.
+    """Make torch set up its own order of kernels, and decide whether cuDNN comes first in ours.
 
     Call it before attention on CUDA, outside compiled code. It runs when attention gets CUDA
     tensors and not when a model is built: it needs a CUDA context, which a process that computes on
@@ -67,7 +67,7 @@ def prepare_cuda() -> None:
 def cudnn_is_first() -> bool:
     """Return whether cuDNN's attention goes before flash on this GPU.
 
-    It does on Hopper or datacenter Blackwell, with cuDNN 9.15.1 or later.
+    True on Hopper and datacenter Blackwell with cuDNN 9.15.1 or later.
     """
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         return False

@@ -58,8 +58,8 @@ def attention_mask(
     Args:
         window: a query attends to at most this many positions of the row, its own included; 0: no
             limit.
-        always: rows with document ids get a mask for any values of the ids, since compiled code is
-            made for one case.
+        always: mask all rows that have document ids, whatever the ids, since compiled code is
+            specialised to one case.
     """
     docs_BS = documents(tokens, keys, always)
     if docs_BS is None and keys.num_ranks == 1 and not window:
@@ -100,8 +100,8 @@ def block_masks(
 ) -> list[QueryBlock]:
     """Return the blocks of this rank's queries, each with a ``BlockMask`` [B, 1, Q, K].
 
-    It is made from document borders, without scores and without waiting for the GPU. It is made for
-    any ids, so ``always`` has no effect. A document is a run of positions with one id.
+    The mask is made from document borders, without scores and without a host sync. Rows with any
+    ids get one, so ``always`` has no effect. A document is a run of positions with one id.
     """
     first_BS = torch.zeros_like(tokens.index)
     if tokens.doc_ids is not None:

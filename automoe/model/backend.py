@@ -25,7 +25,7 @@ class BackendConfig:
 
     Attributes:
         pg_collection: the groups of ranks that share rows, weights and micro-batches.
-        experts: constructor of the function that multiplies by a layer's experts; None: that of
+        experts: constructor of the function that multiplies by a layer's experts; None: the backend
             ``expert_backend(moe.experts)``.
         router_dtype: dtype in which routers are stored; None: that of the other parameters.
         attend: softmax attention.
@@ -35,10 +35,9 @@ class BackendConfig:
         chunk_loss: the cross-entropy of a chunk of tokens.
         loss: reduction of per-token losses; None: mean cross-entropy.
         indexer_warmup: attention sees all keys, and indexers learn from all of them.
-        has_side_stream: function of a layer's number: its shared experts may run on a stream of
-            their own.
-        always_masked: rows with document ids get a mask for any values of the ids
-            (``attention_mask``).
+        has_side_stream: function that says of a layer's number whether the layer's shared experts
+            may run on a side stream.
+        always_masked: mask all rows that have document ids, whatever the ids (``attention_mask``).
         seed: seed of the router's jitter.
     """
 

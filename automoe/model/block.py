@@ -1,4 +1,4 @@
-"""One decoder layer: attention and feed-forward, each behind a norm, each added to the residual.
+"""One decoder layer: attention and feed-forward, each after a norm and added to the residual.
 
 Letters: B rows, S positions, s of them on this rank between two blocks (sequence parallelism), H
 hidden.

@@ -1,7 +1,7 @@
-"""What the trainer asks of a language model, or of one pipeline stage of it.
+"""Interface of a language model, or of one pipeline stage of it, to the trainer.
 
-Two classes answer: ``Decoder``, in which native families are declarations, and
-``TransformersModel``, around any other class of ``transformers``. Letters: B rows, S positions, s
+Two classes implement it: ``Decoder`` for native families, which are declarations, and
+``TransformersModel`` for any other class of ``transformers``. Letters: B rows, S positions, s
 positions of this rank between two blocks, H hidden, V vocabulary, K top-k.
 """
 
@@ -37,10 +37,10 @@ class MoELayer(Protocol):
 
 
 class Unit(NamedTuple):
-    """Layer that data parallelism gathers as one unit, and its parts that are units of their own.
+    """Layer that FSDP gathers as one unit, and its submodules that are units of their own.
 
     Attributes:
-        number: of the layer in the full model.
+        number: index of the layer in the full model.
         router: module whose parameters stay in full precision.
         experts: module whose parameters are on the moe mesh.
     """
@@ -54,8 +54,8 @@ class Unit(NamedTuple):
 class CausalLM(nn.Module, ABC):
     """A language model or a part of it, whose loss never holds all logits.
 
-    Names of parameters are global: a stage has the names of the whole model. Initialisation,
-    training state and HuggingFace checkpoints go by them.
+    Names of parameters are global: a stage uses the names of the whole model. Initialisation,
+    training state and HuggingFace checkpoints rely on these names.
 
     Args:
         config: the full model's configuration.
@@ -90,10 +90,10 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def run_layers(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """Return hidden states [B, s, H] behind this part's last layer.
+        """Return hidden states [B, s, H] after this part's last layer.
 
         Args:
-            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the part before.
+            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the previous part.
         """
 
     def deeper_states(
@@ -103,21 +103,21 @@ class CausalLM(nn.Module, ABC):
         tokens: Tokens,
         mtp_D2: torch.Tensor | None,
     ) -> Iterator[torch.Tensor]:
-        """Yield what the head multiplies at each depth of this part's modules, [B, s, H].
+        """Yield the head's input [B, s, H] at each depth of this part's multi-token prediction.
 
-        They are the modules for multi-token prediction, and a model with any overrides it.
+        A model with modules for multi-token prediction overrides this method.
 
         Args:
-            x_BsH: what the head multiplies at the depth before.
-            given_BSD: the token that a depth is given at a position (``automoe.model.mtp``). None:
-                modules do not run, and ``x_BsH`` is yielded in the place of each.
+            x_BsH: the head's input at the previous depth.
+            given_BSD: the token that each depth is given at each position (``automoe.model.mtp``).
+                None: modules do not run, and ``x_BsH`` is yielded in place of each result.
             mtp_D2: ``TokenCounts.mtp`` of the global batch.
         """
         yield from ()
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of ``reported`` after a forward pass with labels."""
+        """Keys of ``reported`` after a forward pass with labels."""
         depths = range(1, self.config.num_mtp_layers + 1)
         mtp = (f"{name}.{depth}" for depth in depths for name in MTP_METRICS)
         return *getattr(self.loss, "metrics", ()), *mtp
@@ -138,7 +138,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
-        """Yield (layer number, its routed part) of this part, in order."""
+        """Yield (layer number, routed part) of each MoE layer of this part, in order."""
 
     @abstractmethod
     def units(self) -> Iterator[Unit]:
@@ -164,7 +164,7 @@ class CausalLM(nn.Module, ABC):
         """Run this part.
 
         Args:
-            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the part before.
+            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the previous part.
             deeper: [B, s, H] of each depth of multi-token prediction in the parts before.
             labels: [B, S] next tokens; ``IGNORE`` marks positions that are not trained.
             token_counts: counts of the global batch, which the losses are divided by. Default: this
@@ -180,11 +180,11 @@ class CausalLM(nn.Module, ABC):
             given: [B, ...] further inputs of the loss, by name.
 
         Returns:
-            [B, s, H] hidden states, if this part does not predict; behind the first module for
-            multi-token prediction a tuple, with those of each depth so far. [B, S, V] logits, without
-            labels. [1] this micro-batch's share of the loss, with labels; the default loss is the
-            mean cross-entropy in nats. [B, S] likeliest next tokens, with ``next_token_at``;
-            ``IGNORE`` at other positions.
+            [B, s, H] hidden states, if this part does not predict; from the first module for
+            multi-token prediction on, a tuple of these and the states of each depth so far.
+            [B, S, V] logits, without labels. [1] this micro-batch's share of the loss, with labels;
+            the default loss is the mean cross-entropy in nats. [B, S] likeliest next tokens, with
+            ``next_token_at``; ``IGNORE`` at other positions.
         """
         if index is None:
             index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
@@ -201,7 +201,8 @@ class CausalLM(nn.Module, ABC):
         own = self.deeper_states(deeper[-1] if deeper else x, mtp_tokens, tokens, counts.mtp)
         if not self.predicts:
             if more := tuple(own):
-                # FSDP's hooks make views of inputs, which torch cannot detach between halves
+                # FSDP's hooks make views of inputs, which torch cannot detach between the halves of
+                # a backward (zero-bubble schedules)
                 x, *deeper = (state.clone() for state in (x, *deeper))
             return (x, *deeper, *more) if deeper or more else x
         states = chain(deeper, own)
@@ -215,7 +216,7 @@ class CausalLM(nn.Module, ABC):
         if mtp_tokens is None or inputs is None or next_token_at is not None:
             return predicted
         loss = self._mtp_loss(states, mtp_labels, inputs)
-        # The difference is zero, and has the gradient of the modules' losses.
+        # The difference has the value zero and the gradient of the modules' losses.
         return predicted + (loss - loss.detach())
 
     def _mtp_loss(
@@ -223,8 +224,8 @@ class CausalLM(nn.Module, ABC):
     ) -> torch.Tensor:
         """Return this rank's share of weight / D * sum over depths of mean cross-entropy.
 
-        Reported of each depth: its mean cross-entropy, and its acceptance: the share of its labels
-        that no token is likelier than.
+        Each depth reports its mean cross-entropy and its acceptance: the share of labels that are
+        the likeliest token, ties included.
         """
         backend = self.backend
         sequence = backend.pg_collection.sequence
@@ -252,7 +253,7 @@ class CausalLM(nn.Module, ABC):
     def _predict(
         self, x_BsH: torch.Tensor, inputs: LossInputs | None, next_token_at: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return next tokens, logits, or (with labels) the loss of what the head multiplies."""
+        """Return next tokens, logits or (with labels) the loss, given the head's input."""
         sequence = self.backend.pg_collection.sequence
         weight_VH = local_shard(self.head_weight)
         x_BSH = sequence.all_gather(x_BsH)

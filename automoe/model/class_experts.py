@@ -1,4 +1,4 @@
-"""Experts of a class of ``transformers``, multiplied by automoe's expert backends."""
+"""Experts of a class of ``transformers`` that automoe's expert backends compute."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from automoe.moe.experts import ExpertFn
 
 
 def are_swiglu(experts: nn.Module) -> bool:
-    """Return whether experts are SwiGLU of stacks [E, 2I, H] and [E, H, I], and nothing more.
+    """Return whether ``experts`` computes plain SwiGLU with stacks [E, 2I, H] and [E, H, I].
 
-    What lies between the two products is tried with numbers, large ones too, for limits.
+    Its activation is compared with SwiGLU on numbers, among them large ones, which reveal a clamp.
     """
     own = {name: tuple(one.shape) for name, one in experts.named_parameters()}
     plain = getattr(experts, "has_gate", False) and not (
@@ -35,9 +35,9 @@ def are_swiglu(experts: nn.Module) -> bool:
 
 
 def compute_by(experts: nn.Module, backend: ExpertFn) -> None:
-    """Make ``experts``, which are SwiGLU, multiply by ``backend``."""
+    """Replace the forward of ``experts``, which must be plain SwiGLU, by ``backend``."""
 
-    @wraps(experts.forward)  # the signature tells what the module is called with
+    @wraps(experts.forward)  # ``experts_modules`` reads the signature
     def forward(
         x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Low-rank adapters of modules that a class of ``transformers`` computes by its own code.
+"""Low-rank adapters for modules that run a forward of ``transformers``.
 
 A linear layer adds its adapter's output to its own. The code of experts multiplies by whole
 weights, so experts compute with the sum of their weights and the adapters' products, as in
@@ -35,7 +35,7 @@ def add_to_experts(experts: nn.Module, adapters: ExpertLora) -> None:
     experts.add_module("lora", adapters)
     code = _Code(experts)
 
-    @wraps(code.own_forward)  # the signature tells what the module is called with
+    @wraps(code.own_forward)  # ``experts_modules`` reads the signature
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         weights = {}
         for name, number in (("gate_up_proj", "13"), ("down_proj", "2")):
@@ -51,7 +51,7 @@ def add_to_experts(experts: nn.Module, adapters: ExpertLora) -> None:
 
 
 class _Code(nn.Module):
-    """The code of an experts module, for calls with other weights."""
+    """Wrapper that calls the original forward of an experts module with other weights."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ def check_called(model: nn.Module) -> None:
     """Check, after a forward pass, that linear layers with adapters were called.
 
     Raises:
-        ConfigError: the class reads the weight of such a layer instead, and its adapter is not
-            part of what is computed.
+        ConfigError: the class reads the weight of such a layer without calling the layer, so its
+            adapter has no effect.
     """
     for module in model.modules():
         if isinstance(module, Adapter) and not isinstance(module, ExpertLora):

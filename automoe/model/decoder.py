@@ -1,4 +1,4 @@
-"""The decoder that every native family declares, whole or as one pipeline stage.
+"""The decoder of all native families, whole or as one pipeline stage.
 
 Letters: B rows, S positions, s positions of this rank between two blocks, H hidden.
 """
@@ -29,9 +29,9 @@ class Decoder(CausalLM):
     checkpoints and training state need no renaming.
 
     Args:
-        layers: which of ``ModelConfig.all_layers`` this part holds; None means all. A part with
-            modules for multi-token prediction holds a copy of the embedding, which they read, and
-            a part with the first of them the final norm.
+        layers: the part of ``ModelConfig.all_layers`` that is held; None means all. A part with
+            modules for multi-token prediction holds a copy of the embedding, which they read. The
+            part with the first of these modules holds the final norm.
         embeds, predicts, backend: see ``CausalLM``.
     """
 
@@ -80,7 +80,7 @@ class Decoder(CausalLM):
                 # a frozen embedding needs no gradient, but the next pipeline stage always sends one
                 x.requires_grad_()
         blocks = [one for one in self.layers.values() if not isinstance(one, MTPBlock)]
-        if not blocks:  # a pipeline stage of the embedding or the head alone, or of nothing
+        if not blocks:  # a pipeline stage with only the embedding or the head, or an empty one
             return x
         context = AttentionContext(self.config, tokens, self.backend, x.dtype)
         local_tokens = tokens.local_shard(sequence)

@@ -56,7 +56,7 @@ def gated_delta_rule(
     size = v_BSNV.shape[1]
     repeats = v_BSNV.shape[2] // k_BSGK.shape[2]
     wide = torch.promote_types(dtype, torch.float32)
-    # Padding behind the row has a beta of zero, so it changes no state, and is cut off at the end.
+    # Padding after the row has a beta of zero, so it changes no state; it is cut off at the end.
     q_BNMCK, k_BNMCK, v_BNMCV, log_decay_BNMC1, beta_BNMC1 = (
         _chunked(x.to(wide), chunk)
         for x in (
@@ -68,8 +68,8 @@ def gated_delta_rule(
         )
     )
     to_here_BNMC1 = log_decay_BNMC1.cumsum(3).exp()
-    # Entry [..., i, j] sums from after j to i. Each entry is summed by itself, since differences of
-    # long sums would lose the short ones.
+    # Entry [..., i, j] sums the log decays of positions j + 1 ... i. Each is summed by itself, since
+    # a difference of long sums would lose the precision of a short one.
     square_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=v_BSNV.device)
     steps_BNMCC = log_decay_BNMC1.expand(*log_decay_BNMC1.shape[:4], chunk).masked_fill(
         square_CC.triu(), 0
@@ -104,7 +104,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _chunked(x_BSND: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Split [B, S, N, D], for any width D, into [B, N, M, C, D], with zeros behind the row."""
+    """Split [B, S, N, D], for any width D, into [B, N, M, C, D], padded with zeros at the end."""
     x_BNSD = F.pad(x_BSND.transpose(1, 2), (0, 0, 0, -x_BSND.shape[1] % chunk))
     return x_BNSD.unflatten(2, (-1, chunk))
 
@@ -176,7 +176,7 @@ class GatedDeltaNet(nn.Module):
         self.attend = gated_delta_rule
 
     def forward(self, x_BSH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """Return the output [B, S, H]; the state begins anew with each document of a row."""
+        """Return the output [B, S, H]; each document of a row starts from a state of zeros."""
         docs_BS = context.doc_ids
         x_BSH = self.sequence.all_gather(x_BSH)
         width = self.repeats * self.value_dim
@@ -239,9 +239,9 @@ class GatedDeltaNet(nn.Module):
         return torch.cat([x.flatten(2) for x in mixed], dim=-1), b.flatten(2), a.flatten(2)
 
     def _own_rows(self, context: Communicator) -> Rows:
-        """Return the channels (queries, keys and values) of the heads of this rank of tp.
+        """Return the channels (queries, keys and values) of this tp rank's heads.
 
-        With ``context`` they are those of the heads that ``exchange_heads`` leaves it.
+        If ``context`` has several ranks: only of the heads that ``exchange_heads`` gives this rank.
         """
         ranks = self.sequence.num_ranks * context.num_ranks
         if ranks == 1:

@@ -1,11 +1,12 @@
 """FLOPs of one training token. No torch.
 
-FLOPs come in the two conventions that published MFU figures use. A multiply-add is 2 FLOPs and the
-backward pass costs twice the forward, so a weight that a token meets costs 6; a frozen one 4, or 2
-where nothing below it is trained. A gated delta net counts as its recurrence: reading a head's
-state with a key, changing it, and reading it with a query are three products of Dk x Dv numbers a
-token. Queries that see chosen keys are counted with these alone; an indexer scores all keys, and
-learns from the chosen ones. Router, norms, biases, softmax and recomputation are not counted.
+FLOPs come in the two conventions that published MFU figures use (``TokenFlops``). A multiply-add is
+2 FLOPs and the backward pass costs twice the forward. So a number of a trained weight costs 6 FLOPs
+per token, and one of a frozen weight 4, or 2 if no earlier parameter is trained. A gated delta net
+counts as its recurrence: reading a head's state with a key, updating it, and reading it with a
+query are three products of Dk x Dv numbers per token. With an indexer, attention is counted over
+the chosen keys; the indexer scores all keys and learns from the chosen ones. Router, norms, biases,
+softmax and recomputation are not counted.
 """
 
 from __future__ import annotations
@@ -65,17 +66,19 @@ def train_flops_per_token(
     for param in params:
         by_layer.setdefault(param.layer, []).append(param)
     embedding, *tail = by_layer[None]
-    flows = embedding.trained  # whether the input of the next parameters needs a gradient
+    needs_grad = embedding.trained  # whether the input of the next parameters needs a gradient
     matmul = causal = full = 0.0
     for layer in model.all_layers:
         for place in range(NUM_PLACES):
             here = [param for param in by_layer[layer] if param.spec.place == place]
-            matmul += sum(_active(model, param) * _passes(param, flows) for param in here)
-            flows = flows or any(param.trained and not param.spec.detached for param in here)
+            matmul += sum(_active(model, param) * _passes(param, needs_grad) for param in here)
+            needs_grad = needs_grad or any(
+                param.trained and not param.spec.detached for param in here
+            )
             if place != SCORES:
                 continue
-            # Two products, forward and for both of their factors backward.
-            passes = 6 if flows else 2
+            # Two products, each computed forward and for both of its factors backward.
+            passes = 6 if needs_grad else 2
             if is_linear(attention, layer):
                 state = attention.linear_key_head_dim * attention.linear_value_head_dim
                 causal += passes * attention.linear_num_value_heads * state * 3
@@ -92,11 +95,12 @@ def train_flops_per_token(
                 dims = attention.index_n_heads * attention.index_head_dim
                 causal += dims * (seq_len + 4 * learns * band)
                 full += dims * (2 * seq_len + 4 * learns * keys)
-                flows = flows or learns  # its loss rides on attention's output
-    flows = flows or tail[0].trained
+                # The indexer's loss is attached to attention's output.
+                needs_grad = needs_grad or learns
+    needs_grad = needs_grad or tail[0].trained
     head = model.hidden_size * model.vocab_size
     uses = 1 + model.num_mtp_layers
-    matmul += head * uses * _passes(tail[-1] if len(tail) > 1 else embedding, flows)
+    matmul += head * uses * _passes(tail[-1] if len(tail) > 1 else embedding, needs_grad)
     return TokenFlops(causal=matmul + causal, full_attention=matmul + full)
 
 
@@ -113,13 +117,14 @@ def step_flops_per_token(config: Config) -> TokenFlops:
     return train_flops_per_token(model, config.train.seq_len, made=made)
 
 
-def _passes(param: Param, flows: bool) -> int:
-    """Return FLOPs per token of one number of a weight.
+def _passes(param: Param, needs_grad: bool) -> int:
+    """Return FLOPs per token and number of a weight.
 
-    They consist of the forward product, the gradient of the input if needed, and the weight's.
+    These are the forward product, the gradient of its input if ``needs_grad``, and the gradient of
+    the weight if it is trained.
     """
-    flows = flows and not param.spec.detached
-    return 2 + 2 * (flows or param.name.endswith(_LORA_B)) + 2 * param.trained
+    needs_grad = needs_grad and not param.spec.detached
+    return 2 + 2 * (needs_grad or param.name.endswith(_LORA_B)) + 2 * param.trained
 
 
 def _active(model: ModelConfig, param: Param) -> int:

@@ -48,13 +48,16 @@ _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 
 
 def refused(path: object, what: str, remedy: str = "Choose another checkpoint") -> ConfigError:
-    """Return the error for a model that neither tier computes, with the part that is in the way."""
+    """Return the error for a model that neither a native family nor a class of transformers serves.
+
+    ``what`` names the obstacle.
+    """
     rule = f"automoe has no native family for it, nor does the class of transformers serve: {what}"
     return ConfigError("model.hf_path", path, rule, remedy)
 
 
 def build_causal_lm(path: str, experts: str = "eager") -> Any:
-    """Return the class of ``transformers`` for the text model of ``config.json``, on meta.
+    """Build the text model of ``config.json`` by its class of ``transformers``, on meta.
 
     Parameters have torch's default dtype.
 
@@ -78,7 +81,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
         kind = transformers.CONFIG_MAPPING[model_type]
         config = kind.from_dict(stated)
         text = config.get_text_config(decoder=True)
-        if text is not config and type(text) in classes:  # of a wrapper with vision or audio
+        if text is not config and type(text) in classes:  # the text model of a wrapper
             text.tie_word_embeddings = text_config(stated)["tie_word_embeddings"]
             config = text
         if type(config) not in classes:
@@ -103,20 +106,20 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
         for key, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            if parameter.requires_grad:  # of one dtype, for FSDP
+            if parameter.requires_grad:  # FSDP needs one dtype
                 parameter.data = parameter.data.to(torch.get_default_dtype())
-            else:  # such as a bias of the selection: neither sharded nor rounded
+            else:  # such as a selection bias, which must be neither sharded nor rounded
                 del module._parameters[key]
                 module.register_buffer(key, parameter.data)
     return model
 
 
 def loading_class(config: Any, whole: bool = False) -> Any:
-    """Return the automatic class of ``transformers`` that loads a checkpoint with this config.
+    """Return the auto class of ``transformers`` that loads a checkpoint with this config.
 
     Args:
-        whole: a wrapper is loaded with its other parts; else its text model alone, if that has a
-            class of its own.
+        whole: load all parts of a wrapper; else its text model alone, if that has a class of its
+            own.
     """
     import transformers
 
@@ -127,7 +130,7 @@ def loading_class(config: Any, whole: bool = False) -> Any:
 
 
 def _text_path(model: Any) -> str:
-    """Return the name of a wrapper's module that is the text model; empty if ``model`` is."""
+    """Return the name of a wrapper's text model; empty if ``model`` is itself the text model."""
     kind = type(model.config.get_text_config(decoder=True))
     named = ((name, getattr(module, "config", None)) for name, module in model.named_modules())
     return next((name for name, config in named if type(config) is kind), "")
@@ -157,7 +160,7 @@ def _remove_beside(model: Any) -> None:
 
 
 def _refuse_random(values: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for a setting, in parts of parts too, that draws random numbers."""
+    """Raise ``ValueError`` for a setting, nested ones included, that draws random numbers."""
     for key, value in values.items():
         if isinstance(value, dict):
             _refuse_random(value)
@@ -170,7 +173,7 @@ def _refuse_random(values: dict[str, Any]) -> None:
 
 
 def is_tied(model: Any) -> bool:
-    """Return whether the head is the embedding."""
+    """Return whether head and embedding share one weight."""
     return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
@@ -239,10 +242,10 @@ def _class_params(path: str, stated: bytes) -> tuple[Param, ...]:
 
 
 def _adapted(model: Any) -> dict[str, str]:
-    """Return the parameters of layers that may get adapters, with the last name of each.
+    """Return the parameters that may get adapters, each with its last name in ``lora.targets``.
 
-    These are the matrices of linear layers, and stacks [E, O, I] of experts under transformers'
-    usual names. Vectors (gates of one number) have no adapter.
+    These are the matrices of linear layers, named as the layer, and stacks [E, O, I] of experts
+    under transformers' usual names. Vectors (gates of one number) have no adapter.
     """
     found = {}
     for name, module in model.named_modules():
@@ -257,7 +260,10 @@ def _adapted(model: Any) -> dict[str, str]:
 
 
 class _WithoutNumbers(TorchFunctionMode):
-    """Lets code that reads numbers run on meta: each number is one, and no element is nonzero."""
+    """Mode that lets code that reads tensor values run on meta.
+
+    Every value that is read is one, and ``nonzero`` finds no element.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__index__):
@@ -271,8 +277,8 @@ class _WithoutNumbers(TorchFunctionMode):
 def uncalled_layers(path: str) -> frozenset[str]:
     """Return the weights of linear layers that the class reads without calling the layer.
 
-    The class runs on meta. The result is empty if it needs numbers; the first forward pass of a run
-    then finds such a layer (``class_lora.check_called``).
+    The class runs on meta. The result is empty if its code fails there; the first forward pass of a
+    run then finds such a layer (``class_lora.check_called``).
     """
     model = build_causal_lm(path)
     left = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)}
@@ -281,13 +287,13 @@ def uncalled_layers(path: str) -> frozenset[str]:
     with torch.device("meta"), torch.no_grad(), _WithoutNumbers():
         try:
             model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
-        except Exception:  # code of a class may raise any exception where there are no numbers
+        except Exception:  # code of a class may raise any exception on meta
             return frozenset()
     return frozenset(left)
 
 
 def head_scale(model: Any, path: str) -> float:
-    """Return what the class multiplies the head's product by to get logits.
+    """Return the factor by which the class multiplies the head's product to get logits.
 
     The class's own code runs with a small head and random hidden states.
 
@@ -325,7 +331,7 @@ class _Outputs:
 
 
 class _Returns(nn.Module):
-    """Stand-in for the layers of a class: returns given hidden states, and None as all the rest."""
+    """Stand-in for a class's layers; returns given hidden states, and None for other outputs."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()

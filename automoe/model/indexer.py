@@ -33,7 +33,7 @@ CHUNK = 128  # queries whose scores by every head are in memory at once
 
 
 class IndexInputs(NamedTuple):
-    """What scores are made of: queries [B, s, J, D], keys [B, R, D], weights of heads [B, s, J].
+    """Inputs of the scores: queries [B, s, J, D], keys [B, R, D], weights of heads [B, s, J].
 
     Queries are scaled by 1/sqrt(D) and weights by 1/sqrt(J), as in ``transformers``.
     """
@@ -82,7 +82,7 @@ class Indexer(nn.Module):
     def forward(
         self, x_BsH: torch.Tensor, latent_BsL: torch.Tensor, context: AttentionContext
     ) -> IndexInputs:
-        """Return what scores are made of, in at least float32, from detached inputs."""
+        """Return the inputs of the scores, in at least float32, computed from detached tensors."""
         x_BsH, latent_BsL = x_BsH.detach(), latent_BsL.detach()
         cos, sin = (self.ranks.local_shard(angle) for angle in (context.cos, context.sin))
         q_BsJD = self.wq_b(latent_BsL).unflatten(-1, (-1, self.dim))
@@ -108,7 +108,7 @@ class Indexer(nn.Module):
         for q, w, seen, chosen in _chunks(inputs.q, inputs.w, seen_BsR, chosen_BsR):
             scores = index_scores(q, inputs.k, w)[0].masked_fill(~seen, -torch.inf)
             top = scores.topk(min(self.topk, scores.shape[-1])).indices
-            # Queries with fewer keys than k have chosen some that they do not see.
+            # A query that sees fewer than k keys has chosen unseen ones as well: drop these.
             chosen.scatter_(-1, top, True).logical_and_(seen)
         return self.ranks.all_gather(chosen_BsR)
 
@@ -121,13 +121,13 @@ class Indexer(nn.Module):
         scale: float,
         context: AttentionContext,
     ) -> torch.Tensor | None:
-        """Return this rank's share of the loss, a scalar; None if nothing here learns from it.
+        """Return this rank's share of the loss, a scalar; None if the indexer does not learn.
 
-        It is the mean over the tokens of the global batch.
+        The loss is the mean over the tokens of the global batch.
 
         Args:
             chosen_BSR: keys that each query attends to.
-            q_BSND, k_BRND, scale: what attention computes its scores from, of this rank's heads.
+            q_BSND, k_BRND, scale: inputs of attention's scores, for this rank's heads.
         """
         learns = torch.is_grad_enabled() and self.training
         if not (learns and any(x.requires_grad for x in inputs)):
@@ -152,7 +152,7 @@ def index_scores(
     q_BcJD: torch.Tensor, k_BRD: torch.Tensor, w_BcJ: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scores [B, c, R] of all keys (equation 1), and those of every head [B, c, J, R]."""
-    # one product for all queries of a row: a product for each would copy the keys for each
+    # One product for all queries of a row; a product per query would copy the keys each time.
     by_head_BcJR = F.relu(q_BcJD.flatten(1, 2) @ k_BRD.mT).unflatten(1, q_BcJD.shape[1:3])
     return (w_BcJ.unsqueeze(-2) @ by_head_BcJR).squeeze(-2), by_head_BcJR
 

@@ -22,7 +22,7 @@ _CHUNK = 1 << 22  # elements filled at once; bounds scratch memory
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make floating-point tensors of ``dtype`` where none is named."""
+    """Set torch's default dtype to ``dtype`` within the context."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -40,11 +40,11 @@ def fill_normal_(parameter: torch.Tensor, name: str, std: float, seed: int) -> N
 
 
 def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Walk over this rank's part of ``parameter`` (a tensor or a DTensor), some rows at a time.
+    """Iterate over this rank's part of ``parameter`` (a tensor or a DTensor), some rows at a time.
 
     Yields:
-        The rows of the part's first dim, and for each of their elements the index in the full
-        parameter, laid out row by row (int64).
+        A slice of the part's first dim, and for each element in it the row-major index in the full
+        parameter (int64).
     """
     local = local_shard(parameter)
     offset = global_offset(parameter)
@@ -68,9 +68,7 @@ def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tenso
 
 
 def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """Return where this rank's part of ``parameter`` lies in the full parameter, in a few numbers.
-
-    These describe the same indices as ``indexed_blocks``.
+    """Describe in a few numbers the indices that ``indexed_blocks`` yields for ``parameter``.
 
     Returns:
         The index of the part's first element, and (size, stride in the full parameter) of its dims.
@@ -99,19 +97,18 @@ def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
 def initialize(model: nn.Module, std: float, seed: int) -> None:
     """Fill every parameter of ``model``.
 
-    A module's ``first_values`` decide for its parameters, by a word or by the full tensor, and
-    ``kept`` leaves a parameter unchanged. Other biases become zero, all other parameters
-    normal(0, std). ``model`` may be a pipeline stage (its names are global) and its parameters
-    DTensors of any mesh.
+    A module's ``first_values`` give a parameter a word (``zeros``, ``ones``, ``log_uniform``, or
+    ``kept``: leave it unchanged) or its full tensor. Other biases become zero, and all other
+    parameters normal(0, std). ``model`` may be a pipeline stage (its names are global) and its
+    parameters DTensors of any mesh.
     """
     for prefix, module in model.named_modules():
         first_values = getattr(module, "first_values", {})
         for last, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{last}" if prefix else last
-            kind = (
-                "zeros"
-                if last in ("bias", "gate_up_proj_bias", "down_proj_bias")
-                else first_values.get(last, "normal")
+            kind = first_values.get(
+                last,
+                "zeros" if last in ("bias", "gate_up_proj_bias", "down_proj_bias") else "normal",
             )
             if isinstance(kind, torch.Tensor):
                 local = local_shard(parameter)

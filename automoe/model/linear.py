@@ -16,7 +16,7 @@ from automoe.moe.local_shard import local_shard
 from automoe.moe.process_groups import Communicator
 from automoe.quantize.packed import linear
 
-Rows = tuple[slice, ...] | None  # None: all
+Rows = tuple[slice, ...] | None  # ranges of output features; None: all
 
 
 def take_rows(x: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -30,7 +30,7 @@ class Linear(nn.Module):
     """Linear layer ``x @ weight.T + bias`` with weight [O, I] and an optional bias [O].
 
     Args:
-        rows: use only these output features, of a weight that the rank keeps whole.
+        rows: output features to use, if the rank holds the whole weight but needs only some.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Linear(nn.Module):
         return out_BSO if self.bias is None else out_BSO + local_shard(self.bias)
 
     def multiply(self, x_BSI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x times this rank's weight, plus a bias; layers that replace this one differ."""
+        """Return x times this rank's weight, plus a bias. Subclasses override this method."""
         return linear(x_BSI, self.shard(self.weight), bias_O)
 
     def shard(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,8 @@ class Lora(Adapter):
     """The adapter of a ``Linear``: A [r, I], B [O, r].
 
     Under tensor parallelism B is sharded with the output features, or A with the input features.
-    Every rank keeps the other one whole, and its gradient there is a term of a sum, as for any
-    parameter that tp leaves whole.
+    The other matrix is replicated, and each rank's gradient of it is a term of a sum over ranks, as
+    for any replicated parameter.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Lora(Adapter):
         self.B = nn.Parameter(torch.empty(out_features, lora.rank))
 
     def forward(self, x_BSI: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Return the adapter's term of the output [B, S, O], or of these ``rows`` of it."""
+        """Return the adapter's term of the output [B, S, O], or of its features ``rows``."""
         b_Or = self.weight("B", x_BSI.dtype)
         low_BSr = F.linear(x_BSI, self.weight("A", x_BSI.dtype)) * self.scale
         return F.linear(low_BSr, take_rows(b_Or, rows))
@@ -68,15 +68,16 @@ class LoRALinear(Linear):
 def adapt(
     part: CausalLM, config: Config, trained_dtype: torch.dtype, frozen_dtype: torch.dtype
 ) -> None:
-    """Freeze what ``lora`` or ``train.freeze`` leave untrained, and add the adapters, on meta.
+    """Freeze the parameters that ``lora`` or ``train.freeze`` exclude, and add adapters on meta.
 
     Modules with adapters are replaced by ``LoRALinear`` and ``LoRAExperts``.
 
     Args:
         part: decoder, or a part of it, on the meta device.
         trained_dtype: dtype of adapters.
-        frozen_dtype: dtype of frozen parameters other than routers. They are multiplied in it,
-            since no update is added to them. Matrices that ``lora.base`` names are packed bytes.
+        frozen_dtype: dtype in which frozen parameters other than routers are stored and multiplied;
+            they need no wider copy, since they are not updated. Matrices that ``lora.base`` packs
+            are bytes.
     """
     if not (config.lora.rank or config.train.freeze):
         return

@@ -34,7 +34,7 @@ def chunk_loss(
     hits: torch.Tensor | None = None,
     in_kernels: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the sum of a chunk's losses, and if ``wanted`` its gradient by the logits.
+    """Return the sum of a chunk's losses and, if ``wanted``, its gradient with respect to logits.
 
     The gradient [T, V] has the dtype of x. ``in_kernels`` is ``kernels.loss=triton``. Other
     arguments are those of ``cross_entropy_sum``.
@@ -55,8 +55,8 @@ def chunk_loss(
     if in_kernels:
         sum_T1 *= (mine_T1 - largest_T1).exp_()
     else:
-        # This is softmax without its divisor. The cost is passes over memory: the subtraction also
-        # widens, and the product also narrows.
+        # Softmax without its divisor. Passes over memory are the cost, so the subtraction also
+        # widens, and the product below also narrows.
         grad_TV = (
             logits_TV.sub_(largest_T1) if logits_TV.dtype == wide else logits_TV - largest_T1
         ).exp_()
@@ -82,10 +82,10 @@ def _chunks(x_TH: torch.Tensor) -> Iterator[slice]:
 def _targets(
     labels_T: torch.Tensor, weight_VH: torch.Tensor, first_id: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return three tensors [T, 1] about labels.
+    """Return for each token, as tensors [T, 1], three facts about its label.
 
-    They are whether a token is trained, the row of its label in this rank's weight, and whether
-    this rank has that row.
+    These are whether the token is trained, the row of the label in this rank's weight, and whether
+    this rank holds that row.
     """
     trained_T1 = (labels_T != IGNORE).unsqueeze(1)
     # Under tensor parallelism this rank has some rows of the vocabulary, and another rank may have
@@ -189,7 +189,7 @@ def cross_entropy_sum(
         vocab: the ranks that hold the other rows, all with the same x and labels. Each of these
             ranks returns the whole loss; their gradients of x are terms of a sum.
         chunk_fn: function that computes a chunk, possibly compiled.
-        hits: int64 scalar, to which the number of labels is added that no token is likelier than.
+        hits: int64 scalar; receives the number of labels that are the likeliest token, added to it.
 
     Returns:
         Scalar in at least float32, in nats; not divided by any count.
@@ -250,8 +250,8 @@ def token_losses(
 ) -> torch.Tensor:
     """Return -log softmax(x @ weight.T)[label] of every token: [T] in nats, at least float32.
 
-    The loss is 0 for tokens that are not trained. Arguments are those of ``cross_entropy_sum``. A
-    step takes a third more of the head's products than with ``cross_entropy_sum``.
+    The loss is 0 for tokens that are not trained. Arguments are those of ``cross_entropy_sum``. The
+    backward recomputes logits, so a step computes four products with the head instead of three.
     """
     return _TokenLosses.apply(x_TH, weight_VH, labels_T, first_id, vocab)
 
@@ -326,6 +326,6 @@ class LossInputs:
 
 # A loss ``(nll_BS, inputs) -> scalar`` returns this rank's share of the step's loss: the sum over
 # ranks and micro-batches is the loss. It may have two attributes: ``metrics``, the names that it
-# reports, and ``mean_over="documents"`` if it is a mean over documents and not over tokens (its
-# validation then is one too).
+# reports, and ``mean_over="documents"`` if it is a mean over documents and not over tokens (the
+# validation loss then is a mean over documents, too).
 Loss = Callable[[torch.Tensor, LossInputs], torch.Tensor]

@@ -1,8 +1,8 @@
 """Modules for multi-token prediction (MTP): DeepSeek-V3, arXiv 2412.19437, section 2.2.
 
-Module k of D takes, at position i, what the head multiplies at depth k - 1 (depth 0 is the model)
-and the embedding of token i + k, and predicts token i + k + 1 with the model's own head. As in
-Megatron-Core and in engines that draft with these modules, a state is passed on behind its norm.
+Module k of D takes, at position i, the head's input at depth k - 1 (depth 0 is the model) and the
+embedding of token i + k, and predicts token i + k + 1 with the model's own head. As in
+Megatron-Core and in engines that draft with these modules, states are passed on after their norm.
 
 Letters: B rows, S positions, s positions of this rank between two blocks, H hidden, D modules.
 """
@@ -18,12 +18,15 @@ from automoe.model.block import Block
 from automoe.model.linear import Linear
 from automoe.moe.tokens import IGNORE, Tokens
 
-MTP_METRICS = ("mtp_loss", "mtp_acceptance")  # of depth k, with ".k" behind
+MTP_METRICS = ("mtp_loss", "mtp_acceptance")  # followed by ".k" for depth k
 NO_TOKEN = -1  # in shifted tokens: the document has ended
 
 
 class MTPBlock(Block):
-    """Decoder layer of one module, with what joins its two inputs; parameters have HF's names."""
+    """Decoder layer of one module, with the norms and projection that join the module's two inputs.
+
+    Parameters have HF's names.
+    """
 
     def __init__(
         self, config: ModelConfig, moe: MoEConfig, layer: int, backend: BackendConfig
@@ -43,10 +46,10 @@ class MTPBlock(Block):
         tokens: Tokens,
         embedded_BsH: torch.Tensor,
     ) -> torch.Tensor:
-        """Return what the head multiplies at this depth [B, s, H]; x is that of the depth before.
+        """Return the head's input [B, s, H] at this depth; x is its input at the previous depth.
 
         Args:
-            tokens: those of this depth; positions whose document has ended are padding.
+            tokens: tensors of this depth; positions whose document has ended are padding.
             embedded_BsH: embeddings of the tokens that this depth is given.
         """
         joined = torch.cat((self.enorm(embedded_BsH), self.hnorm(x_BsH)), dim=-1)
@@ -59,8 +62,8 @@ def shift_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens that every depth is given, and its labels: [B, S, D] each.
 
-    Depth k is given the token k places later and has the label of that place, where that place
-    belongs to the same document; else ``NO_TOKEN`` and ``IGNORE``.
+    Depth k is given the token k places later and has the label of that place if the place belongs
+    to the same document; else ``NO_TOKEN`` and ``IGNORE``.
 
     Args:
         tokens_BS, labels_BS: whole rows.

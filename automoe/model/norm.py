@@ -19,10 +19,10 @@ from automoe.moe.process_groups import Communicator
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm of torch's operations, for the CPU and float64.
+    """RMSNorm in plain torch operations, for the CPU and float64.
 
     x [T, D] may have any dtype, weight [D] is at least float32. It computes in the weight's dtype
-    and keeps x in its own dtype. With r = 1 / sqrt(mean(x^2) + eps), g the incoming gradient and p
+    and saves x in its own dtype. With r = 1 / sqrt(mean(x^2) + eps), g the incoming gradient and p
     = g * x: dweight = sum over rows of r p, and dx = r g * weight - x r^3 (p @ weight) / D.
     """
 
@@ -115,9 +115,9 @@ class RMSNorm(nn.Module):
 
 
 class _NormOverRanks(torch.autograd.Function):
-    """Norms of features that lie on several ranks: x [..., w] each, then a weight [w] each.
+    """RMSNorms of features sharded over ranks: an x [..., w] per norm, then a weight [w] per norm.
 
-    It keeps each x in its own dtype. With P ranks, r = 1 / sqrt(mean(x^2) + eps) and g the incoming
+    It saves each x in its own dtype. With P ranks, r = 1 / sqrt(mean(x^2) + eps) and g the incoming
     gradient: dx = r g * weight - x r^3 sum over all features of (g * x * weight) / (P w).
     """
 
@@ -163,12 +163,12 @@ def norm_over_ranks(
     rows: Sequence[Rows],
     ranks: Communicator,
 ) -> tuple[torch.Tensor, ...]:
-    """Apply norms over features that lie on several ranks; their squares travel together.
+    """Apply norms over features that are sharded over ranks, with one all-reduce for all norms.
 
     Args:
         norms: norms with the same epsilon.
-        given: [..., w] of this rank for each norm. Features of which several ranks have copies
-            are on equally many ranks each, so copies do not change the mean.
+        given: [..., w] of this rank for each norm. If features are replicated, each is on equally
+            many ranks, so copies do not change the mean.
         rows: for each norm, the features of its whole weight that this rank has.
     """
     wide = torch.promote_types(given[0].dtype, torch.float32)

@@ -34,17 +34,17 @@ class ParamSpec:
     Attributes:
         name: of the parameter within its module; in ``SPECS`` within its layer.
         shape: one word for each dim: a sum of products of sizes.
-        place: where in its layer a token meets the parameter. Those of one place do not wait for
-            each other. 0: first norm, and what joins an MTP module's inputs. 1: projections of
-            its output. 2: norms, convolution and decays. 3: projections of latents, sinks. 4: norm
-            of the heads' output. 5: output projection. 6: second norm. 7: router and projections
-            into FFNs. 8: projections out of FFNs.
+        place: order in which a token passes the parameters of a layer; parameters of one place do
+            not depend on each other. 0: first norm, and what joins an MTP module's inputs.
+            1: projections of the first norm's output. 2: norms, convolution and decays.
+            3: projections of latents, sinks. 4: norm of the heads' output. 5: output projection.
+            6: second norm. 7: router and projections into FFNs. 8: projections out of FFNs.
         kind: ``matrix``: tokens are multiplied by it; ``conv``: a convolution over a few positions;
             ``vector``: added or compared; ``norm``: scales of a norm; ``buffer``: not trained.
         tp: the dim that tensor parallelism shards; None: every rank keeps the whole tensor.
         etp: the dim that expert tensor parallelism shards. Ranks that share the width of an expert
             add up their outputs, so each of them adds its own columns of down_proj_bias.
-        fsdp: the dim that FSDP shards. For experts it is the one of rows, because row shards of a
+        fsdp: the dim that FSDP shards. For experts it is the dim of rows, because row shards of a
             matrix are contiguous in a HuggingFace file, and dim 0 already belongs to the ep axis.
         fp8: whether ``train.fp8`` multiplies by it in 8 bits.
         lora: its name in ``lora.targets``; None: it gets no adapter.
@@ -52,8 +52,8 @@ class ParamSpec:
         hf: its key below ``model.layers.N.`` in published files, if that differs from its name;
             gate and up have one key each. A family lists its other spellings
             (``automoe.hf.keys``).
-        when: the key of ``ModelConfig`` that gives a module this parameter, or takes it away after
-            ``not``.
+        when: key of ``ModelConfig`` that must be set for a module to have this parameter, or, after
+            ``not``, must not be set.
         part: one of ``PARTS``; set by the module.
         group: the name of its part in ``lora.targets``; set by the module.
     """
@@ -97,12 +97,13 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Param:
-    """One tensor of a model: a row of the table with numbers.
+    """One tensor of a model: a row of the table with its concrete shape.
 
     Attributes:
         layer: number of its decoder layer; None: embedding, final norm or head.
         kv_heads: number of key and value heads, for a projection to keys or values.
-        packed: numbers in a block, if ``lora.base`` packs it; ``shape`` ends in blocks and bytes.
+        packed: numbers per block if ``lora.base`` packs the tensor, whose ``shape`` then ends in
+            blocks and bytes; else 0.
     """
 
     name: str
@@ -128,12 +129,12 @@ class Param:
 
     @property
     def expert(self) -> bool:
-        """Whether it lives on the moe mesh: sharded over ep and ep_shard, not dp_shard and cp."""
+        """Whether the moe mesh shards the tensor: over ep and ep_shard, not dp_shard and cp."""
         return self.part == "routed_experts"
 
     @property
     def whole_over_etp(self) -> bool:
-        """Whether each etp rank keeps the whole tensor: true for adapters of the other dims."""
+        """Whether every etp rank holds the whole expert tensor, as with adapters of other dims."""
         return self.expert and self.spec.etp is None
 
     @property

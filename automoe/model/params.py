@@ -93,7 +93,7 @@ _MLA = (
     _colwise("kv_b_proj", "N*C+N*W Rkv", 3),
     _rowwise("o_proj", "H N*W", 5),
 )
-# Whole on every tp rank, which computes its own positions; neither adapters nor 8 bits.
+# Replicated over tp: each rank computes its own positions. They have neither adapters nor 8 bits.
 _INDEXER = (
     ParamSpec("wq_b.weight", "J*Dj Rq", 3, detached=True),
     ParamSpec("wk.weight", "Dj H", 1, detached=True),
@@ -145,14 +145,14 @@ _EXPERTS = (
 _MTP = (
     _norm("enorm", "H", 0),
     _norm("hnorm", "H", 0),
-    ParamSpec("eh_proj.weight", "H 2*H", 0),  # whole over tp, and neither an adapter nor 8 bits
+    ParamSpec("eh_proj.weight", "H 2*H", 0),  # replicated over tp; no adapter, not in 8 bits
     _norm("shared_head.norm", "H", 8),
 )
 _SHARED_EXPERTS = (
     _colwise("gate_proj", "S H", 7),
     _colwise("up_proj", "S H", 7),
     _rowwise("down_proj", "H S", 8),
-    ParamSpec(  # one number per token: neither an adapter nor 8 bits
+    ParamSpec(  # one number per token: no adapter, not in 8 bits
         "output_gate.weight",
         "1 H",
         7,
@@ -385,9 +385,9 @@ def embedding_stages(model: ModelConfig, layers: list[range]) -> list[int]:
 
 
 def num_states(model: ModelConfig, held: range) -> int:
-    """Return the number of hidden states that a pipeline stage with the layers ``held`` hands on.
+    """Return the number of hidden states that a pipeline stage with the layers ``held`` sends on.
 
-    They are the model's own, and those of the modules for multi-token prediction so far.
+    One is the model's own, and each module for multi-token prediction up to there adds one.
     """
     return 1 + max(0, held.stop - model.num_layers)
 
@@ -397,12 +397,12 @@ def stage_params(
 ) -> list[Param]:
     """Return the parameters of pipeline stage ``stage`` in order; its layers are ``layers[stage]``.
 
-    A tied head is the embedding and adds nothing, or is a copy of it in a stage of its own. So is
-    the embedding that modules for multi-token prediction read. The final norm is with the first of
-    them, else with the head. A class of ``transformers`` is one stage.
+    A tied head is the embedding and adds nothing, or is a copy of it if it is in another stage.
+    Modules for multi-token prediction read a copy, too. The final norm is with the first of these
+    modules, else with the head. A class of ``transformers`` is one stage.
     """
     if model.family == TRANSFORMERS:
-        from automoe.model.hf_class import class_params  # with torch
+        from automoe.model.hf_class import class_params  # imports torch
 
         every = class_params(str(model.hf_path))
         return [param for param in every if buffers or param.spec.kind != "buffer"]

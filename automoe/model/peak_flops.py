@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Dense bfloat16 FLOP/s of the makers' data sheets. The first name that is part of a device's counts:
-# H200 stands before H20, which is part of it, and GB200 before B200.
+# Dense bfloat16 FLOP/s from the makers' data sheets. The first entry contained in a device's name
+# wins, so H200 stands before H20, and GB200 before B200.
 _PEAKS = {
     "A100": 312e12,
     "RTX A6000": 154.85e12,

@@ -141,9 +141,9 @@ def turn_dims(
     to_pairs: bool,
     back: bool,
 ) -> torch.Tensor:
-    """Return a copy of x with the dims from ``start`` on rotated, backwards if ``back``.
+    """Return a copy of x with R dims, from ``start`` on, rotated, by minus the angles if ``back``.
 
-    Input and output are laid out in pairs (2i, 2i+1) or in halves.
+    Input and output each have a layout of their own: pairs (2i, 2i+1) or halves (i, i + P).
     """
     sin = -sin if back else sin
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -158,7 +158,7 @@ def turn_dims(
 
 
 def _thirds(x: torch.Tensor, start: int, cos: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split the last dim into the dims before, within and behind the rotary ones."""
+    """Split the last dim into the dims before the rotary ones, these, and the dims after them."""
     return x.tensor_split((start, start + 2 * cos.shape[-1]), dim=-1)
 
 

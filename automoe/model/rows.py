@@ -1,4 +1,4 @@
-"""Whole rows from ranks that hold parts of them: all positions gathered, or positions for heads.
+"""Whole rows from ranks that hold parts of them, by all-gather or by all-to-all (Ulysses).
 
 Each of P ranks holds two of a row's 2 P chunks, one from its head and the mirror chunk from its
 tail (``automoe.parallel.context.head_tail_index``). Letters: B rows, S positions of this rank, R =
@@ -30,9 +30,9 @@ def _in_row_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def whole_rows(tokens: Tokens, ranks: Communicator) -> Tokens:
-    """Return what masks read of ``tokens`` for whole rows: index and document ids [B, R].
+    """Return ``tokens`` with the index and document ids [B, R] of whole rows, which masks read.
 
-    Other tensors stay those of this rank's positions.
+    Other tensors keep this rank's positions.
     """
     num_rows, size = tokens.index.shape
     index_R = torch.arange(size * ranks.num_ranks, device=tokens.index.device)
@@ -42,9 +42,10 @@ def whole_rows(tokens: Tokens, ranks: Communicator) -> Tokens:
 
 
 def exchange_heads(ranks: Communicator, *given_BSND: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Give up heads for positions (arXiv 2309.14509): [B, S, N, D] to [B, R, n, D], rows in order.
+    """Exchange heads for positions (Ulysses, arXiv 2309.14509): [B, S, N, D] to [B, R, n, D].
 
-    One all-to-all sends all tensors, which may differ in N. Rank p takes the p-th n heads of each.
+    The result has positions in the order of the row. One all-to-all sends all tensors, which may
+    differ in N. Rank p takes the p-th n heads of each.
     A tensor with fewer heads than ranks has each head repeated for the ranks that share it.
     """
     num_ranks = ranks.num_ranks

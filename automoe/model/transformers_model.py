@@ -1,9 +1,9 @@
-"""A model computed by its class of ``transformers``: the tier of all families without a declaration.
+"""A model computed by its class of ``transformers``, for families without a native declaration.
 
 ``transformers`` builds the class on the meta device from the ``config.json`` at ``model.hf_path``.
-``TransformersModel`` gives it what the trainer asks of a model (``CausalLM``). The class computes
-its layers, whatever they are; loss, balance losses and counters are those of native families.
-Parameters keep the class's names. Code that comes with a checkpoint is never imported.
+``TransformersModel`` gives it the trainer's interface (``CausalLM``). The class computes its
+layers; loss, balance losses and counters are those of native families. Parameters keep the class's
+names. Code that comes with a checkpoint is never imported.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from automoe.moe.experts import expert_backend
 from automoe.moe.router import BalancedRouter, Routing, score_experts
 from automoe.moe.tokens import Tokens
 
-SMALL = 1 << 16  # numbers of a tensor that the class itself initialises, whole on every rank
-# values of ``moe.experts``, and what transformers calls its own for experts that are no SwiGLU
+SMALL = 1 << 16  # the class itself initialises parameters of up to so many numbers, on every rank
+# value of ``moe.experts``: transformers' own implementation, for experts that are not plain SwiGLU
 EXPERTS = {"loop": "eager", "grouped_mm": "grouped_mm", "triton": "grouped_mm"}
 _PROBE = 16  # tokens of each of two documents
-_LEAK = 0.05  # of an unmasked change; those found are 0, or 0.1 and more
+_LEAK = 0.05  # largest share of an unmasked change that passes; classes show 0, or 0.1 and more
 
 
 @torch.no_grad()
 def _keep_own_values(model: Any, path: str, seed: int) -> None:
-    """Keep the class's own initial values of buffers and small parameters, for ``initialize``.
+    """Store the class's own initial values of buffers and small parameters, for ``initialize``.
 
     The class initialises them twice, over zeros and over ones: a value that differs afterwards was
     not set. Large parameters stay on meta and are drawn by ``automoe.model.init``.
 
     Raises:
-        ConfigError: the class leaves one of them unset.
+        ConfigError: the class leaves a buffer or a small parameter unset.
     """
     modules = list(model.named_modules())
     held = {
@@ -69,7 +69,7 @@ def _keep_own_values(model: Any, path: str, seed: int) -> None:
         for (module, kind, key), one in held.items():
             made = torch.full_like(one, fill, device="cpu")
             vars(module)[kind][key] = nn.Parameter(made) if kind == "_parameters" else made
-        for name, module in reversed(modules):  # parts before the whole
+        for name, module in reversed(modules):  # submodules before their parent
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(stream_key(name, seed) % (1 << 63))
                 try:
@@ -97,7 +97,7 @@ def _reset(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 
 class _Narrow(TorchFunctionMode):
-    """Records whether any result that gradients flow through has float32."""
+    """Mode that records whether a result that requires a gradient has float32."""
 
     seen = False
 
@@ -123,13 +123,13 @@ class ClassRouter(BalancedRouter):
     """Balance losses and counters of a layer whose class routes by its own code.
 
     Attributes:
-        logits: [T, E] that the class computed last; None if no balance loss is asked for.
+        logits: [T, E] that the class computed last; None if no balance loss is on.
     """
 
     logits: torch.Tensor | None = None
 
     def forward(self, routing: Routing, tokens: Tokens) -> Routing:
-        """Count the choices of a micro-batch; return ``routing`` with the balance losses in it."""
+        """Count the choices of a micro-batch; return ``routing`` with balance losses attached."""
         if not (self.training and torch.is_grad_enabled()):
             return routing
         shape = (*tokens.index.shape, self.num_experts)
@@ -138,7 +138,7 @@ class ClassRouter(BalancedRouter):
         return self._balance(score_experts(logits.view(shape), RouterConfig()), routing, tokens)
 
     def keep(self, recorder: Any, module: nn.Module, args: Any, output: Any) -> None:
-        """Keep the logits in the output of a module of the class."""
+        """Store the router logits from the output of a module of the class (a forward hook)."""
         self.logits = output[recorder.index]
 
 
@@ -150,7 +150,7 @@ class _MoELayer(NamedTuple):
 class TransformersModel(CausalLM):
     """The class of ``transformers`` for ``config.hf_path``, whole, with automoe's loss.
 
-    Its modules are this module's own, so that parameters have the names of the class.
+    The class's modules are direct children of this module, so parameters keep the class's names.
 
     Raises:
         ConfigError: as ``build_causal_lm`` and ``head_scale``.
@@ -186,10 +186,10 @@ class TransformersModel(CausalLM):
                 break
 
     def _choose_experts(self, modules: list[nn.Module], chosen: str) -> str:
-        """Choose what multiplies by the experts, and return it in words.
+        """Choose the backend that computes the experts, and return a description of it.
 
         Raises:
-            ConfigError: automoe's kernel is asked for, and experts are of another kind.
+            ConfigError: ``chosen`` needs automoe's own backend, and experts are not plain SwiGLU.
         """
         if not modules:
             return "no layer has experts in stacks, which moe.experts and mesh.ep are for"
@@ -207,7 +207,11 @@ class TransformersModel(CausalLM):
         return f"experts by {whose} {chosen}"
 
     def _record_logits(self, key: str, coefficient: float) -> None:
-        """Hand the class's router logits to the routers. Raises ``ConfigError`` without any."""
+        """Register hooks that pass the class's router logits to the routers.
+
+        Raises:
+            ConfigError: a layer does not give the logits of exactly one module.
+        """
         recorded = getattr(self._class[0].base_model, "_can_record_outputs", None) or {}
         recorder = recorded.get("router_logits")
         kind = getattr(recorder, "target_class", recorder)
@@ -245,7 +249,7 @@ class TransformersModel(CausalLM):
 
     def run_layers(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         self._tokens = tokens
-        # Where positions begin again, transformers lets attention begin again.
+        # transformers starts a new span of attention wherever positions start again.
         positions = tokens.index if tokens.doc_ids is None else tokens.positions
         layers = self._class[0].base_model
         x = layers(input_ids=x, position_ids=positions, use_cache=False).last_hidden_state
@@ -258,8 +262,8 @@ class TransformersModel(CausalLM):
     def check_isolation(self) -> None:
         """Check that a document does not change the logits of the next one in its row. Collective.
 
-        One document is changed, with and without document ids: a class that isolates documents
-        hides the change to the last bit.
+        The first document is changed, with and without document ids. In a class that isolates
+        documents, the ids hide the change to the last bit.
 
         Raises:
             ConfigError: the change reaches the next document.
@@ -291,7 +295,10 @@ class TransformersModel(CausalLM):
         return x_BsH if self.scale == 1 else x_BsH * self.scale
 
     def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Count the choices that an experts module is called with, and add the balance losses."""
+        """Count the choices that an experts module is called with, and attach balance losses.
+
+        This is a forward pre-hook of the module.
+        """
         tokens = self._tokens
         assert tokens is not None
         x_TH, ids_TK, weights_TK = args

@@ -1,9 +1,10 @@
-"""Checkpoints that wrap a text model: parts for vision or audio beside it. Needs no torch.
+"""Checkpoints that wrap a text model together with vision or audio parts. Needs no torch.
 
 ``config.json`` of a wrapper has the text model's own configuration at ``text_config``, and its
-files hold the text model's tensors under a prefix. The text model is trained. This project knows
-its tensors by their plain names, those in a checkpoint of the text model alone; ``Names`` has the
-names in files. Tensors of other parts go from a source to its export byte for byte.
+files hold the text model's tensors under a prefix. Only the text model is trained. In memory its
+tensors have plain names, those in a checkpoint of the text model alone; ``Names`` maps between
+plain names and names in files. Tensors of other parts are copied from a source to its export byte
+for byte.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from automoe.errors import CheckpointError, listed
 
 TEXT = "text_config"
-# Other spellings of what an export states about its weights, and code that is not copied.
+# Keys of config.json that an export drops: it states its own dtype, and has no code.
 _RESTATED = ("auto_map", "torch_dtype", "quantization_config", "transformers_version")
 
 
@@ -31,7 +32,7 @@ class Names(NamedTuple):
     prefixes: tuple[tuple[str, str], ...]
 
     def plain(self, key: str) -> str | None:
-        """Return the plain name of a tensor in files; None if it is of another part."""
+        """Return the plain name of a tensor in files; None if it belongs to another part."""
         for stored, plain in self.prefixes:
             if key.startswith(stored):
                 return plain + key.removeprefix(stored)
@@ -45,12 +46,12 @@ class Names(NamedTuple):
 
 
 ALONE = Names((("", ""),))
-# The text model lies in the module ``model``, and the head beside it; or both lie in one module.
+# The head is a sibling of the module with the text model, or both are in one module.
 _WRAPPED = (
     Names((("model.language_model.", "model."), ("lm_head.", "lm_head."))),
     Names((("language_model.", ""),)),
 )
-# A part of a wrapper, or a module behind the last layer.
+# Prefix of a part of a wrapper, or of a module after the last layer.
 _PART = re.compile(r"(language_model\.)?model\.(language_model\.)?(layers\.\d+\.|\w+\.)|\w+\.")
 _FLAT = ("model.embed_tokens.", "model.layers.", "model.norm.", "model.hc_head.", "lm_head.")
 
@@ -61,9 +62,9 @@ def is_wrapper(hf: Mapping[str, Any]) -> bool:
 
 
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the text model in a ``config.json``, which may be the whole.
+    """Return the text model's configuration: a part of ``config.json``, or all of it.
 
-    As in transformers, the wrapper decides whether the head is the embedding.
+    As in transformers, the wrapper decides whether head and embedding are tied.
     """
     if not is_wrapper(hf):
         return hf
@@ -76,7 +77,7 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantization_in(hf: Mapping[str, Any]) -> Any:
-    """Return ``quantization_config`` of a ``config.json``, which may stand at its text model."""
+    """Return ``quantization_config`` of a ``config.json``, from the top level or its text model."""
     stated = hf.get("quantization_config")
     if stated is None and is_wrapper(hf):
         stated = hf[TEXT].get("quantization_config")
@@ -121,13 +122,13 @@ def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Name
 
 
 def part_of(key: str) -> str:
-    """Return the prefix that names the part of a wrapper which the stored tensor ``key`` is of."""
+    """Return the prefix of the part of a wrapper that the stored tensor ``key`` belongs to."""
     found = _PART.match(key)
     return found[0] if found else key
 
 
 def said_of(beside: Mapping[str, int]) -> list[str]:
-    """Return a sentence that names the parts which pass through; none if there are none.
+    """Return one sentence that names the parts that are copied unchanged; [] if there are none.
 
     Args:
         beside: bytes by name in files.

@@ -1,7 +1,8 @@
 """Activations between an expert's two products: SwiGLU, and the clamped form of GPT-OSS.
 
-Each activation is a small object. Its call is for autograd; its ``backward`` writes the gradient
-out for expert backends that have a backward pass of their own. Shapes: R rows, I expert width.
+Each activation is a small object. A call is differentiable by autograd; ``backward`` computes the
+gradients explicitly, for expert backends with their own backward pass. Shapes: R rows, I expert
+width.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class SwiGLU:
     def backward(
         self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R
     ) -> None:
-        """Write the gradients of ``scale * activation``, and that product, into the last four.
+        """Write ``scale * activation`` and its gradients into the last four arguments.
 
         Args:
             scale_R1: scale of each row, in the dtype of gate and up.
@@ -33,7 +34,7 @@ class SwiGLU:
             act_RI: receives the product.
             grad_gate_RI: receives the gradient of gate.
             grad_up_RI: receives the gradient of up.
-            grad_scale_R: receives the gradient of scale, summed at least as wide as its own dtype.
+            grad_scale_R: receives the gradient of scale, accumulated in at least its own dtype.
         """
         silu_RI = F.silu(gate_RI)
         torch.mul(silu_RI, up_RI, out=act_RI)

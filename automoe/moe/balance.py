@@ -1,8 +1,8 @@
 """Load balancing: auxiliary losses, updates of the expert bias, and load counters.
 
-All losses are causal under micro-batching. Every loss is this rank's share of a sum over the global
-batch. Shares are added, never averaged, so the mesh does not change the total. Shapes: B rows, S
-positions of this rank, E experts, K top-k.
+No loss needs the routing of a later micro-batch. Every loss is this rank's share of a sum over the
+global batch. Shares are added, never averaged, so the mesh does not change the total. Shapes: B
+rows, S positions of this rank, E experts, K top-k.
 """
 
 from __future__ import annotations

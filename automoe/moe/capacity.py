@@ -4,9 +4,8 @@ An expert takes at most C = ceil(factor * T * K / E) choices. ``moe.drop_scope``
 these are:
 
     rank      The tokens of this rank's micro-batch. Nothing is sent. Which choices are dropped
-              depends on how the mesh and the micro-batches split the batch. The first choices are
-              the first of every row, as in Megatron-Core, whose tokens are ordered by position and
-              then by row: no row is served before another.
+              depends on how the mesh and the micro-batches split the batch. Choices queue by
+              position, then by row, as in Megatron-Core: no row is served before another.
     sequence  One whole row, wherever its parts are. Choices are summed over the ranks that share
               the row, and the dropped choices depend only on the row.
 
@@ -30,8 +29,8 @@ from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.row_sums import gather_rows
 from automoe.moe.tokens import Tokens
 
-# Weights are compared in multiples of this step, and of equal weights the first in the row is
-# served first: equal tokens have weights equal up to rounding, which differs from mesh to mesh.
+# Weights are rounded to multiples of this step before they are compared, and ties are served in row
+# order. Weights of equal tokens may differ by rounding, which depends on the mesh.
 PRIORITY_STEP = 2.0**-16
 
 
@@ -84,10 +83,10 @@ def rows_per_expert(
 def whole_rows(
     x: torch.Tensor, index_BS: torch.Tensor, pg_collection: ProcessGroupCollection
 ) -> torch.Tensor:
-    """Gather x [B, S, ...] at ``index`` of its rows into whole rows [B, W, ...].
+    """Gather x [B, S, ...], at the positions ``index`` of its rows, into whole rows [B, W, ...].
 
-    Each rank writes its part into zeros and the ranks sum. The sum is exact and needs no order
-    among the ranks. Not differentiable.
+    Each rank writes its part into zeros, and an all-reduce sums the parts. The sum is exact and
+    independent of the order of ranks. Not differentiable.
     """
     if pg_collection.ranks_per_row == 1:
         return x  # a rank with whole rows holds them in order

@@ -28,8 +28,8 @@ def discard_scope(fn: Callable[..., Any], outermost: bool = False) -> Callable[.
     The wrapper has the arguments and the result of ``fn``.
 
     Args:
-        outermost: leave the scope out within other hooks of saved tensors: those of another scope
-            do the same, and a checkpointed part keeps nothing.
+        outermost: open no scope if other saved-tensor hooks are active: an outer scope already
+            discards, and a checkpointed region keeps nothing.
     """
 
     def call(*args: Any) -> Any:
@@ -59,7 +59,7 @@ def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
 def discard(outputs: Any, fn: Callable[..., Any], *args: Any) -> None:
     """Discard ``outputs``, whose values are those of ``fn(*args)``, as ``discard_outputs`` would."""
     hooks = _CURRENT.get()
-    # A checkpointed part of the scope keeps nothing, and has hooks of its own.
+    # A checkpointed region inside the scope has its own hooks and keeps nothing to discard.
     if (
         torch.is_grad_enabled()
         and hooks is not None
@@ -78,7 +78,7 @@ class _Hooks(saved_tensors_hooks):
         super().__init__(self._pack, operator.call)
         self.pair = (self.pack_hook, self.unpack_hook)
         self.outer = innermost_saved_tensor_hooks()
-        # By address of the storage, which no other can have while there is a weak reference to it.
+        # Keyed by storage address, which is not reused while a weak reference exists.
         self.discarded: dict[int, tuple[StorageWeakRef, _Recompute, int, torch.dtype]] = {}
 
     def __enter__(self) -> None:
@@ -88,7 +88,7 @@ class _Hooks(saved_tensors_hooks):
     def __exit__(self, *exc: object) -> None:
         _CURRENT.reset(self._token)
         super().__exit__(*exc)
-        # saved tensors hold on to these hooks, and so would recomputes to each other
+        # Saved tensors keep these hooks alive, and this dict would keep every recomputation alive.
         self.discarded.clear()
 
     def discard(self, recompute: _Recompute, outputs: Any) -> None:
@@ -103,7 +103,7 @@ class _Hooks(saved_tensors_hooks):
         if self.outer is not None:
             pack, unpack = self.outer
             return partial(unpack, pack(tensor))
-        # itself, it would be in a cycle with the node that saves its own output
+        # Detached: a node that saves its own output would otherwise form a reference cycle.
         kept = tensor.detach()
         return lambda: kept
 
@@ -116,14 +116,13 @@ def _as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 class _Recompute:
-    """Recomputation of the outputs of ``fn(*args)``; it keeps them while readers still wait."""
+    """Recomputation of the outputs of ``fn(*args)``, kept until the last reader has read them."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn = fn
         self.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         self.tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-        # Saved as an operation saves its inputs, so that one which is discarded itself is not kept
-        # either.
+        # Saved through autograd, so an input that is itself discarded is recomputed and not kept.
         self.inputs = _SaveInputs.apply(
             torch.empty(0, requires_grad=True), *(args[i] for i in self.tensors)
         )
@@ -148,7 +147,7 @@ class _Recompute:
 
 
 class _SavedView:
-    """Saved form of a discarded output for one reader: any view of its storage."""
+    """Saved form of a discarded output, or of a view of it, for one reader."""
 
     def __init__(self, recompute: _Recompute, index: int, tensor: torch.Tensor) -> None:
         self.recompute = recompute
@@ -159,7 +158,7 @@ class _SavedView:
 
     def __call__(self) -> torch.Tensor:
         output = self.recompute.outputs()[self.index]
-        if self.times_read != self.recompute.times:  # a graph that is kept may be walked again
+        if self.times_read != self.recompute.times:  # a retained graph may run backward again
             self.times_read = self.recompute.times
             self.recompute.count_read()
         return output.as_strided(*self.layout)

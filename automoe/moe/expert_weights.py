@@ -8,7 +8,9 @@ import torch
 
 
 class ExpertWeights(NamedTuple):
-    """Matrices and biases of E experts of width I, for rows of width H. Biases come in pairs.
+    """Matrices and biases of E experts of width I, for rows of width H.
+
+    Either both biases are given or none.
 
     Attributes:
         gate_up_proj: [E, 2, I, H], gate then up; a view of [E, 2I, H].

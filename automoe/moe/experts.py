@@ -43,7 +43,7 @@ def loop_experts(
 ) -> torch.Tensor:
     """Compute one expert after the other in any dtype, float64 included: the reference backend."""
     ends = offsets_E.tolist()
-    # w[i] in place of unbind would give each expert a gradient as large as all of them.
+    # Indexing w[i] instead would give each expert a gradient of the size of all experts.
     gates_and_ups = weights.gate_up_proj.unbind(0)
     downs = weights.down_proj.unbind(0)
     biases = [(None, None)] * len(ends)
@@ -167,11 +167,11 @@ class GroupedExperts(nn.Module):
         return self.multiply(x_TH, gather_idx_R, offsets_E, probs_R, weights, self.activation)
 
     def multiply(self, *args: Any) -> torch.Tensor:
-        """Call the backend; a module that multiplies otherwise overrides this method."""
+        """Call the backend. Subclasses override this method to compute experts differently."""
         return self.backend(*args)
 
     def _pad_to_hidden(self, bias: torch.Tensor) -> torch.Tensor:
-        """Pad [E, some of H] to [E, H]; other ranks of the etp axis add the zero columns."""
+        """Pad this rank's columns of a bias with zeros to [E, H]; etp ranks' outputs are summed."""
         behind = self.hidden_size - self.first_bias_column - bias.shape[1]
         return (
             F.pad(bias, (self.first_bias_column, behind))

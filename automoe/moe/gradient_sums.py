@@ -1,9 +1,9 @@
-"""Gradients of expert matrices that their products add to FSDP's sums (``parallel.expert_wgrad``).
+"""Expert weight gradients that are accumulated into FSDP's sums (``parallel.expert_wgrad``).
 
-As autograd returns it, a gradient is written once, and FSDP then reads it and the sum of the step's
-earlier micro-batches and writes the new sum. A product that adds to the sum leaves out the gradient
-(Megatron-Core's gradient accumulation fusion). Shapes: E experts, R rows sorted by expert, N output
-and K input features of a matrix [E, N, K].
+A gradient that autograd returns is written to memory; FSDP then reads it and the sum of the step's
+earlier micro-batches, and writes the new sum. A matrix product that accumulates into the sum saves
+this traffic (Megatron-Core's gradient accumulation fusion). Shapes: E experts, R rows sorted by
+expert, N output and K input features of a matrix [E, N, K].
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class GradientSums:
     """Sums of the gradients of one layer's expert matrices over the micro-batches of a step.
 
     Args:
-        experts: module that holds the matrices, as FSDP wraps it if it does.
-        later: takes the products, to run them when gradients of tokens are on their way to other
-            ranks; None runs them at once.
+        experts: module that holds the matrices, wrapped by FSDP or not.
+        later: function that defers a product until gradients of tokens are being sent to other
+            ranks; None: every product runs at once.
     """
 
     def __init__(self, experts: nn.Module, later: Later | None = None) -> None:
@@ -36,7 +36,7 @@ class GradientSums:
         self.later = later
 
     def find(self, name: str) -> torch.Tensor | None:
-        """Return this rank's sum for the matrix ``name``, zeros at first; None if it is frozen."""
+        """Return this rank's sum for the matrix ``name``, zeros at first; None if frozen."""
         parameter = getattr(self.experts, name)
         if not parameter.requires_grad:
             return None
@@ -61,8 +61,8 @@ class GradientSums:
         """Add each expert's product of ``grad`` and rows to the sum of the matrix ``name``.
 
         Args:
-            x_TK: rows that the matrix has multiplied, in the order of ``gather_idx_R``; None: in
-                that of the gradients.
+            x_TK: rows that the matrix has multiplied.
+            gather_idx_R: row of x that belongs to each row of ``grad``; None: x is in that order.
             travels: gradients of tokens will be sent to other ranks after this call.
         """
         product = partial(self._add, name, grad_RN, x_TK, gather_idx_R, ends)
@@ -89,14 +89,14 @@ def add_product(sum_NK: torch.Tensor, grad_RN: torch.Tensor, x_RK: torch.Tensor)
         sum_NK.addmm_(grad_RN.T, x_RK)
     elif sum_NK.is_cuda:
         torch.addmm(sum_NK, grad_RN.T, x_RK, out_dtype=sum_NK.dtype, out=sum_NK)
-    else:  # the CPU has no such product
+    else:  # the CPU has no product with a wider result
         sum_NK.addmm_(grad_RN.T.to(sum_NK.dtype), x_RK.to(sum_NK.dtype))
 
 
 def read_later(offsets_E: torch.Tensor) -> Ends:
-    """Copy numbers to the host without a wait; the result waits for them and returns them.
+    """Start a copy of ``offsets`` to the host; return a function that waits for it and returns it.
 
-    By the backward pass they have long arrived.
+    By the backward pass the copy has long finished.
     """
     if offsets_E.is_cpu:
         ends = offsets_E.tolist()

@@ -21,10 +21,10 @@ Scales = torch.Tensor | None
 class GroupedProducts:
     """The three products (forward, two gradients) of the stacked weight [E, N, K] of all experts.
 
-    The products are those of ``grouped_mm``. ``offsets`` [E] int32 holds the
-    end of each expert's rows. A subclass may give each operand scales, which are found once and
-    handed to every product of the operand. Finding scales may be a collective, so a rank without
-    rows finds them too; the products are not collective.
+    The base class multiplies by ``grouped_mm``. ``offsets`` [E] int32 holds the end of each
+    expert's rows. A subclass may give each operand scales, which are computed once and passed to
+    every product of the operand. Computing scales may be a collective, so a rank without rows
+    computes them too; the products are not collective.
     """
 
     def scales(
@@ -75,13 +75,14 @@ UNSCALED = GroupedProducts()
 
 
 class _GroupedExperts(torch.autograd.Function):
-    """Gathered experts: probs * (down(activation(gate, up)) + down_proj_bias).
+    """Experts on gathered rows: probs * (down(activation(gate, up)) + down_proj_bias).
 
-    Gate and up are one dim J here. For the backward it keeps its arguments, and gate and up [R, J].
+    Gate and up are one dim J here. For the backward it saves its arguments, and gate and up [R, J].
     The backward gathers the rows [R, H] and computes the activation [R, I] again.
 
-    With ``sums`` the matrices are detached, and their gradients go there instead of to autograd.
-    ``anchor`` then has the backward pass run even if nothing else needs a gradient.
+    With ``sums`` the matrices are detached, and their gradients are added to ``sums`` instead of
+    returned to autograd. ``anchor`` then makes autograd run the backward even if no other input
+    needs a gradient.
     """
 
     @staticmethod
@@ -104,8 +105,8 @@ class _GroupedExperts(torch.autograd.Function):
         rows_RH = x_TH.index_select(0, gather_idx_R)
         x_scales, up_scales = up.scales(rows_RH, gate_up_proj_EJH, offsets_E)
         if gather_idx_R.shape[0] == 0:
-            # This rank has no token. Kernels need not take empty operands, but the backward will
-            # still run.
+            # This rank has no token. Kernels need not accept empty operands, but the backward still
+            # runs.
             act_scales, down_scales = down.scales(
                 x_TH.new_empty(0, down_proj_EHI.shape[-1]), down_proj_EHI, offsets_E
             )
@@ -154,7 +155,7 @@ class _GroupedExperts(torch.autograd.Function):
         )
         grad_w_gate_up_EJH = grad_w_down_EHI = None  # frozen weights have none
         sums = ctx.sums
-        # Without a gradient of the tokens nothing travels back, and nothing would be waited for.
+        # If tokens need no gradient, none is sent that a deferred product could overlap with.
         travels = ctx.needs_input_grad[5]
         if sums is not None:
             sums.add("down_proj", grad_out_RH, act_RI, None, ctx.ends, travels)
@@ -232,7 +233,7 @@ def sum_by_expert(rows_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tenso
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
     """Multiply as ``torch.nn.functional.grouped_mm``; in float64 one product after the other.
 
-    a [R, K] and b [E, K, N] give [R, N]; its rows past the last offset may hold anything.
+    a [R, K] and b [E, K, N] give [R, N], whose rows past the last offset may hold anything.
     a [M, R] and b [R, N] give [E, M, N].
     """
     return (
@@ -243,7 +244,7 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> tor
 
 
 def one_by_one(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-    """Multiply as ``grouped_mm``, one expert after the other, in any dtype and of any width."""
+    """Multiply as ``grouped_mm``, one expert after the other, for any dtype and any width."""
     ends = offsets_E.tolist()
     spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     if b.dim() == 2:
@@ -267,10 +268,10 @@ def grouped_mm_experts(
 ) -> torch.Tensor:
     """Compute the experts with grouped products, in any dtype, on CPU or GPU.
 
-    Arguments and result are those of ``automoe.moe.experts``; ``up`` and ``down`` are the products
-    of gate_up_proj and of down_proj. ``sums`` takes the gradients of both matrices; None: autograd
-    does. Rows past the last offset are not computed: their output and
-    their terms in the gradients of x and probs are uninitialised memory.
+    Arguments and result are those of ``automoe.moe.experts``; ``up`` and ``down`` compute the
+    products of gate_up_proj and of down_proj. ``sums`` receives the gradients of both matrices;
+    None: autograd returns them. Rows past the last offset are not computed: their output and their
+    terms in the gradients of x and probs are uninitialised memory.
     """
     given = weights.joined()
     anchor = None

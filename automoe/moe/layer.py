@@ -102,7 +102,7 @@ class MoE(nn.Module):
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one side stream of ``device``."""
+    """Return the side stream of ``device``, the same in every call."""
     return torch.cuda.Stream(device)
 
 

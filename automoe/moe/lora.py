@@ -36,14 +36,14 @@ PRODUCTS: dict[str, GroupedMM] = {"grouped_mm": grouped_mm, "loop": one_by_one}
 class Adapter(nn.Module):
     """Parameters A... and B... of one adapter.
 
-    Its output is multiplied by ``scale``, alpha / rank. Dropout (arXiv 2404.09610, of A's columns)
-    leaves out input features for the length of a ``step``. A counter-based generator chooses the
-    features, so they are equal on every mesh. The tokens of a routed row are not known here, so
-    dropout does not differ between tokens.
+    The adapter's output is multiplied by ``scale``, alpha / rank. Dropout (arXiv 2404.09610) zeroes
+    columns of A, that is input features, for a whole ``step``. A counter-based generator chooses
+    the features, so the choice is equal on every mesh. An adapter does not know which token a
+    routed row belongs to, so dropout does not differ between tokens.
 
     Args:
         name: full name in the model of the module that the adapter belongs to.
-        seed: seed of the adapter's first values and of dropout.
+        seed: seed of initialisation and of dropout.
     """
 
     def __init__(self, name: str, lora: LoraConfig, seed: int) -> None:
@@ -60,7 +60,7 @@ class Adapter(nn.Module):
         return {name: "kept" for name, _ in self.named_parameters(recurse=False)}
 
     def weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's shard of ``name`` in ``dtype``, for an A in training after dropout."""
+        """Return this rank's shard of ``name`` in ``dtype``; in training, drop columns of A."""
         parameter = getattr(self, name)
         local = local_shard(parameter).to(dtype)
         if not (name.startswith("A") and self.dropout and self.training):
@@ -121,7 +121,7 @@ class LoRAExperts(GroupedExperts):
     """Experts that take the place of ``base``: frozen weights, which may be packed, and adapters.
 
     Args:
-        lora: the adapters, which multiply by the weights too.
+        lora: the adapters; their forward multiplies by the frozen weights as well.
 
     Attributes:
         added: as in ``automoe.model.lora.LoRALinear``.
@@ -211,7 +211,7 @@ class _AdaptedExperts(torch.autograd.Function):
             grad_b13 = mm(grad_gate_up_RJ.mT, low_Rr, offsets_E).mul_(scale)
             grad_a13 = mm(grad_low_Rr.mT, x_TH.index_select(0, gather_idx_R), offsets_E)
         grad_x_TH = None
-        if ctx.needs_input_grad[3]:  # not if nothing below is trained
+        if ctx.needs_input_grad[3]:  # False if no earlier layer is trained
             grad_rows_RH = mm(
                 grad_gate_up_RJ, unpack(w13_EJH, x_TH.shape[1], x_TH.dtype), offsets_E
             )

@@ -81,10 +81,10 @@ class ProcessGroupCollection:
         context: the ranks that hold parts of the same rows. Delta nets exchange positions for
             heads with them.
         keys: the ranks from which attention gathers keys and values: ``context``, or this rank
-            alone if a ring sends them on, or positions are exchanged for heads.
+            alone under ring attention and if positions are exchanged for heads.
         heads: the ranks with which attention exchanges positions for heads (Ulysses): ``context``,
             or this rank alone.
-        data: the ranks with other rows of the same micro-batch, one communicator per mesh axis.
+        data: the ranks with other rows of the same micro-batch; one communicator per mesh axis.
     """
 
     sequence: Communicator = SINGLE_RANK

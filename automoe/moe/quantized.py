@@ -1,9 +1,9 @@
 """The ``grouped_mm`` expert backend with its products in 8 bits (``train.fp8``).
 
-On CUDA, operands with one scale go to torch's grouped product, and operands with block scales to
-this project's kernels. Elsewhere dequantized operands are
-multiplied in float32, as in ``automoe.quantize.linear``. Shapes: R rows sorted by expert, E
-experts, N output and K input features.
+On CUDA, torch's grouped product multiplies operands with one scale, and this project's kernels
+those with block scales. Elsewhere operands are dequantized and multiplied in at least float32, as
+in ``automoe.quantize.linear``. Shapes: R rows sorted by expert, E experts, N output and K input
+features.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
     """The three grouped products with each operand quantized.
 
     Rows past the last offset belong to no expert and may hold anything. They are set to zero before
-    scales are found.
+    scales are computed.
     """
 
     def __init__(self, scaling: Scaling) -> None:
@@ -82,8 +82,8 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
         columns = self.scaling.gradient_transposed(
             _spread_rows(grad_RN, place_R, size), grad_scales
         )
-        # The transpose is made of the 8-bit numbers that the forward multiplied, not of wider
-        # ones, as in a linear layer.
+        # As in a linear layer, the transpose is of the 8-bit numbers that the forward multiplied,
+        # not of the wider originals.
         rows = self.scaling.quantize(_spread_rows(x_RK, place_R, size), x_scales, X)
         return grouped_product(columns, transposed(rows), ends_E, x_RK.dtype)
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 class _Context:
     """A context around one run of a checkpointed function.
 
-    Torch enters the context of the recomputation once more for each backward of a kept graph.
+    Torch enters the context of the recomputation again for each backward of a retained graph.
     """
 
     def __init__(self, saved: list, recomputes: bool) -> None:

@@ -69,7 +69,7 @@ class Scores(NamedTuple):
     sum_to_one: bool
 
     def shares(self) -> torch.Tensor:
-        """Scores normalised to sum to one: P of the balance losses."""
+        """Return the scores normalised to sum to one: P of the balance losses."""
         return (
             self.scores
             if self.sum_to_one
@@ -166,14 +166,14 @@ class _WideProduct(torch.autograd.Function):
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    # compiled code casts again in the backward by itself, so it needs no function of its own
+    # torch.compile recomputes the cast in the backward by itself, so it needs no autograd function
     if x.dtype == weight.dtype or torch.compiler.is_compiling():
         return F.linear(x.to(weight.dtype), weight)
     return _WideProduct.apply(x, weight)
 
 
 class BalancedRouter(nn.Module):
-    """Balance losses and counters of a layer's routing, whatever chose the experts.
+    """Balance losses and load counters of a layer, whatever chooses its experts.
 
     Its buffers are ``expert_bias`` [E] float32 (saved; None: nothing is added to scores),
     ``load_fractions`` [E] float64 (saved: fractions of the previous step, for the lagged balance
@@ -259,7 +259,7 @@ class BalancedRouter(nn.Module):
 
 
 class Router(BalancedRouter):
-    """Scores tokens against experts and picks K of them."""
+    """Router that scores each token against all experts and picks K of them."""
 
     def __init__(
         self,
@@ -282,9 +282,9 @@ class Router(BalancedRouter):
     def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> Routing:
         """Route the tokens x [B, S, H].
 
-        In training mode one micro-batch is counted, and the weights carry the auxiliary losses into
-        the backward. Every expert output is multiplied by a weight, so the weights always have a
-        gradient.
+        In training the load counters count the micro-batch, and the weights carry the auxiliary
+        losses into the backward. Every expert output is multiplied by a weight, so the weights
+        always have a gradient.
         """
         jitter_BSH = (
             self._jitter(x_BSH, tokens) if self.training and self.moe.router_jitter else None

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 def sum_rows(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) -> torch.Tensor:
     """Sum the rows of each index in the order of the rows: [num_sums, H], in the dtype of the rows.
 
-    Rows with the index ``num_sums`` belong to no sum. On the CPU ``index_add_`` has that order. On
-    CUDA it would add with atomics, in any order and rounding each sum to the dtype of the rows.
+    Rows with the index ``num_sums`` belong to no sum. On the CPU ``index_add_`` adds in that order.
+    On CUDA it would add with atomics, in any order, and round each sum to the dtype of the rows.
     """
     if rows_MH.device.type == "cpu":
         return _add_in_turn(rows_MH, index_M, num_sums)
@@ -23,7 +23,7 @@ def _add_in_turn(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) ->
 
 
 def sum_in_order(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) -> torch.Tensor:
-    """Compute ``sum_rows`` as bags of rows, each summed by one thread a column, without atomics.
+    """Compute ``sum_rows`` by ``embedding_bag``: one thread per column sums a bag, without atomics.
 
     CUDA's kernel accumulates narrow rows in float32. No host sync.
     """
@@ -32,7 +32,7 @@ def sum_in_order(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) ->
     sorted_M, order_M = index_M.int().sort(stable=True)
     bags = torch.arange(num_sums + 1, dtype=torch.int32, device=index_M.device)
     first = torch.searchsorted(sorted_M, bags)
-    # The last bag has the rows of no sum: CUDA's kernel ends it with the rows, whatever offsets say.
+    # A last bag takes the rows of no sum, since CUDA's kernel extends the last bag to the last row.
     return F.embedding_bag(order_M, rows_MH, first, mode="sum")[:num_sums]
 
 

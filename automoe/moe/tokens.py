@@ -16,9 +16,9 @@ IGNORE = -100  # label of a position that is not trained
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Counts over the global batch, int64 scalars, that a step's losses are divided by.
+    """Counts over the global batch by which a step's losses are divided, as int64 scalars.
 
-    The class is neither a tensor nor a container that torch knows, so pipeline schedules hand it
+    The class is neither a tensor nor a container that torch splits, so pipeline schedules pass it
     unchanged to every micro-batch.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Expert backend ``moe.experts=triton``: kernels that need no permuted copy of the tokens.
 
-For the backward it keeps its arguments, and gate and up before the activation, [R, 2I]. Shapes are
-those of ``automoe.moe.experts``.
+For the backward they save their arguments, and gate and up before the activation, [R, 2I]. Shapes
+are those of ``automoe.moe.experts``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CAPABILITIES = (9, 10)
 
 
 def check_gpu() -> None:
-    """Raise ``BackendError`` if this machine has a GPU that the kernels do not fit."""
+    """Raise ``BackendError`` if the kernels are not written for this machine's GPU."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _CAPABILITIES:
         raise BackendError(
             "moe.experts=triton is written for compute capabilities 9 and 10, Hopper and datacenter Blackwell, and "

@@ -88,8 +88,8 @@ class Console:
     def step(self, record: Mapping[str, Any]) -> None:
         """Print a line for a step's record (keys of ``metrics.jsonl``); another if it validated.
 
-        Steps between those that are due by time, or by ``observe.log_every`` if it is set, print
-        nothing, except the first, the last, a validating, and a non-finite step.
+        A step prints if it is due by time, or by ``observe.log_every`` if that is set. The first,
+        the last, a validating and a non-finite step always print.
         """
         if not self.enabled:
             return

@@ -1,4 +1,4 @@
-"""Text for people: description of a run, its final numbers, both mesh views, and a sweep's jobs."""
+"""Texts for the user: a run's description and final numbers, both mesh views, a sweep's jobs."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def build_optimizer(
     """Build AdamW (arXiv 1711.05101) with one parameter group per device mesh and weight decay.
 
     With ``optim.algorithm=muon``, matrices of the layers are in groups of their own, which Muon
-    updates (``automoe.optim.muon``); building it is collective.
+    updates (``automoe.optim.muon``); the call is then collective.
 
     A multi-tensor (``foreach``) update is one operation over a whole group, and DTensor refuses to
     mix meshes in one operation. Experts and all other parameters are therefore in different groups.
@@ -129,8 +129,8 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     - ``cosine``: half a cosine from ``lr`` down to ``min_lr_ratio * lr``, which the last step uses.
     - ``wsd``: ``lr`` until the last ``decay_steps`` steps, which descend linearly to
       ``min_lr_ratio * lr`` (warm-up, stable, decay: arXiv 2404.06395).
-    - ``phases``: each phase of ``optim.phases`` goes from the last learning rate of the one before
-      to its own, which its last step uses.
+    - ``phases``: each phase of ``optim.phases`` goes from the last learning rate of the previous
+      phase to its own, which its last step uses.
 
     If the warm-up is longer than the run, the run ends within the warm-up and has no decay.
     """

@@ -20,7 +20,7 @@ from automoe.interop.torch_private import foreach_mul_, foreach_norm
 
 # The CPU widens this many numbers at a time: 256 KiB of float64, which stay in its cache.
 _BLOCK = 1 << 15
-# On a GPU a tensor of fewer numbers is copied in float64 sooner than a kernel of its own starts.
+# On a GPU a float64 copy of a smaller tensor takes less time than the launch of a kernel for it.
 _SMALL = 1 << 20
 # A mesh, and its axes along which a tensor is sharded.
 _Sharding = tuple[DeviceMesh | None, tuple[int, ...]]
@@ -115,7 +115,7 @@ def clip_(parameters: Iterable[torch.Tensor], norm: float, max_norm: float) -> N
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
     scale = max_norm / norm
     for dtype, gradients in by_dtype.items():
-        if dtype.itemsize >= 4:  # one kernel, which would round the scale to bfloat16 for others
+        if dtype.itemsize >= 4:  # for narrower dtypes the one kernel would round the scale
             foreach_mul_(gradients, scale)
         else:
             for gradient in gradients:

@@ -179,7 +179,7 @@ class Muon(torch.optim.AdamW):
         return rounds
 
     def _owners(self, indices: Sequence[int]) -> list[_Matrix]:
-        """Return the matrices of a round of which this rank holds a block, the same order for all.
+        """Return the matrices of a round of which this rank holds a block, in the same order on all.
 
         Matrices that the same ranks hold go one by one to the rank with the least work so far,
         the largest first.
@@ -216,7 +216,6 @@ class Muon(torch.optim.AdamW):
         return m * n * min(m, n)
 
     def _update(self, matrices: Sequence[_Matrix]) -> None:
-        """Update the parameters of one round."""
         updates = {i: self._momentum(i) for i in dict.fromkeys(m.parameter for m in matrices)}
         mine = {
             matrix: updates[matrix.parameter][self._place(matrix, self._rank)]
@@ -234,7 +233,7 @@ class Muon(torch.optim.AdamW):
             values.add_(update, alpha=-group["lr"] * _RMS * max(m, n) ** 0.5)
 
     def _momentum(self, i: int) -> torch.Tensor:
-        """Advance the momentum of parameter ``i``; return this rank's block of Nesterov's."""
+        """Advance the momentum of parameter ``i``; return this rank's block of Nesterov's form."""
         group, parameter = self._parameters[i]
         momentum = local_shard(self.state[parameter][KEY]).mul_(group["momentum"])
         if parameter.grad is not None:
@@ -301,7 +300,7 @@ class Muon(torch.optim.AdamW):
         to_receive: Sequence[Sequence[_Matrix]],
         shaped_as: Sequence[int],
     ) -> list[list[torch.Tensor]]:
-        """Send blocks to every rank; return those of ``to_receive``, by rank. Collective.
+        """Send blocks to every rank; return the blocks of ``to_receive``, by rank. Collective.
 
         Args:
             shaped_as: for each sending rank, the rank whose blocks it sends.

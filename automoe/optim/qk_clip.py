@@ -1,7 +1,7 @@
-"""QK-clip: weights of heads whose attention logits grow too large are scaled down after a step.
+"""QK-clip: scales down the weights of heads whose attention logits grow too large, after a step.
 
-With Muon it is MuonClip (Kimi K2, arXiv 2507.20534, section 2.1). Letters: N query heads of this
-rank, the others as in ``automoe.model.attention``.
+Together with Muon this is MuonClip (Kimi K2, arXiv 2507.20534, section 2.1). Letters: N query heads
+of this rank, the others as in ``automoe.model.attention``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK = 512  # queries whose logits are in memory at once
 
 
 class WatchedAttention:
-    """``AttentionContext.attend`` that remembers the largest logit [N] of each head it computed.
+    """``AttentionContext.attend`` that records the largest logit [N] of each head it computed.
 
     Only forward passes that have a backward pass count. The logits are computed a second time,
     since no attention kernel returns them.
@@ -33,7 +33,7 @@ class WatchedAttention:
     def __init__(self, attend: Any) -> None:
         self.attend = attend
         self.largest: torch.Tensor | None = None
-        self.first = 0  # the first of this tp rank's heads that it computed
+        self.first = 0  # number, among this tp rank's heads, of the first one computed here
 
     def __call__(
         self,
@@ -79,7 +79,7 @@ def largest_logits(
 
 @dataclass(frozen=True)
 class LargestLogits:
-    """Largest logits of a step by head, [num_heads] of each attention module of these parts."""
+    """Largest logits of a step, by attention module and head."""
 
     modules: list[Any]  # GroupedQueryAttention and LatentAttention
     by_head: torch.Tensor  # [modules, num_heads]
@@ -89,7 +89,7 @@ class LargestLogits:
 
 
 def watch_logits(part: nn.Module) -> None:
-    """Have every softmax attention of ``part`` remember its largest logits."""
+    """Make every softmax attention of ``part`` record its largest logits."""
     for module in part.modules():
         if isinstance(module, (GroupedQueryAttention, LatentAttention)):
             module.attend = WatchedAttention(module.attend)  # type: ignore[assignment]
@@ -98,7 +98,7 @@ def watch_logits(part: nn.Module) -> None:
 def take_largest_logits(
     model_parts: Iterable[nn.Module], ranks: dist.ProcessGroup | None, device: torch.device
 ) -> LargestLogits:
-    """Return the largest logits of the step, over all of its micro-batches, and forget them.
+    """Return the largest logits over all micro-batches of the step, and clear the records.
 
     Collective over the ranks of a pipeline stage, which hold other rows and other heads.
     """

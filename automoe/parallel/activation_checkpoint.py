@@ -1,9 +1,9 @@
 """Recomputation (activation checkpointing, arXiv 1604.06174) of whole layers or of parts of them.
 
 A region keeps its inputs and runs again when its backward pass begins. Regions lie inside the FSDP
-units of their layers, whose weights are then gathered; experts are a unit of their own and run
-whole, hooks and all, both times. Collectives inside a region run again too, in the same order on
-all ranks.
+units of their layers, whose weights are then unsharded. Experts are an FSDP unit inside a region,
+so their hooks run both times. Collectives inside a region run again too, in the same order on all
+ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Recomputed:
 
     Args:
         to_end: recompute to the end, not only to the last tensor that is needed. An FSDP unit
-            inside ``fn`` needs this: stopped in the middle, it would still believe itself in its
-            forward pass.
+            inside ``fn`` needs this: if stopped early, its state would stay that of a forward pass.
         saves: ``fn`` saves results for its recomputation (``automoe.moe.recompute``).
     """
 
@@ -102,7 +101,7 @@ def _discard_norms(block: nn.Module) -> None:
     for norm in (block.input_layernorm, block.post_attention_layernorm):
         norm.forward = discard_outputs(norm.forward)
     for module in block.modules():
-        # Under tp projections keep gathered tensors, which recomputation frees too.
+        # Under tp, projections save gathered tensors; these are discarded and recomputed as well.
         sequence = getattr(module, "sequence", None)
         if sequence is not None and sequence.num_ranks > 1:
             module.sequence = copy(sequence)

@@ -32,7 +32,7 @@ def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | Runt
 
 
 def worst(errors: Iterable[Exception]) -> Exception:
-    """Return the error that decides for all ranks: the first one that is no write error.
+    """Return the error that all ranks raise: the first that is not an ``OSError``, else the first.
 
     ``errors`` are in rank order.
     """
@@ -42,7 +42,7 @@ def worst(errors: Iterable[Exception]) -> Exception:
 def dcp_error(error: CheckpointException) -> Exception:
     """Return the error that torch.distributed.checkpoint wraps, the same on every rank.
 
-    Torch's wrapper is no ``Exception``.
+    ``CheckpointException`` itself is not an ``Exception``.
     """
     return worst(for_all(rank, error.failures[rank][0]) for rank in sorted(error.failures))
 
@@ -109,7 +109,7 @@ class Ranks:
         return box[0]
 
     def share(self, sizes: dict[str, int]) -> list[str]:
-        """Return this rank's part of named pieces of work, balanced by size over the ranks."""
+        """Return the names of this rank's share of the work, balanced by size over the ranks."""
         load = [0] * self.size
         mine: list[str] = []
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

@@ -20,8 +20,8 @@ from automoe.moe.process_groups import SINGLE_RANK, Communicator
 def over_gloo(group: dist.ProcessGroup) -> bool:
     """Return True if ``group`` uses gloo.
 
-    Gloo's reduce-scatter is an all-reduce, and its all-gather goes round a ring. An all-to-all and
-    a sum take half the CPU-seconds, and sum in the order of the ranks.
+    Gloo's reduce-scatter is an all-reduce, and its all-gather is a ring. An all-to-all, followed by
+    a sum in the order of the ranks, takes half the CPU time.
     """
     return dist.get_backend(group) == "gloo"
 

@@ -1,11 +1,10 @@
 """``train.compile``: torch.compile of the parts of a layer that have the same shapes in every step.
 
 Attention with both norms, FFNs, the router's arithmetic, the last norm and a chunk of the loss are
-compiled whole (no graph break: one is an error), each once for all layers that are alike, as
-torchtitan compiles its transformer blocks. Dispatch and experts stay as they are: the tokens that
-an expert gets change with every step, on some ranks the sizes come from the host, and the products
-have kernels of their own. Nothing that is compiled sees those sizes, so nothing is compiled again
-because of them.
+compiled whole (a graph break is an error), each once for all layers that are alike, as torchtitan
+compiles its transformer blocks. Dispatch and experts are not compiled: the number of tokens per
+expert changes with every step, on some ranks the sizes come from the host, and the products have
+kernels of their own. Compiled code never sees these sizes, so they cause no recompilation.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from automoe.model.norm import RMSNorm
 from automoe.moe.router import Router
 from automoe.parallel.collectives import wait_tensor
 
-# The router's choice of experts is between ``score`` and ``weigh``, in Python: recomputation
-# repeats it.
+# The router saves its choice of experts for the recomputation between ``score`` and ``weigh``, in
+# Python, so its forward is compiled in parts.
 COMPILED: dict[type[nn.Module], tuple[str, ...]] = {
     Block: ("mix",),
     MTPBlock: ("mix",),
@@ -42,9 +41,8 @@ VERSIONS = 256
 def apply_compile(model: Decoder, backend: str = "inductor") -> None:
     """Compile the ``COMPILED`` methods of the model's modules and its last norm, at first call.
 
-    Call this function before recomputation, which runs a compiled part again as it is, and before
-    FSDP, whose hooks stay outside. The loss is part of the model's backend and was compiled with
-    it.
+    Call this function before recomputation, which runs compiled parts again unchanged, and before
+    FSDP, whose hooks stay outside. The loss was compiled with the model's backend.
     """
     for module in model.modules():
         for name in COMPILED.get(type(module), ()):

@@ -2,10 +2,10 @@
 
 Attention gathers keys and values (for MLA, latents) of all ranks (``ProcessGroupCollection.keys``),
 puts them in the order of the row, and computes for each chunk of queries the keys before its end
-(``automoe.config.context.query_blocks``). With ``parallel.context=ring`` keys and values travel
-instead and softmaxes are merged: on the CPU by ``automoe.parallel.ring``, on CUDA by torch's own.
-That one knows causality and head-tail balanced shards (its load balancer cuts rows as
-``head_tail_index`` does) but no documents; validation refuses the rest.
+(``automoe.config.context.query_blocks``). With ``parallel.context=ring`` keys and values go around
+a ring instead, and softmaxes are merged: on the CPU by ``automoe.parallel.ring``, on CUDA by
+torch's ring attention. Torch's supports causality and head-tail balanced shards (its load balancer
+cuts rows as ``head_tail_index`` does) but no documents; validation refuses other settings.
 
 Letters: R positions of the whole row, and those of ``automoe.model.attention``.
 """
@@ -35,8 +35,8 @@ def head_tail_index(seq_len: int, cp: int, rank: int) -> torch.Tensor:
 
 def ring_attention(mesh: DeviceMesh) -> AttentionFn:
     """Return torch's ring attention over the cp axis ``mesh``: plain causality, no sinks."""
-    # From here on SDPA over DTensors that are cut along the sequence runs torch's ring, in
-    # backward too, so it stays on; nothing else in this project hands SDPA a DTensor.
+    # From here on, SDPA over DTensors sharded along the sequence runs torch's ring. It stays on for
+    # the backward; nothing else in this project calls SDPA with a DTensor.
     use_ring_attention()
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:

@@ -56,7 +56,7 @@ def node_levels(
 ) -> list[dist.ProcessGroup]:
     """Split the ep group in two: ranks of equal place on every node, and the ranks of this node.
 
-    Returns the ep group alone if either of the two would have one rank. Collective over the world,
+    Returns only the ep group if either of the two would have one rank. Collective over the world,
     since NCCL makes groups by splitting the world's.
 
     Raises:
@@ -106,7 +106,7 @@ def _check_one_machine(node: dist.ProcessGroup, gpus_per_node: int) -> None:
         )
 
 
-# Each makes a dispatcher from the number of experts and the ep group.
+# Constructors of dispatchers from the number of experts and the ep group.
 DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
     "alltoall": AllToAllDispatcher,
     "allgather": AllGatherDispatcher,
@@ -116,14 +116,13 @@ DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
 
 
 class ExpertParallel(ParallelStyle):
-    """Shards the experts of a module over the ranks of a mesh, and routes its calls through a
-    dispatcher.
+    """Style that shards a module's experts over a mesh and routes its calls through a dispatcher.
 
         parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
 
-    The module is automoe's ``GroupedExperts``, or any module whose parameters all have the experts
-    as dim 0, whose attribute ``num_experts`` is their number, and which is called with rows [T, H],
-    chosen experts [T, K] and their weights [T, K], as those of transformers are. Its parameters
+    The module is automoe's ``GroupedExperts``, or another module like those of transformers: all of
+    its parameters have the experts as dim 0, its attribute ``num_experts`` is their number, and its
+    arguments are rows [T, H], chosen experts [T, K] and their weights [T, K]. Its parameters
     become DTensors on the mesh; its own code computes this rank's experts. Gradients of experts are
     summed over the tokens of all ranks, those of other parameters are not: average or sum these as
     for data parallelism. Every rank applies the style, and makes every call, with or without
@@ -136,9 +135,9 @@ class ExpertParallel(ParallelStyle):
         dispatcher: alltoall, allgather (equal numbers of tokens on all ranks), hierarchical,
             deepep, or the name of a plugin.
         gpus_per_node: consecutive ranks that hierarchical takes for a node.
-        timeout: of the groups that hierarchical makes; None is torch's default.
-        overlap: all-to-alls give way to the other merged pass (``parallel.overlap_all_to_all``).
-        in_8_bits: rows travel to their experts in 8 bits (``moe.dispatch_dtype=fp8``).
+        timeout: timeout of the groups that hierarchical makes; None is torch's default.
+        overlap: let the other merged pass run during all-to-alls (``parallel.overlap_all_to_all``).
+        in_8_bits: rows are sent to their experts in 8 bits (``moe.dispatch_dtype=fp8``).
 
     Raises:
         BackendError: no such dispatcher, one that this machine does not have, or a plugin with
@@ -202,7 +201,7 @@ class ExpertParallel(ParallelStyle):
         return module
 
     def dispatcher(self, group: dist.ProcessGroup, num_experts: int) -> Dispatcher:
-        """Return the one dispatcher of ``group`` and ``num_experts``, made at the first call."""
+        """Return the shared dispatcher of ``group`` and ``num_experts``, made at the first call."""
         key = group.group_name, num_experts
         if key not in self._dispatchers:
             self._dispatchers[key] = self._make(num_experts, self._group(group), **self._options)
@@ -211,7 +210,7 @@ class ExpertParallel(ParallelStyle):
     def _shard(
         self, module: nn.Module, device_mesh: DeviceMesh, meshes: dict[str, DeviceMesh]
     ) -> None:
-        shards: dict[nn.Parameter, nn.Parameter] = {}  # a parameter with two names stays one
+        shards: dict[nn.Parameter, nn.Parameter] = {}  # a parameter with two names stays shared
         for name, whole in list(module.named_parameters(remove_duplicate=False)):
             width = module.WIDTH_DIMS[name] if isinstance(module, GroupedExperts) else None
             dims = {
@@ -303,7 +302,7 @@ def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim
 
 
 class RoutedCall(nn.Module):
-    """Forward of an experts module, routed through a dispatcher to its code on local shards.
+    """Forward of an experts module that dispatches tokens to the module's code on local shards.
 
     The module's code knows no ranks. Its hooks, for example those of ``fully_shard``, run once,
     around the routed call.
@@ -339,7 +338,7 @@ class RoutedCall(nn.Module):
                 "Compute these three before the call. A mask over all experts names no choices",
             )
         x_TH, topk_ids_TK, weights_TK = given
-        # On CUDA the host would wait for the largest choice.
+        # Not checked on CUDA, where reading the bounds would be a host sync.
         if topk_ids_TK.is_cpu and topk_ids_TK.numel():
             least, most = (int(bound) for bound in topk_ids_TK.aminmax())
             if least < 0 or most >= self.num_experts:

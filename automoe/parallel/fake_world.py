@@ -1,7 +1,7 @@
-"""One rank of a large world in this process alone: real meshes, real shards, no storage.
+"""One rank of a large world simulated in this process: real meshes, real shards, no storage.
 
-torch's fake process group answers every collective at once without moving data, and parameters stay
-on the meta device, so a rank of 1,024 costs seconds and no memory.
+torch's fake process group completes every collective at once without moving data, and parameters
+stay on the meta device, so one of 1,024 ranks costs seconds and no memory.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def apply_fp8(model: CausalLM, meshes: Meshes, config: Config) -> None:
         # one.
         differs = isinstance(linear.weight, DTensor) or linear.rows is not None
         hook = None
-        if linear.rows is not None and len(linear.rows) == 1:  # of a delta net, no two ranks' meet
+        if linear.rows is not None and len(linear.rows) == 1:  # a delta net has three, none shared
             assert tp is not None
             hook = _sum_of_terms(linear.rows[0], linear.weight.shape[0], tp)
         scaling = _scaling(config, E5M2, meshes, tp if differs else None)
@@ -80,15 +80,15 @@ def fp8_experts(meshes: Meshes, config: Config) -> QuantizedExperts:
 def _sum_of_terms(
     rows: slice, num_rows: int, group: dist.ProcessGroup
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the sum over ranks for gradients of ``rows`` of a weight that has ``num_rows``.
+    """Return a function that sums gradients of the same ``rows`` of a weight over ranks.
 
-    Other ranks of the group may use the same rows. Each of them has a term of the gradient, from
-    queries of its own. One rank would round their sum to 8 bits, so the first of them gets the sum,
-    and the others, for whose rows it then counts once, get zeros.
+    The weight has ``num_rows``. Other ranks of the group may use the same rows, and each has a term
+    of the gradient, from its own queries. Without tp one rank would round the sum of these terms to
+    8 bits. So the first of these ranks gets the sum, and the others get zeros: the sum counts once.
     """
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
-    shared_by = size * (rows.stop - rows.start) // num_rows  # neighbours, as tp deals out heads
+    shared_by = size * (rows.stop - rows.start) // num_rows  # consecutive ranks share a head
 
     def summed(grad: torch.Tensor) -> torch.Tensor:
         terms = grad.new_zeros(*grad.shape[:-1], num_rows)
@@ -109,11 +109,11 @@ def _linears(model: CausalLM) -> Iterator[tuple[str, Linear]]:
 def _scaling(
     config: Config, gradients: torch.dtype, meshes: Meshes, shards: dist.ProcessGroup | None
 ) -> Scaling:
-    """Return the rule by which a layer's 8-bit product finds the scales of its operands.
+    """Return the scaling recipe of a layer's 8-bit product.
 
     Args:
         gradients: float8 dtype of gradients.
-        shards: ranks with other parts of the weight.
+        shards: group of the ranks with other parts of the weight.
 
     Raises:
         BackendError: the GPU has no 8-bit products of this kind.
@@ -144,9 +144,10 @@ def _check_gpu(capability: tuple[int, int]) -> None:
 
 @contextmanager
 def weights_quantized_once(model_parts: Iterable[CausalLM], config: Config) -> Iterator[None]:
-    """Keep the codes of weights within this context, in which no weight may change.
+    """Cache the codes and scales of weights within this context, in which no weight may change.
 
-    A code is a byte beside each gathered number, so codes are kept only if weights are.
+    Codes take one byte beside each unsharded number of a weight, so they are cached only if weights
+    stay unsharded for the whole step.
     """
     scalings = []
     if config.train.fp8 != "off" and gathers_once(config, config.mesh.pp):
@@ -187,7 +188,7 @@ def update_scales(model_parts: Iterable[CausalLM], meshes: Meshes, stepped: bool
     for scaling, largest in zip(delayed, seen, strict=True):
         scaling.seen.copy_(largest)
         scaling.end_step(stepped)
-    # The one time that the host waits tells it too for what there is a history by now.
+    # The same host sync tells the host which operands have a history by now.
     known = torch.stack([scaling.history for scaling in delayed]).amax(-1) > 0
     clipped, *flags = torch.cat((clipped.view(1), known.flatten())).cpu().tolist()
     for i, scaling in enumerate(delayed):

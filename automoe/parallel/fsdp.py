@@ -90,19 +90,19 @@ def _gather_ahead(model: CausalLM) -> None:
     units = [module for module in parts if isinstance(module, FSDPModule)]
     for unit, following in zip(units, units[1:], strict=False):
         if isinstance(following, MTPBlock):
-            continue  # a forward pass that only generates ends before it
+            continue  # a forward pass that only generates does not run these modules
         unit.set_modules_to_forward_prefetch([following])
 
 
 def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
-    """Every FSDP unit of the model, the root first."""
+    """Return every FSDP unit of the model, the root first."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def reshard(model_parts: Iterable[nn.Module]) -> None:
-    """Free the gathered weights of every FSDP unit.
+    """Free the unsharded weights of every FSDP unit.
 
-    A forward pass without a backward pass leaves them behind, and a checkpoint would save them.
+    A forward pass without a backward pass leaves them allocated, and a checkpoint would save them.
     """
     for part in model_parts:
         for module in fsdp_modules(part):
@@ -110,11 +110,12 @@ def reshard(model_parts: Iterable[nn.Module]) -> None:
 
 
 def defer(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:
-    """Decide before a micro-batch without pipelining whether to reduce and reshard after it.
+    """Set whether FSDP reduces gradients and reshards weights after the next micro-batch.
 
-    Deferred to the step's last micro-batch, unsharded weights and gradients stay on the rank for
-    the whole step. That is the price of one all-gather and one reduction a step, and the plan
-    counts it. A model without FSDP has nothing to reduce.
+    This is for steps without a pipeline. If both are deferred to the step's last micro-batch,
+    unsharded weights and gradients stay on the rank for the whole step. That is the price of one
+    all-gather and one reduction per step, and the plan counts it. A model without FSDP is left
+    alone.
     """
     if not isinstance(model, FSDPModule):
         return

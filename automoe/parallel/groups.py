@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from automoe.interop.torch_private import process_groups, set_group_timeout
 
-SAVES = "checkpoint"  # description of the group over which saves and loads talk
+SAVES = "checkpoint"  # description of the group over which saves and loads communicate
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # Made by DeviceMesh itself. In a world bound to a GPU its gloo half has torch's default options:
 # two threads, which can corrupt the heap (``automoe.interop.gloo``). Nothing communicates over it.
@@ -57,12 +57,12 @@ def open_groups(exchanges_heads: bool = False) -> Opened:
     free = torch.cuda.mem_get_info()[0] if cuda else 0
     began = time.perf_counter()
     for group in process_groups():
-        # "cpu:gloo,cuda:nccl"; of gloo alone also "cuda:gloo"
+        # such as "cpu:gloo,cuda:nccl"; a world of gloo alone also has "cuda:gloo"
         backends = dist.get_backend_config(group)
         for device in [one for one in ("cpu", "cuda") if f"{one}:{_BACKENDS[one]}" in backends]:
             if cuda and device == "cpu" and group.group_desc == _FLATTENED:
                 continue
-            ones = torch.ones(group.size(), device=device)  # on CUDA the current one
+            ones = torch.ones(group.size(), device=device)  # on CUDA: the current device
             dist.all_reduce(ones, group=group)
             if group.group_desc in exchanging and device == ("cuda" if cuda else "cpu"):
                 dist.all_to_all_single(torch.empty_like(ones), ones, group=group)

@@ -33,7 +33,7 @@ class Meshes:
     moe: DeviceMesh
     fsdp: DeviceMesh
     expert_fsdp: DeviceMesh
-    timeout: timedelta | None = None  # of every group that comes from here; None: torch's own
+    timeout: timedelta | None = None  # timeout of every group made here; None: torch's default
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return this rank's group along ``axis``; None if the axis has one rank."""
@@ -74,9 +74,9 @@ class Meshes:
         return own or _make_group("pp", [dist.get_rank()], self.timeout)
 
     def pipeline_members(self, places: list[int]) -> dist.ProcessGroup:
-        """Return a new group of the ranks at ``places`` along pp; of this rank alone if it is at none.
+        """Return a new group of the ranks at ``places`` along pp.
 
-        Collective over the world.
+        A rank at none of them gets a group of itself alone. Collective over the world.
         """
         ranks = _ranks_along(self.shape, "default", "pp")
         own = places if self.coordinate("pp") in places else [self.coordinate("pp")]
@@ -146,7 +146,7 @@ def build_meshes(
         fsdp = concatenate_meshes([default["dp_replicate"], fsdp])
     expert_fsdp = moe["ep_replicate", "ep_shard"] if shape.ep_replicate > 1 else moe["ep_shard"]
     if timeout is not None:
-        for group in fsdp.get_all_groups():  # torch made that of a flattened axis
+        for group in fsdp.get_all_groups():  # torch itself made the group of a flattened axis
             set_group_timeout(group, timeout)
     return Meshes(shape, default, moe, fsdp, expert_fsdp, timeout)
 

@@ -1,9 +1,9 @@
-"""Forward pass of one micro-batch and backward pass of another, merged: each hides the other's
-all-to-alls (DualPipe of DeepSeek-V3, section 3.2.1; Megatron-Core's 1F1B with A2A overlap).
+"""Forward pass of one micro-batch merged with the backward pass of another.
 
-The two passes are functions of two threads, of which exactly one runs at any time. A pass gives the
-turn to the other one when it has started an all-to-all, and waits for the all-to-all when it has
-the turn again. So the order of kernels and collectives depends on the program alone, not on the
+Each pass hides the other's all-to-alls (DualPipe of DeepSeek-V3, section 3.2.1; Megatron-Core's
+1F1B with A2A overlap). The passes run in two threads, exactly one of which runs at any time. A pass
+that has started an all-to-all yields to the other pass, and waits for the all-to-all when its turn
+comes again. So the order of kernels and collectives depends on the program alone, not on the
 scheduler of threads, and is the same on all ranks of an ep group.
 """
 
@@ -30,7 +30,7 @@ class _OtherPassFailed(Exception):
 
 
 class Turns:
-    """Turn-taking of the two passes that this process merges; there is one such object."""
+    """Turn-taking of the two passes that this process merges; ``TURNS`` is the only instance."""
 
     def __init__(self) -> None:
         self._turn: int | None = None  # the pass that runs; None outside ``run``
@@ -43,15 +43,14 @@ class Turns:
         self._errors: list[BaseException] = []
 
     def run(self, first: Callable[[], object], second: Callable[[], T]) -> T:
-        """Run both functions to their ends, ``first`` in a thread of its own until it gives the
-        turn away.
+        """Run both functions to their ends by turns; ``first`` begins, in a thread of its own.
 
         Returns:
             The result of ``second``.
 
         Raises:
-            BaseException: the first error of either. The other function is ended where it next
-                takes its turn.
+            BaseException: the first error of either function. The other one ends when it next gets
+                its turn.
         """
         assert self._turn is None, "two passes are merged already"
         self._begin()
@@ -62,7 +61,7 @@ class Turns:
         stream = None if device is None else torch.cuda.current_stream()
 
         def in_new_thread() -> object:
-            # These settings are a thread's own.
+            # These settings are per thread.
             torch.set_num_threads(threads)
             if device is not None:
                 torch.cuda.set_device(device)
@@ -98,7 +97,10 @@ class Turns:
             self._wake[1 - me].release()
 
     def wait_for_turn(self, me: int) -> None:
-        """Block until it is the turn of pass ``me``. ``launch.stuck`` knows this name."""
+        """Block until it is the turn of pass ``me``.
+
+        ``launch.stuck`` recognises this function by name.
+        """
         self._wake[me].acquire()
         self._turn = me
         if self._errors:
@@ -109,7 +111,7 @@ class Turns:
 
         Returns at once outside ``run``, and when the other pass has ended.
         """
-        # Whoever runs has the turn, so this is right in autograd's own threads, too.
+        # The running pass has the turn, so this is also right in autograd's threads.
         me = self._turn
         if me is None or self._done[1 - me]:
             return
@@ -118,17 +120,17 @@ class Turns:
         self.wait_for_turn(me)
 
     def finish(self, wait: Callable[[], object]) -> None:
-        """Let the other pass run while an exchange that has been started is on its way, and wait for it."""
+        """Run deferred work and the other pass during a started exchange, then call ``wait``."""
         self.work_off()
         self.swap()
         wait()
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Keep ``work`` until the pass that calls has issued its next all-to-all."""
+        """Keep ``work`` until the calling pass has started its next all-to-all."""
         self._waiting.append(work)
 
     def work_off(self) -> None:
-        """Do what was deferred, in its order."""
+        """Run the deferred work in order."""
         while self._waiting:
             self._waiting.popleft()()
 
@@ -141,7 +143,7 @@ TURNS = Turns()
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows, during which the other pass runs; backward exchanges likewise."""
+    """All-to-all of rows, forward and backward, during which the other pass runs."""
 
     @staticmethod
     def forward(
@@ -168,7 +170,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class OverlappedDispatch(ProcessGroupDispatch):
-    """Dispatch group whose all-to-alls give the turn to the other merged pass."""
+    """Dispatch group whose all-to-alls yield to the other merged pass."""
 
     def all_to_all(
         self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]

@@ -41,7 +41,7 @@ from automoe.parallel.pipeline import checked_loss
 from automoe.parallel.ring import cpu_ring, ring_masks
 from automoe.parallel.tensor import apply_tensor_parallel
 
-# what makes them, for ``moe.experts``
+# constructors of expert backends from other packages, by value of ``moe.experts``
 FOREIGN_EXPERTS = {"te": transformer_engine.experts, "quack": quack.experts}
 
 
@@ -49,9 +49,9 @@ def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertPar
     """Apply every axis but pp, compilation and recomputation to one part, in the required order.
 
     Collectives of tp, ep and cp belong inside compiled and recomputed regions. A recomputed region
-    runs compiled code again as it is, except for ``core_attn``, which is inside a compiled part and
-    is recomputed by the compiler. FSDP comes last: its hooks stay outside both, on modules, whose
-    weights are then gathered.
+    runs compiled code again unchanged, except for ``core_attn``, which is inside a compiled part
+    and is recomputed by the compiler. FSDP comes last: its hooks stay outside both kinds of
+    regions, so weights are unsharded whenever a region runs.
     """
     apply_tensor_parallel(part, meshes)
     apply_expert_parallel(part, meshes, style)
@@ -70,7 +70,7 @@ def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertPar
 
 
 def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig:
-    """Return the backend of every part, as the meshes (None: one rank) and ``config`` decide.
+    """Return the communicators and implementations of every part; ``meshes`` None: one rank.
 
     Raises:
         BackendError: the package of an implementation is missing, or this machine does not support

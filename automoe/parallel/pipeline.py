@@ -42,12 +42,13 @@ from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, reshard
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import TURNS
 
-SENDS_KEPT = 2  # of each stage and direction, that may still be on their way
+SENDS_KEPT = 2  # sends in flight per stage and direction
 
-# The two that batch a send with a receive; all others are orders (``config.pipeline``).
+# The two schedules in which torch batches a send with a receive; all others are orders of actions
+# (``config.pipeline``).
 SCHEDULES = dict(zip(SINGLE, (ScheduleGPipe, Schedule1F1B), strict=True))
 
-unshard_every_stage_once()  # parallel.reshard=step frees them once a step
+unshard_every_stage_once()  # a pipeline frees unsharded weights only at the end of a step
 
 # keyword arguments of ``CausalLM.forward``: tensors of M B rows, and the step's counts
 Inputs = dict[str, Any]
@@ -56,7 +57,7 @@ Inputs = dict[str, Any]
 def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter]:
     """Yield the parameters of these parts so that all stages together yield each one once."""
     for part in model_parts:
-        # The first stage has this one too.
+        # The first stage counts the embedding.
         copies = part.embedding is not None and not part.embeds
         skipped = {id(p) for p in part.embedding.parameters()} if copies else set()
         yield from (parameter for parameter in part.parameters() if id(parameter) not in skipped)
@@ -65,21 +66,22 @@ def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter
 class SharedGradients:
     """Gradients of which several ranks hold a term each, summed once at the end of a step.
 
-    Three kinds: under tensor parallelism, parameters that every tp rank keeps whole (norms,
-    routers, latent projections) while it sees only its shard of the tokens; under expert tensor
-    parallelism, adapters that its ranks keep whole while each has a part of the width; under a
-    pipeline with tied embeddings or multi-token prediction, all copies of the embedding, of which a
-    rank may hold several. Copies start equal, since initialisation and checkpoints go by name, and
-    stay equal, since all of them take the sum. Every rank builds it: all ranks make groups together.
+    There are three kinds. Under tensor parallelism: parameters that every tp rank keeps whole
+    (norms, routers, latent projections) while it sees only its shard of the tokens. Under expert
+    tensor parallelism: adapters that etp ranks keep whole while each has a part of the width. Under
+    a pipeline with tied embeddings or multi-token prediction: all copies of the embedding, of which
+    a rank may hold several. Copies start equal, since initialisation and checkpoints go by name,
+    and stay equal, since all of them take the sum. Every rank must make this object, because making
+    its groups is collective.
 
     Args:
-        holders: pipeline ranks of the stages with an embedding, once for each stage.
+        holders: pipeline rank of each stage with an embedding; ranks may repeat.
     """
 
     def __init__(
         self, model_parts: dict[int, CausalLM], meshes: Meshes, holders: Sequence[int]
     ) -> None:
-        # parameters of which the ranks of a group hold terms, each a list of this rank's copies
+        # by group: the parameters of which its ranks hold terms, each a list of this rank's copies
         self._by_group: list[tuple[dist.ProcessGroup | None, list[list[torch.Tensor]]]] = []
         if (tp := meshes.group("tp")) is not None:
             whole = [
@@ -106,10 +108,10 @@ class SharedGradients:
             self._by_group.append((meshes.pipeline_members(places), [copies] if copies else []))
 
     def sum(self) -> None:
-        """Replace every shared gradient by its sum over copies and the ranks that hold a term of it.
+        """Replace every shared gradient by its sum over copies and over the ranks with a term.
 
-        The ranks of a group shard a parameter alike, so local shards are summed, all in one
-        collective.
+        The ranks of a group shard a parameter alike, so local shards are summed, all of them in one
+        all-reduce.
         """
         for group, parameters in self._by_group:
             shared = [
@@ -170,7 +172,7 @@ def checked_loss(loss: Loss | None, name: str) -> Loss | None:
 
 
 class StepRunner(ABC):
-    """Runs this rank's stages over the micro-batches of a step.
+    """Runner of this rank's stages over the micro-batches of a step.
 
     Attributes:
         model_parts: this rank's stages.
@@ -193,7 +195,7 @@ class StepRunner(ABC):
         return next(iter(self.model_parts.values())).loss
 
     def set_loss(self, loss: Loss | None) -> None:
-        """Train and evaluate with another loss from now on.
+        """Replace the loss of training and validation.
 
         Raises:
             ConfigError: as ``checked_loss``.
@@ -289,16 +291,17 @@ Neighbours = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 
 
 class Stage(BufferlessStage):
-    """Pipeline stage that keeps few of its sends waiting.
+    """Pipeline stage that limits the number of its sends in flight.
 
     Attributes:
-        neighbours: groups with the ranks of the stages before and after
-            (``Meshes.pipeline_neighbours``); an entry is None if that rank is no neighbour, and the
-            group of all pipeline ranks is used. Set under schedules that start sends one by one
-            and wait for them at the end of the step, which keeps all sent tensors: the stage then
-            starts sends itself and waits for each after a few more. That is safe, since the peer
-            posts its receives in the order of the schedule. None under schedules that batch sends
-            with receives in the group of all pipeline ranks.
+        neighbours: groups with the ranks of the previous and of the next stage
+            (``Meshes.pipeline_neighbours``). An entry is None if that rank is not a neighbour; the
+            group of all pipeline ranks is then used. The attribute is set under schedules that
+            start sends one by one. Torch would wait for all of them at the end of the step and keep
+            every sent tensor alive; instead the stage starts sends itself and waits for each one
+            after ``SENDS_KEPT`` more. That is safe, since the peer posts its receives in the order
+            of the schedule. The attribute is None under schedules that batch sends with receives in
+            the group of all pipeline ranks.
     """
 
     neighbours: Neighbours | None = None
@@ -362,8 +365,8 @@ def wait_for_ranks(works: list[dist.Work], timeout: timedelta) -> None:
 def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
     """Make gloo's sends and receives honour the current timeout of ``group``.
 
-    Torch's schedules use the timeout that the group was created with. NCCL's watchdog ends both
-    kinds, and a wait with a timeout would block the host.
+    Torch's schedules use the timeout that the group was created with. On CUDA nothing is replaced:
+    NCCL's watchdog ends late operations, and a wait with a timeout would block the host.
     """
     timeout = gloo_timeout(group) if group is not None and device.type == "cpu" else None
     if timeout is None:  # torch's fake groups have none
@@ -417,7 +420,7 @@ class PipelineRunner(StepRunner):
         self._use(train.global_batch_size // meshes.shape.dp // rows)
 
     def _use(self, num_micro_batches: int) -> None:
-        """Make the schedule of steps with this many micro-batches."""
+        """Make the schedule for steps with this many micro-batches."""
         self.num_micro_batches = num_micro_batches
         options: dict[str, Any] = dict(
             n_microbatches=num_micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
@@ -438,7 +441,7 @@ class PipelineRunner(StepRunner):
         return self.meshes.pipeline_neighbours()
 
     def _neighbours(self, stage: int) -> Neighbours:
-        """Return the groups with the ranks of the stages before and after, if neighbours."""
+        """Return the groups with the ranks of the stages before and after; None: no neighbour."""
         place, pp, (before, behind) = self.meshes.coordinate("pp"), self.meshes.shape.pp, self._ring
         sides = ((place - 1) % pp, before), ((place + 1) % pp, behind)
 
@@ -469,7 +472,7 @@ class PipelineRunner(StepRunner):
         return found
 
     def _run(self, method: str, inputs: Inputs, losses: list[torch.Tensor]) -> torch.Tensor | None:
-        # train.rampup_batch_size: steps have fewer micro-batches than a validation
+        # With train.rampup_batch_size, steps have fewer micro-batches than validation has.
         if (
             count := len(inputs["labels"]) // self.config.train.micro_batch_size
         ) != self.num_micro_batches:

@@ -1,11 +1,11 @@
-"""Ring attention on the CPU: keys and values travel, and softmaxes over parts of a row are merged.
+"""Ring attention on the CPU: keys and values go around, and softmaxes over parts are merged.
 
-A rank's queries meet the keys of one rank at a time (arXiv 2310.01889), those of its own first.
-Each rank holds a chunk from the head of a row and its mirror from the tail, so all ranks have as
-many pairs of chunks. Documents of a row are kept apart by their ids, which all ranks know. Torch's
-own ring (``automoe.parallel.context``) has kernels for CUDA alone, and no mask.
+A rank's queries attend to the keys of one rank at a time (arXiv 2310.01889), its own first. Each
+rank holds a chunk from the head of a row and its mirror from the tail, so all ranks have equally
+many pairs of chunks. Documents of a row are masked by their ids, which all ranks know. Torch's own
+ring (``automoe.parallel.context``) has kernels only for CUDA, and no mask.
 
-Letters: P ranks, R positions of the whole row, C = R / 2P of a chunk, and those of
+Letters: P ranks, R positions of the whole row, C = R / 2P positions of a chunk, and those of
 ``automoe.model.attention``.
 """
 
@@ -26,7 +26,7 @@ from automoe.moe.process_groups import SINGLE_RANK, Communicator
 
 
 def ring_masks(ranks: Communicator) -> MaskFn:
-    """Return the ``MaskFn`` of ``cpu_ring``: its masks are ids of documents [B, R], or None."""
+    """Return the ``MaskFn`` for ``cpu_ring``; its masks are document ids [B, R], or None."""
 
     def masks(tokens, keys: Communicator, window: int, always: bool) -> list[QueryBlock]:
         assert not window, "a ring has no sliding windows"
@@ -77,7 +77,7 @@ class _Ring(torch.autograd.Function):
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
         grad_kv = torch.zeros_like(
             kv, dtype=lse.dtype
-        )  # travels behind its keys, back home at last
+        )  # follows its keys around the ring, and ends on their own rank
         for source, here in _travel(kv, group):
             for own, theirs, keys, values, mask in _pairs(docs_BR, q, here, source, group):
                 rows = (x[:, :, own].contiguous() for x in (grad, q, out, lse))
@@ -91,7 +91,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _travel(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield each rank and its keys and values; the next ones arrive meanwhile."""
+    """Yield (rank, its keys and values) around the ring; the next ones are received meanwhile."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     for step in range(num_ranks - 1):
         coming, work = _pass_on(kv, group)
@@ -102,7 +102,7 @@ def _travel(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, t
 
 
 def _pass_on(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Send ``x`` to the next rank; return what the rank before sends, and when it is there."""
+    """Start to send ``x`` to the next rank; return the buffer of the receive, and its work."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     sent, received = ([0] * num_ranks for _ in range(2))
     sent[(rank + 1) % num_ranks] = received[rank - 1] = x.numel()
@@ -119,11 +119,12 @@ def _pairs(
     source: int,
     group: dist.ProcessGroup,
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield chunks of this rank's positions with chunks of rank ``source`` that they may see.
+    """Yield pairs of a chunk of this rank's queries and a chunk of rank ``source`` that they see.
 
-    Both come as slices of positions. Then come the latter's keys and values [B, N, C, D], each head
-    repeated for the queries that share it, and a mask [B, 1, C, C], True where a query sees a key;
-    None if all queries see all keys.
+    Yields:
+        Both chunks as slices of positions; keys and values [B, N, C, D] of the second, each head
+        repeated for the query heads that share it; a mask [B, 1, C, C], True where a query sees a
+        key, or None if all queries see all keys.
     """
     last, chunk = 2 * dist.get_world_size(group) - 1, q.shape[2] // 2
     rank = dist.get_rank(group)

@@ -3,8 +3,8 @@
 The first weights of a block are colwise and the last rowwise (Megatron-LM, arXiv 1909.08053).
 Between blocks the positions are sharded as in arXiv 2205.05198: tokens are gathered before a block,
 and sums reduce-scattered after it. MLA gathers its latents, which are narrower than the hidden
-state. The router therefore sees other tokens on every tp rank, and experts folded over tp need no
-communication of their own for it.
+state. Each tp rank's router therefore sees different tokens, and experts folded over tp need no
+extra communication.
 """
 
 from __future__ import annotations

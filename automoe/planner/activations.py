@@ -182,7 +182,7 @@ def layer_activation_bytes(
         choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
         kept = {"norms": float(size * tokens * hidden * (1 + mtp))}
         if has_indexer(model.attention, layer):
-            kept["attention"] = float(load.window_numbers)  # what it has chosen, a byte each
+            kept["attention"] = float(load.window_numbers)  # the chosen keys, a byte each
         return kept | ({"router": 8.0 * choices * tokens * top_k} if routed else {})
     # Inputs of tp-sharded weights are kept gathered over tp. Routers and MLA's down projections
     # read only the rank's own tokens.
@@ -291,8 +291,8 @@ def _attention_bytes(
         return kept + size * dim * (2 * tokens * heads + 2 * kv_tokens * groups)
     kept += _latent_bytes(attention, load, recompute, by_math)
     if has_indexer(attention, layer):
-        # Gradients that its loss has made, the input of its keys' norm, and the chosen keys if
-        # attention is recomputed.
+        # The indexer keeps gradients, which its loss computes in the forward pass, the input of its
+        # keys' norm, and the chosen keys if attention is recomputed.
         dim, row = attention.index_head_dim, kv_tokens * load.tp
         numbers = tokens * attention.index_n_heads * (dim + 1) + (row + tokens) * dim
         kept += max(4, size) * numbers + load.window_numbers * again
@@ -300,9 +300,9 @@ def _attention_bytes(
 
 
 def _exchanged_output(load: TokenLoad, width: int, again: bool) -> float:
-    """Bytes of attention's output as the projection keeps it, beside the kernel's own output.
+    """Return the bytes of attention's output after an exchange, which the projection keeps.
 
-    The kernel keeps none if it is recomputed.
+    They are added to the kernel's own copy; a recomputed kernel has none, so nothing is added.
     """
     return load.number_bytes * load.tokens * width * (load.head_ranks > load.tp and not again)
 
@@ -310,7 +310,7 @@ def _exchanged_output(load: TokenLoad, width: int, again: bool) -> float:
 def _latent_bytes(
     attention: AttentionConfig, load: TokenLoad, recompute: frozenset[str], by_math: bool
 ) -> float:
-    """Bytes of latent attention but for the mask and the log-sum-exp of its kernel."""
+    """Return the bytes that latent attention keeps, without its kernel's mask and log-sum-exp."""
     again = "core_attn" in recompute
     size, heads, tokens, kv_tokens = (
         load.number_bytes,

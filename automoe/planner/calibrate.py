@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-POINTS = 7  # points of the matmul curve; each has twice the intensity of the one before
+POINTS = 7  # points of the matmul curve; each has twice the intensity of the previous one
 # timings per median; minimum seconds of one timing
 ROUNDS = 5
 LEAST_S = 0.03
@@ -162,8 +162,8 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
 
     Args:
         model: model whose layer kinds are timed, at small sizes.
-        peak: FLOP/s of the device if the configuration has them. With 0 the peak is that of
-            the GPU's name, or the speed of the fastest measured matmul.
+        peak: FLOP/s of the device if the configuration has them. With 0 the peak is looked up by
+            the GPU's name; else it is the speed of the fastest measured matmul.
     """
     import torch
 
@@ -232,7 +232,7 @@ def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
     """
     import torch
 
-    from automoe.moe.experts import expert_backend
+    from automoe.moe.experts import ExpertWeights, expert_backend
 
     n = bench.expert
     experts = 8
@@ -240,11 +240,11 @@ def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
     rows = torch.arange(experts * n, device=device)
     ends = torch.arange(n, experts * n + 1, n, device=device, dtype=torch.int32)
     up = torch.randn(experts, 2, n, n, device=device, dtype=dtype)
-    down = up[:, 0].contiguous()
+    weights = ExpertWeights(up, up[:, 0].contiguous())
     probs = torch.ones(experts * n, device=device)
     run = expert_backend("grouped_mm")
     with torch.no_grad():
-        return bench.seconds(lambda: run(x, rows, ends, probs, up, down))
+        return bench.seconds(lambda: run(x, rows, ends, probs, weights))
 
 
 def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
@@ -260,9 +260,7 @@ def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
 
 
 def usual(bench: Bench, layers: int) -> Config:
-    """Return a configuration whose layers have matmuls as large as those that ``Bench`` times
-    alone.
-    """
+    """Return a configuration whose layers have matmuls as large as those that are timed alone."""
     hidden = 2 * bench.expert
     attention = AttentionConfig(num_heads=hidden // 64, num_kv_heads=hidden // 64, head_dim=64)
     sizes = {
@@ -334,7 +332,7 @@ def group_shapes(ranks: int) -> list[tuple[int, int]]:
 
 
 def measure_links(bench: Bench) -> Links:
-    """Return what each collective takes on this rank, in groups of each shape. Collective.
+    """Return the seconds of each collective on this rank, in groups of each shape. Collective.
 
     All groups of a shape communicate at the same time, as those of a mesh axis do.
     """
@@ -392,7 +390,7 @@ def _collectives(
 
 
 def fit_link(seconds: dict[float, float]) -> list[float]:
-    """Return seconds besides the bytes, and bytes/s, of the line nearest to seconds by bytes sent.
+    """Fit seconds = latency + bytes / bandwidth to measured seconds by bytes sent; return both.
 
     Each point counts by its relative error, so that small messages count as much as large ones.
     """

@@ -92,7 +92,7 @@ def changed(config: Config, **sections: dict[str, Any]) -> Config:
 def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
     """Return the choices of recomputed modules, from none to the full layer.
 
-    Each choice frees more memory and takes more time than the one before.
+    Each choice frees more memory and takes more time than the previous one.
 
     Args:
         fixed: configuration keys to keep; one of ``RECOMPUTE_KEYS`` leaves only the configured
@@ -113,7 +113,7 @@ def first_that_fits(rungs: Sequence[Candidate]) -> int | None:
     """Return the index of the first candidate that fits in memory; None if none fits.
 
     Args:
-        rungs: candidates in the order of ``ladder``: each needs less memory than the one before.
+        rungs: candidates in the order of ``ladder``: each needs less memory than the previous one.
     """
     if not rungs[-1].fits:
         return None

@@ -155,7 +155,6 @@ def most_kept(config: Config, steps_between: float) -> int:
 
 
 def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -> Iterator[_Tensor]:
-    """Yield every tensor of pipeline stage ``stage`` that a checkpoint stores."""
     model = config.model
     optim = config.optim
     sizes = Sizes(config, mesh)

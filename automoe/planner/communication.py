@@ -42,9 +42,7 @@ class Group:
 
     @property
     def on_node(self) -> float:
-        """Share of a rank's bytes that goes to other ranks of its node, in a collective with even
-        splits.
-        """
+        """Share of a rank's bytes that stays on its node but leaves the rank, with even splits."""
         return 1 - 1 / self.size - self.off_node
 
 
@@ -157,9 +155,7 @@ def exchange_sizes(machine: Machine, together: bool = False) -> Cost:
 
 
 def distinct(top_k: int, places: int) -> float:
-    """Return the mean number of distinct places that ``top_k`` uniform draws out of
-    ``places`` hit.
-    """
+    """Return the mean number of distinct results of ``top_k`` uniform draws from ``places``."""
     return places * (1 - (1 - 1 / places) ** top_k)
 
 

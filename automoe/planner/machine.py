@@ -46,9 +46,7 @@ class Constants:
     @classmethod
     @lru_cache(maxsize=2)
     def load(cls, which: str = "value") -> Constants:
-        """Load ``constants.toml``; ``which`` is ``value`` (after the fit) or ``prior``
-        (before it).
-        """
+        """Load ``constants.toml``; ``which``: ``value`` (after the fit) or ``prior`` (before it)."""
         table = tomllib.loads((Path(__file__).parent / "constants.toml").read_text())
         return cls(**{field.name: table[field.name][which] for field in fields(cls)})
 
@@ -69,7 +67,7 @@ class Machine:
     gpus_per_node: int
     number_bytes: int  # bytes of one activation element
     calibrated: bool
-    # ``cluster.links``: seconds besides the bytes, and bytes/s
+    # ``cluster.links``: latency in seconds and bytes/s, by ``link_name``
     links: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @classmethod

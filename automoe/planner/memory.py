@@ -41,7 +41,7 @@ UNITS_RESIDENT = 2  # FSDP units gathered at once with resharding: the current o
 SENDS_KEPT = 2
 # Bytes per token: six int64 (ids, labels, positions, document, index, row) and a padding flag.
 INPUT_BYTES = 6 * 8 + 1
-MTP_BYTES = 2 * 8  # more of each depth of multi-token prediction: ids and labels
+MTP_BYTES = 2 * 8  # more bytes per depth of multi-token prediction: ids and labels
 # Additional bytes on a CPU: the first four tensors, as the loader delivered them.
 BATCH_BYTES = 4 * 8
 # A stochastically rounded update on the CPU works on blocks of UPDATE_BLOCK elements. Each element
@@ -161,9 +161,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
 def _loop_moments(
     config: Config, mesh: MeshShape, batch: BatchPlan, stage: StagePlan, params: list[Param]
 ) -> Iterator[Moment]:
-    """Yield the memory of each moment for a rank that holds the whole model and runs micro-batches
-    in turn.
-    """
+    """Yield the memory at each moment for a rank that runs micro-batches without a pipeline."""
     parallel = config.parallel
     sizes = Sizes(config, mesh)
     deferred = parallel.grad_sync == "step" and batch.num_micro_batches > 1
@@ -217,7 +215,7 @@ def _pipeline_moments(
     num_micro_batches = batch.num_micro_batches
     repeats = schedule not in ALL_FORWARDS_FIRST and not is_csv(schedule)
     if repeats and num_micro_batches % mesh.pp == 0:
-        # After the warm-up, every round repeats the one before.
+        # After the warm-up, every round repeats the previous one.
         num_micro_batches = min(num_micro_batches, 4 * mesh.pp)
     gathered = sum(stage.weights for stage in stages)
     held, done = [0] * len(stages), [False] * len(stages)
@@ -237,7 +235,7 @@ def _pipeline_moments(
         held[i] += is_forward
         in_flight = list(held)
         like = kind, i, merged, *held, *done
-        if like in seen:  # most rounds repeat the one before
+        if like in seen:  # most rounds repeat the previous one
             held[i] -= kind in "BW"
             continue
         seen.add(like)
@@ -277,7 +275,7 @@ def _pipeline_moments(
 def _actions(
     order: tuple[Entry, ...], local: dict[int, int]
 ) -> Iterator[tuple[str, int, int | None]]:
-    """Yield kind and local stage of each action; of a pair, also the forward pass's stage."""
+    """Yield (kind, local stage, local stage of the forward pass merged with it, or None)."""
     for entry in order:
         for kind, stage, _ in reversed(entry):
             yield kind, local[stage], local[entry[0][1]] if entry[1:] and kind == "B" else None
@@ -295,9 +293,9 @@ def _update_moment(config: Config, sizes: Sizes, params: list[Param]) -> Moment:
 def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:
     """Return the bytes that Muon allocates at its peak, which is an exchange or an iteration.
 
-    An exchange holds four copies of a round: updates, orthogonalised matrices, what is sent and
-    what is received. An iteration holds updates and whole matrices, and of the matrices of one
-    shape two more copies and two Gram matrices.
+    An exchange holds four copies of a round: updates, orthogonalised matrices, and the send and
+    receive buffers. An iteration holds updates and whole matrices; for the matrices of one shape it
+    holds two more copies and two Gram matrices.
     """
     if config.optim.algorithm != "muon":
         return 0

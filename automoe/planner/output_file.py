@@ -12,11 +12,11 @@ def write_out(path: Path, text: str, out: str, what: str, instead: str) -> None:
 
     Args:
         out: value of ``out=`` for the message.
-        what: start of the message's sentence, as in ``it cannot be written``.
-        instead: what the user can set, as in ``out=FILE``.
+        what: subject of the message's sentence, as in ``it cannot be written``.
+        instead: setting that the message suggests, as in ``out=FILE``.
 
     Raises:
-        ConfigError: the file cannot be written, or is there with another text.
+        ConfigError: the file cannot be written, or exists with another text.
     """
     try:
         if path.exists() and path.read_bytes() != text.encode():

@@ -1,4 +1,4 @@
-"""What the time of a layer is computed from and in: a rank's place, and the seconds of its passes."""
+"""Inputs and results of layer timing: a rank's ``Place``, and the seconds of its ``Passes``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ AXES = ("tp", "cp", "ep", "etp", "fsdp", "pp")
 
 @dataclass
 class Pass:
-    """Forward or backward pass of one layer: seconds of computation by module, and collectives by
-    axis.
-    """
+    """Forward or backward pass of a layer: seconds of compute by module, collectives by axis."""
 
     compute: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)

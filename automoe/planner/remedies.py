@@ -1,5 +1,4 @@
-"""Changes that make a run fit in memory, with their cost: single changes and the fastest
-combination.
+"""Changes that make a run fit in memory, with their cost: single ones and a combination.
 
 All changes keep the number of ranks: recomputed modules, a smaller micro-batch, FSDP's reshard
 policy, doubled mesh axes that shard tensors or layers, other pipeline stages. No change affects a
@@ -76,9 +75,7 @@ def _legal(one: Candidate) -> bool:
 
 
 def _fastest(now: Candidate) -> Candidate | None:
-    """Return the combination with the most predicted tokens/s that fits, at its least
-    recomputation.
-    """
+    """Return the fastest combination that fits, with the least recomputation; None if none fits."""
     rungs = ladder(now.config)
     made = [now]
     for way in _WAYS:
@@ -163,7 +160,6 @@ _WAYS: tuple[Callable[[Candidate], Iterator[Candidate]], ...] = (
 
 
 def _overrides(now: Candidate, one: Candidate) -> list[str]:
-    """Return the command-line overrides that change ``now`` to ``one``."""
     changed = [(f"mesh.{axis}", getattr(now.mesh, axis), getattr(one.mesh, axis)) for axis in AXES]
     for section in ("parallel", "train"):
         ours, theirs = (asdict(getattr(each.config, section)) for each in (now, one))

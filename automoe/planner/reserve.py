@@ -1,8 +1,8 @@
-"""GPU memory besides a step's tensors: CUDA context, communicators, fragmentation; gaps of the
-model.
+"""GPU memory besides a step's tensors: CUDA context, communicators, fragmentation.
 
 None of this memory can be computed: the numbers are published measurements, and the plan shows them
-on a line of their own. A CPU needs no reserve.
+on a line of their own. A CPU needs no reserve. ``not_modelled`` lists settings that the plan does
+not model.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
 
 
 def process_groups(config: Config, mesh: MeshShape) -> list[tuple[str, int]]:
-    """Return (name, size) of each communicator of a rank, also of those within and
-    between nodes and of those with the neighbours in a pipeline of several stages per rank.
+    """Return (name, size) of each communicator of a rank.
+
+    They include the two levels of a hierarchical dispatcher, and the groups with the neighbours in
+    a pipeline of several stages per rank.
     """
     named = mesh.process_groups()
     if mesh.pp > 1 and config.parallel.schedule not in SINGLE:
@@ -98,7 +100,7 @@ def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[
     A line is about memory unless it says otherwise.
     """
     if config.model.family == TRANSFORMERS:
-        from automoe.planner.class_layers import class_layers  # with torch
+        from automoe.planner.class_layers import class_layers  # imports torch
 
         if class_layers(config, mesh.ep, batch.expert_rows_per_rank) is None:
             yield f"{config.model.architecture}: counted as native layers this wide, for its code needs numbers"

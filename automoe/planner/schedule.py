@@ -35,7 +35,7 @@ class StageTimes:
     # The backward pass in halves, for gradients of the input and of the weights; None: even halves.
     # The first stage has no input: its second half is the whole backward pass.
     halves: tuple[float, float] | None = None
-    received: int = 1  # hidden states that come from the stage before
+    received: int = 1  # hidden states from the previous stage
 
     @property
     def work(self) -> float:

@@ -1,5 +1,4 @@
-"""Search for the fastest mesh: time every legal mesh on paper, and keep the best that fit in
-memory.
+"""Search for the fastest mesh: predict the time of every legal mesh, and keep the best that fit.
 
 Recomputation only takes time, so the time without it bounds the speed of a mesh. Candidates are
 examined in order of this bound, highest first, each with the least recomputation that fits. The
@@ -44,7 +43,7 @@ ONE_STAGE: dict[str, Any] = {
 }
 PIPELINE_KEYS = {f"parallel.{key}" for key in ONE_STAGE}
 PATIENCE = 512  # The search ends after this many candidates in a row without a new result.
-MOVES = 4  # Layers that are moved between stages of each of the fastest BALANCED candidates.
+MOVES = 4  # most layers moved between stages, in each of the fastest BALANCED candidates
 BALANCED = 3
 
 
@@ -70,8 +69,7 @@ def search(
     tell: Callable[[str, int, int], Any] = lambda phase, done, total: None,
     processes: int | None = None,
 ) -> Search:
-    """Rank the meshes of ``world_size`` ranks by predicted tokens/s, each with its fastest
-    settings.
+    """Rank the meshes of ``world_size`` ranks by predicted tokens/s, each at its fastest settings.
 
     Args:
         config: valid except for its mesh; cluster and batch size are taken from it.
@@ -245,22 +243,27 @@ def _timed(
 
 
 def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Config]:
-    """Yield ``config`` with each micro-batch size, pipeline schedule, FSDP policy and kind of
-    context parallelism that is not fixed.
+    """Yield ``config`` with every combination of the settings that are not fixed.
+
+    These are micro-batch size, pipeline schedule, FSDP policy and kind of context parallelism.
     """
     train = config.train
     most = max(1, train.global_batch_size // shape.dp)
     micro = [n for n in ROWS if n <= most]
     if "train.micro_batch_size" in fixed:
         micro = [train.micro_batch_size]
-    turns = [n for n in STAGES if n * shape.pp <= config.model.num_layers]
-    runs = [ONE_STAGE]
+    stage_counts = [n for n in STAGES if n * shape.pp <= config.model.num_layers]
+    pipelines = [ONE_STAGE]
     if PIPELINE_KEYS & set(fixed):
-        runs = [{}]
+        pipelines = [{}]
     elif shape.pp > 1:
-        runs += [{**ONE_STAGE, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in turns]
-        if 2 in turns:
-            runs += [{**ONE_STAGE, "schedule": name, "stages_per_rank": 2} for name in V_SHAPED]
+        pipelines += [
+            {**ONE_STAGE, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in stage_counts
+        ]
+        if 2 in stage_counts:
+            pipelines += [
+                {**ONE_STAGE, "schedule": name, "stages_per_rank": 2} for name in V_SHAPED
+            ]
     policies: list[dict[str, Any]] = [{"reshard": "step", "grad_sync": "step"}]
     if {"parallel.reshard", "parallel.grad_sync"} & set(fixed):
         policies = [{}]
@@ -269,13 +272,13 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
     contexts: list[dict[str, Any]] = [{}]
     if shape.cp > 1 and "parallel.context" not in fixed:
         contexts = [{"context": name} for name in CONTEXTS]
-    nothing: dict[str, Any] = {"recompute": [], "recompute_layers": None}
+    no_recompute: dict[str, Any] = {"recompute": [], "recompute_layers": None}
     if RECOMPUTE_KEYS & set(fixed):
-        nothing = {}
+        no_recompute = {}
     for size in micro:
-        for run in runs:
+        for pipeline in pipelines:
             for policy, context in product(policies, contexts):
-                settings = run | policy | context | nothing
+                settings = pipeline | policy | context | no_recompute
                 yield changed(config, train={"micro_batch_size": size}, parallel=settings)
 
 

@@ -1,6 +1,4 @@
-"""``automoe plan search=...``: find the fastest mesh and write it as a preset for ``automoe
-train``.
-"""
+"""``automoe plan search=...``: find the fastest mesh and write it as a preset for training."""
 
 from __future__ import annotations
 
@@ -273,9 +271,7 @@ def _as_dict(one: Candidate) -> dict[str, Any]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], Any]]:
-    """Show a progress bar on stderr if it is a terminal; yield the callback that updates
-    the bar.
-    """
+    """Show a progress bar on stderr if it is a terminal; yield the callback that updates it."""
     from rich.console import Console
     from rich.progress import Progress
 

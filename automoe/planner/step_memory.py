@@ -131,9 +131,7 @@ class Sizes:
         return 1 if self.config.optim.algorithm == "muon" and param.spec.orthogonalized else 2
 
     def whole(self, params: Sequence[Param], size: int) -> int:
-        """Return the bytes of ``params`` while FSDP has them gathered, at ``size`` bytes per
-        element.
-        """
+        """Return the bytes of ``params`` while unsharded, at ``size`` bytes per element."""
         return self.total(gathered_numel, params, size)
 
     def whole_gradients(self, params: Sequence[Param]) -> int:
@@ -187,7 +185,7 @@ class LayerPlan:
 class StagePlan:
     """Bytes of one pipeline stage on one rank.
 
-    ``received`` are the activations of the stage before, ``border`` those sent to the next one.
+    ``received`` are activations from the previous stage, ``border`` those sent to the next one.
     """
 
     layers: list[LayerPlan]
@@ -241,14 +239,13 @@ class StagePlan:
         return self.rest_sharded + sum(layer.sharded for layer in self.layers)
 
     def grown(self, num_layers: int) -> float:
-        """Bytes of activations that a micro-batch keeps after ``num_layers`` of its layers."""
+        """Return the bytes of activations that a micro-batch keeps after ``num_layers`` layers."""
         return self.shared + sum(layer.kept for layer in self.layers[:num_layers])
 
     def backward(
         self, adds: bool, reduces: bool, experts_ranks: int, merged: StagePlan | None = None
     ) -> Iterator[Moment]:
-        """Yield the memory during one micro-batch's backward pass, without other micro-batches'
-        activations.
+        """Yield the memory during a backward pass, without other micro-batches' activations.
 
         Args:
             adds: gradients are added to existing unsharded gradients of earlier micro-batches.
@@ -269,7 +266,7 @@ class StagePlan:
                 activations=below,
                 gathered_weights=weights,
                 unsharded_gradients=self.gradients if adds else self.rest_gradients,
-                temporaries=self.rest_gradients * adds,  # a micro-batch's own, before it is added
+                temporaries=self.rest_gradients * adds,  # this micro-batch's gradients
             )
         for place, layer in enumerate(reversed(self.layers)):
             # Modules for multi-token prediction come before the main loss.
@@ -306,11 +303,10 @@ def plan_stage(
     before: int,
     last: bool,
 ) -> StagePlan:
-    """Plan the memory of the pipeline stage that holds ``params`` and the layers numbered
-    ``layers``.
+    """Plan the memory of the pipeline stage with the parameters ``params`` of ``layers``.
 
     Args:
-        before: hidden states that come from the stage before; 0 for the first stage.
+        before: hidden states from the previous stage; 0 for the first stage.
     """
     model = config.model
     mesh = sizes.mesh
@@ -334,7 +330,7 @@ def plan_stage(
         again.setdefault(kind.mtp, {})[layer] = kind.recomputed
     once, measured = 0.0, dict[int, tuple[float, float]]()
     if config.model.family == TRANSFORMERS:
-        from automoe.planner.class_layers import class_layers  # with torch
+        from automoe.planner.class_layers import class_layers  # imports torch
 
         if counted := class_layers(config, mesh.ep, load.expert_rows):
             once, measured = counted[0], dict(enumerate(counted[1]))
@@ -356,8 +352,8 @@ def plan_stage(
         last=last,
         received=border * before,
         border=border * (max(1, before) + modules),
-        # The head keeps the last norm's input, or else the first module's stage. Stages with later
-        # modules keep what they received beside the copies that they hand on.
+        # Stages with modules for multi-token prediction keep the states that they received besides
+        # the copies that they send on.
         shared=(once or sum(mask_bytes(config, load, alike) for alike in again.values()))
         + border * max(1, before) * (modules > 0 and not last),
         head=head_workspace_bytes(
@@ -400,7 +396,7 @@ def _plan_layer(
     else:
         kept, work = found
         again_bytes = 0.0
-        if again:  # full: a layer keeps its input, and which experts were chosen
+        if again:  # full recomputation keeps a layer's input and its choice of experts
             again_bytes = kept - load.tokens * (
                 load.number_bytes * model.hidden_size + 8.0 * model.num_experts_per_token
             )

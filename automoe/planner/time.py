@@ -30,7 +30,7 @@ from automoe.planner.step_memory import DTYPE_BYTES, layer_kind
 # Bytes per parameter: weight, gradient and two moments are read, and all except the gradient are
 # written, in float32.
 OPTIMIZER_BYTES = 28
-LAYER_KERNELS = 80  # that a MoE layer launches in ``host_layer`` seconds (constants.toml)
+LAYER_KERNELS = 80  # kernels that a MoE layer launches in ``host_layer`` seconds (constants.toml)
 REPEATED = "experts in both halves"  # part of a backward pass that runs in halves
 MUON_STEPS = 5  # ``automoe.optim.muon.STEPS``
 # Relative error to expect of a prediction, from runs that the constants were not fitted to
@@ -93,12 +93,10 @@ class StepTime:
 
 @dataclass
 class _Stage:
-    """Seconds of one micro-batch in a pipeline stage by kind, and the bytes that FSDP
-    moves for it.
-    """
+    """Seconds of one micro-batch in a pipeline stage, and the bytes that FSDP moves for it."""
 
     passes: Passes
-    # hidden states of a micro-batch that come from the stage before, and that go to the next one
+    # hidden states of a micro-batch from the previous stage, and to the next one
     states: tuple[int, int] = (1, 1)
     layers: int = 0
     dense: float = 0.0  # bytes gathered over fsdp
@@ -137,7 +135,7 @@ def step_time(
 
     Args:
         batch: result of ``plan_batch``; None computes it.
-        constants: model constants; None loads those that ship.
+        constants: constants of the time model; None loads ``constants.toml``.
         overlap: all-to-alls overlap with another micro-batch (schedules with pairs: 1F1B kinds,
             DualPipeV), whatever ``parallel.overlap_all_to_all`` is.
         fused: matmuls add to float32 gradients themselves (Megatron-Core); False: FSDP adds
@@ -252,9 +250,7 @@ def hides_all_to_alls(config: Config) -> bool:
 
 
 def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]]:
-    """Return all simulated actions of a step, and each stage's share of recomputation in its
-    backward.
-    """
+    """Return a step's simulated actions, and recomputation's share of each stage's backward."""
     batch = plan_batch(config, mesh)
     place = Place(config, mesh, Machine.of(config, Constants.load()), batch)
     stages = _stages(place)
@@ -270,17 +266,13 @@ def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]
 
 
 def _border(place: Place) -> Cost:
-    """Return the cost of sending one hidden state of a micro-batch, or its gradient, to the next
-    pipeline rank.
-    """
+    """Return the cost of sending one hidden state, or its gradient, to the next pipeline rank."""
     numbers = place.machine.number_bytes * place.tokens * place.config.model.hidden_size
     return send(place.machine, place.group("pp"), numbers)
 
 
 def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, float]]:
-    """Return three totals of a step by axis: exposed seconds, bytes, and bytes that leave
-    the node.
-    """
+    """Return three totals of a step by axis: exposed seconds, bytes, bytes that leave the node."""
     total = dict.fromkeys(AXES, NOTHING) | {
         "pp": border * (count * sum(sum(stage.states) for stage in stages))
     }
@@ -360,9 +352,7 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) ->
 
 
 def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, embeds: bool) -> None:
-    """Add the embedding or its copy to the stages that hold one, and the head with its loss to the
-    last.
-    """
+    """Add the embedding (or a copy) if ``embeds``, and the head with its loss if ``last``."""
     model = place.config.model
     mesh = place.mesh
     machine = place.machine
@@ -380,9 +370,7 @@ def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, embeds: bool
 
 
 def _fsdp(place: Place, stage: _Stage) -> None:
-    """Set the exposed gathers and reductions of a stage: ``once`` per step, ``each`` per
-    micro-batch.
-    """
+    """Set a stage's exposed FSDP collectives: ``once`` per step and ``each`` per micro-batch."""
     config = place.config
     mesh = place.mesh
     machine = place.machine

@@ -119,9 +119,7 @@ def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
 
 # fmt: on
 def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
-    """Yield one line for each setting that the written file omits: key, and torchtitan's
-    behaviour.
-    """
+    """Yield a line for each setting that the file omits: its key, and what torchtitan does."""
     moe = config.moe
     parallel = config.parallel
     train = config.train
@@ -177,8 +175,7 @@ def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
 
 
 def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
-    """Return the source of a module whose function ``name`` returns torchtitan's
-    ``Trainer.Config``.
+    """Return a module's source, whose function ``name`` returns torchtitan's ``Trainer.Config``.
 
     Raises:
         ConfigError: torchtitan cannot train this configuration; the message says what would work.
@@ -240,9 +237,7 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
 
 
 def _folder(model: ModelConfig) -> Path | None:
-    """Return the local folder of the checkpoint that training starts from; None if it is
-    not local.
-    """
+    """Return the folder of the checkpoint that training starts from; None if it is not local."""
     folder = Path(model.hf_path).expanduser().absolute() if model.hf_path else None
     return folder if folder and folder.is_dir() else None
 

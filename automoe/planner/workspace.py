@@ -34,7 +34,7 @@ from automoe.config.rules_kernels import chunk_tokens
 from automoe.config.schema import ModelConfig
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, score_numbers
 
-INDEX_CHUNK = 128  # of automoe.model.indexer: the planner imports no torch
+INDEX_CHUNK = 128  # automoe.model.indexer.CHUNK, repeated because the planner imports no torch
 # Rows of the expert width that CUDA's backward keeps for each activation: silu(gate) for swiglu;
 # gate, its sigmoid, up and their product for clamped_swiglu. CPU operators process blocks of rows
 # and keep none of these whole.
@@ -154,9 +154,9 @@ def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
     own = scores + float(load.number_bytes) * attention.num_heads * numbers
     if not attention.index_topk:
         return own
-    # An indexer's loss, behind attention, sums its probabilities over heads: those of each head
-    # exist for a chunk of queries of each row, three times; the sums twice when they are put
-    # together. The keys of several rows are copied.
+    # An indexer's loss, computed after attention, sums attention's probabilities over heads. The
+    # probabilities of each head exist three times, for a chunk of queries of each row; the sums
+    # exist twice when they are concatenated. The keys of several rows are copied.
     by_head = max(attention.num_heads, attention.index_n_heads)
     chunk = min(1.0, INDEX_CHUNK * load.rows / (load.tokens * load.tp))
     held = max(2.0, 1 + 3 * chunk * by_head)

@@ -50,7 +50,7 @@ def tile_amax(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     if tile == WHOLE:
         if x.numel() == 0:
             return x.new_zeros(*x.shape[:-2], 1, 1, dtype=torch.float32)
-        low, high = x.flatten(-2).aminmax(dim=-1)  # This is one pass without a copy.
+        low, high = x.flatten(-2).aminmax(dim=-1)  # one pass without a copy
         return torch.maximum(high, -low).to(torch.float32).unsqueeze(-1).unsqueeze(-1)
     x = x.to(torch.float32)
     rows, cols = x.shape[-2:]

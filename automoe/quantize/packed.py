@@ -1,4 +1,4 @@
-"""Packed frozen weights (``lora.base``): fp8 or nf4 blocks that are widened for one product.
+"""Packed frozen weights (``lora.base``): fp8 or nf4 blocks that are widened for each product.
 
 Codes and scales are one uint8 tensor [..., rows, blocks, bytes]. A block is 128 float8 codes of a
 row (``fp8``) or 64 codes of 4 bits (``nf4``, arXiv 2305.14314), followed by its float32 scale. The
@@ -20,7 +20,7 @@ from automoe.errors import import_backend
 from automoe.quantize.formats import E4M3
 
 _KINDS = {size: kind for kind, (_, size) in BASE_BLOCKS.items()}
-_CHUNK = 1 << 24  # This many numbers are widened at once, which bounds the scratch memory.
+_CHUNK = 1 << 24  # So many numbers are widened at once, which bounds the scratch memory.
 _SCALE = 4  # bytes
 
 

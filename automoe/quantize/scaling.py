@@ -27,12 +27,12 @@ from automoe.quantize.formats import (
     transposed,
 )
 
-HISTORY = 16  # steps that a delayed scale looks back on.
+HISTORY = 16  # steps that a delayed scale looks back over
 X, W, GRAD = range(3)
 
 
 AmaxReduce = Callable[[torch.Tensor], torch.Tensor]
-"""Maximum over the ranks that hold parts of a tensor, of each part's largest numbers; may write into its argument."""
+"""Element-wise maximum over the ranks that hold parts of a tensor; may write into its argument."""
 
 
 def _one_rank(amax: torch.Tensor) -> torch.Tensor:
@@ -40,17 +40,17 @@ def _one_rank(amax: torch.Tensor) -> torch.Tensor:
 
 
 class _Weights(nn.Module):
-    """Scaling of one product, which can keep the scales and codes of its weight.
+    """Scaling of one product, which can cache the scales and codes of its weight.
 
     Attributes:
-        kept: results by name, while the weight does not change: micro-batches, passes and
-            recomputation then quantize it once. None: quantize it at every call.
+        kept: cached results by name while the weight does not change, so that all micro-batches,
+            passes and recomputations quantize it once. None: quantize it at every call.
     """
 
     kept: dict[str, Any] | None = None
 
     def weight_scales(self, weight: torch.Tensor) -> Any:
-        """Return the scales of w [..., N, K]. Collective, unless they are kept."""
+        """Return the scales of w [..., N, K]. Collective, unless they are cached."""
         return self._once("scales", lambda: self.scales(weight, W))
 
     def quantize_weight(self, weight: torch.Tensor, scales: torch.Tensor | None) -> Quantized:

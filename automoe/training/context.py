@@ -1,4 +1,4 @@
-"""What a rank passes to its recipe: its place in the run, and its stop request.
+"""Context that a rank passes to its recipe: its place in the run, and its stop request.
 
 Torch is imported inside functions, because signal handlers use ``StopRequest`` before torch is
 imported.

@@ -34,7 +34,7 @@ from automoe.training.context import RunContext
 from automoe.training.step import prepare_inputs, send
 
 REFERENCE_FILE = "reference.json"
-# Settings beside those of the model that change what the weights say of a pair.
+# Settings outside ``model`` that change the log-probabilities of pairs under the same weights.
 _SETTINGS = (
     "train.dtype train.fp8 train.indexer optim.master_weights lora.base moe.gate moe.dispatch_dtype "
     "moe.router_dtype moe.capacity_factor moe.drop_policy moe.drop_scope"
@@ -183,7 +183,7 @@ def open_reference(
 def _belongs(
     config: Config, weights: str, loader: Loader, splits: list[Split], meshes: Meshes
 ) -> dict[str, Any]:
-    """Return what the reference depends on, as plain JSON values."""
+    """Return the facts that the reference depends on, as plain JSON values."""
     settings = flat(config_to_dict(config)).items()
     facts = {k: v for k, v in settings if k in _SETTINGS or k.startswith("model.")}
     del facts["model.hf_path"]  # The path does not change the numbers.

@@ -49,11 +49,11 @@ class RunRecord:
         self.show_row = self._console.row
         self._console.start(resume_step=step)
         for line in (*describe_training(config), *_describe_length(config)):
-            for part in textwrap.wrap(line, 66):  # behind a note's margin: 80 columns
+            for part in textwrap.wrap(line, 66):  # with a note's margin: 80 columns
                 self.note(part)
         self._log = self._trackers = None
         if context.rank == 0:
-            # Another run's record is not this one's.
+            # The record of another run is not continued.
             record_ends = resumed.step if resumed and resumed.own else None
             self._log = MetricsLog(context.run_dir, record_ends, self.warn)
             self._trackers = make_trackers(config, context.run_dir, record_ends, self.warn)
@@ -82,14 +82,14 @@ class RunRecord:
             self._trackers.rewind(step)
 
     def close(self, outcome: Outcome) -> None:
-        """Write what has not been written yet and tell the trackers how the run ended."""
+        """Write pending records and tell the trackers how the run ended."""
         if self._log is not None and self._trackers is not None:
             try:
                 self._log.close()
             except OSError as error:
                 if outcome != "failed":
                     raise
-                self.warn(str(in_words(error)))  # what ended the run is not hidden by this
+                self.warn(str(in_words(error)))  # a warning, so the error that ended the run shows
             self._trackers.finish(outcome)
 
     def finish(self, outcome: Outcome, paths: Mapping[str, str | Path]) -> None:

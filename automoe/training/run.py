@@ -36,7 +36,7 @@ from automoe.training.slow_ranks import SlowRanks
 from automoe.training.stats import StepStats, max_over_ranks
 from automoe.training.step import Update
 
-NAMED_DOCUMENTS = 100  # of a skipped step's batch, in its record
+NAMED_DOCUMENTS = 100  # most documents that the record of a skipped step names
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def open_run(
         hooks = Hooks()
         store.attach(record.note, record.warn, lambda folder: hooks.call("run.save", run, folder))
         run = Run(config, shape, context, state, store, resumed, record, hooks)
-        # Here, and not in a recipe, which could leave it out.
+        # Printed here and not in a recipe, which could leave it out.
         for line in state.loader.describe() if state.loader is not None else ():
             record.note(line)
         if context.world_size > 1:
@@ -151,7 +151,7 @@ class Run:
         self.store.poll()
         every = self.config.launch.gc_every
         if every and self.state.step % every == 0:
-            gc.collect(1)  # what a step leaves is young
+            gc.collect(1)  # garbage of a step is in the young generations
         self._slow_ranks.begin_step(self.state.step + 1)
         self._began = time.perf_counter()
 
@@ -164,7 +164,7 @@ class Run:
         assert "stop" in over_ranks, (
             "optimizer_step(..., run.report) tells this rank's values to the others"
         )
-        if self.state.step == self._first_step + 1:  # every rank has come to the update
+        if self.state.step == self._first_step + 1:  # all ranks have reached the first update
             set_timeouts(config.launch.timeout_s)
             # The update allocated the optimizer's moments.
             over_ranks = {
@@ -176,7 +176,7 @@ class Run:
         seconds = time.perf_counter() - self._began
         assert self.state.loader is not None
         tokens_per_second = self.state.loader.rows_of_last_step * train.seq_len / seconds
-        if not update.skipped:  # the loss of such a step may be no number
+        if not update.skipped:  # the loss of a skipped step may be NaN
             self.objective = stats.loss
         record: dict[str, Any] = {
             "step": state.step,
@@ -274,7 +274,7 @@ class Run:
         train = self.config.train
         over = state.skipped >= train.max_skipped
         if over or (state.step >= train.steps and not self._took_a_step()):
-            self.store.poll(wait=True)  # what was saved before all this is not lost with the run
+            self.store.poll(wait=True)  # let a background save finish before the run may end
             if not self._took_a_step() and self._fall_back():
                 return
             optim = self.config.optim

@@ -29,7 +29,7 @@ from automoe.storage.trace import phase
 from automoe.training.stats import max_over_ranks
 from automoe.training.step import prepare_inputs
 
-_ROUNDED = 64  # rows are as long as they must be, in steps of this many tokens a rank
+_ROUNDED = 64  # row lengths are multiples of this number times 2 cp tp
 
 
 class Engine:
@@ -85,7 +85,7 @@ class Engine:
             batch = _batch([rows[n] for n in own], rows[numbers[0]], count, length)
             inputs, _ = prepare_inputs(batch, self.meshes, self.config, self.device)
             tokens = self.runner.outputs(inputs | {"next_token_at": inputs["labels"] != IGNORE})
-            # of the last stage; a cp rank without the row's end has no token
+            # Only the last stage has tokens; a cp rank without the row's end has none for the row.
             if tokens is not None:
                 for n, token in zip(own, tokens.amax(1).tolist(), strict=False):
                     found[n] = max(token, NO_TOKEN)

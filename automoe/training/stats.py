@@ -21,7 +21,7 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.indexer import Indexer
 from automoe.moe.balance import LOSSES, LoadCounter, update_expert_bias
 
-Name = TypeVar("Name")  # of a value
+Name = TypeVar("Name")  # name of a value
 
 
 @dataclass
@@ -77,7 +77,7 @@ def gather_stats(
     num_layers = model.num_moe_layers
     num_experts = model.num_experts
     device = loss_share.device
-    # spelled out below: a dense model has no layer to tell it by
+    # from the configuration, since a dense model has no router to ask
     size = LoadCounter.size(num_experts)
     end = num_layers * size
     sums = torch.zeros(end + 1 + len(reported), dtype=torch.float64, device=device)
@@ -158,7 +158,7 @@ def same_on_all_ranks(value: Any, what: str) -> None:
     mine = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
     digests = [""] * dist.get_world_size()
     dist.all_gather_object(digests, mine)
-    usual = Counter(digests).most_common(1)[0][0]  # of equally frequent ones the first met
+    usual = Counter(digests).most_common(1)[0][0]  # on a tie: the first one
     differing = [rank for rank, digest in enumerate(digests) if digest != usual]
     if differing:
         ranks = ", ".join(str(rank) for rank in differing[:16]) + (

@@ -43,9 +43,9 @@ from automoe.training.stats import (
     update_balance_state,
 )
 
-# times the median absolute deviation: the standard deviation of a normal distribution
+# standard deviation of a normal distribution, in median absolute deviations
 _NORMAL = 1.4826
-_LEAST_SPREAD = 1e-3  # of the median: losses that happen to be all alike make nothing a spike
+_LEAST_SPREAD = 1e-3  # times the median: after nearly equal losses, not every change is a spike
 
 
 @dataclass(frozen=True)
@@ -301,11 +301,13 @@ def _validation_sums(
     device: torch.device,
     extra_inputs: Callable[[StepBatch], Inputs],
 ) -> dict[str, float]:
-    """Return sums over all ranks: ``nats``, ``count`` (tokens or documents), ``bytes``,
-    ``val_NAME``."""
+    """Return the sums ``nats``, ``count``, ``bytes`` and ``val_NAME`` over all ranks.
+
+    ``count`` is of tokens or documents.
+    """
     sums: dict[str, float] = {"count": 0.0}
-    labels = dict[str, int]()  # of each value that the losses report
-    # one rank for each row
+    labels = dict[str, int]()  # number of labels of each value that the losses report
+    # one rank per row counts its bytes
     reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))
     for batch in batches:
         inputs, count = prepare_inputs(batch, meshes, config, device)
@@ -324,7 +326,7 @@ def _validation_sums(
             added[f"val_{name}"] = value * number
             labels[f"val_{name}"] = labels.get(f"val_{name}", 0) + number
         sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
-    for name, number in labels.items():  # as if it had as many labels as the loss
+    for name, number in labels.items():  # scaled as if the value had as many labels as the loss
         sums[name] *= sums["count"] / max(number, 1)
     return sums
 

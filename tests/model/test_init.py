@@ -185,6 +185,15 @@ def test_norms_start_at_one_and_matrices_at_the_given_spread() -> None:
     )
 
 
+@pytest.mark.parametrize("first", ["ones", torch.tensor([0.5, -2.0, 7.0])], ids=["word", "tensor"])
+def test_a_bias_starts_as_its_module_says(first: str | torch.Tensor) -> None:
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
+    layers[0].first_values = {"bias": first}
+    initialize(layers, 0.02, seed=0)
+    expected = torch.ones(3) if isinstance(first, str) else first
+    assert torch.equal(layers[0].bias, expected) and layers[1].bias.abs().max() == 0
+
+
 def test_every_kind_of_parameter_starts_as_it_should() -> None:
     model = ModelConfig(
         hidden_size=16,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from automoe import plan
@@ -24,6 +26,8 @@ from automoe.planner.calibrate import (
     SIZES,
     Bench,
     Links,
+    _attention,
+    _experts,
     _text,
     cluster_values,
     fit_link,
@@ -62,6 +66,11 @@ def measured() -> tuple[dict[str, Any], list[Links]]:
     seen |= {"host_layer": 0.002, "layer": 2 * 0.002 + sum(half.seconds for half in layer)}
     took = {sent: KNOWN["latency"] + sent / LINK for sent in (1e3, 1e5, 3e6)}
     return seen, [{link_name(kind, *shape): took for kind in KINDS for shape in group_shapes(4)}] * 4
+
+
+@pytest.mark.parametrize("timed", [_attention, _experts])
+def test_what_one_rank_times_runs(timed: Callable[..., float]) -> None:
+    assert timed(replace(BENCH, seq=8, expert=16), torch.device("cpu"), torch.float32) > 0
 
 
 def test_what_was_measured_is_what_the_model_then_takes() -> None:

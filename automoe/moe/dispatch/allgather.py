@@ -14,7 +14,7 @@ from automoe.moe.dispatch.wire import arrived, encode_rows
 
 
 class AllGatherDispatcher:
-    """Gathers tokens and routing, computes the part of this rank's experts, and sums the parts.
+    """Dispatcher that gathers tokens and routing, and reduce-scatters the local experts' outputs.
 
     Each call has one host sync, for the number of rows to compute. Without the sync, memory and
     element-wise work would be needed for every choice of all ranks: P times the average number of

@@ -13,10 +13,10 @@ from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
 class AllToAllDispatcher:
-    """Sends each chosen (token, expert) pair and its weight to the rank that holds the expert.
+    """Dispatcher that sends each chosen (token, expert) pair and its weight to the expert's rank.
 
-    Each pair is sent once. Each call has one host sync, for the number of rows to receive, or none
-    if ``rows_per_expert`` gives that number.
+    Each call has one host sync, for the number of rows to receive, or none if ``rows_per_expert``
+    gives that number.
     """
 
     def __init__(self, num_experts: int, ep: DispatchGroup) -> None:

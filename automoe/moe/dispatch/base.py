@@ -40,8 +40,8 @@ class DispatchGroup(Protocol):
     data has arrived: call ``wait`` if anything other than torch reads the data.
 
     Attributes:
-        in_8_bits: rows that go to experts are sent in 8 bits (``automoe.moe.dispatch.wire``);
-            what comes back is not.
+        in_8_bits: rows are sent to the experts in 8 bits (``automoe.moe.dispatch.wire``); results
+            and gradients are not.
     """
 
     rank: int
@@ -91,9 +91,9 @@ def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tens
 
 
 def count_choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return how many of these ids, of any shape, are each expert's: [num_experts] int64."""
+    """Count how often each expert occurs in ids of any shape: [num_experts] int64."""
     ids_M = topk_ids.flatten()
-    # torch.bincount would bring the largest id to the host on CUDA.
+    # torch.bincount would sync with the host on CUDA to read the largest id.
     bins_M = ids_M.clamp(max=num_experts)
     return ids_M.new_zeros(num_experts + 1).scatter_add_(0, bins_M, torch.ones_like(ids_M))[
         :num_experts
@@ -101,7 +101,7 @@ def count_choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def group_ends(counts_E: torch.Tensor) -> torch.Tensor:
-    """Return the end of each group as grouped matrix products take it: counts [E] -> [E] int32."""
+    """Return the ends of groups that grouped matrix products take: counts [E] -> [E] int32."""
     return counts_E.cumsum(0).to(torch.int32)
 
 
@@ -180,7 +180,8 @@ class LocalDispatcher:
     Args:
         drops: choices may be of no expert (id ``num_experts``). Leaving them out costs one host
             sync per call.
-        in_8_bits: experts read rows rounded as those that travel, so that no mesh changes a number.
+        in_8_bits: round rows as the other dispatchers do when they send them, so that the mesh
+            changes no number.
     """
 
     def __init__(self, num_experts: int, drops: bool = False, in_8_bits: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Dispatch through DeepEP: a token is sent once to each rank that holds any of its experts.
 
-The library moves rows; this file makes a dispatcher of it. The library's combine adds rows without
+The library moves rows; this file wraps it as a dispatcher. The library's combine adds rows without
 weights, so the experts apply the weights. The backward of dispatch is combine, and the backward of
 combine is dispatch. Shapes: T tokens, K top-k, H hidden, E experts, L of them on this rank, R
 distinct tokens received.
@@ -44,7 +44,7 @@ class Received:
 
 
 class TokenExchange(Protocol):
-    """Interface that ``automoe.interop.deepep`` implements for either line of the library."""
+    """Interface that ``automoe.interop.deepep`` implements for versions 1 and 2 of the library."""
 
     def dispatch(
         self, x_TH: Rows, topk_ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
@@ -52,7 +52,7 @@ class TokenExchange(Protocol):
         """Dispatch tokens; topk_ids are int64 with -1 for no choice, weights float32."""
 
     def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Send [T, H] along the dispatch of ``handle`` and return [R, H]."""
+        """Repeat the dispatch of ``handle`` with rows [T, H] and return [R, H]."""
 
     def combine(
         self, rows_RH: torch.Tensor, weights_RK: torch.Tensor | None, handle: Any

@@ -15,7 +15,7 @@ from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
 class ExpertTensorDispatcher:
-    """``dispatcher`` with its experts sharded over the etp group.
+    """Wrapper of ``dispatcher`` whose experts are sharded over the etp group.
 
     Each call has one more host sync, for the sizes. The all-gather and reduce-scatter of unequal
     parts are made of all-to-alls, which take unequal sizes in every backend (gloo's own all-gather

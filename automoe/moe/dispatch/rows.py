@@ -1,10 +1,11 @@
-"""Exchange of rows together with numbers of each row, in one all-to-all.
+"""Exchange of rows together with a few numbers per row (its "words"), in one all-to-all.
 
-A block of n rows for one rank is followed by as many further lines of the same width as the numbers
-("words") of the n rows fill, as bytes. So rows keep their width and alignment, rows and words are
-taken apart without a copy, every bit of a float32 weight next to bfloat16 rows arrives, and the
-gradient of the words comes back the same way. If the group sends rows in 8 bits, lines are encoded
-rows (``automoe.moe.dispatch.wire``), and gradients come back in as many lines of x's dtype.
+Words are routing weights, and for the hierarchical dispatcher expert ids. The block of n rows for
+one rank is followed by the bytes of their words, in further lines as wide as a row. Rows thus keep
+their width and alignment, rows and words are separated without a copy, float32 weights beside
+bfloat16 rows lose no bit, and the gradient of the words comes back the same way. If the group sends
+rows in 8 bits, lines are encoded rows (``automoe.moe.dispatch.wire``), and gradients come back in
+as many lines of x's dtype.
 
 Shapes: T tokens to read from, M rows sent, R rows received, B lines of a buffer (rows and words), W
 words of 8 bytes of an encoded line, H hidden, C words per row, P ranks.
@@ -32,7 +33,7 @@ class Layout:
         row_M: int64, the line of each row.
         word_MC: int64, the place of each row's words, counted in words from the start of the
             buffer.
-        line_words: words that a line is filled with.
+        line_words: number of words that one line holds.
     """
 
     splits: list[int]
@@ -41,19 +42,19 @@ class Layout:
     line_words: int
 
     def word_places(self, width: int) -> torch.Tensor:
-        """Return ``word_MC`` of lines that are ``width`` words wide, and filled as these are."""
+        """Return ``word_MC`` for lines ``width`` words wide that hold ``line_words`` words each."""
         if width == self.line_words:
             return self.word_MC
         return self.word_MC // self.line_words * width + self.word_MC % self.line_words
 
     def words(self, lines_BW: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the words [M, C] among lines of any width."""
+        """Return the words [M, C] that lines of any width hold."""
         width = lines_BW.shape[1] * lines_BW.element_size() // dtype.itemsize
         return _words(lines_BW, dtype)[self.word_places(width)]
 
 
 def layout_of(counts_P: torch.Tensor, counts: list[int], num_words: int, line_words: int) -> Layout:
-    """Return the layout of blocks of ``counts`` rows.
+    """Return the layout of a buffer with a block of ``counts[r]`` rows for each rank r.
 
     Args:
         counts: rows of each rank's block, on the host.
@@ -133,16 +134,16 @@ class _Unpack(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_BH: torch.Tensor, grad_RC: torch.Tensor):
         (word_RC,) = ctx.saved_tensors
-        # No expert has touched these lines of the gradient, and nothing else reads them.
+        # Experts read no lines of words, so these lines of the gradient are free to be overwritten.
         grad_BH = grad_BH.contiguous()
         _words(grad_BH, grad_RC.dtype)[word_RC] = grad_RC
         return grad_BH, None, None
 
 
 class SumLines(torch.autograd.Function):
-    """Sum of lines by their tokens, which keeps only the index for its backward.
+    """Sum of lines by token; only the index is saved for the backward.
 
-    ``source_B`` is that of ``RowExchange``. The gradient of lines without a token is arbitrary.
+    ``source_B`` is defined in ``RowExchange``. The gradient of lines without a token is arbitrary.
     """
 
     @staticmethod
@@ -159,7 +160,10 @@ class SumLines(torch.autograd.Function):
 
 
 class _ArrivedIn8Bits(torch.autograd.Function):
-    """Rows and words among encoded lines that have arrived; gradients go back in lines like x."""
+    """Autograd function that decodes received lines into rows and words.
+
+    The backward sends the gradients back in lines of x's dtype.
+    """
 
     @staticmethod
     def forward(
@@ -194,7 +198,7 @@ class RowExchange:
 
     Args:
         token_idx_M: row of x that each sent row reads, sorted by the destination rank.
-        words_MC: words of each row, in at least the width of x: a whole number of them fills a row.
+        words_MC: words of each row; a row of x must be a whole number of words wide.
         counts_2P: int64, rows sent to and received from each rank; ``sent`` and ``received`` are
             the same counts on the host.
 
@@ -221,7 +225,7 @@ class RowExchange:
             f"rows of {hidden} {x_TH.dtype} numbers hold no whole number of {self.dtype} words"
         )
         if group.in_8_bits:
-            # Rows and gradients have the same lines, so the narrower of both limits their words.
+            # Encoded rows and gradients share one layout, so the narrower line limits the words.
             line_words = min(line_words, wire_row_bytes(hidden) // words_MC.element_size())
         self.out, self.into = (
             layout_of(counts_P, counts, words_MC.shape[1], line_words)
@@ -255,7 +259,7 @@ class RowExchange:
 def run_received(exchange: RowExchange, counts_PE: torch.Tensor, experts: Experts) -> torch.Tensor:
     """Run the experts on rows that arrive with their routing weights: [R, H], in order of arrival.
 
-    ``counts_PE`` is that of ``regroup_by_expert``.
+    ``regroup_by_expert`` describes ``counts_PE``.
     """
     by_expert_R, back_R = regroup_by_expert(counts_PE, exchange.row_R.shape[0])
     gather_idx_R = exchange.row_R[by_expert_R]

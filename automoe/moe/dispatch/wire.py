@@ -20,14 +20,14 @@ from automoe.config.rules_kernels import wire_row_bytes
 from automoe.moe.discard_outputs import discard
 from automoe.quantize.formats import E4M3, LINE, SIDE, quantize
 
-_WORD = torch.int64  # wide elements, since gathering rows takes a thread an element
+_WORD = torch.int64  # wide elements: a gather of rows uses one thread per element
 _SCALE_BYTES = 4
 
 
 def encode_rows(x_TH: torch.Tensor) -> torch.Tensor:
     """Quantize rows to lines of codes and scales: int64 [T, W].
 
-    128 columns with a number that is not finite become NaN.
+    A block of 128 columns that holds a non-finite number becomes NaN.
     """
     num_rows, hidden = x_TH.shape
     rows = quantize(x_TH, E4M3, LINE)
@@ -39,13 +39,13 @@ def encode_rows(x_TH: torch.Tensor) -> torch.Tensor:
 
 
 def decode_rows(lines_BW: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers [B, H] of encoded rows in ``dtype``; float16 alone rounds them."""
+    """Return the numbers [B, H] of encoded rows in ``dtype``, rounded only in float16."""
     codes, scales = _parts(lines_BW, hidden)
     return scaled(codes.view(E4M3), scales.contiguous().view(torch.float32), dtype)
 
 
 def _parts(lines_BW: torch.Tensor, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes of codes and scales among lines, as views."""
+    """Return views of the bytes of lines that hold codes, and of those that hold scales."""
     scales = -(-hidden // SIDE) * _SCALE_BYTES
     first = -(-hidden // _SCALE_BYTES) * _SCALE_BYTES
     lines = lines_BW.view(torch.uint8)
@@ -58,7 +58,7 @@ def scaled(codes_BH: torch.Tensor, scales_BS: torch.Tensor, dtype: torch.dtype) 
     scales_BS = scales_BS.to(dtype)
     whole = x_BH.shape[1] // SIDE
     x_BH[:, : whole * SIDE].unflatten(1, (whole, SIDE)).mul_(scales_BS[:, :whole].unsqueeze(2))
-    x_BH[:, whole * SIDE :].mul_(scales_BS[:, whole:])  # a last block of fewer columns
+    x_BH[:, whole * SIDE :].mul_(scales_BS[:, whole:])  # the last block may have fewer columns
     return x_BH
 
 
@@ -70,17 +70,17 @@ def rounded_to_8_bits(x_TH: torch.Tensor) -> torch.Tensor:
 def arrived(
     x_TH: torch.Tensor, lines_BW: torch.Tensor, send_back: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return the rows [B, H] of lines that ranks made of their rows x.
+    """Decode received lines, which ranks encoded from their rows x: [B, H], differentiable in x.
 
-    ``send_back`` returns the gradient of x for that of the result.
+    ``send_back`` maps the gradient of the result to the gradient of x.
     """
     return keep_encoded(_Arrived.apply(x_TH, lines_BW, send_back), lines_BW)
 
 
 def keep_encoded(x_BH: torch.Tensor, lines_BW: torch.Tensor) -> torch.Tensor:
-    """Return ``x``. In a ``discard_scope``, operations keep ``lines`` for their backward instead.
+    """Return ``x``; in a ``discard_scope``, operations on it save ``lines`` for their backward.
 
-    They decode the lines again.
+    The backward then decodes the lines again.
     """
     discard(x_BH, decode_rows, lines_BW, x_BH.shape[1], x_BH.dtype)
     return x_BH

@@ -20,13 +20,13 @@ STATUS: dict[Outcome, str] = {"done": "FINISHED", "preempted": "KILLED", "failed
 # retries.
 WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
-ANSWER_S = 60.0  # of one call, with its retries
+ANSWER_S = 60.0  # longest call in seconds, with its retries
 
 
 class _Answering:
-    """A client whose calls end: a server may send a byte now and then, for ever.
+    """Client whose calls raise ``TimeoutError`` after ``ANSWER_S``; the call's thread is left.
 
-    A call raises ``TimeoutError`` after ``ANSWER_S``; its thread is left behind.
+    MLflow's own timeout does not end a call if the server sends a byte now and then.
     """
 
     def __init__(self, client: Any) -> None:

@@ -120,7 +120,6 @@ def _numbers(config: Config, plan: Plan) -> list[tuple[str, str]]:
 
 
 def _pictures(config: Config, plan: Plan) -> list[tuple[str, dict[str, Any]]]:
-    """Return (heading, picture) of each plot in reading order."""
     from automoe.observe.mesh_view import draw_mesh
     from automoe.observe.plot_style import DPI
     from automoe.planner.views.plan_plots import draw_memory, draw_schedule, draw_time
@@ -145,7 +144,6 @@ def _pictures(config: Config, plan: Plan) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _as_data(table: Table) -> dict[str, Any]:
-    """Convert a terminal table to the form that the template takes."""
     columns = [(str(column.header), column.justify == "right") for column in table.columns]
     return {"title": table.title, "columns": columns, "rows": _rows(table), "note": table.caption}
 

@@ -45,7 +45,7 @@ MEMORY = (
 FORWARD = (CELLS[0], BLUE)
 BACKWARD = (CELLS[2], GREEN)
 AGAIN = (CELLS[1], ORANGE)
-WEIGHTS = ("#d9ece3", "#8fc7ad")  # the half of a backward pass that may come later
+WEIGHTS = ("#d9ece3", "#8fc7ad")  # weight gradients, the half of a backward pass that may run later
 IDLE = "#eceff2"
 WHOLE = 72  # With at most this many actions per rank, the whole step is drawn.
 LONGEST = 64  # Otherwise the drawn first and last parts have at most this many actions each.
@@ -104,9 +104,7 @@ def _bars(
 
 @rc_context(RC)
 def draw_memory(config: Config, plan: Plan) -> Figure:
-    """Draw each pipeline rank's memory at even and at twice the even expert load, and the GPU's
-    limit.
-    """
+    """Draw the memory of each pipeline rank at even and twice even expert load, and the limit."""
     pairs = list(zip(plan.ranks, plan.uneven_ranks, strict=True))
     limit = config.cluster.memory_bytes
     step = max(0.16, min(0.5, 5.4 / len(pairs)))
@@ -224,10 +222,9 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
 
 
 def _ends(spans: list[Span], pp: int, end: float) -> tuple[float, float]:
-    """Return the end of a long step's first drawn part and the start of its last drawn part, in
-    seconds.
+    """Return when the first drawn part of a long step ends, and when the last one starts.
 
-    Returns (``end``, 0) if the whole step is drawn.
+    Returns (``end``, 0) if the whole step is drawn. Times are in seconds.
     """
     if len(spans) <= WHOLE * pp:
         return end, 0.0
@@ -244,9 +241,7 @@ def _ends(spans: list[Span], pp: int, end: float) -> tuple[float, float]:
 
 
 def _cells(span: Span, again: float, turns: int, pp: int) -> Iterator[tuple[float, float, str]]:
-    """Yield (start, seconds, colour) for each part of an action: recomputation first, then the
-    pass.
-    """
+    """Yield (start, seconds, colour) of an action's parts: recomputation, then the pass."""
     strong = 0.5 * (span.stage // pp) / max(1, turns - 1)
 
     def colour(pair: tuple[str, str]) -> str:

@@ -1,6 +1,4 @@
-"""Console output of a mesh search: best candidates, their time by part, and why others were
-excluded.
-"""
+"""Console output of a mesh search: best candidates, their time by part, reasons of the others."""
 
 from __future__ import annotations
 
@@ -65,15 +63,12 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
 
 
 def _parts(time: StepTime) -> list[tuple[str, float]]:
-    """Return (name, seconds) of the parts of a step that exceed the share ``SEEN``."""
     least = SEEN * time.seconds
     return [(name, seconds) for name, seconds in time.parts.items() if seconds > least]
 
 
 def why_slower(best: Candidate, other: Candidate) -> str:
-    """Describe why ``other`` is slower: ``is 3.1% slower: ep +0.81 s, bubble +0.30 s, computing -0.12
-    s``.
-    """
+    """Describe why ``other`` is slower, as in ``is 3.1% slower: ep +0.81 s, computing -0.12 s``."""
     if best.speed == other.speed:
         return "is as fast: the plan cannot tell them apart"
     mine, theirs = (
