@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from automoe.parallel.agreement import Ranks
 
 KIND = "crc32:"  # prefix of an identity; identities of different kinds cannot be compared
-# per rank; a thread reads 2 GB/s
-THREADS = 4
+THREADS = 4  # per rank; a thread reads 2 GB/s
 SAID_BYTES = 10e9  # a larger checkpoint takes seconds to read, so a line is printed
 
 
@@ -88,7 +87,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
 
 
 def _checksums(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, int]:
-    """Return the CRC-32 of each tensor's bytes, which a few threads read, file after file."""
+    """Return the CRC-32 of each tensor's bytes, read by a few threads in file order."""
 
     def checksum(name: str) -> int:
         value = 0
