@@ -90,7 +90,7 @@ def show_result(console: Console, result: PassResult) -> None:
 
 
 def show_verdict(console: Console, results: list[PassResult], shape: MeshShape) -> None:
-    """Print the verdict, and the mesh and reference that it is about."""
+    """Print the verdict, and the mesh and reference that were compared."""
     num_different = sum(len(result.different) for result in results)
     compared = (
         f"{sum(len(result.compared) for result in results):,} numbers and tensors of the mesh are"
