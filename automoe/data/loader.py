@@ -140,11 +140,11 @@ class Loader:
         return self._batch(self.split, index, *self._mixture.rows(index, 1))
 
     def last_batch(self) -> tuple[int, int, list[str]]:
-        """Return where the last step of ``next_step`` came from, over all ranks.
+        """Return the rows and documents of the step that ``next_step`` returned last, on all ranks.
 
         Returns:
-            Index of its first row, index of its last row, and ``file`` or ``file:line`` of each of
-            its documents.
+            Index of the first row, index of the last row, and ``file`` or ``file:line`` of each
+            document.
         """
         end = self.consumed_rows
         first = end - self.rows_of_last_step
@@ -160,8 +160,8 @@ class Loader:
     def batches(self, split: Split, n: int, source: int = 0) -> Iterator[StepBatch]:
         """Yield this rank's part of the first ``n`` global batches of a source's split.
 
-        The rows are the same at every call, and no row comes twice. Those of the validation split
-        are the same for every training seed. If the split is shorter than ``n`` batches, fewer are
+        The rows are the same at every call, and no row comes twice. Rows of the validation split do
+        not depend on the training seed. If the split is shorter than ``n`` batches, fewer are
         yielded, and the last one is filled up with rows of padding, which have no labels.
         """
         packed = self._rows_of(split, source)
@@ -230,7 +230,7 @@ class Loader:
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return all facts that decide the order and content of rows, as short JSON values."""
+        """Return all facts that determine the order and content of rows, as short JSON values."""
         found = {
             "data.document_mask": self.config.data.document_mask,
             "data.val_fraction": self.config.data.val_fraction,
@@ -262,7 +262,7 @@ class Loader:
         return found
 
     def describe(self) -> list[str]:
-        """Return lines for the user about conversations and their rows; none for other data."""
+        """Return lines for the user about conversations and their rows; [] for other data."""
         return [
             line
             for source, corpus in enumerate(self.corpora)
@@ -356,9 +356,9 @@ class Loader:
         return corpus.where(int(np.searchsorted(corpus.starts, start, side="right")) - 1)
 
     def _check_ids(self, source: int, packed: PackedRows, indices: np.ndarray, rows: Rows) -> None:
-        """Raise DataError if an id has no row in the embedding.
+        """Raise ``DataError`` if an id has no row in the embedding.
 
-        A cache that was verified at the start may still be damaged under a running job.
+        A cache that was verified at the start may still be damaged while a job runs.
         """
         size = self.config.model.vocab_size
         bad = np.maximum(rows.tokens, rows.labels).max(axis=1, initial=0) >= size
