@@ -93,7 +93,7 @@ class DataError(AutomoeError, ValueError):
 
 
 class LaunchError(AutomoeError, RuntimeError):
-    """Failure to start ranks, or of a rank; carries the first error only."""
+    """Failure to start ranks, or failure of a rank; carries the first error only."""
 
 
 class TrainingError(AutomoeError, RuntimeError):

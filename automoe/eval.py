@@ -180,7 +180,7 @@ def load_tasks(specs: list[str]) -> list[Any]:
         specs: task files (YAML), folders of task files, or names that the harness knows.
 
     Raises:
-        ConfigError: an empty or unknown name, or a folder without task files.
+        ConfigError: a name is empty or unknown, or a folder has no task files.
     """
     from lm_eval.tasks import TaskManager
 

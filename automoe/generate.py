@@ -129,8 +129,8 @@ def _lines() -> Iterator[str]:
 def checkpoint_of(where: Path) -> Iterator[Path]:
     """Yield the folder of a HuggingFace checkpoint for a run, a checkpoint or a Hub id.
 
-    A finished run has its own checkpoint in ``hf/``. For another run, one is exported to a
-    temporary folder, which is removed on exit.
+    A finished run has its own checkpoint in ``hf/``. For any other run, a checkpoint is exported to
+    a temporary folder, which is removed on exit.
 
     Args:
         where: run directory, checkpoint directory or Hub id.
@@ -309,8 +309,8 @@ class Speaker:
             said: a text to continue, or chat messages with ``role`` and ``content``.
 
         Raises:
-            CheckpointError: messages without a chat template in the tokenizer; a prompt that is
-                not UTF-8, or longer than the model's ``max_position_embeddings``.
+            CheckpointError: the tokenizer has no chat template for messages, or the prompt is not
+                UTF-8 or leaves no position of ``max_position_embeddings`` for an answer.
         """
         import torch
 

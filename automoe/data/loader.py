@@ -70,8 +70,8 @@ class Loader:
         pairs: True if the recipe compares pairs of answers, False if it trains on every answer.
 
     Raises:
-        ConfigError: the tokenizer has more ids than the embedding has rows, or the data has pairs
-            if and only if ``pairs`` is False.
+        ConfigError: the tokenizer has more ids than the embedding has rows, or ``pairs`` does not
+            fit the data.
         DataError: see ``prepare_data``.
     """
 
@@ -107,7 +107,7 @@ class Loader:
         self.rows_per_epoch = sum(
             self._rows_of(split, source).num_rows for source in range(len(sources))
         )
-        # The count covers all ranks since the start of training, without the step made ahead.
+        # Rows of all ranks since the start of training, without the step prepared ahead.
         self.consumed_rows = 0
         self.rows_of_last_step = rows
         self._first_pairs = np.cumsum([0, *(len(corpus.lengths) for corpus in self.corpora)])
@@ -120,7 +120,7 @@ class Loader:
 
         A thread prepares the following step while this one trains.
         """
-        # After a resume or a fallback to a checkpoint, the step made ahead is not the next one.
+        # After a resume or a fallback to a checkpoint, the step prepared ahead is not the next one.
         if self._ahead is not None and self._ahead[0] == self.consumed_rows:
             batch = self._ahead[1].result()
         else:

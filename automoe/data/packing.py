@@ -13,7 +13,8 @@ import numpy as np
 
 from automoe.moe.tokens import IGNORE
 
-# order of documents or samples, their ends in the stream or the rows' starts, order of rows
+# Order of documents (or samples), the documents' ends in the stream (or the rows' starts in the
+# samples), and order of rows.
 Epoch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 

@@ -40,7 +40,7 @@ _SAMPLE = 1 << 16  # bytes hashed at each end of a file
 
 @dataclass(frozen=True)
 class TokenCorpus:
-    """Tokens of all documents, each ended by EOS, in the order of the files.
+    """Tokens of all documents in the order of the files; a document of text ends with EOS.
 
     Attributes:
         tokens: [sum of lengths] ids of the N documents, one after the other.

@@ -76,7 +76,7 @@ class Tokenizer:
     def encode_long(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
         """Yield the ids of one text that comes in parts, in bounded memory.
 
-        Concatenated, they equal ``encode`` of the whole text.
+        Concatenated, the arrays equal ``encode`` of the whole text.
         """
         return (self.encode(part) for part in parts)
 

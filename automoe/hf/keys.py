@@ -113,7 +113,7 @@ class KeyMap:
     def expert_of(self, key: str) -> int | None:
         """Return the number of the routed expert that ``key`` belongs to; None for other tensors.
 
-        Only for layouts that are not fused.
+        Call this only for layouts that are not fused.
         """
         for name in () if self.ffn_parts else (self.gate, self.up, self.down):
             if match := re.search(re.escape(name).replace(r"\{expert\}", r"(\d+)") + "$", key):
@@ -121,7 +121,7 @@ class KeyMap:
         return None
 
 
-# Names of routers and routed experts in the models of transformers 5, alike for every family.
+# Names of routers and routed experts in the models of transformers 5, the same for every family.
 FUSED = KeyMap(
     gate="mlp.experts.gate_up_proj",
     up="mlp.experts.gate_up_proj",

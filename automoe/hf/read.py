@@ -50,7 +50,7 @@ MAX_OPEN = 4  # files
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of ``load_hf``, alike on all ranks.
+    """Result of ``load_hf``, the same on all ranks.
 
     Attributes:
         path: the checkpoint directory.

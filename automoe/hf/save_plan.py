@@ -83,8 +83,8 @@ def plan_writes(
     Args:
         shards: this rank's parts of the model's tensors.
         keys: layout of the checkpoint.
-        dtype: dtype of its parameters; None keeps the dtype that each has in ``source``, or in the
-            model if there is no source. Buffers always keep theirs.
+        dtype: dtype of the checkpoint's parameters; None keeps each parameter's dtype in
+            ``source``, or in the model if there is no source. Buffers always keep their dtype.
         encoding: quantize the tensors that checkpoints in this encoding quantize.
         source: checkpoint that the model was loaded from.
         wide: keys that match this pattern and are float32 stay float32 (``kept_in_float32``).
@@ -127,7 +127,8 @@ def plan_rewrite(
     """Plan every tensor of ``source`` in the layout ``keys``.
 
     Args:
-        dtype: dtype of the parameters; None keeps each one's own, and bfloat16 for quantized ones.
+        dtype: dtype of the parameters; None keeps each parameter's dtype, and gives quantized ones
+            bfloat16.
     """
     shards = []
     for name, shape in our_tensors(config):
@@ -249,7 +250,7 @@ def rewrite_tensors(
     """Write the tensors of ``plan`` in this process alone, from the files of ``source``.
 
     Args:
-        advance: receives every number of bytes read.
+        advance: callback that receives the number of bytes of each read.
     """
     with Reader(source, advance) as reader:
         return write_tensors(

@@ -1,10 +1,10 @@
 """Upcycling of a dense checkpoint to a mixture of experts that computes the same function.
 
-Every expert is a copy of the layer's FFN (arXiv 2212.05055) or, fine-grained, one of G parts of it
-(arXiv 2410.07524): experts x*G ... x*G + G-1 are the parts of copy x, and routers begin with the
-same row for all of them, so that a token goes to whole copies. The weights of a token's K experts
-sum to one, K is a multiple of G, and down projections are multiplied by G: whatever the routers
-choose, the layer's output is the dense one's.
+Every expert is a copy of the layer's FFN (arXiv 2212.05055) or, fine-grained, one of G parts of a
+copy (arXiv 2410.07524). Experts x*G ... x*G + G-1 are the parts of copy x. Their rows of the router
+are equal at first, so that a token chooses whole copies. The weights of a token's K experts sum to
+one, K is a multiple of G, and down projections are multiplied by G: so the layer has the output of
+the dense layer, whatever the routers choose.
 
 Letters: E experts, K top-k, G granularity, F width of the dense FFN, I = F / G width of an expert,
     H hidden.
@@ -26,7 +26,7 @@ from automoe.model.wrapper import is_wrapper
 if TYPE_CHECKING:
     from automoe.hf.shards import LocalShard
 
-# Dense families, and those that have the same attention and experts in place of the FFN.
+# Dense family -> family with the same attention, and experts instead of the FFN.
 TARGETS = {"llama": "mixtral", "qwen3": "qwen3_moe"}
 
 

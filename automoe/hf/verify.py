@@ -92,7 +92,7 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         Relative error of the logits; None for a model that is too large to run.
 
     Raises:
-        CheckpointError: the first difference, or the reason why transformers does not load it.
+        CheckpointError: names the first difference, or why transformers does not load the files.
     """
     try:
         read = model_config_from_hf(catalog.folder, mtp=True)

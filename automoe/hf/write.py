@@ -134,13 +134,13 @@ def convert_hf(
 ) -> Written:
     """Convert a checkpoint to another dtype or layout, one tensor at a time, on the CPU.
 
-    Runs in one process. Block-FP8, MXFP4 and INT4 are dequantized. Config, generation config and
-    tokenizer are copied. ``out`` gets its name only after every number was read back and compared
-    with ``source``, and after ``transformers`` built the same model from it, with the same logits
-    if the model is small enough to be run twice.
+    The conversion runs in one process. Block-FP8, MXFP4 and INT4 are dequantized. Config,
+    generation config and tokenizer are copied. ``out`` gets its name only after every number was
+    read back and compared with ``source``, and after ``transformers`` built the same model from it,
+    with the same logits if the model is small enough to be run twice.
 
     Args:
-        dtype: dtype of parameters: ``keep`` (quantized ones become bfloat16), ``bfloat16`` or
+        dtype: dtype of parameters: ``keep`` (quantized parameters become bfloat16), ``bfloat16`` or
             ``float32``.
         encoding: as in ``to_hf``.
         layout: layout of experts: ``published``, or ``fused`` as in transformers 5.
@@ -188,7 +188,7 @@ def upcycle_hf(
     seed: int = 0,
     **options: Any,
 ) -> Written:
-    """Write the dense checkpoint ``source`` as a mixture of experts of the same function.
+    """Write the dense checkpoint ``source`` as a mixture of experts with the same function.
 
     If both models are small enough to be run, their logits are compared.
 

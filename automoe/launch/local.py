@@ -38,7 +38,7 @@ _KILL_AFTER_S = 8  # time for the other ranks to leave by themselves once one ha
 
 @dataclass(frozen=True)
 class RunResult:
-    """End of a run.
+    """Outcome of a run.
 
     Attributes:
         state: done, failed or preempted.
@@ -264,7 +264,6 @@ class _Launch:
             rank.send_signal(signal.SIGTERM)
 
     def _kill(self) -> None:
-        """Kill every rank that is still alive."""
         for number, rank in enumerate(self.ranks):
             if rank.poll() is None:
                 self.killed.add(number)
@@ -303,7 +302,7 @@ class _Launch:
         return RunResult(state, status.get("objective"), failure or status.get("error"), signum)
 
     def _killed_rank(self, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the failure of a rank that a foreign signal killed; None if it was not the first.
+        """Return the failure of a rank that a foreign signal killed; None if none failed first.
 
         A killed rank cannot report its own end; its peers report a lost connection.
 

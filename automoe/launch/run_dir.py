@@ -47,8 +47,8 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
     """Lock ``run_dir`` for one run; the kernel releases the lock when the holder dies.
 
     Yields:
-        A function that returns an error message if ``run_dir`` was removed or replaced since, else
-        None.
+        A function that returns an error message if ``run_dir`` was removed or replaced after it was
+        locked, else None.
 
     Raises:
         ConfigError: the directory cannot be created or written.

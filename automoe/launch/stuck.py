@@ -29,7 +29,7 @@ from automoe.errors import LaunchError
 from automoe.launch import run_dir as runs
 from automoe.storage.sealed import read_json, replace_json
 
-_RECORDED = "512"  # collectives that the recorder keeps: those of some steps
+_RECORDED = "512"  # collectives that the recorder keeps, enough for some steps
 _NEARLY = 0.9  # fraction of the timeout; at the timeout itself NCCL ends the process
 _ANSWER_S = 10.0  # time for the other ranks to answer
 # A rank inside this function of automoe waits for its peers, as in functions of torch.distributed.
@@ -276,7 +276,7 @@ def who_is_missing(
     ]
     concerned = set(mine.pending[0].ranks) if mine.pending else set(range(num_ranks))
     missing = sorted(silent + elsewhere, key=lambda rank: (rank not in concerned, rank))
-    groups: dict[str, list[Standing]] = {what: []}  # by operation, that of this rank in front
+    groups: dict[str, list[Standing]] = {what: []}  # by operation, that of ``asking`` first
     for standing in standings.values():
         if standing.waits_in is not None:
             groups.setdefault(standing.waits_in, []).append(standing)

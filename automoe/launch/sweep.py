@@ -107,7 +107,7 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
                 print(f"\nplot {from_here(str(draw_sweep(directory, jobs)))}")
             except OSError as error:
                 print(f"\nno plot: {error}", file=sys.stderr)
-    # What follows is about the jobs of this start alone.
+    # The exit status depends on the jobs of this start only.
     jobs = [job for job in jobs if job["start"] == sweep.start]
     stops = [job["exit_code"] for job in jobs if job["state"] == "preempted"]
     if stops or status == STOPPED:

@@ -20,7 +20,7 @@ Records = list[dict[str, Any]]
 
 
 class TrialError(RuntimeError):
-    """A run that failed; the message is what it printed."""
+    """Failure of a run; the message is the run's output."""
 
 
 def train(run_dir: Path, overrides: Sequence[str]) -> Records:

@@ -186,7 +186,7 @@ class RankPool:
             time.sleep(_PAUSE_S)
 
     def _stacks_of(self, rank: ForkedRank) -> str:
-        """Return the stacks of a hanging rank's threads; empty if it fails to write them."""
+        """Return the stacks of a hanging rank's threads; empty if the rank does not write them."""
         os.truncate(self._stacks, 0)
         rank.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACKS_S

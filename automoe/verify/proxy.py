@@ -113,7 +113,7 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
         there = [layer for layer in parallel.recompute_layers if layer < model.num_layers]
         parallel.recompute_layers = there or [model.num_layers - 1]
     data = replace(config.data, on_long="truncate" if config.data.is_chat else "split")
-    if data.is_preference:  # a pair is a conversation too
+    if data.is_preference:  # pairs are conversations that cannot be truncated
         data.on_long = "drop"
     proxy = replace(
         config,
@@ -180,7 +180,7 @@ def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
     for name, limit in MAX_ATTENTION[attention.kind].items():
         if (size := getattr(attention, name)) is not None:
             cut[name] = min(size, limit)
-    # The second layer is in the first stage, whatever the stages are.
+    # The first stage has at least two layers, so the second one is beside the indexer it shares.
     cut["index_shared_layers"] = [1] if attention.index_shared_layers else []
     return replace(attention, num_heads=heads, num_kv_heads=kv_heads, **cut)
 

@@ -45,14 +45,14 @@ class Trajectory:
     global_balance_loss: list[float] = field(default_factory=list)
     micro_batch_balance_loss: list[float] = field(default_factory=list)
     z_loss: list[float] = field(default_factory=list)
-    dropped_share: list[list[float]] = field(default_factory=list)  # [L] a step
+    dropped_share: list[list[float]] = field(default_factory=list)  # [L] per step
     metrics: list[list[float]] = field(default_factory=list)  # values that losses report
     grad_norms: list[float] = field(default_factory=list)
     expert_counts: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # one dict a step
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # one dict per step
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last step
     biases: dict[str, torch.Tensor] = field(default_factory=dict)
-    choices: list[torch.Tensor] = field(default_factory=list)  # recorded routing, one tensor a step
+    choices: list[torch.Tensor] = field(default_factory=list)  # recorded routing, one per step
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -119,7 +119,7 @@ def _both_views(shape: MeshShape, config: Config) -> str:
 
 
 def name_of(config: Config) -> str:
-    """Return the name of a pass: its dtype, and what of it is in 8 bits if anything is."""
+    """Return the name of a pass: its dtype, and its products and rows in 8 bits, if any."""
     dtype = config.train.dtype
     fp8 = config.train.fp8
     rows = ", rows to experts in 8 bits" * (config.moe.dispatch_dtype == "fp8")

@@ -252,7 +252,7 @@ class Family:
             numbers["truncate"] = bool(params.get("truncate", True))
             given = params.get("attention_factor")
             numbers["attention_factor"] = None if given is None else float(given)
-            if not self.mscale:  # both then scale only cos and sin, which one factor can say
+            if not self.mscale:  # both numbers then scale only cos and sin: one factor is enough
                 both = numbers.pop("mscale"), numbers.pop("mscale_all_dim")
                 if given is None and all(both):
                     from automoe.model.rope import yarn_mscale

@@ -27,7 +27,7 @@ from automoe.hf.keys import FUSED, KeyMap
 
 
 def _read_leading_dense(listed: list[int], theirs: Any) -> int:
-    """Return the number of layers without experts; this decoder has them before all others.
+    """Return the number of layers without experts, which must come before all others here.
 
     Raises:
         ConfigError: layers without experts follow layers with experts.
