@@ -1,7 +1,8 @@
 """``automoe demo``: one minute on a laptop that shows what automoe is for.
 
-The same step on one rank and on four, every number compared; one collective broken on purpose and
-found; a short run that learns, is killed and goes on to the bit; its report.
+The demo compares the same step on one rank and on four, every number of it. It breaks one
+collective on purpose and finds it. A short run learns, is killed, and goes on to the bit; its
+report is shown.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The stored templates of the main families do not mark where answers begin and end. So this module
 finds out: an answer begins after the longest common prefix of two renders (the messages before it
 with generation prompt, and the messages through it), and ends with the stop token. As at inference,
-``transformers`` renders the text and tokenises it. It is imported when first used.
+``transformers`` renders the text and tokenises it; the library is imported when first used.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Rank 0 parses the headers once and checks the whole checkpoint against the model. Every rank then
 reads the byte ranges of its own shards, in file order, straight into them. If several ranks of a
 machine need the same byte, the first one reads it from the disk and the others get it from the
-page cache. No rank holds the whole of a tensor that is sharded.
+page cache. No rank holds all of a sharded tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Preparation of every command: a command line becomes a configuration, a mesh and a device.
 
 ``automoe.config`` has the rules on the configuration alone. This module adds the checks that read
-something else: a checkpoint's ``config.json``, a tokenizer, this machine. It does not import torch.
+something else: a checkpoint's ``config.json``, a tokenizer, this machine. Importing it does not
+load torch; reading a ``config.json`` does.
 """
 
 from __future__ import annotations

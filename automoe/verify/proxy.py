@@ -1,8 +1,8 @@
 """Proxy of a configuration that is too large to run here: the same structure with small sizes.
 
-The proxy keeps every mesh axis, kind of layer, routing rule, schedule and backend. ``list_cuts``
-lists the changed keys, so that nobody takes the proxy for the configuration itself. This module
-does not import torch.
+The proxy keeps every mesh axis, kind of layer, routing rule and backend, and the schedule unless it
+is a CSV file. ``list_cuts`` lists the changed keys, so that nobody takes the proxy for the
+configuration itself. This module does not import torch.
 """
 
 from __future__ import annotations
