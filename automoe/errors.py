@@ -122,9 +122,10 @@ class DiskError(AutomoeError):
 
 
 def in_words(error: BaseException) -> BaseException:
-    """Convert an error of a disk, or of a machine without room for processes, for a user to read.
+    """Convert an error of the system that a user can fix into an ``AutomoeError`` with a remedy.
 
-    Any other error is returned unchanged.
+    These are errors of a disk, of the working or home directory, and of the limit of processes. Any
+    other error is returned unchanged.
     """
     if isinstance(error, OSError) and error.errno in _OF_DISK:
         where = f"{error.filename}: " if error.filename else ""

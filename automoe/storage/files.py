@@ -98,7 +98,7 @@ def write_text(path: Path, text: str) -> None:
 def checksum(path: Path, method: Callable[[], Any] = xxhash.xxh3_128) -> str:
     """Return a checksum of a file's bytes in hexadecimal digits.
 
-    The default, XXH3, detects damage but no intended change. It reads 7 GB per second from the page
+    The default, XXH3, detects damage but not tampering. It reads 7 GB per second from the page
     cache.
 
     Raises:
