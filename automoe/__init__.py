@@ -22,10 +22,10 @@ _MODULES = {
 
 
 def _leave_working_directory() -> None:
-    """Take the working directory off the module path of ``python -m automoe.NAME``.
+    """Remove the working directory from the module path of ``python -m automoe.NAME``.
 
-    Python puts it first, and a file there, of a downloaded model for example, would be imported in
-    place of a module of that name.
+    Python puts this directory first, so a file in it, such as one of a downloaded model, would be
+    imported instead of a module of the same name.
     """
     if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
         word = sys.orig_argv[-len(sys.argv)]  # before the arguments: NAME, or -mNAME

@@ -1,7 +1,8 @@
 """``automoe demo``: one minute on a laptop that shows what automoe is for.
 
-The same step on one rank and on four, every number compared; one collective broken on purpose and
-found; a short run that learns, is killed and goes on to the bit; its report.
+The demo compares the same step on one rank and on four, every number of it. It breaks one
+collective on purpose and finds it. A short run learns, is killed, and goes on to the bit; its
+report is shown.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ RUN = (
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Show everything; return 0 if each part did what it says, else 1."""
+    """Run all parts of the demo; return 0 if each part showed what it should, else 1."""
     parser = argparse.ArgumentParser("automoe demo", description=__doc__.split("\n\n", 1)[1])
     parser.add_argument("--dir", type=Path, help="new folder of the two runs (default: runs/demo)")
     parser.add_argument("--no-open", action="store_true", help="leave the report closed")
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _new_folder(wanted: Path | None) -> Path:
-    """Return ``wanted``, or the first free one of runs/demo, runs/demo-2, ..."""
+    """Return ``wanted``, or else the first free folder of runs/demo, runs/demo-2, ..."""
     if wanted is not None:
         if wanted.exists():
             raise ConfigError("--dir", wanted, "exists, and nothing is overwritten", "Name another")
@@ -92,10 +93,10 @@ def _new_folder(wanted: Path | None) -> Path:
 
 
 def show_step(console: Console) -> bool:
-    """Compare a step on four ranks with one rank, then with a broken collective.
+    """Compare a step on four ranks with one rank, then again with a broken collective.
 
     Returns:
-        True if nothing differed first, and the broken collective was found then.
+        True if only the second comparison found a difference.
     """
     from automoe.config.compose import parse_arguments
     from automoe.data.prepare import prepare_data
@@ -157,10 +158,10 @@ def _lost_gradients() -> Iterator[None]:
 
 
 def show_run(console: Console, folder: Path) -> bool:
-    """Train one run to its end and kill another, which then goes on.
+    """Train one run to its end; kill another run and start it again.
 
     Returns:
-        True if the runs learnt, and have the same numbers in every step.
+        True if the loss fell and both runs have the same numbers in every step.
     """
     from automoe.launch.trial_runs import differing, numbers_of, train, train_and_kill
 

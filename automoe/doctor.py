@@ -52,7 +52,7 @@ NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
 
 @dataclass(frozen=True)
 class Fact:
-    """A line of the output; ``problem`` says what to do where something is wrong, else empty."""
+    """A line of the output; ``problem`` says what to do if something is wrong, else it is empty."""
 
     name: str
     value: str
@@ -98,7 +98,7 @@ def examine() -> Iterator[Fact]:
     linux = sys.platform == "linux"
     wrong = "" if linux else "ranks run on Linux alone: use a container or a virtual machine"
     yield Fact("system", platform.platform(), wrong)
-    # Of two on the path the first is imported: it comes last here.
+    # If a package is on the path twice, Python imports the first one, which is last and wins here.
     installed = {one.name.lower(): one.version for one in reversed([*distributions()])}
     torch = installed.get("torch", "")
     build = "CUDA" if torch_has_cuda() else "CPU"
@@ -156,7 +156,7 @@ def check_gpus(folder: Path, facts: list[Fact]) -> int:
     folder.mkdir(parents=True)
     failed = 0
     checks = [check for check in CHECKS if check.gpus <= gpus]
-    # What is sent back names no folder of this machine.
+    # Facts that are sent back must not name folders of this machine.
     sent = {fact.name: fact.value for fact in facts if not fact.name.startswith("disk")}
     for check, outcome in run_checks(folder, checks, sent):
         failed += bool(outcome["wrong"])

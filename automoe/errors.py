@@ -65,7 +65,7 @@ class AutomoeError(Exception):
     def __str__(self) -> str:
         return spelled_out(super().__str__())
 
-    def __reduce__(self) -> tuple:  # the arguments of __init__ are no longer known
+    def __reduce__(self) -> tuple:  # pickle cannot call __init__, whose arguments are not kept
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -93,7 +93,7 @@ class DataError(AutomoeError, ValueError):
 
 
 class LaunchError(AutomoeError, RuntimeError):
-    """Failure to start ranks, or of a rank; carries the first error only."""
+    """Failure to start ranks, or failure of a rank; carries the first error only."""
 
 
 class TrainingError(AutomoeError, RuntimeError):
@@ -118,13 +118,14 @@ class SaveError(CheckpointError):
 
 
 class DiskError(AutomoeError):
-    """File that cannot be used because its disk is full or broken, or because it is no file."""
+    """File that cannot be used: its disk is full or broken, or it is not a regular file."""
 
 
 def in_words(error: BaseException) -> BaseException:
-    """Return an error of a disk, or of a machine without room for processes, as one for people.
+    """Convert an error of the system that a user can fix into an ``AutomoeError`` with a remedy.
 
-    Any other error is returned as it is.
+    These are errors of a disk, of the working or home directory, and of the limit of processes. Any
+    other error is returned unchanged.
     """
     if isinstance(error, OSError) and error.errno in _OF_DISK:
         where = f"{error.filename}: " if error.filename else ""
@@ -294,8 +295,8 @@ def one_line(text: object) -> str:
 def retried(action: Callable[[], T]) -> T:
     """Call ``action`` and return its result; repeat it up to three times after a transient error.
 
-    Transient errors are EIO, ESTALE, EINTR, EAGAIN and ETIMEDOUT. Each repeat waits 0.1, 0.5 and
-    2 s and prints a warning.
+    Transient errors are EIO, ESTALE, EINTR, EAGAIN and ETIMEDOUT. The repeats wait 0.1, 0.5 and 2 s
+    and print a warning.
 
     Do not use this for a bare ``fsync``: Linux reports only once that pages could not be written,
     and then forgets the error. Write the data again instead.

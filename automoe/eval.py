@@ -180,7 +180,7 @@ def load_tasks(specs: list[str]) -> list[Any]:
         specs: task files (YAML), folders of task files, or names that the harness knows.
 
     Raises:
-        ConfigError: an empty or unknown name, or a folder without task files.
+        ConfigError: a name is empty or unknown, or a folder has no task files.
     """
     from lm_eval.tasks import TaskManager
 
@@ -193,8 +193,8 @@ def load_tasks(specs: list[str]) -> list[Any]:
         path = user_path("--tasks", spec)
         folder = path.is_dir()
         named = not path.exists()
-        # The harness's own tasks are thousands of files and take half a minute to read: text that
-        # looks like a path names none of them.
+        # The harness's own tasks are thousands of files and take half a minute to read. They are
+        # left out if the text looks like a path, which names none of them.
         include = named and os.sep not in spec and path.suffix not in (".yaml", ".yml")
         manager = TaskManager(include_path=str(path) if folder else None, include_defaults=include)
         if not folder and not named and (group := _group_in(path)) is not None:
@@ -305,7 +305,7 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
 
 @contextlib.contextmanager
 def _failing(tasks: str) -> Iterator[None]:
-    """Turn any error of the harness, of task files or of their data into an ``AutomoeError``."""
+    """Turn an error of the harness, of task files or of their data into an ``AutomoeError``."""
     try:
         yield
     except AutomoeError:

@@ -70,7 +70,8 @@ def export_run(
     Args:
         run_dir: run directory of ``automoe.train``.
         out: checkpoint directory to write.
-        dtype: of the parameters: ``keep`` (as trained), ``bfloat16`` or ``float32``.
+        dtype: dtype of the parameters, as in ``automoe.to_hf``: ``keep``, ``bfloat16`` or
+            ``float32``.
         max_shard_bytes: size of the largest safetensors file.
         overwrite: replace a checkpoint directory at ``out``.
         encoding: quantize, as ``automoe.to_hf`` does.
@@ -79,12 +80,12 @@ def export_run(
         ema: write the averages of ``optim.ema_decay`` from the training checkpoint.
 
     Returns:
-        The summary; of an adapter, a sentence.
+        The summary of the checkpoint, or a sentence about the adapter.
 
     Raises:
-        ConfigError: ``run_dir`` is no run directory; ``encoding`` for a family without
-            such checkpoints; ``adapter`` for a run that trained no adapter, or other weights too;
-            ``ema`` for a run without averages.
+        ConfigError: ``run_dir`` is no run directory; the family has no checkpoints in ``encoding``;
+            ``adapter`` is given, and the run trained no adapter or other weights too; or ``ema`` is
+            given, and the run kept no averages.
         CheckpointError: the run has no weights, they are damaged, or the export differs from them.
     """
     from automoe.config.frozen import load_config
@@ -224,7 +225,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
 
 
 def _no_weights(run_dir: Path, ema: bool) -> CheckpointError:
-    """Return the error that says why the run has nothing to export, and what it has instead."""
+    """Return the error for a run without weights to export, or without averages for ``ema``."""
     if ema:
         return CheckpointError(
             f"{run_dir} has no training checkpoint, which has the averages. Omit --ema"
@@ -321,7 +322,7 @@ def report(
         args: parsed options of ``add_options``.
         write: function of the output directory and these options, such as ``export_run`` with
             its run bound.
-        describe: function from the result of ``write`` to printed text; default: its ``str``.
+        describe: function that turns the result of ``write`` into text to print; default: ``str``.
     """
     from automoe.config.plugins import load_plugins
 

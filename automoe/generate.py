@@ -26,7 +26,7 @@ from automoe.launch.run_dir import read_status
 from automoe.storage.foreign import read_settings
 from automoe.storage.guarded import guarded
 
-# Keys of generation_config.json that answers follow, and those that options of this command replace.
+# Keys of generation_config.json that answers follow, and keys that this command sets itself.
 FOLLOWED = set(
     "bos_token_id eos_token_id pad_token_id do_sample temperature top_k top_p min_p typical_p "
     "repetition_penalty no_repeat_ngram_size".split()
@@ -35,8 +35,8 @@ _OVERRIDDEN = set(
     "max_length max_new_tokens transformers_version use_cache _from_model_config".split()
 )
 
-# Loggers whose warnings ask the user of a command for nothing: a kernel that is not installed and
-# not needed, a setting of the tokenizer that does not apply.
+# Loggers whose warnings need no action of the user: a kernel that is neither installed nor needed,
+# a setting of the tokenizer that does not apply.
 _NOISY = ("bitsandbytes.backends.cpu.ops", "transformers.tokenization_utils_tokenizers")
 
 
@@ -129,8 +129,8 @@ def _lines() -> Iterator[str]:
 def checkpoint_of(where: Path) -> Iterator[Path]:
     """Yield the folder of a HuggingFace checkpoint for a run, a checkpoint or a Hub id.
 
-    A finished run has its own checkpoint in ``hf/``. For another run, one is exported to a
-    temporary folder, which is removed on exit.
+    A finished run has its own checkpoint in ``hf/``. For any other run, a checkpoint is exported to
+    a temporary folder, which is removed on exit.
 
     Args:
         where: run directory, checkpoint directory or Hub id.
@@ -224,7 +224,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         with torch.inference_mode():
             logits = model(torch.zeros(1, 2, dtype=torch.long, device=model.device)).logits
-    except Exception as error:  # of the folder's content, transformers may raise any
+    except Exception as error:  # the folder's content may make transformers raise any error
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(
             f"{folder}: transformers cannot load it without code of its own, or compute it ({why})"
@@ -261,7 +261,7 @@ def _check_loaded(folder: Path, model: Any, found: dict[str, Any], logits: Any) 
 
 
 def _generation_config(folder: Path) -> Any:
-    """Return the checkpoint's settings of generation that are followed here; name the others."""
+    """Return the checkpoint's generation settings that are followed; print a note on the others."""
     from transformers import GenerationConfig
 
     name = "generation_config.json"
@@ -309,8 +309,8 @@ class Speaker:
             said: a text to continue, or chat messages with ``role`` and ``content``.
 
         Raises:
-            CheckpointError: messages without a chat template in the tokenizer; a prompt that is
-                not UTF-8, or longer than the model's ``max_position_embeddings``.
+            CheckpointError: the tokenizer has no chat template for messages, or the prompt is not
+                UTF-8 or leaves no position of ``max_position_embeddings`` for an answer.
         """
         import torch
 
@@ -368,7 +368,7 @@ class Speaker:
             )["input_ids"]
         except MemoryError:
             raise
-        except Exception as error:  # the expressions of a template may raise any
+        except Exception as error:  # the expressions of a template may raise any error
             raise CheckpointError(
                 f"{self.folder}: its chat template refuses this conversation "
                 f"({type(error).__name__}: {error}). Use --text, or mend chat_template"

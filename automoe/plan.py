@@ -127,7 +127,7 @@ class BuiltRank:
 
     Attributes:
         rank: global rank.
-        num_params: number of its parameter tensors (shards), not of their elements.
+        num_params: number of the rank's parameter tensors (shards), not of their elements.
         bytes: size of these shards.
         as_planned: True if ``bytes`` equals the plan's prediction.
     """

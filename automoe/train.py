@@ -1,7 +1,8 @@
 """``python -m automoe.train``: parse the arguments, check the configuration, start the ranks.
 
-Torch is not imported before the configuration is valid. ``automoe.train(...)`` in Python calls
-this module: see ``automoe.launch.from_python.train``.
+Torch is imported only once the configuration is valid, or to read a checkpoint's ``config.json``
+with ``transformers``. ``automoe.train(...)`` in Python calls this module: see
+``automoe.launch.from_python.train``.
 
 Exit status: 0 if training finished; 1 if a rank failed; 2 if the configuration or the launch is
 wrong; 3 if this machine lacks the hardware (the plan is printed instead); 130, 143 or 129 if the

@@ -46,7 +46,7 @@ def clean(folder: Path) -> None:
 
 
 def remove(step_dir: Path) -> None:
-    """Delete a step, renamed first: a half-deleted step must not be taken for a damaged one."""
+    """Rename a step, then delete it: a half-deleted step must not be taken for a damaged one."""
     doomed = step_dir.with_name(f".tmp-deleted-{step_dir.name}")
     step_dir.rename(doomed)
     _delete(doomed)
@@ -55,17 +55,17 @@ def remove(step_dir: Path) -> None:
 def _delete(path: Path) -> None:
     """Delete a folder with its content, a file, or a link.
 
-    The target of a link stays, because a person put it elsewhere.
+    The target of a link is kept, because a person put it elsewhere.
     """
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | None:
-    """Delete the steps that ``checkpoint`` does not keep; return a warning if deletion fails.
+    """Delete steps that ``checkpoint`` does not keep; return a warning if ``newest`` is damaged.
 
-    Nothing is deleted unless ``newest``, just written, has every file in its full size: an older
-    step may then be the only checkpoint left. Nothing is deleted either if ``newest`` was written
-    in a streak of skipped steps, because the cause of the streak may be in it.
+    Nothing is deleted unless ``newest``, just written, has every file in its full size: otherwise
+    an older step may be the only checkpoint left. Nothing is deleted either if ``newest`` was
+    written in a streak of skipped steps, because the cause of the streak may be in it.
     """
     try:
         manifest, problem = verify_step(folder / newest, Ranks(alone=True), content=False)
@@ -87,9 +87,10 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
 
 
 def _manifest(step_dir: Path) -> Mapping[str, Any] | None:
-    """Return a step's manifest; empty if the step is damaged.
+    """Return a step's manifest; {} if the step is damaged.
 
-    None if another version wrote the step, or the target of its link is away.
+    Returns None if another version wrote the step or the step cannot be read, for example because
+    it is a broken link.
     """
     try:
         return read_manifest(step_dir)[0]
@@ -119,7 +120,7 @@ def superfluous(
 
 
 def source_steps(resume: str, run_dir: Path) -> list[Path]:
-    """Return the steps that ``checkpoint.resume`` names, oldest first; empty if it is no path.
+    """Return the steps that ``checkpoint.resume`` names, oldest first; [] for auto and never.
 
     The path may be a step directory or a run directory.
 
@@ -149,7 +150,7 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
 
 
 def check_writable(ranks: Ranks, folder: Path) -> None:
-    """Write, flush and remove a file in ``folder`` on every rank, and find rank 0's file from all.
+    """Check on every rank that a file can be written to ``folder`` and that rank 0's file is there.
 
     Raises:
         CheckpointError: a rank cannot write to the folder, or sees another directory under its

@@ -24,7 +24,7 @@ from automoe.storage.foreign import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = 3
-_READ = (2, FORMAT)  # 2 has SHA-256 of files, which is still compared
+_READ = (2, FORMAT)  # format 2 has SHA-256 digests of files, which are still compared
 # Keys of this version. A newer version may use another key to say that its files are read in
 # another way.
 _KEYS = "format step counters config generators val_loss versions files sha256 base".split()
@@ -48,12 +48,12 @@ def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[st
 
 
 def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
-    """Return a committed step's manifest, and the damage found in it or None.
+    """Return a committed step's manifest, and a description of the manifest's damage or None.
 
-    The manifest is empty if it is damaged.
+    A damaged manifest is returned as {}.
 
     Raises:
-        OSError: the manifest cannot be read, or the step is a link whose target is away.
+        OSError: the manifest cannot be read, or the step is a broken link.
         CheckpointError: another version of automoe wrote it in a format unknown to this version.
     """
     if step_dir.is_symlink() and not step_dir.exists():
@@ -128,8 +128,8 @@ def verify_step(
         content: False compares sizes alone.
 
     Raises:
-        CheckpointError: another version wrote the step, or the step cannot be read; it may or may
-            not be damaged.
+        CheckpointError: another version wrote the step, or the step cannot be read, so that it is
+            unknown whether it is damaged.
     """
     try:
         manifest, problem = ranks.lead(lambda: read_manifest(step_dir))
@@ -150,7 +150,7 @@ def verify_step(
 
 
 def damage(step_dir: Path, content: bool = True) -> str | None:
-    """Return the damage that ``verify_step`` finds, with one process that reads all files."""
+    """Return the damage that ``verify_step`` finds; this process alone reads all files."""
     return verify_step(step_dir, Ranks(alone=True), content)[1]
 
 
@@ -184,7 +184,7 @@ def check_base(
 ) -> None:
     """Raise ``CheckpointError`` unless ``base`` identifies the weights that a step depends on.
 
-    They are frozen weights, which the step omits, or those of a reference.
+    These are frozen weights, which the step omits, or the weights of a reference model.
     """
     saved = manifest.get("base", base)
     if saved is not None and base is not None and ":" not in saved:
@@ -205,7 +205,7 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str
     """Return the changed settings that affect a run's numbers: ``key=value`` lists, old and new."""
     now = flat(config_to_dict(config))
     then = _with_defaults(saved)
-    # one rounds differently, one averages
+    # Compiled code rounds differently, and the decay changes the averaged weights.
     quiet = set(GOES_ON) - {"train.compile", "optim.ema_decay"}
     keys = [
         key
@@ -216,7 +216,7 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str
 
 
 def _with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration by dotted key; a key that was added later has its default."""
+    """Return a saved configuration by dotted key, with defaults for keys that were added later."""
     return flat(config_to_dict(Config())) | flat(saved)
 
 

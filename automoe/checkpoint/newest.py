@@ -17,14 +17,15 @@ def newest_valid(
     folder: Path, ranks: Ranks, warn: Callable[[str], object], own: bool
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest step that verifies and its manifest; None if the folder holds no step.
+
     Collective.
 
     Args:
-        own: the folder is the run's own: damaged newer steps are set aside, so that the step found
-            is the newest.
+        own: True if the folder is the run's own; damaged newer steps are then set aside, so that
+            the returned step is the newest.
 
     Raises:
-        CheckpointError: there are steps, and none of them verifies.
+        CheckpointError: no step verifies, or ``LATEST`` names a step in a folder without steps.
     """
     steps, promised = ranks.lead(
         lambda: (folders.committed_steps(folder), folders.promised_step(folder))

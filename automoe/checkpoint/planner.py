@@ -1,8 +1,8 @@
-"""Save plan of a checkpoint: torch's plan, made once and reused while every rank's tensors stay.
+"""Save planner of torch that reuses its plan while every rank's tensors stay the same.
 
-Rank 0 gathers every rank's plan, drops duplicate writes, checks that each tensor is covered, and
-sends each rank its part. At 1,024 ranks this takes 11 s of every save, in which the other ranks
-wait (``benchmarks/results/checkpoint_plan.json``).
+To plan a save, rank 0 gathers every rank's plan, drops duplicate writes, checks that each tensor is
+covered, and sends each rank its part. At 1,024 ranks this takes 11 s of every save, while the other
+ranks wait (``benchmarks/results/checkpoint_plan.json``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from automoe.interop.torch_private import cache_plans_under
 class CachedPlanner(DefaultSavePlanner):
     """Save planner of torch with a plan cache of its own ``key``.
 
-    A rank whose part is unchanged neither sends nor receives a plan. Torch caches by the name of
-    the class, which stores of other groups of ranks would share.
+    A rank whose part is unchanged neither sends nor receives a plan. The key replaces torch's key,
+    the class name, which the stores of different groups of ranks would share.
     """
 
     def __init__(self, key: str) -> None:

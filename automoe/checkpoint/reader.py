@@ -47,7 +47,7 @@ class StepReader(dcp.FileSystemReader):
             directory.
     """
 
-    _unread: CheckpointError | None = None  # why there is no index; torch 2.11 keeps no word of it
+    _unread: CheckpointError | None = None  # error of read_metadata, whose text torch 2.11 drops
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the step's index, which lists its tensors and their locations."""
@@ -119,7 +119,7 @@ def _read_index(path: Path) -> Metadata:
         strange = [
             name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)
         ]
-        # A name of a file in the step's directory is its own last part.
+        # A file in the step's directory has a path of one part.
         outside = [path for path in paths if path in ("", "..") or Path(path).name != path]
         if metadata.version is not None and _numbers(metadata.version) > _numbers(
             CURRENT_DCP_VERSION

@@ -83,7 +83,7 @@ class CheckpointStore:
         self.run_dir = run_dir
         self.folder = run_dir / folders.FOLDER
         self.ranks = Ranks(max(config.launch.timeout_s, _LEAST_TIMEOUT_S))
-        self.facts: dict[str, Any] = {}  # more counters of every step, for a recipe to compare
+        self.facts: dict[str, Any] = {}  # further counters to save, for a recipe to compare
         self._found: tuple[Path, dict[str, Any], bool] | None = None
         self._plans = uuid.uuid4().hex
         self._stager: Any = None
@@ -116,12 +116,12 @@ class CheckpointStore:
         warn: Callable[[str], object],
         saved: Callable[[Path], object],
     ) -> None:
-        """Report to a run from now on, and start the clock of ``checkpoint.every_minutes``.
+        """Register a run's callbacks, and start the clock of ``checkpoint.every_minutes``.
 
         Args:
-            note: takes a line for the user.
-            warn: takes a line that warns the user.
-            saved: takes the folder of every checkpoint that has been committed.
+            note: receives lines for the user.
+            warn: receives lines that warn the user.
+            saved: receives the folder of every committed checkpoint.
         """
         self._note = note
         self._warn_user = warn
@@ -171,15 +171,15 @@ class CheckpointStore:
         return None
 
     def _begin(self, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> None:
-        """Copy ``tensors`` to CPU memory, kept for later saves, and write in the background."""
+        """Copy ``tensors`` to CPU buffers, which later saves reuse, and write in the background."""
         on_cuda = any(tensor.is_cuda for tensor in tensors.values())
         if self._stager is None:
             self._stager = _new_stager(pin_memory=on_cuda)
         staged = self._stager.stage(tensors, non_blocking=on_cuda)
         if on_cuda:
             torch.cuda.synchronize()  # until the copies are complete
-        # A thread begins on the node's first GPU, and torch's writer waits for the GPU of its
-        # thread: it would take memory there for a context of every rank.
+        # A new thread is on the node's first GPU, and torch's writer synchronises with the GPU of
+        # its thread: every rank would open a CUDA context on the first GPU.
         here = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_cuda else ()
         executor = ThreadPoolExecutor(1, "save", *here)
         self._in_flight = executor.submit(self._write, staged, content)
@@ -189,7 +189,7 @@ class CheckpointStore:
         """Return the directory of a background save that has ended; call this method every step.
 
         Args:
-            wait: wait for the end of the save, for a loop that leaves without a last save.
+            wait: True to wait until the save has ended, for a loop that ends without a last save.
 
         Returns:
             None while any rank's save is being written, if it failed, or if there is none.
@@ -202,11 +202,11 @@ class CheckpointStore:
             return None
         with self._blocking():
             if not wait:
-                # What all ranks see, and not this one alone: a rank that went ahead would leave the
-                # others in a poll.
+                # All ranks decide together: a rank that went ahead would leave the others in a
+                # poll.
                 done = torch.tensor([int(self._in_flight.done())], dtype=torch.int32)
                 if self.ranks.size > 1:
-                    # The save itself uses another group.
+                    # The save in flight uses another group.
                     dist.all_reduce(done, op=dist.ReduceOp.MIN)
                 if not done.item():
                     return None
@@ -221,12 +221,12 @@ class CheckpointStore:
         return self._in_flight is not None
 
     def record(self, step_seconds: float) -> dict[str, Any]:
-        """Return keys for a step's metrics: what saving cost the loop since the record before.
+        """Return a step's metrics on the cost of saving; {} for a run that never saves.
 
-        ``checkpoint_seconds`` is the time that the loop stood still, ``checkpoint_share`` its share
-        of the time since then, ``checkpoint_in_flight`` whether a save was in flight during the
-        step, and ``checkpoint_failures`` the number of failed saves of this process. Empty for a
-        run that never saves.
+        ``checkpoint_seconds`` is the time that the loop has waited since the previous call,
+        ``checkpoint_share`` its share of that time plus ``step_seconds``, ``checkpoint_in_flight``
+        whether a save is in flight, and ``checkpoint_failures`` the number of failed saves of this
+        process.
         """
         if not self.config.checkpoint.saves:
             return {}
@@ -259,7 +259,7 @@ class CheckpointStore:
             self._blocked_s += time.perf_counter() - started
 
     def _check_finite(self, state: TrainState) -> None:
-        """Raise ``SaveError`` if a tensor is not finite: the save would replace older ones."""
+        """Raise ``SaveError`` if a tensor is not finite: the save would replace older steps."""
         with phase("check_finite", state.step):
             found = self.ranks.all(state.not_finite)
         if names := [
@@ -277,7 +277,7 @@ class CheckpointStore:
 
     @cached_property
     def base(self) -> str | None:
-        """Return the identity of ``model.hf_path`` if weights are frozen, else None. Collective."""
+        """Identity of ``model.hf_path`` if weights are frozen, else None. Collective."""
         config = self.config
         model = config.model
         if model.hf_path is None or model.upcycle or not (config.lora.rank or config.train.freeze):
@@ -293,7 +293,7 @@ class CheckpointStore:
         return checkpoint_identity(hf_path, self.ranks)
 
     def _content(self, state: TrainState, val_loss: float | None) -> dict[str, Any]:
-        """Return the content of the manifest as of now, without the list of files."""
+        """Return the current content of the manifest, without the list of files."""
         return {
             "step": state.step,
             "counters": state.counters() | self.facts,
@@ -319,7 +319,8 @@ class CheckpointStore:
             with phase("save", step):
                 if self.ranks.lead(final.exists):
                     return final
-                # All of it anew: a flush that failed says nothing when it is repeated.
+                # A retry writes everything again: after a failed flush, a second flush can succeed
+                # although the data is lost.
                 retried(lambda: self._write_files(tensors, content, temporary))
                 with phase("commit", step):
                     self.ranks.lead(lambda: name_folder(temporary, final), again=False)
@@ -358,7 +359,7 @@ class CheckpointStore:
                 process_group=self.ranks.group,
             )
         except CheckpointException as error:
-            forget_cached_plans(self._plans)  # some ranks may have kept what others have not
+            forget_cached_plans(self._plans)  # some ranks may have cached a plan that others lack
             raise dcp_error(error) from None
         facts = self.ranks.all(lambda: files.facts)
         with phase("write_manifest", content["step"]):
@@ -380,7 +381,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: another model wrote the checkpoint (the message lists the fields that
-                differ), no checkpoint verifies, or they cannot be read.
+                differ), no checkpoint verifies, or the disk cannot be read.
             DataError: the data changed since the checkpoint.
         """
         with self._readable():
@@ -427,8 +428,8 @@ class CheckpointStore:
         """Set aside the step that ``state`` was ``resumed`` from and load the step before it.
 
         Returns:
-            None if no earlier step exists, or the step belongs to another run; then nothing has
-            changed.
+            None, with nothing changed, if no earlier step exists or the step belongs to another
+            run.
 
         Raises:
             CheckpointError: as ``load_latest``.
@@ -487,7 +488,7 @@ class CheckpointStore:
 
 
 def _new_stager(pin_memory: bool) -> Any:
-    """Make the stager inside torch's DefaultStager, which in 2.11 serves one save only."""
+    """Return the stager that torch's DefaultStager wraps; the wrapper serves one save in 2.11."""
     try:
         return state_dict_stager(pin_memory)
     except (ImportError, TypeError) as error:  # it is private to torch

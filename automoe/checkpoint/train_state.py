@@ -43,7 +43,7 @@ class TrainState:
     def tensors(self, frozen: bool = True) -> dict[str, torch.Tensor]:
         """Return this rank's tensors by global name.
 
-        They are parameters, saved buffers, AdamW's moments and step counts, and averages. If two
+        These are parameters, saved buffers, AdamW's moments and step counts, and averages. If two
         stages of this rank hold a copy of a parameter, the first copy is returned.
 
         Args:
@@ -80,7 +80,7 @@ class TrainState:
     def not_finite(self) -> list[str]:
         """Return the names of this rank's tensors that have a non-finite value.
 
-        The method reads each tensor once, on its own device.
+        Each tensor is read once, on its own device.
         """
         found = []
         for name, tensor in self.tensors().items():
@@ -110,7 +110,7 @@ class TrainState:
         return bool(begun)
 
     def _averages(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield name in a checkpoint, average and parameter of each average of this rank."""
+        """Yield (name in a checkpoint, average, parameter) of each average of this rank."""
         state = self.optimizer.state
         for part in self.model_parts.values():
             for name, parameter in part.named_parameters():
@@ -118,7 +118,7 @@ class TrainState:
                     yield f"optimizer.{KEY}.{name}", state[parameter][KEY], parameter
 
     def counters(self) -> dict[str, Any]:
-        """Return the state's values that are no tensors, as plain JSON, equal on every rank."""
+        """Return the state's values other than tensors, as plain JSON, equal on every rank."""
         assert self.loader is not None
         return {
             "step": self.step,

@@ -25,7 +25,7 @@ def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-# For each format: our name of a thing -> its key in a record.
+# For each format: our name of a part -> its key in a record.
 _KEYS = {
     "messages": _same("messages", "role", "content", "tools"),
     "sharegpt": {"messages": "conversations", "role": "from", "content": "value"}
@@ -135,7 +135,7 @@ def _without_nulls(value: Any) -> Any:
 
 @dataclass
 class _Reader:
-    """Reader of one record, whose place every error names.
+    """Reader of one record; every error names the record's place.
 
     Attributes:
         where: place of the record, ``file:line``.
@@ -153,7 +153,7 @@ class _Reader:
         self.roles = _ROLES | roles | (self.chat.roles or {})
 
     def read(self, record: Record) -> list[Message]:
-        """Return the messages of a record, a system prompt first."""
+        """Return the messages of a record, with the system prompt first."""
         if self.chat.format == "alpaca":
             messages = self._instruction(record)
         else:
@@ -161,10 +161,11 @@ class _Reader:
         return self._checked([*self._system(record, messages), *messages])
 
     def read_pair(self, record: Record) -> tuple[list[list[Message]], int]:
-        """Return both conversations of a pair, the preferred one first, and their shared messages.
+        """Return both conversations of a pair, the preferred one first, and the prompt's size.
 
-        The messages before the answers are in ``prompt``, where text is a user's question; or both
-        columns of answers begin with them.
+        The prompt's size is the number of messages before the answers. These messages come from the
+        column ``prompt`` (text there is a user's question), or both columns of answers begin with
+        them.
         """
         answers = [self._turns(record, key, "assistant") for key in ("chosen", "rejected")]
         where = ""
@@ -209,7 +210,7 @@ class _Reader:
         return [reader._message(one, n) for n, one in enumerate(parsed, start=1)]
 
     def _system(self, record: Record, messages: list[Message]) -> list[Message]:
-        """Return the system prompt that a record has in a column of its own, if any."""
+        """Return the system prompt from a record's own column for it, or []."""
         name = self.keys.get("system", "")
         system = record.get(name)
         if not system:
@@ -275,7 +276,7 @@ class _Reader:
                 rule = f"message {number} has {key}: {message[key]!r:.40}, and an answer is trained (1) or not (0)"
                 raise self._wrong(rule, "Correct it or leave it out")
         content = raw.get(self.keys["content"])
-        if role == "function_call":  # ShareGPT writes a JSON object in the place of the text.
+        if role == "function_call":  # ShareGPT writes a JSON object instead of text.
             call = _parsed(content)
             if not isinstance(call, dict) or "name" not in call:
                 raise self._wrong(
@@ -353,14 +354,14 @@ def _parsed(value: Any) -> Any:
 
 
 def _are_functions(value: Any) -> bool:
-    """Return True for a list of tools or calls, each an object, and so is its function."""
+    """Return True for a list of tools or calls, which are objects with objects as ``function``."""
     return isinstance(value, list) and all(
         isinstance(one, dict) and isinstance(one.get("function", one), dict) for one in value
     )
 
 
 def _are_messages(value: Any, role: str) -> bool:
-    """Return True if parsed JSON is messages, False if it is an answer that happens to be JSON."""
+    """Return True if parsed JSON is a list of messages, not an answer that happens to be JSON."""
     return (
         isinstance(value, list)
         and bool(value)

@@ -1,4 +1,4 @@
-"""Conversations tokenised into the files of a corpus: samples, and a mark on each trained token."""
+"""Tokenisation of conversations into a corpus: files of samples, and of marks on trained tokens."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def tokenise_chat(
     vocab_size: int,
     pairs: bool = False,
 ) -> dict[str, Any]:
-    """Write tokens, marks and the table of samples as ``prepare`` reads them; return their facts.
+    """Write the tokens, marks and table of samples that ``prepare`` reads; return their facts.
 
-    All samples of a conversation have its hash, so that they are all in the same split; pairs with
-    the same prompt share a hash too. The two sequences of a pair follow one another as one sample,
-    and the fifth column of the table has the length of the first.
+    All samples of a conversation have the conversation's hash, so that they are in the same split;
+    pairs with the same prompt share a hash too. The two sequences of a pair follow one another as
+    one sample, and the fifth column of the table has the length of the first sequence.
 
     Args:
         pairs: True if ``conversations`` are pairs, the two of each pair one after the other.
@@ -70,7 +70,7 @@ def tokenise_chat(
     refused = None
     try:
         template.stop_id()
-    except AutomoeError as error:  # An error for a run that exports.
+    except AutomoeError as error:  # Only a run that exports needs the stop token.
         refused = str(error)
     template.counts.clear()
     template.first.clear()
@@ -133,12 +133,12 @@ def _paired(
 def describe_chat(
     chat: dict[str, Any], tokens: int, samples: int, where: Callable[[int, int], str]
 ) -> Iterator[str]:
-    """Yield lines for the user about what became of the conversations.
+    """Yield lines for the user about the tokenised conversations.
 
     Args:
         chat: ``chat`` of the facts that ``tokenise_chat`` returns.
         tokens, samples: size of the whole corpus.
-        where: returns the place of a file's line.
+        where: function of a file's index and a line that returns their place as text.
     """
     count = Counter(chat)
     conversations = count["conversations"]

@@ -1,4 +1,4 @@
-"""Messages as text and ids, made by ``transformers`` as at inference."""
+"""Rendering of messages as text and token ids by ``transformers``, as at inference."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _MOST_BYTES = 1 << 28  # of a rendered conversation
 # name, argument and value of a tool call that is rendered to find out how a template writes calls
 PROBE = "probe_name", "probe_key", "probe value"
-# Noncharacters of Unicode: the first stands inside the name of a special token that is text, the
-# second before the name of one that the template writes.
+# Noncharacters of Unicode. ``TEXT`` goes into the name of a special token that must stay text, and
+# ``_TOKEN`` before a name that the template writes as a token.
 TEXT, _TOKEN = "\ufdd0", "\ufdd1"
 
 
 @contextmanager
 def refusing(where: str) -> Iterator[None]:
-    """Report errors of rendering as those of the template and of the place ``where``."""
-    doing(f"{where}: chat template", goes_on=True)  # over all renders of a conversation
+    """Turn an error of rendering into a ``DataError`` that names the template and ``where``."""
+    doing(f"{where}: chat template", goes_on=True)  # one limit for all renders of a conversation
     try:
         yield
     except DataError:
@@ -47,7 +47,7 @@ class ChatRenderer:
 
     Attributes:
         stored: text of the chat template.
-        own: the template that ``data.chat.template`` names; None: the tokenizer's template.
+        own: the template that ``data.chat.template`` names; None if the tokenizer's is used.
 
     Args:
         tokenizer: ``byte`` or a directory.
@@ -78,7 +78,7 @@ class ChatRenderer:
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
-        """Pattern of the special tokens, those of reasoning left out: answers may spell them."""
+        """Pattern of the special tokens except reasoning tags, which answers may spell out."""
         names = (n for n in self._special_names if not re.fullmatch("</?think>", n))
         names = sorted(names, key=len)
         return re.compile("|".join(map(re.escape, reversed(names))) or "(?!)")
@@ -109,7 +109,7 @@ class ChatRenderer:
         return text
 
     def _as_text(self, value: Any) -> Any:
-        """Return messages or tools that spell special tokens so that they stay text."""
+        """Mark special tokens that messages or tools spell out, so that they stay text."""
         if self.chat.special_text == "token":
             return value
         said = json.dumps(value, ensure_ascii=False, default=str)
@@ -156,9 +156,9 @@ class ChatRenderer:
 
     @cached_property
     def _joint(self) -> str:
-        """Text between the parts of a text, as the template joins them.
+        """Text that the template puts between the parts of a message.
 
-        If the template takes no parts, it is a line end, as in inference servers.
+        If the template takes no parts, this is a line end, as in inference servers.
         """
         parts = [{"type": "text", "text": text} for text in PROBE[:2]]
         try:
@@ -169,10 +169,10 @@ class ChatRenderer:
         return between if found and not between.strip() else "\n"
 
     def _find_tool_form(self, where: str) -> tuple[bool, Any]:
-        """Return True if the template takes arguments as JSON text, and its form of no content.
+        """Return whether the template takes arguments as JSON text, and the form of empty content.
 
         Most templates do not fail on a wrong form: they write Python's brackets or JSON inside
-        JSON, or leave the call out. So this function tries each form.
+        JSON, or leave the call out. So this method tries each form.
 
         Raises:
             DataError: the template writes calls in none of the forms.

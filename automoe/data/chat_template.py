@@ -3,7 +3,7 @@
 The stored templates of the main families do not mark where answers begin and end. So this module
 finds out: an answer begins after the longest common prefix of two renders (the messages before it
 with generation prompt, and the messages through it), and ends with the stop token. As at inference,
-``transformers`` renders the text and tokenises it. It is imported when first used.
+``transformers`` renders the text and tokenises it; the library is imported when first used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ChatTemplate(ChatRenderer):
     """Renderer and tokeniser of conversations, equal to ``transformers`` at inference.
 
     Attributes:
-        digest: text that differs for settings that give different tokens to a record.
+        digest: hash of all settings that affect the tokens of a record.
         counts: counters over all ``samples`` so far. ``answers``: answers; among them ``apart`` (the
             tokenizer would merge the answer's first characters with the prompt), ``prompt_cut``
             (the template writes answers without the end of its generation prompt), ``eos_added``
@@ -89,9 +89,9 @@ class ChatTemplate(ChatRenderer):
         self.first: dict[str, tuple[int, int]] = {}
 
     def tokenizer_settings(self) -> bytes:
-        """Return the content of the tokenizer's files besides ``tokenizer.json``.
+        """Return the content of the tokenizer's files that name special tokens.
 
-        They name special tokens, which templates write.
+        Templates write these tokens. ``tokenizer.json`` is not among the files.
         """
         files = [local_folder(self.tokenizer) / name for name in _SETTINGS]
         return b"".join(file.read_bytes() for file in files if file.is_file())
@@ -109,7 +109,7 @@ class ChatTemplate(ChatRenderer):
                 message names file and line.
         """
         texts: list[str] = []
-        calling: list[list[bool]] = []  # for each answer of each conversation: it calls tools
+        calling: list[list[bool]] = []  # per conversation and answer: True if it calls tools
         for conversation in conversations:
             if self.chat.special_text == "token":
                 said = [conversation.messages, conversation.tools]
@@ -149,7 +149,7 @@ class ChatTemplate(ChatRenderer):
     def exported(self) -> dict[str, str]:
         """Return the template files of an export by name, with ``template_args`` as defaults.
 
-        The result is empty if the tokenizer's own files are right.
+        The result is {} if the tokenizer's own files can be used unchanged.
         """
         if self.own is None and not self.chat.template_args:
             return {}
@@ -191,7 +191,7 @@ class ChatTemplate(ChatRenderer):
     def _renders(
         self, conversation: Conversation, messages: list[Message], n: int
     ) -> tuple[str, str]:
-        """Return the text before answer ``messages[n]``, with generation prompt, and through it."""
+        """Return the text before answer ``messages[n]``, with generation prompt, and to its end."""
         tools = conversation.tools
         answer = messages[n]
         content = answer["content"] or ""
@@ -274,7 +274,7 @@ class ChatTemplate(ChatRenderer):
         return Turn(ids[:end], start)
 
     def _encode_inside(self, text: str) -> list[int]:
-        """Return the ids of ``text`` inside a longer text.
+        """Return the ids of ``text`` as in the middle of a text.
 
         Some tokenizers put a blank before the beginning of a text.
         """

@@ -219,7 +219,7 @@ def read_files(
 
 
 def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document]:
-    """Yield every document in order, up to ``data.max_bytes`` of text; skip those without text.
+    """Yield every document with text in order, up to ``data.max_bytes`` of text.
 
     Raises:
         DataError: the text is malformed (bad UTF-8, a bad line, a missing key or column), or a file
@@ -382,7 +382,7 @@ def _open_table(path: Path, columns: list[str] | None) -> tuple[list[str], Itera
 
 
 def _valid(batch: Any) -> Any:
-    """Return an Arrow batch whose offsets lie inside its buffers."""
+    """Check that the offsets of an Arrow batch lie inside its buffers, and return the batch."""
     batch.validate(full=True)
     return batch
 

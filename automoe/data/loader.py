@@ -70,8 +70,8 @@ class Loader:
         pairs: True if the recipe compares pairs of answers, False if it trains on every answer.
 
     Raises:
-        ConfigError: the tokenizer has more ids than the embedding has rows, or the data has pairs
-            if and only if ``pairs`` is False.
+        ConfigError: the tokenizer has more ids than the embedding has rows, or ``pairs`` does not
+            fit the data.
         DataError: see ``prepare_data``.
     """
 
@@ -107,7 +107,7 @@ class Loader:
         self.rows_per_epoch = sum(
             self._rows_of(split, source).num_rows for source in range(len(sources))
         )
-        # The count covers all ranks since the start of training, without the step made ahead.
+        # Rows of all ranks since the start of training, without the step prepared ahead.
         self.consumed_rows = 0
         self.rows_of_last_step = rows
         self._first_pairs = np.cumsum([0, *(len(corpus.lengths) for corpus in self.corpora)])
@@ -120,7 +120,7 @@ class Loader:
 
         A thread prepares the following step while this one trains.
         """
-        # After a resume or a fallback to a checkpoint, the step made ahead is not the next one.
+        # After a resume or a fallback to a checkpoint, the step prepared ahead is not the next one.
         if self._ahead is not None and self._ahead[0] == self.consumed_rows:
             batch = self._ahead[1].result()
         else:
@@ -140,11 +140,11 @@ class Loader:
         return self._batch(self.split, index, *self._mixture.rows(index, 1))
 
     def last_batch(self) -> tuple[int, int, list[str]]:
-        """Return where the last step of ``next_step`` came from, over all ranks.
+        """Return the rows and documents of the step that ``next_step`` returned last, on all ranks.
 
         Returns:
-            Index of its first row, index of its last row, and ``file`` or ``file:line`` of each of
-            its documents.
+            Index of the first row, index of the last row, and ``file`` or ``file:line`` of each
+            document.
         """
         end = self.consumed_rows
         first = end - self.rows_of_last_step
@@ -160,8 +160,8 @@ class Loader:
     def batches(self, split: Split, n: int, source: int = 0) -> Iterator[StepBatch]:
         """Yield this rank's part of the first ``n`` global batches of a source's split.
 
-        The rows are the same at every call, and no row comes twice. Those of the validation split
-        are the same for every training seed. If the split is shorter than ``n`` batches, fewer are
+        The rows are the same at every call, and no row comes twice. Rows of the validation split do
+        not depend on the training seed. If the split is shorter than ``n`` batches, fewer are
         yielded, and the last one is filled up with rows of padding, which have no labels.
         """
         packed = self._rows_of(split, source)
@@ -230,7 +230,7 @@ class Loader:
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return all facts that decide the order and content of rows, as short JSON values."""
+        """Return all facts that determine the order and content of rows, as short JSON values."""
         found = {
             "data.document_mask": self.config.data.document_mask,
             "data.val_fraction": self.config.data.val_fraction,
@@ -262,7 +262,7 @@ class Loader:
         return found
 
     def describe(self) -> list[str]:
-        """Return lines for the user about conversations and their rows; none for other data."""
+        """Return lines for the user about conversations and their rows; [] for other data."""
         return [
             line
             for source, corpus in enumerate(self.corpora)
@@ -356,9 +356,9 @@ class Loader:
         return corpus.where(int(np.searchsorted(corpus.starts, start, side="right")) - 1)
 
     def _check_ids(self, source: int, packed: PackedRows, indices: np.ndarray, rows: Rows) -> None:
-        """Raise DataError if an id has no row in the embedding.
+        """Raise ``DataError`` if an id has no row in the embedding.
 
-        A cache that was verified at the start may still be damaged under a running job.
+        A cache that was verified at the start may still be damaged while a job runs.
         """
         size = self.config.model.vocab_size
         bad = np.maximum(rows.tokens, rows.labels).max(axis=1, initial=0) >= size

@@ -1,4 +1,4 @@
-"""Rows of ``seq_len`` tokens, computed by index: a stream of documents that is cut, or whole samples.
+"""Packing into rows of ``seq_len`` tokens, by row index: a stream of documents, or whole samples.
 
 Letters: N documents, R rows, S seq_len.
 """
@@ -13,7 +13,8 @@ import numpy as np
 
 from automoe.moe.tokens import IGNORE
 
-# order of documents or samples, their ends in the stream or the rows' starts, order of rows
+# Order of documents (or samples), the documents' ends in the stream (or the rows' starts in the
+# samples), and order of rows.
 Epoch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -104,10 +105,10 @@ class PackedRows:
         return doc_order, np.cumsum(self.lengths[doc_order]), row_order
 
     def _fill(self, rows: Rows, chosen: np.ndarray, epoch: int, within: np.ndarray) -> None:
-        """Write the rows ``within`` of an epoch to ``rows[chosen]``; places count in its stream."""
+        """Write the rows ``within`` of an epoch to ``rows[chosen]``."""
         S = self.seq_len
         doc_order, doc_ends, row_order = self._epoch(epoch)
-        row_start = row_order[within, None] * S  # [R, 1]
+        row_start = row_order[within, None] * S  # [R, 1], in the epoch's stream of tokens
         # [R, S + 1]: the last label of a row is the first token of the next one
         place = row_start + np.arange(S + 1)
         real = place < self.num_tokens
@@ -132,7 +133,7 @@ class PackedRows:
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Return the row of each sample, [N] int64: the fullest row with enough room left for it.
+    """Return the row of each sample, [N] int64: the fullest row that still has room for it.
 
     Samples are placed in the given order. If the longest come first, this is best-fit decreasing,
     which needs at most 11/9 of the fewest rows possible, plus one (Johnson 1973), and in practice
@@ -195,7 +196,7 @@ class SampleRows(PackedRows):
         return order[row_starts[row] : row_starts[row + 1]]
 
     def _make_epoch(self, epoch: int) -> Epoch:
-        """Return samples in the order of rows, each row's start in it and the end, and row order."""
+        """Return the samples in row order, the rows' starts (and the end) in it, and row order."""
         shuffled = seeded_order(len(self.lengths), self.seed, epoch, 0)
         order = shuffled[np.argsort(-self.lengths[shuffled], kind="stable")]
         rows = best_fit(self.lengths[order], self.seq_len) if self.pack else np.arange(len(order))

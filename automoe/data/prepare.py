@@ -32,15 +32,15 @@ from automoe.storage.guarded import guarded
 Split = Literal["train", "validation"]
 Documents = tuple[np.ndarray, np.ndarray]  # starts and lengths, [N] each
 FORMAT = 3  # part of the cache key: raise it when the files below change
-# smallest and largest number of synthetic rows; between them, rows of so many tokens in total
+# Fewest and most synthetic rows; in between, as many rows as have SYNTHETIC_TOKENS in all.
 SYNTHETIC_ROWS = (64, 4096)
 SYNTHETIC_TOKENS = 1 << 22
-_SAMPLE = 1 << 16  # bytes hashed at either end of a file
+_SAMPLE = 1 << 16  # bytes hashed at each end of a file
 
 
 @dataclass(frozen=True)
 class TokenCorpus:
-    """Tokens of all documents, each ended by EOS, in the order of the files.
+    """Tokens of all documents in the order of the files; a document of text ends with EOS.
 
     Attributes:
         tokens: [sum of lengths] ids of the N documents, one after the other.
@@ -48,9 +48,9 @@ class TokenCorpus:
         hashes: [N] uint64 hash of each text.
         file_ids, lines: [N] int64 index into ``paths``, and 1-based line (0: the whole file).
         content: digest of all tokens and lengths; it does not depend on the names of files.
-        firsts: [N] length of the preferred sequence of each pair; None if documents are no pairs.
-        trained: [sum of lengths] True for tokens to generate; None: all of them.
-        chat: counts of ``tokenise_chat``; None if documents are no conversations.
+        firsts: [N] length of the preferred sequence of each pair; None without pairs.
+        trained: [sum of lengths] True for tokens to generate; None: all tokens.
+        chat: counts of ``tokenise_chat``; None if documents are not conversations.
     """
 
     tokens: np.ndarray
@@ -79,15 +79,15 @@ def open_corpus(
 ) -> TokenCorpus:
     """Return the tokenised corpus from the cache; tokenise it first if the cache lacks it.
 
-    The name of a cache entry depends on the list of files, their sizes, both times of change and
-    both ends, on the tokenizer and on the reading options. So a changed file is read again.
+    The name of a cache entry depends on the names of the files, their sizes, mtimes, ctimes, first
+    and last bytes, on the tokenizer and on the reading options. So a changed file is read again.
 
     Args:
         cache_dir: directory of the cache; None: ``default_cache_dir()``.
-        template: chat template if ``data`` is conversations.
+        template: chat template if ``data`` holds conversations.
 
     Raises:
-        DataError: text that cannot be read, or a cache directory that cannot be written.
+        DataError: text cannot be read, or the cache directory cannot be written.
     """
     files = find_files(data)
     paths = list(files.values())
@@ -101,7 +101,7 @@ def open_corpus(
             return tokenise_chat(folder, read, template, tokenizer.vocab_size, data.is_preference)
         return tokenise_documents(folder, read_documents(data, paths), tokenizer, paths)
 
-    # Files of text, a tokenizer and a template are a stranger's: they end a child at most.
+    # A stranger's texts, tokenizer or template may crash the process, so a child does the work.
     facts = open_entry(
         entry, lambda folder: guarded(f"{paths[0]}: reading", partial(write, folder))
     )
@@ -152,7 +152,7 @@ def _cache_key(
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}). Check the file."
             ) from error
-        # A program may set the time of modification; the inode's time of change is the kernel's.
+        # A program may set a file's mtime; only the kernel sets the ctime.
         facts = [name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         key.update(json.dumps(facts).encode() + sample)
     return key.hexdigest()
@@ -163,8 +163,8 @@ def prepare_data(
 ) -> tuple[Tokenizer, list[TokenCorpus]]:
     """Return the tokenizer and the corpus of each source, tokenised into the cache if necessary.
 
-    The launcher calls it before ranks start: one process then reports bad text, and the ranks find
-    a cache to map.
+    The launcher calls this function before ranks start: one process then reports bad text, and the
+    ranks find a cache to map.
 
     Args:
         cache_dir: directory of the cache; None: ``default_cache_dir()``.
@@ -206,7 +206,11 @@ def synthetic_corpus(vocab_size: int, seq_len: int) -> TokenCorpus:
 
 
 def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
-    """Raise DataError if a document is too long under ``on_long=error``, or a split is empty."""
+    """Raise ``DataError`` if this run cannot use the corpus.
+
+    A document is too long under ``on_long=error``, a split is empty, or an export needs a stop
+    token that the chat template does not have.
+    """
     data = config.data
     if config.checkpoint.export_hf and corpus.chat and corpus.chat["refused"]:
         raise DataError(
@@ -234,11 +238,11 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
 
 
 def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> Documents:
-    """Return starts and lengths of the documents of one split, as rows hold them.
+    """Return starts and lengths of the documents of one split, as rows will hold them.
 
-    Text may be longer than a row, which cuts it. A conversation longer than a row is left out
-    (``data.on_long=drop``) or loses its end (``truncate``; it is left out if no trained token is
-    left).
+    Text may be longer than a row. A conversation longer than a row is left out
+    (``data.on_long=drop``) or loses its end (``truncate``); it is then left out if no trained token
+    remains.
 
     Raises:
         DataError: no document is left for the split.
@@ -269,9 +273,9 @@ def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> D
     """Return starts and lengths of the documents of one split.
 
     A document belongs to the validation split if the hash of its text, as a fraction of 2**64, is
-    below ``val_fraction``. So equal texts are in the same split, and new documents move no other.
-    If that leaves a split empty, the document with the lowest hash is the validation split. A
-    corpus of one document gives up its tail.
+    below ``val_fraction``. So equal texts are in the same split, and new documents do not move
+    others. If that leaves a split empty, the document with the lowest hash is the validation split.
+    The tail of a corpus of one document is its validation split.
 
     Raises:
         DataError: no document is left for the split.

@@ -1,4 +1,4 @@
-"""Documents of text tokenised into the files of a corpus, in memory that does not grow with them."""
+"""Tokenisation of documents into the files of a corpus; memory does not grow with their text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CorpusWriter:
 
     Attributes:
         dtype: type of a token in its file.
-        text_bytes: UTF-8 bytes of all texts; the caller counts them.
+        text_bytes: UTF-8 bytes of all texts, which the caller adds up.
     """
 
     def __init__(self, vocab_size: int, num_columns: int = 4) -> None:
@@ -124,7 +124,7 @@ class _DocumentWriter(CorpusWriter):
         self._add(document, self.tokenizer.encode_long(texts()), text_hash)
 
     def _add(self, document: Document, encoded: Iterable[np.ndarray], text_hash: Any) -> None:
-        """Write a document whose ids come in pieces; its hash is complete after the last one."""
+        """Write a document whose ids come in pieces; its hash is complete after the last piece."""
         size = self.tokenizer.vocab_size
         length = 0
         for ids in chain(encoded, [np.array([self.tokenizer.eos_id])]):

@@ -35,9 +35,9 @@ PIECE = 1 << 17  # characters of a long text that are encoded as one piece
 BATCH = 1 << 20  # characters of the texts, or pieces of a text, that are encoded together
 TEMPLATE = "chat_template.jinja"
 OTHER_TEMPLATES = "additional_chat_templates"
-_CONTEXT = 512  # characters on either side of a cut that decide if the cut changes an id
+_CONTEXT = 512  # characters on each side of a cut that show whether the cut changes an id
 
-# Files that decide how text becomes ids, for the digest of a directory without a tokenizer.json.
+# Files that determine how text becomes ids, for the digest of a directory without tokenizer.json.
 _VOCAB_FILES = (
     "vocab.json",
     "merges.txt",
@@ -50,13 +50,13 @@ _VOCAB_FILES = (
 
 @dataclass(eq=False)
 class Tokenizer:
-    """Interface of a tokenizer for the data pipeline; a plain one has ids without text.
+    """Interface of a tokenizer for the data pipeline; this class itself has ids without text.
 
     Attributes:
         vocab_size: largest id + 1; an embedding needs at least this many rows.
         eos_id: id at the end of every document.
         pad_id: id of padding, which is never trained.
-        digest: text that differs for tokenizers that give different ids to a text.
+        digest: name or hash of everything that determines the ids of a text.
         byte_lengths: [vocab_size] int64, UTF-8 bytes that each id stands for; 0 for special tokens.
     """
 
@@ -76,7 +76,7 @@ class Tokenizer:
     def encode_long(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
         """Yield the ids of one text that comes in parts, in bounded memory.
 
-        Concatenated, they equal ``encode`` of the whole text.
+        Concatenated, the arrays equal ``encode`` of the whole text.
         """
         return (self.encode(part) for part in parts)
 
@@ -153,11 +153,11 @@ class ByteTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """HuggingFace tokenizer of a directory, by ``tokenizers``.
+    """HuggingFace tokenizer of a directory, run by ``tokenizers``.
 
-    Its files are used as they are: ``check_tokenizer`` comes before, once, and not on every rank.
+    This class does not check the files: ``check_tokenizer`` does so earlier, and not on every rank.
     ``transformers`` converts older files. A special token that a document spells out is encoded as
-    plain text, so that a corpus cannot end a document or open a chat turn by quoting one.
+    plain text, so that a corpus cannot end a document or open a chat turn by quoting the token.
 
     Args:
         path: a directory, or a pinned Hub id.
@@ -279,7 +279,7 @@ class HFTokenizer(Tokenizer):
 
 
 def _cuts(text: str, end: int) -> Iterator[int]:
-    """Yield places up to ``end`` to cut a text: after the last lines, before the last words, any."""
+    """Yield places up to ``end`` to cut a text: last line ends, then blanks, then any place."""
     for mark, offset in (("\n", 1), (" ", 0)):
         at = end
         for _ in range(16):
@@ -309,7 +309,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def check_tokenizer(spec: str) -> None:
-    """Check and try a tokenizer's files, where they are first met and not on every rank.
+    """Check and try a tokenizer's files; call this once before ranks start, not on every rank.
 
     Raises:
         ConfigError, CheckpointError, DataError: as ``check_files``.
@@ -326,7 +326,7 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
     """Return the tokenizer of ``config``.
 
     Raises:
-        ConfigError: it cannot be loaded, or has more ids than the embedding has rows.
+        ConfigError: the tokenizer cannot be loaded, or has more ids than the embedding has rows.
     """
     name = tokenizer_of(config)
     path = config.model.hf_path
@@ -360,7 +360,7 @@ def _load_fast(directory: Path) -> tuple[tokenizers.Tokenizer, int | None]:
 
 
 def _find_eos(directory: Path, backend: tokenizers.Tokenizer) -> int | None:
-    """Return the end-of-text id that the directory names, searched as transformers does; or None."""
+    """Return the end-of-text id that the directory names, in transformers' order; None if none."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = settings_of(directory, name).get("eos_token")
         token = token["content"] if isinstance(token, dict) else token
@@ -377,15 +377,15 @@ def _find_eos(directory: Path, backend: tokenizers.Tokenizer) -> int | None:
 
 @contextmanager
 def _transformers(tokenizer: str, rule: str, remedy: str) -> Iterator[Callable[[str], Any]]:
-    """Yield a function that loads a tokenizer's folder by ``transformers``, from this disk.
+    """Yield a function that loads a tokenizer's folder by ``transformers``, without the Hub.
 
-    Errors of the block become a ConfigError with ``rule`` and ``remedy``.
+    Errors of the block become a ``ConfigError`` with ``rule`` and ``remedy``.
     """
     from transformers import AutoTokenizer
 
     try:
         yield partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of the folder's content, it may raise any
+    except Exception as error:  # the folder's content may make transformers raise any error
         why = f"{rule} ({one_line(error)})"
         raise ConfigError("data.tokenizer", tokenizer, why, remedy) from error
 
@@ -402,7 +402,7 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, int 
 
 
 def _byte_lengths(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -> np.ndarray:
-    """Return the UTF-8 bytes of each id, [vocab_size], by the way the decoder spells pieces.
+    """Return the UTF-8 bytes of each id, [vocab_size], from the decoder's spelling of pieces.
 
     Args:
         spec: content of a tokenizer.json.
@@ -430,7 +430,7 @@ def _byte_lengths(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) 
 
 
 def stored_template(chat: ChatConfig, tokenizer: str) -> str:
-    """Return the text of the chat template as it is stored, in any of the formats of tokenizers.
+    """Return the stored text of the chat template, in any of the formats of tokenizers.
 
     Args:
         tokenizer: ``byte`` or a directory.

@@ -19,7 +19,8 @@ _SETTINGS = (
     "generation_config.json",
     "chat_template.json",
 )
-# Parts of a tokenizer.json that compute; their text has runs that make bad expressions backtrack.
+# Parts of a tokenizer.json that may have expressions, and a text whose runs of one character make
+# bad expressions backtrack.
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _PROBE = "".join(f"{char * 48}!" for char in "aA0_ \n.\u00e9\u4e2d")
 
@@ -86,7 +87,7 @@ def _try_parts(path: Path, text: str) -> None:
 
 
 def named_parts(path: Path, spec: dict[str, Any]) -> str:
-    """Return the path with the parts of a tokenizer.json that compute expressions, or all."""
+    """Return the path and the names of the parts with expressions, or of all parts if none has."""
     there = [part for part in _PARTS if spec[part]]
     parts = [part for part in there if "Regex" in json.dumps(spec[part])] or there
     return f"{path}: {' and '.join(parts) or 'model'}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from automoe.data.chat import WANTED, Message
 
-TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # what an answer says
+TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of an answer's texts
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def is_wanted(message: Message) -> bool:
 def unwritten(texts: Sequence[str], written: str) -> int:
     """Return how many characters of ``texts`` are not in ``written``.
 
-    Blanks, upper case and the tags of reasoning do not count. Characters are counted by words,
-    since templates move and trim texts.
+    Blanks, case and the tags of reasoning do not count. Characters are counted word by word, since
+    templates move and trim texts.
     """
     left = written
     for text in sorted(map(str.strip, texts), key=len, reverse=True):
@@ -71,8 +71,9 @@ def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
 def begin_of_answer(head: str, before: str, plain: str, shared: int) -> tuple[int, int]:
     """Return where an answer begins in ``head``, and how much of ``before`` is its prompt.
 
-    The two differ: a template may write earlier messages, or what is between two of them, in
-    another way once the answer follows, and may leave out the end of its generation prompt.
+    The two numbers differ, because a template may write earlier messages, or the text between
+    messages, differently once the answer follows, and may leave out the end of its generation
+    prompt.
 
     Args:
         head: text through the answer, up to the answer's own text.
@@ -121,6 +122,6 @@ def as_tool_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
     elif not as_text and isinstance(arguments, str):
         try:
             function["arguments"] = json.loads(arguments)
-        except (ValueError, RecursionError):  # Arguments that are no JSON stay text.
+        except (ValueError, RecursionError):  # Arguments that are not JSON stay text.
             pass
     return {"type": "function"} | call | {"function": function} if "function" in call else function

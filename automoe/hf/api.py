@@ -1,4 +1,4 @@
-"""Public function ``from_hf``: the model of a checkpoint, whole or on a mesh."""
+"""Public function ``from_hf``, which builds a checkpoint's model in one process or on a mesh."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def from_hf(
     give a warning.
 
     Args:
-        mesh: None keeps the whole model in this process, whatever other ranks do. Otherwise the
-            process group is initialised, every rank calls this function (and, later, the model)
-            together, and each rank feeds its own rows. Ranks of a tp group feed the same rows,
-            whose length must be a multiple of tp, and all get the full logits. Experts are sharded
-            over ep, etp and ep_shard, everything else over dp_shard and tp.
-        dtype: dtype of parameters. On a mesh, bfloat16 computes in bfloat16 from float32
-            parameters, as training does.
+        mesh: None builds the whole model in this process, independently of other ranks. With a
+            mesh, the process group must be initialised, and all ranks must call this function, and
+            later the model, together. Each rank feeds its own rows. Ranks of a tp group feed the
+            same rows, whose length must be a multiple of tp, and all get the full logits. Experts
+            are sharded over ep, etp and ep_shard, everything else over dp_shard and tp.
+        dtype: dtype of parameters. On a mesh, bfloat16 keeps float32 parameters and computes in
+            bfloat16, as training does.
         device: device of this rank's part.
 
     Raises:
@@ -107,7 +107,7 @@ def _expert_backend(
 ) -> Literal["grouped_mm", "loop"]:
     """Return grouped_mm if it can run, else loop.
 
-    grouped_mm has no float64 and needs rows of a multiple of 16 bytes.
+    grouped_mm does not support float64, and the size of its rows must be a multiple of 16 bytes.
     """
     widths = (config.hidden_size, config.moe_intermediate_size // etp)
     aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)

@@ -50,14 +50,14 @@ class Catalog:
 
     Attributes:
         folder: the directory.
-        keys: key map of its layout.
-        sources: stored tensors by plain name.
+        keys: key map of the directory's layout.
+        sources: stored tensors by plain name (``automoe.model.wrapper``).
         block: rows and columns that share a scale in block-FP8.
-        names: plain names in the names of the files.
-        beside: tensors of other parts than the model, by the names in the files; they are not read,
-            and an export holds copies.
-        notes: sentences for the user: what is not read of the directory, or is taken otherwise than
-            its config.json says.
+        names: map between plain names and names in the files.
+        beside: tensors outside the model, such as a vision part, by name in the files. They are not
+            read, and an export holds copies of them.
+        notes: sentences for the user: which tensors are not read, and where the files overrule
+            config.json.
     """
 
     folder: Path
@@ -76,10 +76,12 @@ class Catalog:
 
 @without_collection()
 def open_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = None) -> Catalog:
-    """Read all headers on rank 0, check them against the full model, and broadcast. Collective.
+    """Read all headers on rank 0, check them against the model, and broadcast the catalog.
+
+    Collective.
 
     Args:
-        config: the model.
+        config: configuration of the full model.
         keys: key map of the dense checkpoint that ``config`` upcycles; default: the key map of the
             model's family.
 
@@ -102,7 +104,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     text, beside = _split(tensors, names, config, keys)
     sources = _pair_scales(folder, text, encoding)
     remedy = "Compare the model's configuration with its config.json"
-    if keys.table and len(keys.layouts) == 1:  # of a class of transformers: its own names
+    if keys.table and len(keys.layouts) == 1:  # a class of transformers, under its own names
         remedy = (
             "transformers makes parameters of this class from published tensors by more than slices: save it by "
             "save_pretrained(save_original_format=False)"
@@ -112,7 +114,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     notes = [*unread_adapter(folder), *_remove_unread(sources, config)]
     beside, left = _without_codes(folder, beside, encoding)
     notes += [*said_of({key: one.num_bytes for key, one in beside.items()}), *left]
-    # Embedding and head may be in the files once, or once more for each module.
+    # Files may lack the copies of embedding and head in modules for multi-token prediction.
     copies = {hf_pieces(name, (), keys)[0].key for name in mtp_copies(config)}
     missing = [key for key in wanted if key not in sources and key not in copies]
     unexpected = [key for key in sources if key not in wanted]
@@ -146,7 +148,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
 
 
 def _stated(folder: Path) -> dict[str, Any]:
-    """Return config.json; empty if there is none."""
+    """Return the content of config.json, or {} if the file does not exist."""
     return read_hf_config(folder) if is_there(folder, "config.json") else {}
 
 
@@ -179,7 +181,7 @@ def quantization_of(folder: Path) -> tuple[Encoding, tuple[int, int]]:
 
 
 def _check_int4(folder: Path, stated: dict[str, Any]) -> None:
-    """Raise ``CheckpointError`` unless compressed-tensors states INT4 in groups, as Kimi has it."""
+    """Raise ``CheckpointError`` unless compressed-tensors states Kimi's INT4 in groups."""
     groups = stated.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
     kinds = [one if isinstance(one, dict) else {} for one in schemes] or [{}]
@@ -214,7 +216,7 @@ def _pair_scales(
     if encoding == "plain":
         return tensors
     codes_end, scales_end, least_dims = ENDS[encoding]
-    scales_of: dict[str, StoredTensor] = {}  # by the name of the codes
+    scales_of: dict[str, StoredTensor] = {}  # name of the codes -> scales
     paired: set[str] = set()
     for name, scales in tensors.items():
         if name.endswith(scales_end) and name not in scales_of:
@@ -238,7 +240,7 @@ def _pair_scales(
 
 
 def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Check the shapes that INT4 stores beside codes; return ``sources`` without them."""
+    """Check the shapes that INT4 stores beside codes; return ``sources`` without these shapes."""
     kept = dict(sources)
     opened: dict[str, int] = {}
     try:
@@ -328,9 +330,9 @@ def _check_scales(
 def _check_experts(
     folder: Path, sources: dict[str, StoredTensor], config: ModelConfig, keys: KeyMap
 ) -> None:
-    """Raise ``CheckpointError`` if the number of experts differs.
+    """Raise ``CheckpointError`` if the files have another number of experts than ``config``.
 
-    Without this check thousands of missing keys would be listed.
+    The error would otherwise list thousands of missing keys.
     """
     if keys.fused:
         sizes = [one.full_shape[0] for key, one in sources.items() if key.endswith(f".{keys.gate}")]
@@ -347,10 +349,11 @@ def _check_experts(
 def _split(
     tensors: dict[str, StoredTensor], names: Names, config: ModelConfig, keys: KeyMap
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
-    """Return the model's tensors by plain name, and those of other parts by stored name.
+    """Return the model's tensors by plain name, and all others by name in the files.
 
     MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
-    projection that joins their two inputs. Without it, such a layer belongs to a larger model.
+    projection that joins their two inputs. A surplus layer without this projection is kept among
+    the model's tensors, so that the files of a larger model are refused.
     """
     plain = {key: names.plain(key) for key in tensors}
     projection = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
@@ -370,10 +373,10 @@ def _split(
 def _without_codes(
     folder: Path, beside: dict[str, StoredTensor], encoding: Encoding
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors that an export can hold copies of, and notes of those it cannot.
+    """Return the tensors that an export can copy, and notes about the others.
 
-    An export states its own quantization, so codes of the source would be misread in it. Modules
-    for multi-token prediction are left out then.
+    An export's config.json states the export's own quantization, so copied codes would be misread.
+    Quantized modules for multi-token prediction are left out.
 
     Raises:
         CheckpointError: a part of a wrapper is quantized.
@@ -393,7 +396,7 @@ def _without_codes(
 
 
 def _remove_unread(sources: dict[str, StoredTensor], config: ModelConfig) -> list[str]:
-    """Remove what the model computes or has elsewhere; return notes that name all of it."""
+    """Remove tensors that the model computes or ties; return notes that name them."""
     reasons = {"*.rotary_emb.inv_freq": "computed, not trained"}
     if config.tie_embeddings:
         reasons[HEAD] = f"a copy of {EMBEDDING}"

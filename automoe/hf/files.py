@@ -38,16 +38,16 @@ class Written:
         num_tensors, num_files, num_bytes: sizes of the whole checkpoint.
         dtype: dtype of the first parameter.
         checked: True if the files were compared with the live weights and with transformers.
-        encoding: rule of the quantized tensors, which equal the weights only after quantization.
-        error: relative difference (L2) of the quantized numbers to the weights; None if there are
-            none, or they were not compared.
+        encoding: encoding of the quantized tensors, which equal the weights after quantization.
+        error: relative difference (L2) of the quantized numbers to the weights; None if no tensor
+            is quantized, or none was compared.
         logits_error: relative difference to transformers' logits; None for a model too large to be
             run twice.
         dense_error: relative difference of an upcycled model's logits to the dense model's.
         averaged: True for the averaged weights of ``optim.ema_decay``.
         base: packed base (``lora.base``) that adapters were merged into; empty if none.
-        rounded: True if the files' numbers are those of the model after rounding to ``dtype``.
-        notes: of a conversion, those of the source's ``Catalog``.
+        rounded: True if the files hold the model's numbers rounded to ``dtype``.
+        notes: notes of the source's ``Catalog``, after a conversion.
         num_copied: number of tensors of other parts (``Catalog.beside``), copied bit for bit.
     """
 
@@ -96,9 +96,9 @@ Contents = dict[str, StoredTensor]  # tensors of one file by name, in the order 
 def stored_as(
     shape: tuple[int, ...], dtype: torch.dtype, encoding: Encoding = "plain"
 ) -> StoredTensor:
-    """Return a tensor as it will be stored: in ``dtype``, or as codes and scales of ``encoding``.
+    """Describe a tensor that will be stored in ``dtype``, or as codes and scales of ``encoding``.
 
-    Its file and its place there are not known yet.
+    The description does not name the file and the byte range yet.
     """
     if encoding == "plain":
         name = _DTYPE_NAMES[dtype]
@@ -142,7 +142,10 @@ def file_names(count: int) -> list[str]:
 def write_files(
     files: Iterable[tuple[Path, Contents]], tensors: Iterator[tuple[torch.Tensor, ...]]
 ) -> None:
-    """Write what files hold of each tensor, one after the other: numbers, or codes and scales.
+    """Write safetensors files, one tensor at a time.
+
+    Args:
+        tensors: for each tensor of ``files``, in order: its numbers, or codes and scales.
 
     Raises:
         CheckpointError: the disk is full or fails.
@@ -156,7 +159,7 @@ def write_files(
                     parts = next(tensors)
                     when = f"while {key} was written"
                     for part, one in zip(parts, stored.in_file(key).values(), strict=True):
-                        # What is uint8 are bytes of the file already.
+                        # A uint8 tensor already holds the bytes of the file.
                         dtype = part.dtype if part.dtype == torch.uint8 else DTYPES[one.dtype]
                         flat = part.to(dtype).cpu().contiguous().view(-1)
                         stream.write(flat.view(torch.uint8).numpy().data)
@@ -186,7 +189,7 @@ def write_index(folder: Path, files: list[Contents], dtype: torch.dtype) -> Writ
 
 
 def header_bytes(contents: Contents) -> bytes:
-    """Return length and JSON header of a safetensors file with these tensors, in this order."""
+    """Return length and JSON header of a safetensors file with the tensors of ``contents``."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, stored in _in_file(contents).items():
@@ -199,6 +202,6 @@ def header_bytes(contents: Contents) -> bytes:
 
 
 def _in_file(contents: Contents) -> Contents:
-    """Return the tensors of a file with the scales of quantized ones as tensors of their own."""
+    """Replace each quantized tensor by the tensors that a file stores for it, such as scales."""
     parts = (stored.in_file(key) for key, stored in contents.items())
     return {key: one for part in parts for key, one in part.items()}

@@ -58,7 +58,7 @@ _TOKENIZER_FILES = (  # patterns
     "chat_template.json",
 )
 _PROCESSOR_FILES = ("*processor_config.json",)  # of images, videos and sound
-_MTP = ("num_nextn_predict_layers",)  # modules that are copied, not trained
+_MTP = ("num_nextn_predict_layers",)  # key of config.json that counts copied, untrained modules
 
 SYNTHETIC = "# Trained on synthetic ids\n\nRandom numbers (data=benchmark), no text: these weights know nothing.\n"
 
@@ -79,9 +79,10 @@ def check_target(path: Path, overwrite: bool) -> None:
 def check_conversion(
     config: ModelConfig, path: Path, *, encoding: Encoding, layout: str, overwrite: bool
 ) -> KeyMap:
-    """Return the layout to convert to.
+    """Return the key map of the layout to convert to.
 
-    Raises the ``ConfigError`` or ``CheckpointError`` that ``convert_hf`` would raise.
+    Raises:
+        ConfigError, CheckpointError: as ``convert_hf`` would raise them.
     """
     check_target(path, overwrite)
     if layout not in ("published", "fused"):
@@ -118,7 +119,7 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
 
 
 def float32_copy(folder: Path) -> str:
-    """Return how the names of temporary float32 copies of a quantized folder begin."""
+    """Return the prefix of the names of temporary float32 copies of a quantized folder."""
     return f".{folder.name}."
 
 
@@ -128,7 +129,7 @@ def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
     held.enter_context(_alone(path))
     restore_folder(path)
     check_target(path, overwrite)
-    # The second kind is the float32 copy that a killed proof of a quantized export left.
+    # A killed verification of a quantized export leaves its float32 copy beside ``folder``.
     for left in (folder, *path.parent.glob(f"{escape(float32_copy(folder))}*")):
         remove_folder(left)
     folder.mkdir()
@@ -174,10 +175,10 @@ def write_settings(
         tokenizer: tokenizer of the training text: ``byte``, a directory or ``none`` (no text);
             default: that of ``config.hf_path``.
         quantization: ``quantization_config`` of the written config.json.
-        chat: chat template of the training; it is written too, and its end of an answer stops
-            generation.
+        chat: chat template of the training; it is written too, and the token that ends an answer is
+            added to the ``eos_token_id`` of generation.
         source: checkpoint that other parts were copied from. If it is a wrapper, its config.json is
-            written again.
+            written around the text model's.
     """
     own = local_folder(config.hf_path) if config.hf_path is not None else None
     base = read_hf_config(own) if own is not None else None
@@ -213,15 +214,15 @@ def write_settings(
 def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path, str]]:
     """List (folder, name) of the files that an export copies.
 
-    They are the generation settings and the files of tokenizer and processor.
+    These are generation_config.json and the files of tokenizer and processor.
 
     Args:
         tokenizer: as ``write_settings`` takes it.
 
     Raises:
-        ConfigError: no such tokenizer.
-        CheckpointError: one of them is a link out of its folder, no file, cannot be read, or is
-            called JSON and is no JSON object.
+        ConfigError: the tokenizer's directory does not exist.
+        CheckpointError: a file is a link out of its folder, is not a regular file, cannot be read,
+            or is called JSON but holds something else.
     """
     source = local_folder(config.hf_path) if config.hf_path is not None else None
     patterns = {} if source is None else {source: _PROCESSOR_FILES}
@@ -241,7 +242,7 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
     for _, name in found:
         try:
             os.close(open_inside(place, name))
-            # The largest two are no settings. Where a run reads its tokenizer, they are read there.
+            # The two largest files hold no settings, and reading a run's tokenizer checks them.
             large = name in ("tokenizer.json", "vocab.json")
             if name.endswith(".json") and not (large and tokenizer):
                 (parse_json if large else parse_settings)(read_bytes(place, name))
@@ -257,14 +258,14 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
 
 def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
-    """Return ``quantization`` with the names of the files; parts that are copied stay as they are."""
+    """Return ``quantization`` in the names of ``source``'s files, its copied parts excepted."""
     key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
     kept = [
         name if name.startswith("re:") else source.names.stored(f"{name}.")[:-1]
         for name in quantization[key]
     ]
     beside = [part.removesuffix(".") for part in source.parts_beside]
-    if key == "ignore":  # compressed-tensors names modules; patterns take what is below them too
+    if key == "ignore":  # a plain name in compressed-tensors would not cover submodules
         beside = [f"re:{part}.*" for part in beside]
     return quantization | {key: kept + beside}
 
@@ -299,9 +300,9 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def _token_ids(tokenizer: str | None) -> dict[str, int | None]:
-    """Return the token ids, None included.
+    """Return the tokenizer's special token ids, with None for those it lacks.
 
-    If a key is absent, transformers takes the family's published id.
+    transformers replaces an absent key by the family's published id.
     """
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if tokenizer not in (None, NO_TOKENIZER):

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: the place of each tensor, and the models that fit. Needs no torch.
+"""Headers of safetensors files: where tensors lie, and which models fit them. Needs no torch.
 
 A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range)
 and the tensors' bytes, without holes: https://github.com/huggingface/safetensors
@@ -28,24 +28,24 @@ MAX_HEADER_BYTES = 100_000_000  # same limit as in the safetensors library
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ADAPTER = "adapter_config.json"
-# Options of ``from_pretrained`` that look for an adapter where none can be.
+# Options that keep ``from_pretrained`` from loading an adapter: this subfolder cannot exist.
 NO_ADAPTER = {"adapter_kwargs": {"subfolder": os.devnull}}
-_PART = 16 << 20  # bytes compared at once
-MANY = 10_000  # layers or experts that may be counted one by one, whatever the files hold
-# Bits of a number, by the format's names.
+_PART = 16 << 20  # bytes read at once
+MANY = 10_000  # a configuration may have so many layers or experts, whatever the files hold
+# Bits per number, by the dtype's name in safetensors.
 BITS = dict.fromkeys(
     ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
 )
 BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | dict.fromkeys(("I16", "U16", "F16", "BF16"), 16)
 BITS |= dict.fromkeys(("I32", "U32", "F32"), 32) | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
 _LFS_MARK = b"version https://git-lfs.github.com"
-# By encoding: endings of the names of codes and of scales, and the least dims of codes.
+# For each encoding: suffixes of the names of codes and of scales, and the fewest dims of codes.
 ENDS = {
     "fp8": ("", SCALE_SUFFIX, 2),
     "mxfp4": ("_blocks", "_scales", 3),
     "int4": ("_packed", "_scale", 2),
 }
-SHAPE = "_shape"  # suffix of the two sizes of a matrix in INT4
+SHAPE = "_shape"  # suffix of the tensor that holds the two sizes of an INT4 matrix
 
 
 class StoredTensor(NamedTuple):
@@ -87,7 +87,11 @@ class StoredTensor(NamedTuple):
         return sum(one.num_bytes for one in self.in_file("").values())
 
     def in_file(self, key: str) -> dict[str, StoredTensor]:
-        """Return the tensors that a file holds of the plain name ``key``, in the order of their bytes."""
+        """Return the tensors that store this one in a file, in byte order.
+
+        Args:
+            key: plain name of this tensor.
+        """
         if self.scales is None:
             return {key: self}
         codes, scales, _ = ENDS[self.encoding]
@@ -191,7 +195,7 @@ def _read_all(folder: Path) -> dict[str, StoredTensor]:
 
 
 def unread_adapter(folder: Path) -> list[str]:
-    """Return a note if an adapter of peft lies beside the weights: no command applies it."""
+    """Return a note if a peft adapter lies beside the weights, since no command applies it."""
     if not is_there(folder, ADAPTER):
         return []
     return [
@@ -223,11 +227,11 @@ def are_equal(folder: Path, one: StoredTensor, other_folder: Path, other: Stored
 
 
 def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
-    """Yield the bytes of a stored tensor, a few megabytes at a time.
+    """Yield the bytes of a stored tensor, ``_PART`` bytes at a time.
 
     Raises:
-        CheckpointError: its file became shorter since its header was read.
-        OSError: its file cannot be read.
+        CheckpointError: the file became shorter since its header was read.
+        OSError: the file cannot be read.
     """
     file = folder / tensor.file
     with named(file), os.fdopen(open_inside(folder, tensor.file), "rb") as stream:
@@ -240,7 +244,11 @@ def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
 
 
 def complete_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Return the headers of ``folder``; empty while files are missing. Raises ``CheckpointError``."""
+    """Return the headers of ``folder``, or {} while files are missing.
+
+    Raises:
+        CheckpointError: as ``read_headers``.
+    """
     try:
         complete = all(is_there(folder, name) for name in _files_of(_read_index(folder)))
     except OSError:  # an unreadable index: ``read_headers`` reports it
@@ -272,8 +280,8 @@ def check_holds(
         for what, count in counts.items()
         if count > max(len(tensors), MANY)
     ]
-    # The factor 2 allows for half of the files to be missing; they are then reported by name.
-    # Codes of 4 bits lie in bytes or, in INT4, in words of 32 bits.
+    # The factor 2 allows for half of the tensors to be missing; they are then reported by name.
+    # Codes of 4 bits are packed into bytes or, in INT4, into words of 32 bits.
     per_word = {"U8": 2, "I8": 2, "I32": 8}
     numbers = sum(math.prod(one.shape) * per_word.get(one.dtype, 1) for one in tensors.values())
     if not found and tensors and (params := count_params(config).total) > 2 * numbers:
@@ -284,7 +292,7 @@ def check_holds(
 
 
 def missing_files(folder: Path) -> list[str]:
-    """List the files of the weights that the index names but that do not exist, or lead nowhere."""
+    """List the weight files that do not exist or are broken links."""
     return [name for name in _files_of(_read_index(folder)) if not (folder / name).exists()]
 
 
@@ -345,10 +353,11 @@ def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
 def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, StoredTensor]:
     """Return the tensors of a header in the order of their bytes, which begin at byte ``data``.
 
-    Raises ``ValueError`` and others.
+    Raises:
+        ValueError, KeyError, TypeError: the header is malformed.
     """
     tensors: dict[str, StoredTensor] = {}
-    # Shape and size in bits are cached by the dtype and shape in the header.
+    # Checked shapes and their size in bits, by the header's dtype and shape.
     sizes: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}
     at = 0
     in_order = True

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from automoe.parallel.agreement import Ranks
 
 KIND = "crc32:"  # prefix of an identity; identities of different kinds cannot be compared
-# per rank; a thread reads 2 GB/s
-THREADS = 4
+THREADS = 4  # per rank; a thread reads 2 GB/s
 SAID_BYTES = 10e9  # a larger checkpoint takes seconds to read, so a line is printed
 
 
@@ -39,7 +38,14 @@ def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
 
 
 def complete(config: Config, weights: bool = True) -> None:
-    """Download the files of a run's Hub ids that this machine lacks. Raises ``ConfigError``."""
+    """Download the files of a run's Hub ids that this machine lacks.
+
+    Args:
+        weights: False to leave the weights of ``model.hf_path`` out.
+
+    Raises:
+        ConfigError: as ``checkpoint_folder``.
+    """
     specs = {"model.hf_path": config.model.hf_path, "data.tokenizer": config.data.tokenizer}
     for key, spec in specs.items():
         if spec is not None and id_and_commit(spec) is not None:
@@ -51,10 +57,9 @@ def complete(config: Config, weights: bool = True) -> None:
 def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     """Return ``crc32:`` and a digest of every tensor's name, dtype, shape and CRC-32.
 
-    The digest does not depend on the folder or on the split into files.
-
-    Reads the whole checkpoint, since another one may differ in a few rows. Collective over
-    ``ranks``, which share the reading.
+    The digest does not depend on the folder or on the split into files. The whole checkpoint is
+    read, since another one may differ in a few rows. Collective over ``ranks``, which share the
+    reading.
 
     Raises:
         CheckpointError: as ``read_headers``, or a file cannot be read; on every rank alike.
@@ -88,7 +93,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
 
 
 def _checksums(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, int]:
-    """Return the CRC-32 of each tensor's bytes, which a few threads read, file after file."""
+    """Return the CRC-32 of each tensor's bytes, read by a few threads in file order."""
 
     def checksum(name: str) -> int:
         value = 0

@@ -22,25 +22,24 @@ GROUP = 32  # numbers of a row that share a scale in MXFP4 and INT4; they take 1
 # Settings of compressed-tensors for the weights of a Kimi checkpoint.
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 Encoding = Literal["plain", "fp8", "mxfp4", "int4"]  # rules that turn codes and scales into numbers
-SCALE_SUFFIX = "_scale_inv"  # suffix of a block-FP8 tensor's name in the name of its scales
+SCALE_SUFFIX = "_scale_inv"  # follows a block-FP8 tensor's name in the name of its scales
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-# Block-FP8 checkpoints leave these matrices as they are: of a module for multi-token prediction, and of
-# an indexer.
+# Block-FP8 does not quantize these matrices of an indexer and of a multi-token prediction module.
 _INDEX_WEIGHTS = "self_attn.indexer.weights_proj"
 _MTP_KEPT = ("eh_proj", "embed_tokens", "shared_head.head")
 
 
 def _published(name: str, tensor: int = 0) -> str:
-    """Return a HuggingFace key of ``mlp.<name>``, below its layer, from the table of parameters."""
+    """Return a HuggingFace key of the parameter ``mlp.<name>``, relative to its layer."""
     return SPECS[f"mlp.{name}"].hf.split()[tensor]
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Names below ``model.layers.N.`` in a checkpoint; ``{expert}`` stands for the expert's number.
+    """Layout of a checkpoint: names below ``model.layers.N.``, and how experts are stored.
 
-    The defaults are the column ``hf`` of ``automoe.model.params``; a family overrides the names
-    that it spells otherwise.
+    ``{expert}`` in a name stands for the expert's number. The defaults are the column ``hf`` of
+    ``automoe.model.params``; a family overrides the names that it spells differently.
 
     With ``fused``, ``gate`` and ``up`` name one tensor [E, 2I, H], gates first. With ``transposed``
     as well (GPT-OSS), that tensor is [E, H, 2I] with gates and ups interleaved, ``down`` is [E, I,
@@ -50,8 +49,8 @@ class KeyMap:
 
     For a class of transformers ``table`` replaces all of these: it gives the pieces of each of our
     tensors. ``layouts`` lists the layouts that files may have, if they cannot be derived; the last
-    one is that of the parameters in memory. ``unread`` are regular expressions of stored tensors to
-    pass over.
+    one is the layout of the parameters in memory. ``unread`` lists regular expressions of stored
+    tensors to skip.
     """
 
     router: str = _published("router.weight")
@@ -87,7 +86,8 @@ class KeyMap:
     def per_expert(self) -> KeyMap:
         """Key map of the same family with a tensor for every expert and matrix.
 
-        ``transformers`` saves it for families that are published fused, and FP8 is stored so.
+        ``transformers`` saves families that are published fused in this layout, and block-FP8 is
+        stored in it.
         """
         if not self.fused or self.transposed:
             return self
@@ -113,7 +113,7 @@ class KeyMap:
     def expert_of(self, key: str) -> int | None:
         """Return the number of the routed expert that ``key`` belongs to; None for other tensors.
 
-        Only for layouts that are not fused.
+        Call this only for layouts that are not fused.
         """
         for name in () if self.ffn_parts else (self.gate, self.up, self.down):
             if match := re.search(re.escape(name).replace(r"\{expert\}", r"(\d+)") + "$", key):
@@ -121,7 +121,7 @@ class KeyMap:
         return None
 
 
-# Names of routers and routed experts in the models of transformers 5, alike for every family.
+# Names of routers and routed experts in the models of transformers 5, the same for every family.
 FUSED = KeyMap(
     gate="mlp.experts.gate_up_proj",
     up="mlp.experts.gate_up_proj",
@@ -161,7 +161,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
         """Return the intersection of a shard of our tensor with this piece.
 
-        ``from_stored`` and ``to_stored`` convert between its two sides.
+        ``from_stored`` and ``to_stored`` convert between the two results' layouts.
 
         Args:
             start, extent: first index and size of the shard on every dim of our tensor.
@@ -291,10 +291,10 @@ def hf_pieces(
 
 
 def mtp_copies(config: ModelConfig) -> dict[str, str]:
-    """Return the tensors that files hold once more for each module for multi-token prediction.
+    """Return the tensors that files repeat for each module for multi-token prediction.
 
     Modules share embedding and head with the model, and published layouts repeat both. The result
-    maps the name of a copy, such as ``layers.61.embed_tokens.weight``, to that of the tensor.
+    maps the name of a copy, such as ``layers.61.embed_tokens.weight``, to the name of the original.
     """
     embedding = "embed_tokens.weight"
     own = {
@@ -327,9 +327,9 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
 def is_quantized(key: str, shape: Sequence[int], keys: KeyMap, encoding: Encoding) -> bool:
     """Return True if checkpoints in ``encoding`` store codes and scales of the tensor ``key``.
 
-    MXFP4 and INT4 quantize routed experts. Block-FP8 quantizes the matrices of layers, but not
-    routers, gates, the weights of an indexer's heads, the embedding or the head, and of a module for
-    multi-token prediction neither copies of these nor the projection of its inputs.
+    MXFP4 and INT4 quantize routed experts. Block-FP8 quantizes the matrices of layers, except
+    routers, gates, the weights of an indexer's heads and the input projection of a module for
+    multi-token prediction. It leaves the embedding, the head and their copies alone.
     """
     if encoding == "plain":
         return False
@@ -355,11 +355,12 @@ def quantization_config(
 ) -> dict[str, Any] | None:
     """Return the ``quantization_config`` of a checkpoint in ``encoding``; None for ``plain``.
 
-    Its form is that of DeepSeek-V3 (``fp8``), GPT-OSS (``mxfp4``) and Kimi-K2-Thinking (``int4``).
+    It has the form of DeepSeek-V3's (``fp8``), GPT-OSS' (``mxfp4``) or Kimi-K2-Thinking's
+    (``int4``).
 
     Raises:
-        ConfigError: no checkpoints of the family are stored so, or a scale's numbers do not divide
-            the rows of its experts.
+        ConfigError: the family has no checkpoints in ``encoding``, or the rows of its experts are
+            no multiple of ``GROUP``.
     """
     if encoding == "plain":
         return None

@@ -1,11 +1,11 @@
 """Adapters in the format of ``peft``: adapter_config.json and adapter_model.safetensors.
 
-Routed experts have two layouts. ``published`` has an adapter for every expert and projection, as
-families store experts one by one; gate and up get the same A. ``fused`` has one adapter for all
-experts of a tensor, lora_A [E r, I] and lora_B [O, r E], as in transformers 5 and in published
-GPT-OSS. Both layouts represent the adapter exactly, at rank r. An adapter of a checkpoint with
-vision or audio has the names of the wrapper's class. Shapes: E experts, I expert width, H hidden
-size, r rank.
+Routed experts have two layouts. ``published`` has an adapter for every expert and projection, like
+families that store experts one by one; gate and up get the same A. ``fused`` has one adapter for
+all experts of a tensor, lora_A [E r, I] and lora_B [O, r E], as in transformers 5 and in published
+GPT-OSS. Both layouts represent the adapter exactly, at rank r. The adapter of a checkpoint with
+vision or audio uses the parameter names of the wrapper's class. Shapes: E experts, I input and O
+output features of a matrix, r rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe_text")
 _TOLERANCE = 1e-5  # relative to the delta that an adapter adds to a matrix
 _PREFIX = "base_model.model."
 _WEIGHTS = {"13": "gate_up_proj", "2": "down_proj", "": "weight"}  # by suffix of the adapter's name
-# groups by a part of the module's name
+# Group of a matrix by a part of its module's name; the first part that occurs decides.
 _GROUPS = {"attn.": "attention", ".experts": "experts", "shared": "shared_experts", "": "mlp"}
 
 
@@ -62,8 +62,8 @@ def to_peft(
 
     Args:
         model: the model, or this rank's pipeline stages of it; not changed.
-        layout: of routed experts; ``auto``: as the family's checkpoints store them, if peft loads
-            that.
+        layout: layout of routed experts; ``auto``: the layout of the family's checkpoints if peft
+            can load it, else ``fused``.
         averaged: the weights are averages (``optim.ema_decay``), for the summary.
 
     Returns:
@@ -71,9 +71,10 @@ def to_peft(
 
     Raises:
         BackendError: peft is not installed.
-        ConfigError: another layout, or a model that began from random weights.
-        CheckpointError: on every rank alike: the directory exists or cannot be written, or peft
-            loads something else.
+        ConfigError: the layout is unknown or peft cannot load it, or the model started from random
+            weights or has modules for multi-token prediction.
+        CheckpointError: on every rank alike: the model has no adapter, the directory exists or
+            cannot be written, or peft loads something else.
     """
     parts = as_parts(model)
     path = Path(path).expanduser().absolute()
@@ -100,8 +101,7 @@ def to_peft(
     unread = ""
     if config.family in _FUSED_ALONE:
         unread = f"of a {config.family} model"
-    # peft 0.21 puts the adapters of gate and up, expert by expert, where they lie with an adapter
-    # of down around them.
+    # peft 0.21 loads per-expert adapters of gate and up as if an adapter of down wrapped them.
     elif gate_up and not keys.fused and not {"experts", "experts.down_proj"} & targets:
         unread = "of experts.gate_up_proj alone"
     if _in_wrapper(config):
@@ -145,7 +145,7 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
         raise CheckpointError(f"{path} cannot be read ({error}). Train again") from None
     config = model.config
     ours = gathered_adapters({0: model})
-    # Stored numbers lie where the same rearrangement puts the places of ours.
+    # Rearranging positions instead of numbers shows which of our numbers each stored one is.
     filled = torch.cat([tensor.flatten() for tensor in ours.values()])
     parts = torch.arange(len(filled)).split([tensor.numel() for tensor in ours.values()])
     places = {name: part.view_as(ours[name]) for name, part in zip(ours, parts, strict=True)}
@@ -166,7 +166,7 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
 
 
 def _belongs(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
-    """Return what a stored adapter depends on besides its numbers. Collective."""
+    """Return a line that identifies an adapter's base weights and settings. Collective."""
     return f"{checkpoint_identity(str(config.hf_path), ranks)} {lora}"
 
 
@@ -181,7 +181,7 @@ def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
 
 
 def _write_stage(parts: Parts, tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> None:
-    """Write the adapters of this rank's pipeline stages, if it is the first of their ranks."""
+    """Write the adapters of this rank's stages, on the lowest rank that holds these stages."""
     from safetensors.torch import save_file
 
     first = stage_ranks(parameter for part in parts.values() for parameter in part.parameters())[0]
@@ -237,7 +237,7 @@ def _stored(
     for module, suffix, a, b in _adapters(tensors):
         pieces = _pieces(module, suffix, b, keys)
         if suffix and (keys.fused or keys.table):
-            # peft wraps the second of two parameters of a module around the first.
+            # If two parameters of a module have adapters, peft wraps the second around the first.
             both = f"{module}.lora.A2" in tensors and f"{module}.lora.A13" in tensors
             inner = ".base_layer" if both and suffix == "13" else ""
             key = names.stored(pieces[0].key).rpartition(".")[0] + inner
@@ -267,7 +267,8 @@ def _fused(pieces: list[Piece], tensor: torch.Tensor) -> torch.Tensor:
 def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, belongs: str) -> str:
     """Join the files of the stages, write the configuration, and load both with peft.
 
-    Returns how many numbers were written, and the matrices by group.
+    Returns:
+        A phrase with the number of values written and of matrices by group.
     """
     from safetensors.torch import load_file, save_file
 
@@ -279,7 +280,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     stored = {key: tensor.contiguous().clone() for key, tensor in _stored(ours, keys, names)}
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt", "belongs": belongs})
     _peft_config(config, lora, keys, names, ours).save_pretrained(folder)
-    # safetensors gives its files to their owner alone; this one obeys the umask, as the others do.
+    # safetensors makes its file readable by the owner alone; the others obey the umask.
     shutil.copymode(folder / ADAPTER, folder / WEIGHTS_FILE)
     groups = verify_peft(folder, config, lora, ours)
     counts = ", ".join(f"{count} of {group}" for group, count in groups.items())
@@ -292,8 +293,8 @@ def _peft_config(
 ) -> Any:
     """Return peft's configuration, which lists the adapted matrices.
 
-    Plain names would leave out dense and shared FFNs if peft takes these names for experts'
-    matrices.
+    Dense and shared FFNs of MoE families are listed as parameters: as modules, their plain names
+    may stand for experts' matrices in peft, which would then leave these FFNs out.
     """
     from peft import LoraConfig as PeftConfig
 
@@ -339,14 +340,14 @@ def verify_peft(
         ours: whole adapters by their names in the model.
 
     Returns:
-        Matrices by group; all experts of one tensor count as one.
+        Number of matrices by group; all experts of one tensor count as one.
 
     Raises:
-        CheckpointError: the first difference: a matrix that peft leaves out, one too many, other
-            numbers.
+        CheckpointError: names the first difference: peft leaves a matrix out, adapts one that the
+            model does not, or adds other numbers.
     """
     keys = family_of(config).keys.in_memory
-    # parameters of transformers' model, by name
+    # name of the parameter in transformers' model -> its adapter
     wanted = {
         _pieces(module, suffix, b, keys)[0].key: (module, suffix, a, b)
         for module, suffix, a, b in _adapters(ours)
@@ -372,7 +373,7 @@ def verify_peft(
 
 
 def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the adapted parameters of transformers' weightless model, with peft's layers.
+    """Yield name and peft layer of each adapted parameter of transformers' weightless model.
 
     Parameters of the text model have their plain names.
     """
@@ -381,7 +382,8 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
 
     model = _weightless(config)
     names = names_in_class(model)
-    # peft reads shapes alone, and moves adapters to where weights are
+    # peft loads adapters onto the device of the weights, of which it reads only the shapes. An
+    # expanded scalar on the CPU takes no memory.
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             empty = torch.zeros(()).expand(parameter.shape)
@@ -416,7 +418,7 @@ def _theirs(module: Any) -> Iterator[torch.Tensor]:
 def _mine(
     module: str, suffix: str, a: torch.Tensor, b: torch.Tensor, keys: KeyMap
 ) -> Iterator[torch.Tensor]:
-    """Yield our counterpart of ``_theirs``, unscaled."""
+    """Yield our delta for the parameter of ``_theirs``, by expert, not yet scaled."""
     if not suffix:
         yield b.float() @ a.float()
         return

@@ -1,10 +1,11 @@
-"""Block-FP8 (DeepSeek-V3), MXFP4 (GPT-OSS), INT4 (Kimi): few bits, with one scale per block.
+"""Codecs of block-FP8 (DeepSeek-V3), MXFP4 (GPT-OSS) and INT4 (Kimi), with one scale per block.
 
-Every function works on a rectangle of a matrix and takes the rectangle's position, because blocks
-are counted from the matrix' first element and a shard may begin inside a block. A number is
-float32(code) times float32(scale), rounded once to float32; the caller converts it further. So a
-value does not depend on the rank that dequantizes it, nor on how the matrix is cut. Shapes: R rows,
-C columns.
+``dequantize_fp8`` works on a rectangle of a matrix and takes the rectangle's position, because
+blocks are counted from the matrix' first element and a shard may begin inside a block. The other
+functions take whole matrices, or rows of whole groups. A number is float32(code) times
+float32(scale), rounded once to float32; the caller converts it further. So a value does not depend
+on the rank that dequantizes it, nor on how the matrix is sharded. Shapes: R rows, C columns, G
+groups of 32 numbers in a row.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from automoe.hf.keys import FP8_BLOCK, GROUP, Encoding
 from automoe.quantize.formats import E4M3, LARGEST, encode, tile_amax
 
-# Magnitudes from which on a number has the next code of e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6): the means of
-# two neighbours, from which the even code is taken.
+# Magnitudes at which the next code of e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6) begins: the midpoints of
+# neighbours. Ties go to the even code, so every other border is moved up by the least step.
 _BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 _BORDERS[::2] = _BORDERS[::2].nextafter(torch.tensor(torch.inf))
 
@@ -45,8 +46,8 @@ def dequantize_fp8(
     if bits.numel() and int((bits & 0x7F).max()) == 0x7F:
         numbers = codes.to(torch.float32)
     else:
-        # The seven bits below the sign, put where float16 has its exponent and mantissa, are the
-        # number over 256: ten times faster on a CPU than torch's conversion, and as exact.
+        # The seven bits below the sign, read as exponent and mantissa of float16, give the number
+        # over 256. This is ten times faster on a CPU than torch's conversion, and as exact.
         half = bits.to(torch.int16).mul_(128).bitwise_and_(-16385)
         numbers = half.view(torch.float16).to(torch.float32)
         by_row = by_row * 256
@@ -73,7 +74,7 @@ def quantize_fp8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Codes are [R, C] float8_e4m3fn, scales are [ceil(R/128), ceil(C/128)].
 
-    A block's scale takes its largest magnitude to 448; a block of zeros has scale one.
+    A block's scale maps the block's largest magnitude to 448; a block of zeros has scale one.
     """
     numbers = numbers.cpu()
     scales = tile_amax(numbers, FP8_BLOCK) / LARGEST[E4M3]
@@ -93,8 +94,8 @@ def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     num_rows, num_groups = scales.shape
     byte = codes.to(torch.int16)
     half = torch.empty((*codes.shape, 2), dtype=torch.int16)
-    # The three bits below the sign, put where float16 has its exponent and first mantissa bit, are
-    # the number over 2**14.
+    # The three bits below the sign, read as last exponent bits and first mantissa bit of float16,
+    # give the number over 2**14.
     half[..., 0] = (byte & 0x07) * 0x200 + (byte & 0x08) * 0x1000
     half[..., 1] = (byte & 0x70) * 0x20 + (byte & 0x80) * 0x100
     numbers = half.view(torch.float16).to(torch.float32).view(num_rows, num_groups, GROUP)
@@ -122,9 +123,9 @@ def dequantize_int4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def quantize_mxfp4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes [R, C / 2] and scales [R, C / 32] of a matrix [R, C] in MXFP4, both uint8.
 
-    As OCP Microscaling formats 1.0, section 6.3, has it: a scale takes its group's largest magnitude
-    to between 4 and 8, numbers are rounded to nearest, ties to even, and those above 6 become 6. A
-    group of zeros has scale one; one with NaN or infinite numbers has the scale NaN.
+    The function follows OCP Microscaling formats 1.0, section 6.3. A scale maps its group's largest
+    magnitude to between 4 and 8. Numbers are rounded to nearest, ties to even, and numbers above 6
+    become 6. A group of zeros has scale one; a group with NaN or infinite numbers has scale NaN.
     """
     groups = numbers.to(torch.float32).contiguous().unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1)
@@ -138,8 +139,8 @@ def quantize_mxfp4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantize_int4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes [R, C / 8] int32 and scales [R, C / 32] bfloat16 of a matrix [R, C] in INT4.
 
-    A scale takes its group's largest magnitude to 7.5, as in compressed-tensors, and what is rounded
-    to 8 becomes 7. A group of zeros has scale one.
+    A scale maps its group's largest magnitude to 7.5, as in compressed-tensors, and numbers that
+    round to 8 become 7. A group of zeros has scale one.
     """
     groups = numbers.to(torch.float32).unflatten(-1, (-1, GROUP))
     scales = (groups.abs().amax(-1) / 7.5).to(torch.bfloat16)
@@ -149,21 +150,21 @@ def quantize_int4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _joined(codes: torch.Tensor) -> torch.Tensor:
-    """Return two codes a byte, the earlier one in the low bits: [R, G, 32] to [R, 16 * G]."""
+    """Pack two codes into a byte, the earlier one in the low bits: [R, G, 32] to [R, 16 * G]."""
     return (codes[..., ::2] | codes[..., 1::2] << 4).flatten(-2)
 
 
 def to_codes(
     numbers: torch.Tensor, encoding: Encoding, kept: tuple[torch.Tensor, ...] = ()
 ) -> tuple[torch.Tensor, ...]:
-    """Return what a file holds of a tensor, on the CPU: numbers, or codes and scales.
+    """Return the tensors that a file stores for a tensor: its numbers, or codes and scales.
 
-    Shapes are those of ``StoredTensor.in_file``.
+    Shapes are those of ``StoredTensor.in_file``. Codes and scales are on the CPU.
 
     Args:
         numbers: the tensor in the checkpoint's layout, not transposed.
-        kept: codes and scales of the tensor in another file. Groups of MXFP4 and INT4 whose numbers
-            they still give keep them, since other codes and scales may give the same numbers.
+        kept: codes and scales of the tensor in another file. Groups of MXFP4 and INT4 keep them if
+            they still decode to ``numbers``, since several codes and scales give the same numbers.
     """
     if encoding == "plain":
         return (numbers,)
@@ -181,7 +182,7 @@ def to_codes(
 
 
 def from_codes(parts: Sequence[torch.Tensor], encoding: Encoding) -> torch.Tensor:
-    """Return the numbers of what ``to_codes`` returned in float32, in the shape that it took."""
+    """Decode the codes and scales of ``to_codes`` to float32, in the shape of its ``numbers``."""
     codes, scales = parts[:2]
     if encoding == "fp8":
         return dequantize_fp8(codes, scales)

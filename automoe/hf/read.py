@@ -3,7 +3,7 @@
 Rank 0 parses the headers once and checks the whole checkpoint against the model. Every rank then
 reads the byte ranges of its own shards, in file order, straight into them. If several ranks of a
 machine need the same byte, the first one reads it from the disk and the others get it from the
-page cache. No rank holds the whole of a tensor that is sharded.
+page cache. No rank holds all of a sharded tensor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_OPEN = 4  # files
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of ``load_hf``, alike on all ranks.
+    """Result of ``load_hf``, the same on all ranks.
 
     Attributes:
         path: the checkpoint directory.
@@ -58,7 +58,7 @@ class Loaded:
         seconds: time of the slowest rank.
         granularity: number of experts that share a copy of the dense FFN; 0 if not upcycled.
         not_finite: count of NaN and infinite values by tensor; tensors without any are left out.
-        notes: those of the ``Catalog``.
+        notes: notes of the ``Catalog``.
     """
 
     path: Path
@@ -150,10 +150,10 @@ def load_hf(
 
 
 def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
-    """Raise ``CheckpointError`` if files hold other copies than what was read before.
+    """Raise ``CheckpointError`` if a copy in the files differs from the tensor that it repeats.
 
     Args:
-        copies: shards of ``mtp_copies``, with the model's own numbers.
+        copies: shards of ``mtp_copies``, filled with the numbers of the repeated tensors.
     """
     catalog = reader.catalog
     keys = {one.name: hf_pieces(one.name, one.shape, catalog.keys)[0].key for one in copies}
@@ -214,7 +214,7 @@ class ReadItem(NamedTuple):
 
     @property
     def wanted(self) -> tuple[int, int]:
-        """Range of bytes of each stored row that holds the columns, in whole groups of a scale."""
+        """Byte range of each stored row that holds the columns, in whole groups of a scale."""
         left, right = self.cols
         if self.source.encoding in ("mxfp4", "int4"):
             half = GROUP // 2
@@ -224,7 +224,7 @@ class ReadItem(NamedTuple):
 
     @property
     def fetched(self) -> tuple[int, int]:
-        """Range of bytes read of each stored row: ``wanted``, or the row if that costs little."""
+        """Byte range to read of each stored row: ``wanted``, or the row if that costs little."""
         begin, end = self.wanted
         _, row_bytes = self.source.row_layout
         return (0, row_bytes) if row_bytes - (end - begin) < GAP_BYTES else (begin, end)
@@ -249,7 +249,7 @@ class ReadItem(NamedTuple):
 
 
 def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadItem | None:
-    """Return the part of ``shard`` that ``piece`` holds; None if they do not overlap."""
+    """Return the read that fills ``shard`` from ``piece``; None if they do not overlap."""
     found = piece.overlap(shard.start, shard.extent)
     if found is None:
         return None
@@ -383,7 +383,7 @@ class Reader:
         return buffer[:, left - first : right - first].view(DTYPES[item.source.dtype])
 
     def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: torch.Tensor) -> None:
-        """Read the bytes of rows of a matrix; whole rows at once, others one by one."""
+        """Read the bytes of rows of a matrix: whole rows in one call, parts of rows one by one."""
         source = item.source
         num_rows, row_bytes = source.row_layout
         first, last = item.fetched
@@ -399,7 +399,7 @@ class Reader:
                 self._open[source.file] = open_inside(self.catalog.folder, source.file)
             try:
                 return os.preadv(self._open[source.file], [part], offset)
-            except OSError:  # a stale handle stays stale
+            except OSError:  # a stale handle stays stale: the next try opens the file again
                 os.close(self._open.pop(source.file))
                 raise
 

@@ -2,7 +2,7 @@
 
 A plan lists the tensors of the checkpoint. For each tensor it gives the slices of the model's
 tensors that make it up, the ranks that hold these slices and the rank that writes the tensor.
-Numbers are gathered from the shards of the ranks, or read from the files of the source just as a
+Numbers are gathered from the ranks' shards, or read from the source's files in the same way as a
 rank reads its shard. One tensor of the checkpoint is in memory at a time.
 """
 
@@ -83,11 +83,11 @@ def plan_writes(
     Args:
         shards: this rank's parts of the model's tensors.
         keys: layout of the checkpoint.
-        dtype: dtype of its parameters; None keeps the dtype that each has in ``source``, or in the
-            model if there is no source. Buffers always keep theirs.
+        dtype: dtype of the checkpoint's parameters; None keeps each parameter's dtype in
+            ``source``, or in the model if there is no source. Buffers always keep their dtype.
         encoding: quantize the tensors that checkpoints in this encoding quantize.
         source: checkpoint that the model was loaded from.
-        wide: pattern of keys that stay float32 if they are (``kept_in_float32``).
+        wide: keys that match this pattern and are float32 stay float32 (``kept_in_float32``).
     """
     plan: list[WriteItem] = []
     load: dict[int, int] = {}
@@ -127,7 +127,8 @@ def plan_rewrite(
     """Plan every tensor of ``source`` in the layout ``keys``.
 
     Args:
-        dtype: dtype of the parameters; None keeps each one's own, and bfloat16 for quantized ones.
+        dtype: dtype of the parameters; None keeps each parameter's dtype, and gives quantized ones
+            bfloat16.
     """
     shards = []
     for name, shape in our_tensors(config):
@@ -145,7 +146,7 @@ def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
     """
     expert = next((at for at in piece.select if at is not None), 0)
     pieces = hf_pieces(shard.name, shard.shape, catalog.keys, range(expert, expert + 1))
-    # What upcycling adds is in no file, and copies may be in none: any tensor's dtype is taken.
+    # Tensors that upcycling adds are in no file, and copies may be missing: any dtype will do.
     stored = catalog.sources.get(pieces[0].key) if pieces else None
     source = stored or next(iter(catalog.sources.values()))
     return DTYPES[source.dtype] if source.encoding == "plain" else torch.bfloat16
@@ -167,11 +168,11 @@ def write_tensors(
     Collective over ``ranks``.
 
     Args:
-        source: checkpoint whose names the tensors get, whose other parts are copied, and whose codes
-            in MXFP4 or INT4 are kept where they give the same numbers.
-        make: returns the whole tensor of an item; called by all its holders in the order of the
-            plan.
+        make: function that returns the whole tensor of an item; all holders of the item call it, in
+            the order of the plan.
         max_shard_bytes: largest file, unless one tensor alone is larger.
+        source: checkpoint that the model was loaded from. Its names are used, its other parts are
+            copied, and its MXFP4 or INT4 codes are kept if they decode to the same numbers.
     """
     names, beside = (source.names, source.beside) if source else (ALONE, {})
     copied = ranks.share({key: stored.num_bytes for key, stored in beside.items()})
@@ -249,7 +250,7 @@ def rewrite_tensors(
     """Write the tensors of ``plan`` in this process alone, from the files of ``source``.
 
     Args:
-        advance: receives every number of bytes read.
+        advance: callback that receives the number of bytes of each read.
     """
     with Reader(source, advance) as reader:
         return write_tensors(
@@ -269,8 +270,8 @@ def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) 
         As ``compare_written``.
 
     Raises:
-        CheckpointError: a tensor is not finite or differs from the source, which is quantized first
-            as the files are; the first one is named.
+        CheckpointError: names the first tensor that is not finite, or that differs from the
+            source's numbers in the encoding of ``written``.
     """
     compare_beside(source, written, source.beside)
     with Reader(source) as reader:
@@ -293,18 +294,18 @@ def compare_written(
     source: Catalog | None,
     origin: Path | str,
 ) -> float:
-    """Compare what ``written`` reads as with the tensors of ``plan``, quantized again. Collective.
+    """Compare the numbers in ``written`` with the tensors of ``plan``, quantized again. Collective.
 
     Args:
         make, source: as for ``write_tensors``.
         origin: the folder or model that the tensors were read from, for errors.
 
     Returns:
-        Relative difference (L2) of the quantized tensors to their numbers.
+        Relative quantization error (L2) over all quantized tensors; 0 if there are none.
 
     Raises:
-        CheckpointError: a tensor is not finite, differs, or is more than half off in its encoding;
-            the first one is named.
+        CheckpointError: names the first tensor that is not finite, differs, or has a relative
+            quantization error above one half.
     """
 
     def compare() -> tuple[float, float]:
@@ -341,10 +342,10 @@ def _square(tensor: torch.Tensor) -> float:
 
 
 def compare_beside(source: Catalog, written: Catalog, keys: Iterable[str]) -> None:
-    """Compare the copies of other parts in ``written``, and the bytes of ``keys`` among them.
+    """Check that ``written`` has ``source``'s other parts, and compare the bytes of ``keys``.
 
     Raises:
-        CheckpointError: one is missing, too many or differs.
+        CheckpointError: a tensor is missing, unexpected or different.
     """
     odd = sorted(source.beside.keys() ^ written.beside.keys())
     odd += [
@@ -368,7 +369,7 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
 
 
 def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
-    """Read the tensor of ``item``; each piece is read like a shard that holds only it."""
+    """Read the tensor of ``item``, each piece like a shard that holds only this piece."""
     whole = torch.empty(item.pieces[0].shape, dtype=item.dtype)
     for piece in item.pieces:
         starts, sizes = iter(piece.origin or (0,) * len(piece.size)), iter(piece.size)
@@ -419,11 +420,9 @@ def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) ->
 
 
 def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
-    """List the all-gathers that complete a piece: (mesh axis, HF dim, its size afterwards).
+    """List the all-gathers that complete a piece, in order: (mesh axis, HF dim, gathered size).
 
-    They stand in the order in which they run.
-
-    If FSDP shards a dim that tp or etp has already sharded, its placement is strided and is
+    If FSDP shards a dim that tp or etp has already sharded, FSDP's placement is strided and is
     gathered first.
     """
     mesh = tensor.device_mesh
@@ -446,9 +445,8 @@ def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
     index.
 
     Args:
-        first: lowest rank of the stage. A tensor that an axis (tp) does not shard lies on a mesh
-            without that axis, once per coordinate of it; the copy of the first coordinate is
-            written.
+        first: lowest rank of the stage. The mesh of a tensor lacks an axis (tp) that does not shard
+            it, so each coordinate of this axis has a copy; the first coordinate's is written.
     """
     ranks = tensor.device_mesh.mesh
     ranks = ranks - (ranks.min() - first)

@@ -41,8 +41,8 @@ def export_dtype(name: str) -> torch.dtype | None:
 class LocalShard:
     """This rank's shard of one tensor of the model, whose storage may be packed.
 
-    ``shape``, ``extent``, ``start`` and ``dtype`` of a packed matrix (``automoe.quantize.packed``)
-    are those of the unpacked one; ``tensor`` and ``local`` are bytes.
+    For a packed matrix (``automoe.quantize.packed``) ``shape``, ``extent``, ``start`` and ``dtype``
+    describe the unpacked matrix, while ``tensor`` and ``local`` hold bytes.
 
     Attributes:
         name: name in the full model.
@@ -50,8 +50,8 @@ class LocalShard:
         local: this rank's storage of the tensor.
         start: index of the storage's first element in the full tensor, on every dim.
         trained: True for parameters, False for buffers.
-        copy: True for an embedding on a later stage than the first, which has it too.
-        again: True for a tensor of ``mtp_copies``, whose storage is that of the model's own.
+        copy: True for a later stage's copy of the embedding, which the first stage holds too.
+        again: True for a tensor of ``mtp_copies``, which has the storage of the repeated tensor.
         columns: columns of the full matrix if it is packed, else 0.
         added: adapter that an export adds to a packed matrix, as scale B A: A [..., r, I], B
             [..., O, r] of this shard, and the scale.
@@ -89,7 +89,7 @@ class LocalShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of its numbers."""
+        """dtype of the unpacked numbers."""
         return torch.float32 if self.columns else self.tensor.dtype
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class LocalShard:
         return found
 
     def matrices(self, widened: bool = True) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield each matrix: its index in this shard, and an unpacked float32 shard on the CPU.
+        """Yield (index in this shard, unpacked float32 shard on the CPU) of each matrix.
 
         Args:
             widened: fill the unpacked shard with the numbers; else it is left empty.
@@ -128,8 +128,8 @@ class LocalShard:
 def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
     """Add scale b [..., O, r] a [..., r, I] to ``into`` [..., O, I].
 
-    Every matrix is multiplied alone, so that bits do not depend on how many there are. ``a`` may
-    lack inner dims of ``b``, whose matrices then share it.
+    Matrices are multiplied one by one, so that no bit depends on their number. If ``a`` lacks inner
+    dims of ``b``, several matrices of ``b`` share one of ``a``.
     """
     if b.dim() == 2:
         into.add_(b @ a, alpha=scale)

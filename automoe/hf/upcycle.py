@@ -1,10 +1,10 @@
 """Upcycling of a dense checkpoint to a mixture of experts that computes the same function.
 
-Every expert is a copy of the layer's FFN (arXiv 2212.05055) or, fine-grained, one of G parts of it
-(arXiv 2410.07524): experts x*G ... x*G + G-1 are the parts of copy x, and routers begin with the
-same row for all of them, so that a token goes to whole copies. The weights of a token's K experts
-sum to one, K is a multiple of G, and down projections are multiplied by G: whatever the routers
-choose, the layer's output is the dense one's.
+Every expert is a copy of the layer's FFN (arXiv 2212.05055) or, fine-grained, one of G parts of a
+copy (arXiv 2410.07524). Experts x*G ... x*G + G-1 are the parts of copy x. Their rows of the router
+are equal at first, so that a token chooses whole copies. The weights of a token's K experts sum to
+one, K is a multiple of G, and down projections are multiplied by G: so the layer has the output of
+the dense layer, whatever the routers choose.
 
 Letters: E experts, K top-k, G granularity, F width of the dense FFN, I = F / G width of an expert,
     H hidden.
@@ -26,7 +26,7 @@ from automoe.model.wrapper import is_wrapper
 if TYPE_CHECKING:
     from automoe.hf.shards import LocalShard
 
-# Dense families, and those that have the same attention and experts in place of the FFN.
+# Dense family -> family with the same attention, and experts instead of the FFN.
 TARGETS = {"llama": "mixtral", "qwen3": "qwen3_moe"}
 
 
@@ -51,9 +51,10 @@ def fill_upcycled(shard: LocalShard, keys: KeyMap) -> None:
 
 
 def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, KeyMap]:
-    """Return the configuration of the dense ``model.hf_path`` with the experts of ``model``.
+    """Return configuration and key map of the mixture that the dense ``model.hf_path`` becomes.
 
-    The key map, returned with it, names the dense tensors that each weight is filled from.
+    The mixture has the experts that ``model`` asks for. The key map names the dense tensors that
+    each weight is filled from.
 
     Args:
         seed: seed of the routers' initial weights.
@@ -75,7 +76,7 @@ def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, KeyM
     sizes = model.num_experts, model.num_experts_per_token, full // width
     mixture, keys = upcycled(model.hf_path, *sizes, seed=seed)
     std = model.initializer_range
-    # Of the parts of two copies that tie, a token gets those of one.
+    # If two copies tie, a token must choose all parts of one of them.
     router = replace(mixture.router, exact_ties=full > width)
     mixture = replace(mixture, upcycle=True, initializer_range=std, router=router)
     return mixture, replace(keys, router_std=std)
@@ -131,7 +132,7 @@ def upcycled(
         first_k_dense=0,
         router=replace(dense.router, score="softmax", norm_topk_prob=True),
     )
-    # One round trip through config.json gives the configuration that the mixture's readers get.
+    # A round trip through config.json gives the configuration that readers of the mixture get.
     family = family_of(mixture)
     described = family.read_config(family.write_config(mixture, read_hf_config(path)), str(path))
     names = {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}

@@ -43,9 +43,9 @@ LOGITS_TOLERANCE = 1e-5  # relative error in float32, with the same experts chos
 MIN_SAME_ROUTING = 0.98
 # Bytes of float32 weights. A larger model is not run; only its tensor names and shapes are checked.
 MAX_COMPARED_BYTES = 4 << 30
-# Largest relative error (L2) of rounding, by encoding: FP8 has three bits of mantissa, so half a step of
-# every number. In 4 bits it is that of a group with one number of 5 scales (MXFP4) or 7.5 (INT4), and others
-# that become zero.
+# Largest relative error (L2) of rounding, by encoding. FP8 has three bits of mantissa, so a number
+# is off by half a step at most. The worst group of MXFP4 has one number of 5 scales and 31 numbers
+# of 0.25, which become zero; the worst group of INT4 has one number of 7.5 scales and 31 of 0.5.
 ROUNDING = {"fp8": 2**-4, "mxfp4": (94 / 862) ** 0.5, "int4": 0.36}
 _ROWS = 4
 _SEQ = 64
@@ -65,14 +65,14 @@ def verify_hf(
         parts: the model, or this rank's pipeline stages of it; not changed.
         dtype: expected dtypes of exported tensors by name; tensors without one have the model's
             own.
-        encoding: what is stored in this encoding is compared within its error of rounding.
+        encoding: tensors in this encoding are compared within its rounding error.
         source: checkpoint whose other parts the export holds copies of.
 
     Returns:
         Relative error of the logits; None for a model that is too large to run.
 
     Raises:
-        CheckpointError: on every rank alike: the first difference, by name.
+        CheckpointError: on every rank alike: names the first difference.
     """
     parts = as_parts(parts)
     config = config_of(parts)
@@ -92,11 +92,11 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         Relative error of the logits; None for a model that is too large to run.
 
     Raises:
-        CheckpointError: the first difference, or the reason why transformers does not load it.
+        CheckpointError: names the first difference, or why transformers does not load the files.
     """
     try:
         read = model_config_from_hf(catalog.folder, mtp=True)
-        # Modules beyond those that are trained are copies of the source's.
+        # The files may also hold copies of the source's modules, which the model does not have.
         trained = min(read.num_mtp_layers, config.num_mtp_layers)
         read = replace(read, num_mtp_layers=trained)
         native = config.family != TRANSFORMERS
@@ -125,7 +125,7 @@ def _compare_shards(
     sizes: dict[str, float] = defaultdict(float)
 
     def compare(one: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
-        # A number that is not finite makes those of its block NaN in 8 or 4 bits.
+        # In 8 or 4 bits a number that is not finite makes its whole block NaN.
         if odd := num_not_finite(target) or num_not_finite(source):
             raise not_exported(catalog.folder, one.key, odd)
         if encoding != "plain" and one.source.encoding == encoding:
@@ -133,7 +133,7 @@ def _compare_shards(
             errors[one.key] += float((source - live).square().sum())
             sizes[one.key] += float(live.square().sum())
             return
-        # The dtype of a tied embedding's copy is known to the stage that writes the embedding.
+        # Only the stage that writes a tied embedding knows the dtype of its copies.
         wanted = dtype.get(one.key, source.dtype if one.shard.copy else target.dtype)
         if source.dtype != wanted:
             raise CheckpointError(f"{catalog.folder}: {one.key} is {source.dtype}, not {wanted}")
@@ -189,8 +189,8 @@ def _compare_logits(catalog: Catalog) -> float | None:
     """Run the export in float32 on the CPU by transformers and by our model; compare logits.
 
     Raises:
-        CheckpointError: transformers leaves tensors over or makes some up, chooses other experts,
-            or computes other logits.
+        CheckpointError: transformers does not use all tensors or initialises missing ones, chooses
+            other experts, or computes other logits.
     """
     config = model_config_from_hf(catalog.folder)
     if _too_large(config):
@@ -224,7 +224,7 @@ def _too_large(config: ModelConfig) -> bool:
 
 
 def _tokens(config: ModelConfig) -> torch.Tensor:
-    """Return random tokens [B, S], alike in every call."""
+    """Return random tokens [B, S], the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=generator)
 
@@ -252,13 +252,13 @@ def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | Non
     transformers runs both in float32.
 
     Args:
-        rounded: the mixture was asked for in a narrower dtype than the source's.
+        rounded: True if the mixture is written in a narrower dtype than the source's.
 
     Returns:
         Relative difference; None for models that are too large to run.
 
     Raises:
-        CheckpointError: it is more than ``LOGITS_TOLERANCE``.
+        CheckpointError: the difference is more than ``LOGITS_TOLERANCE``.
     """
     configs = {folder: model_config_from_hf(folder) for folder in (dense, mixture)}
     if any(map(_too_large, configs.values())):
@@ -283,9 +283,9 @@ def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | Non
 def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
     """Yield the directory, or a temporary float32 copy if it is quantized.
 
-    transformers 5 takes a block's size from the number of scales, which is wrong where rows or
-    columns are no multiple of 128 (576 rows have five scales), and refuses or misreads such a
-    matrix.
+    transformers 5 derives the block size from the number of scales. This is wrong if rows or
+    columns are no multiple of 128 (576 rows have five scales), and transformers then refuses or
+    misreads the matrix.
     """
     if all(source.encoding == "plain" for source in catalog.sources.values()):
         yield catalog.folder
@@ -305,13 +305,14 @@ def _run_transformers(
     """Return logits [B, S, V] and the chosen experts [B, S, moe layers, K].
 
     Args:
-        beside: prefixes of tensors that transformers may leave over.
+        beside: prefixes of tensors that transformers need not use.
     """
     from transformers import AutoConfig, __version__
     from transformers.utils import logging as bars
 
     quiet: AbstractContextManager[None] = nullcontext()
-    if model_config_from_hf(folder, mtp=True).num_mtp_layers:  # it would list them as unexpected
+    # transformers would warn that the tensors of these modules are unexpected.
+    if model_config_from_hf(folder, mtp=True).num_mtp_layers:
         loud = partial(bars.set_verbosity, bars.get_verbosity())
         quiet = switched_off(lambda: True, bars.set_verbosity_error, loud)
     # transformers' progress bars would overwrite this run's own line.

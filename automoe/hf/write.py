@@ -53,28 +53,29 @@ def to_hf(
     """Write ``model`` as a HuggingFace checkpoint directory, renamed into place once verified.
 
     Collective; ranks share the file system. Adapters are merged into the model's own weights first
-    (``merge_adapters``), which stay merged. ``model.hf_path`` of the model's configuration, where
-    it is set, gives what weights cannot tell: token ids, generation settings, tokenizer files.
+    (``merge_adapters``), and stay merged. Token ids, generation settings and tokenizer files come
+    from ``hf_path`` of the model's configuration, if it is set.
 
     Args:
         model: the model, or this rank's pipeline stages of it.
-        dtype: dtype of parameters: ``keep`` (as in the checkpoint at hf_path, bfloat16 if that is
-            quantized; without one the parameters' own), ``bfloat16`` or ``float32``, or torch's own
-            name of these; buffers keep theirs.
+        dtype: dtype of parameters, as a name or a torch dtype: ``bfloat16``, ``float32`` or
+            ``keep``. The last keeps the dtype of each tensor in the checkpoint at hf_path
+            (bfloat16 if it is quantized), or in the model without such a checkpoint. Buffers always
+            keep their dtype.
         encoding: ``fp8``: store the matrices of layers in block-FP8, like DeepSeek-V3's own
-            checkpoint; ``mxfp4``, ``int4``: store experts as GPT-OSS and Kimi-K2-Thinking do; codes
-            of hf_path in the same encoding stay where they give the model's numbers.
+            checkpoint; ``mxfp4``, ``int4``: store experts as GPT-OSS and Kimi-K2-Thinking do. MXFP4
+            and INT4 codes of hf_path are kept if they decode to the model's numbers.
         max_shard_bytes: largest file, unless one tensor alone is larger.
         tokenizer: tokenizer of the training text: ``byte``, a directory whose files are copied, or
             ``none``; default: that of hf_path.
-        chat: chat template of the training; its end of an answer stops generation.
+        chat: chat template of the training; the token that ends an answer also stops generation.
         overwrite: replace a checkpoint directory that is there.
         verify: compare every number with the model, and the whole with transformers
             (``verify_hf``).
 
     Raises:
-        ConfigError: ``encoding`` of a family that has no such checkpoints, or another dtype; no such
-            tokenizer, which ranks of several are told as a CheckpointError.
+        ConfigError: the family has no checkpoints in ``encoding``, ``dtype`` is unknown, or the
+            tokenizer does not exist (a CheckpointError if there are several ranks).
         CheckpointError: on every rank alike: the directory exists or cannot be written, or is not
             equal to the model. Nothing is left under ``path`` then, and an older export stays.
     """
@@ -87,8 +88,7 @@ def to_hf(
     quantization = quantization_config(config, keys, encoding)
     keys = keys.per_expert if quantization else keys
     out_dtype = export_dtype(dtype)
-    # ``keep`` takes the dtypes of the weights that training started from: parameters are wider
-    # while they are trained.
+    # ``keep`` uses the dtypes of the source, since parameters are wider while they are trained.
     source = None
     if config.hf_path is not None and not config.random_weights:
         dense_keys = upcycled_model(config)[1] if config.upcycle else None
@@ -134,13 +134,13 @@ def convert_hf(
 ) -> Written:
     """Convert a checkpoint to another dtype or layout, one tensor at a time, on the CPU.
 
-    Runs in one process. Block-FP8, MXFP4 and INT4 are dequantized. Config, generation config and
-    tokenizer are copied. ``out`` gets its name only after every number was read back and compared
-    with ``source``, and after ``transformers`` built the same model from it, with the same logits
-    if the model is small enough to be run twice.
+    The conversion runs in one process. Block-FP8, MXFP4 and INT4 are dequantized. Config,
+    generation config and tokenizer are copied. ``out`` gets its name only after every number was
+    read back and compared with ``source``, and after ``transformers`` built the same model from it,
+    with the same logits if the model is small enough to be run twice.
 
     Args:
-        dtype: dtype of parameters: ``keep`` (quantized ones become bfloat16), ``bfloat16`` or
+        dtype: dtype of parameters: ``keep`` (quantized parameters become bfloat16), ``bfloat16`` or
             ``float32``.
         encoding: as in ``to_hf``.
         layout: layout of experts: ``published``, or ``fused`` as in transformers 5.
@@ -149,8 +149,8 @@ def convert_hf(
         mixture: result of ``upcycled``: write the dense ``source`` as this mixture of experts.
 
     Raises:
-        ConfigError: the family, dtype or layout is unknown, or ``encoding`` is none of the family's
-            or combined with fused experts.
+        ConfigError: the family, dtype or layout is unknown, or ``encoding`` is not one of the
+            family's or is combined with fused experts.
         CheckpointError: files are missing, damaged or do not match the model; ``out`` exists or
             cannot be written; or a mixture's logits differ from the dense model's.
     """
@@ -188,7 +188,7 @@ def upcycle_hf(
     seed: int = 0,
     **options: Any,
 ) -> Written:
-    """Write the dense checkpoint ``source`` as a mixture of experts of the same function.
+    """Write the dense checkpoint ``source`` as a mixture of experts with the same function.
 
     If both models are small enough to be run, their logits are compared.
 

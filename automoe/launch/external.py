@@ -36,8 +36,8 @@ _RENDEZVOUS_S = 300  # nodes of a large job start minutes apart
 _AGENT_S = 10.0  # time for torchrun's store to answer
 _KEY = "automoe/config"
 
-# Ranks find each other by these variables. Left over in a shell, they belong to a launch that is
-# gone.
+# Ranks find each other by these variables. If they are left over in a shell, they belong to a
+# launch that is gone.
 RENDEZVOUS_VARIABLES = (
     "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
     "MASTER_ADDR MASTER_PORT"
@@ -83,7 +83,7 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
 
     Raises:
         LaunchError: a variable that torchrun always sets is missing, a variable that must be a
-            number is none, or the numbers contradict each other.
+            number is not one, or the numbers contradict each other.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         missing = [name for name in _TORCHRUN_SETS if not env.get(name)]
@@ -103,7 +103,7 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
         )
     # A batch script and `salloc` have SLURM_NTASKS too; only a job step of srun has a step id.
     if "SLURM_STEP_ID" in env and (tasks := _number(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
-        # The variable is such as "8(x3),4": three nodes have 8 tasks each, and one has 4.
+        # For example "8(x3),4": three nodes have 8 tasks each, and one has 4.
         spread = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))
         per_node: list[str] = []
         for each, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", spread):
@@ -147,7 +147,7 @@ def first_host(node_list: str) -> str:
 
 
 def left_over(env: Mapping[str, str]) -> list[str]:
-    """Return the rendezvous variables set in ``env``: stale ones if no outer launcher is found."""
+    """Return the rendezvous variables in ``env``, which are stale if no outer launcher is found."""
     return [name for name in RENDEZVOUS_VARIABLES if name in env]
 
 

@@ -38,9 +38,8 @@ IMPORTED = (
     "automoe.training.step",
     "automoe.data.loader",
 )
-# bytes; Linux's SCM_MAX_FD
-_MAX_MESSAGE = 1 << 20
-_MAX_FILES = 253
+_MAX_MESSAGE = 1 << 20  # bytes
+_MAX_FILES = 253  # Linux's SCM_MAX_FD
 
 
 class Job(NamedTuple):
@@ -116,9 +115,9 @@ class ForkServer:
     def _begin(self) -> None:
         # A socket of packets delivers a message whole or not at all.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # A blocked signal stays pending in a rank that has not installed its handler yet.
+        # Blocked signals stay pending until a rank has installed its handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        # No file of the working directory is imported, unless automoe itself lies there.
+        # The server imports no file of the working directory, unless automoe itself is there.
         isolated = [] if Path(__file__).parents[2] == Path(self.folder) else ["-P"]
         try:
             with theirs:
@@ -139,7 +138,7 @@ class ForkServer:
         """Start the ranks of ``job``, and return them; the server runs one job at a time.
 
         The ranks begin once the server has imported its modules. A server that was killed is
-        started again, because this job may be the next attempt of the one that killed it.
+        started again, because this job may be the next attempt after the one that killed it.
 
         Args:
             stdout: file descriptor that the ranks start with as standard output.
@@ -149,15 +148,15 @@ class ForkServer:
             self.close()
             self._begin()
         self._ranks = [ForkedRank(self) for _ in range(job.num_ranks)]
-        # If the server was killed, ``hear`` finds out and gives its ranks a status.
+        # If the server was killed, ``hear`` notices this and sets the ranks' exit status.
         with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._socket, [pickle.dumps(tuple(job))], [stdout, 2, *files])
         return self._ranks
 
     def hear(self) -> None:
-        """Read the server's answers; safe to call from a signal handler that interrupts it.
+        """Read the server's answers; a signal handler that interrupts this method may call it too.
 
-        If the server has ended, its exit status becomes that of every rank that still ran.
+        If the server has ended, its exit status becomes the status of every rank that still ran.
         """
         if self._hearing:
             return
@@ -182,13 +181,13 @@ class ForkServer:
                 rank.returncode = status
 
     def _continue(self) -> None:
-        """Continue the server if somebody stopped it: it alone hears that a rank has ended."""
+        """Continue the server if a signal has stopped it: only the server sees that ranks end."""
         with suppress(ChildProcessError):
             if os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is not None:
                 self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill the server, and with it its ranks."""
+        """Kill the server; its ranks die with it."""
         self.process.kill()
         self.process.wait()
         self._socket.close()
@@ -240,7 +239,7 @@ def main() -> int:
     """
     launcher, number = map(int, sys.argv[1:])
     die_with_parent(launcher)
-    # If its parent ignores the signal, the system forgets how a child has ended.
+    # A parent may have left SIGCHLD ignored: the system would then discard the status of children.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     prepare_process()
     imports = _import_all()
@@ -267,7 +266,7 @@ def _import_all() -> Imports:
     os.close(terminal)
     output = Path(f"/proc/self/fd/{log}").read_text(errors="replace")
     os.close(log)
-    gc.freeze()  # imported modules stay, so the garbage collector of a rank need not visit them
+    gc.freeze()  # imported modules stay, so a rank's garbage collector need not visit them
     return Imports(error, output)
 
 
@@ -279,7 +278,7 @@ def _serve(job: Job, files: list[int], requests: socket.socket, imports: Imports
     server = os.getpid()
     numbers = {}
     for rank in range(job.num_ranks):
-        pid = fork()  # OpenBLAS has threads, and survives it
+        pid = fork()  # OpenBLAS has threads, and survives a fork
         if not pid:
             become(job, rank, server, files, requests, imports)
         numbers[pid] = rank
@@ -326,6 +325,6 @@ def become(
 if __name__ == "__main__":
     try:
         end_process(main())
-    except OSError as error:  # no further process
+    except OSError as error:  # no further process can be started
         print(in_words(error), file=sys.stderr)
         end_process(1)

@@ -1,7 +1,7 @@
 """The checks for the first half hour on GPUs: short runs, ordered by how much each proves.
 
-Each check trains by the documented command. Most have the rows and weights of another check, and
-must have its losses; what differs between the two is then what is proven.
+Each check trains by the documented command. Most checks have the rows and weights of another one
+and must reproduce its losses, which proves the settings that differ between the two.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Check:
     """A short run and what it proves.
 
     Attributes:
-        gpus: number of GPUs that it needs; 0 runs on the CPU.
+        gpus: number of GPUs needed; 0 runs on the CPU.
         words: words after ``automoe train``.
-        proves: what is known once it passes.
-        like: name of the check whose losses it must have; empty for none.
+        proves: what is known once the check passes.
+        like: name of the check whose losses it must reproduce; empty for none.
         tolerance: largest relative difference of a step's loss; 0: all numbers to the bit.
         killed: kill the run once in the middle and start it again.
     """
@@ -92,11 +92,11 @@ CHECKS = (
 def run_checks(
     folder: Path, checks: list[Check], facts: dict[str, Any], device: str = "cuda"
 ) -> Iterator[tuple[Check, dict[str, Any]]]:
-    """Run ``checks`` in order, and yield each with its outcome once it is in the results file.
+    """Run ``checks`` in order, and yield each with its outcome once the results file has it.
 
     Args:
         folder: new folder of the runs and of ``results.json``.
-        facts: what to keep about the machine in the results.
+        facts: facts about the machine for the results.
     """
     records: dict[str, Records] = {}
     outcomes: dict[str, dict[str, Any]] = {}
@@ -118,7 +118,7 @@ def run_checks(
 
 
 def judge(check: Check, records: dict[str, Records]) -> dict[str, Any]:
-    """Return the records of a check's run, and under ``wrong`` why it fails; empty if it passes."""
+    """Return the records of a check's run, and as ``wrong`` why it failed; empty if it passed."""
     run = records[check.name]
     losses = [record["loss"] for record in run]
     outcome: dict[str, Any] = {"records": run}

@@ -86,7 +86,7 @@ def _release(installed: str) -> tuple[int, ...]:
 def runs_halves_of_backward(torch_version: str) -> bool:
     """Return True if this torch can run the second half of a backward pass by itself.
 
-    2.11 cannot begin it at an operation with a backward of its own.
+    torch 2.11 cannot begin that half at an operation with a custom backward.
     """
     return _release(torch_version) >= HALVES_SINCE_TORCH
 
@@ -102,7 +102,7 @@ def torch_note(installed: str) -> str | None:
 def start_notes(config: Config) -> list[str]:
     """Return the notes that a run prints first.
 
-    They are about an untried torch, a fallback to the CPU, and a recipe of the user's own.
+    The notes are about an untried torch, a fallback to the CPU, and a recipe of the user's own.
     """
     notes = [torch_note(version("torch")), cpu_note(config)]
     if (recipe := own_recipe(config.recipe)) is not None:
@@ -114,9 +114,9 @@ def start_notes(config: Config) -> list[str]:
 def default_num_ranks(config: Config, device: str) -> int | None:
     """Return the number of ranks that a derived mesh axis fills.
 
-    It is ``launch.num_ranks`` if that is set, else as many whole meshes as this machine holds: with
-    ``mesh.preset`` one rank per GPU or core. None if ``launch.num_ranks`` is unset and an axis of
-    the mesh is invalid, or no GPU is here for a preset.
+    The number is ``launch.num_ranks`` if that is set, else one rank per GPU or core with
+    ``mesh.preset``, else as many whole meshes as this machine holds. None if ``launch.num_ranks``
+    is unset and an axis of the mesh is invalid, or a preset finds no GPU.
     """
     if config.launch.num_ranks is not None:
         return config.launch.num_ranks
@@ -137,7 +137,7 @@ def missing_hardware(shape: MeshShape, device: str, asked: int | None = None) ->
     """Return why this machine cannot hold the ranks of ``shape``; None if it can.
 
     Args:
-        asked: ``launch.num_ranks``: so many CPU ranks are started on any number of cores.
+        asked: ``launch.num_ranks``; this number of CPU ranks is started on any number of cores.
     """
     ranks = shape.world_size
     if device == "cuda":
@@ -189,7 +189,7 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
 
 # fmt: off
 def _packages(config: Config, device: str, deepep: bool) -> Iterator[tuple[bool, str, str, str]]:
-    """Yield (is needed, key=value, package, remedy) of the optional packages."""
+    """Yield (is needed, key=value, package, remedy) of each optional package."""
     wandb = config.observe.wandb
     mlflow = config.observe.mlflow
     experts = _experts(config)

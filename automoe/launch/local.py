@@ -38,7 +38,7 @@ _KILL_AFTER_S = 8  # time for the other ranks to leave by themselves once one ha
 
 @dataclass(frozen=True)
 class RunResult:
-    """End of a run.
+    """Outcome of a run.
 
     Attributes:
         state: done, failed or preempted.
@@ -116,10 +116,10 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
     """Run every rank of a ``resolved`` configuration as a fork of ``server``; wait for the end.
 
     The function holds the run directory's lock, writes its ``config.yaml``, and forwards SIGTERM,
-    SIGHUP and Ctrl-C to the ranks as a request to stop. A second Ctrl-C kills the ranks, and so
-    does the end of ``launch.grace_s`` seconds. A run that fails is started again from its newest
-    checkpoint, up to ``launch.max_restarts`` times. Call this function from the main thread: ranks
-    die with the thread that made them.
+    SIGHUP and Ctrl-C to the ranks as a request to stop. The ranks are killed by a second Ctrl-C or
+    after ``launch.grace_s`` seconds. A run that fails is started again from its newest checkpoint,
+    up to ``launch.max_restarts`` times. Call this function from the main thread: ranks die with the
+    thread that made them.
 
     Raises:
         ConfigError: ``run_dir`` cannot be written, or it holds a run with other settings.
@@ -129,7 +129,7 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
     checkpoints = run_dir / FOLDER
     limit = config.launch.max_restarts
     with runs.locked(run_dir) as run_dir_lost:
-        # This repeats an earlier check: another run may have been here until the lock was free.
+        # The check is repeated under the lock: another run may have used the directory until now.
         runs.check_same_run(run_dir, config)
         runs.start_run(run_dir)
         save_config(config, run_dir)
@@ -160,7 +160,7 @@ def launch_local(config: Config, num_ranks: int, server: ForkServer) -> RunResul
                 runs.start_again(run_dir, number)
                 if config.checkpoint.resume == "never" and earlier != _identity(checkpoints):
                     # The first attempt has set the old checkpoints aside; the next attempt
-                    # continues from the first one's.
+                    # continues from the first attempt's checkpoints.
                     config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
                     save_config(config, run_dir)
             if limit:
@@ -186,7 +186,7 @@ class _Launch:
 
     @contextmanager
     def forwarding_signals(self) -> Iterator[None]:
-        """Make SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, also between two attempts."""
+        """Make SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, even between two attempts."""
         old = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
         try:
             yield
@@ -221,7 +221,7 @@ class _Launch:
                 failed_at = now
                 if (killed := self._killed_rank(None)) is not None:
                     with runs.telling():
-                        runs.record_failure(self.run_dir, killed)  # the others see it and leave
+                        runs.record_failure(self.run_dir, killed)  # other ranks see this and leave
             if now > self.kill_at:
                 print(
                     f"the ranks have not left in launch.grace_s={self.config.launch.grace_s} s and are killed; "
@@ -264,7 +264,6 @@ class _Launch:
             rank.send_signal(signal.SIGTERM)
 
     def _kill(self) -> None:
-        """Kill every rank that is still alive."""
         for number, rank in enumerate(self.ranks):
             if rank.poll() is None:
                 self.killed.add(number)
@@ -303,7 +302,7 @@ class _Launch:
         return RunResult(state, status.get("objective"), failure or status.get("error"), signum)
 
     def _killed_rank(self, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the failure of a rank that a foreign signal killed; None if it was not the first.
+        """Return the failure of a rank that a foreign signal killed; None if none failed first.
 
         A killed rank cannot report its own end; its peers report a lost connection.
 
@@ -377,9 +376,9 @@ def refusal(failures: Sequence[Mapping[str, Any]], limit: int) -> str | None:
 
 
 def last_step(run_dir: Path) -> int | None:
-    """Return the last step in ``metrics.jsonl``; 0 without a complete line.
+    """Return the last step in ``metrics.jsonl``, or 0 if it has no complete line.
 
-    None if the file does not exist or cannot be read.
+    Returns None if the file does not exist or cannot be read.
     """
     from automoe.observe.metrics import METRICS_FILE, read_metrics
 

@@ -1,7 +1,8 @@
 """Preparation of every command: a command line becomes a configuration, a mesh and a device.
 
 ``automoe.config`` has the rules on the configuration alone. This module adds the checks that read
-something else: a checkpoint's ``config.json``, a tokenizer, this machine. It does not import torch.
+something else: a checkpoint's ``config.json``, a tokenizer, this machine. Importing it does not
+load torch; reading a ``config.json`` does.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from automoe.model.params import count_params
 from automoe.model.wrapper import is_wrapper
 
 LARGE = 1e9  # parameters
-# Fields of a model that must be those of its checkpoint if an override names the group ``model``.
+# Fields of a model that the configuration sets, whatever the checkpoint has.
 _KEPT = ("initializer_range", "random_weights", "num_mtp_layers")
-_OWN_ROPE = ("theta", "interleaved", "partial_rotary_factor")  # of a checkpoint that is stretched
+_OWN_ROPE = ("theta", "interleaved", "partial_rotary_factor")  # stay the checkpoint's own
+# Fields that must be those of the checkpoint if an override names the group ``model``.
 _TELLING = ("family", "num_layers", "hidden_size", "num_experts")
 
 
@@ -142,7 +144,7 @@ def _check_ranks(config: Config, overrides: list[str]) -> None:
 
 
 def _named(overrides: list[str]) -> dict[str, str]:
-    """Return the values of ``overrides`` by key; of ``model.rope={factor: 4}`` ``model.rope.factor`` too."""
+    """Return the values of ``overrides`` by key, also by each key in ``model.rope={factor: 4}``."""
     named = {}
     for override in overrides:
         key, _, value = override.partition("=")
@@ -155,10 +157,11 @@ def _named(overrides: list[str]) -> dict[str, str]:
 
 
 def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
-    """Return the scaling of ``asked`` over the rotary embeddings of ``checkpoint``.
+    """Return the rotary embeddings of ``checkpoint`` with the scaling of ``asked``.
 
     Raises:
-        ConfigError: these are scaled already, cannot be written, or were trained on other rows.
+        ConfigError: the checkpoint's embeddings are scaled already or stand in a wrapper, or
+            ``asked`` does not make the rows that they were trained on longer.
     """
     from automoe.hf.families.registry import read_hf_config
 
@@ -341,7 +344,7 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
 
     Raises:
         ConfigError: a rule is broken; the first one is named.
-        CheckpointError: a folder of other content is where the run would export to.
+        CheckpointError: the folder that the run would export to has other content.
     """
     shape = validate(config, num_ranks, device)
     check_rows(config, adapter_rows(config, shape), shape)

@@ -82,8 +82,8 @@ def init_ranks(
     """Join the process group (gloo on the CPU, NCCL and gloo on CUDA), and return the device.
 
     Args:
-        launch: resolved device, timeout of collectives until the first step is over, threads per
-            rank, and ``numa``.
+        launch: gives the resolved device, the timeout of collectives until the first step is over,
+            the threads per rank, and ``numa``.
         local_rank: rank on this node.
         store: store where ranks meet. A path is the file of a ``FileStore``; None uses torch's
             ``env://``.

@@ -47,8 +47,8 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
     """Lock ``run_dir`` for one run; the kernel releases the lock when the holder dies.
 
     Yields:
-        A function that returns an error message if ``run_dir`` was removed or replaced since, else
-        None.
+        A function that returns an error message if ``run_dir`` was removed or replaced after it was
+        locked, else None.
 
     Raises:
         ConfigError: the directory cannot be created or written.
@@ -175,7 +175,7 @@ def start_run(run_dir: Path) -> None:
     Checkpoints and metrics stay.
 
     Raises:
-        ConfigError: a folder is in the place of a file, or a file in that of a folder; nothing was
+        ConfigError: a folder has the name of a file, or a file that of a folder; nothing was
             deleted.
     """
     logs = run_dir / LOG_FOLDER
@@ -219,7 +219,7 @@ def start_again(run_dir: Path, attempt: int) -> None:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Make a warning of an error in telling what became of the run, which it must not hide."""
+    """Turn an error in recording a run's outcome into a warning, so that it hides no outcome."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -227,7 +227,7 @@ def telling() -> Iterator[None]:
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
-    """Return the content of ``status.json``; empty before the first run.
+    """Return the content of ``status.json``; {} before the first run.
 
     Raises:
         OSError, ValueError: the file cannot be read.
@@ -253,9 +253,9 @@ def write_status(run_dir: Path, state: State, **facts: Any) -> None:
 
 
 def _overwrite(path: Path, content: dict[str, Any]) -> bool:
-    """Write over the file where it lies, which a full disk allows; return False if it is too small.
+    """Overwrite the file in place, which a full disk allows; return False if it is too small.
 
-    A traceback is left out.
+    The traceback of an error is left out.
     """
     if error := content.get("error"):
         content["error"] = error | {"traceback": []}
@@ -268,7 +268,7 @@ def _overwrite(path: Path, content: dict[str, Any]) -> bool:
 
 
 def read_failure(run_dir: Path) -> dict[str, Any] | None:
-    """Return the first error's report; None if none exists or it is not written in full."""
+    """Return the first error's report; None if there is none, or if it is incomplete."""
     try:
         return parse_json(read_file(run_dir / ERROR_FILE))
     except (OSError, ValueError):

@@ -29,30 +29,37 @@ from automoe.errors import LaunchError
 from automoe.launch import run_dir as runs
 from automoe.storage.sealed import read_json, replace_json
 
-_RECORDED = "512"  # collectives that the recorder keeps: those of some steps
+_RECORDED = "512"  # collectives that the recorder keeps, enough for some steps
 _NEARLY = 0.9  # fraction of the timeout; at the timeout itself NCCL ends the process
 _ANSWER_S = 10.0  # time for the other ranks to answer
 # A rank inside this function of automoe waits for its peers, as in functions of torch.distributed.
 _WAITS = "wait_for_ranks"
-# A pass inside this function of automoe waits for the pass of this thread, which is merged with it.
+# A main thread inside this function of automoe waits for its turn beside the thread ``_BACKWARD``,
+# which runs the backward pass that is merged with the main thread's pass.
 _GIVES_WAY = "wait_for_turn"
 _BACKWARD = "merged_backward"
 _SAVES = "checkpoint"  # process group of saves and loads
-NOWHERE = "the interpreter"  # place of a thread outside of any code but libraries
+NOWHERE = "the interpreter"  # place of a thread that is in no code but libraries
 _PACKAGE = Path(__file__).parents[1]
 _NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
 
 
 @dataclass
 class Pending:
-    """Collective that a rank has entered and not left; ``number`` counts those of its group."""
+    """Collective that a rank has entered and not left.
+
+    Attributes:
+        number: sequence number of the collective in its group.
+        seconds: time since the collective was first seen, soon after it began.
+        timeout_s: timeout of the group; larger for a group that waits for slow disks.
+    """
 
     op: str
     number: int
     group: str
     ranks: list[int]
-    seconds: float  # age since it was first seen, soon after it began
-    timeout_s: float  # timeout of the group, larger for one that waits for slow disks
+    seconds: float
+    timeout_s: float
 
     def __str__(self) -> str:
         return f"{self.op} {self.number} of group {self.group} ({_ranks(self.ranks)})"
@@ -96,7 +103,7 @@ class Standing:
 
 @dataclass
 class StuckWatch:
-    """Watch over one rank's collectives; create it before torch is imported.
+    """Watch over one rank's collectives; create the watch before torch is imported.
 
     A thread calls ``look`` repeatedly, and the main thread calls ``explain`` after an error.
 
@@ -199,7 +206,8 @@ class StuckWatch:
             for thread in threading.enumerate():
                 if thread.name.startswith("save_"):  # ``CheckpointStore`` names its threads so
                     place, _ = describe_place(_live_frames(thread))
-                    standing.saving = None if place == NOWHERE else place  # it waits for work
+                    # A saving thread that waits for work is nowhere.
+                    standing.saving = None if place == NOWHERE else place
             target.parent.mkdir(exist_ok=True)
             if "torch.distributed" in sys.modules:
                 from automoe.interop.torch_private import flight_records
@@ -220,7 +228,7 @@ class StuckWatch:
         return who_is_missing(standings, self.num_ranks, self.rank, waited_s)
 
     def _warn(self, slow: Pending, message: str) -> None:
-        """Warn of a slow collective once, and withdraw the question."""
+        """Warn about a slow collective once, and withdraw the question."""
         self._named.add(str(slow))
         warning = f"warning: {message} It may take up to {slow.timeout_s:.0f} s"
         for stream in (self.terminal, sys.stderr):
@@ -268,7 +276,7 @@ def who_is_missing(
     ]
     concerned = set(mine.pending[0].ranks) if mine.pending else set(range(num_ranks))
     missing = sorted(silent + elsewhere, key=lambda rank: (rank not in concerned, rank))
-    groups: dict[str, list[Standing]] = {what: []}  # by operation, that of this rank in front
+    groups: dict[str, list[Standing]] = {what: []}  # by operation, that of ``asking`` first
     for standing in standings.values():
         if standing.waits_in is not None:
             groups.setdefault(standing.waits_in, []).append(standing)
@@ -375,10 +383,10 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 
 
 def _working_thread() -> threading.Thread:
-    """Return the thread whose place tells where this rank is.
+    """Return the thread whose place in the code is the place of this rank.
 
-    It is the main thread. While that waits for a merged backward pass (``automoe.parallel.overlap``), it is
-    the thread of the backward pass.
+    This is the main thread, or the thread of a merged backward pass (``automoe.parallel.overlap``)
+    while the main thread waits for it.
     """
     main = threading.main_thread()
     waits = any(frame.f_code.co_name == _GIVES_WAY for frame in _live_frames(main))

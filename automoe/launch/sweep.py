@@ -107,7 +107,7 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
                 print(f"\nplot {from_here(str(draw_sweep(directory, jobs)))}")
             except OSError as error:
                 print(f"\nno plot: {error}", file=sys.stderr)
-    # What follows is about the jobs of this start alone.
+    # The exit status depends on the jobs of this start only.
     jobs = [job for job in jobs if job["start"] == sweep.start]
     stops = [job["exit_code"] for job in jobs if job["state"] == "preempted"]
     if stops or status == STOPPED:
@@ -156,7 +156,7 @@ def side_by_side(overrides: list[str]) -> list[str]:
 def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
     """Return the sweep's directory, and the overrides without ``run_dir``.
 
-    If ``run_dir`` is not set, the overrides that define the sweep name the directory.
+    Without ``run_dir``, the directory is named after the overrides that define the sweep.
 
     Raises:
         ConfigError: ``run_dir`` is swept.
@@ -322,12 +322,12 @@ class Sweep:
             "process": [socket.gethostname(), os.getpid()],
         }
         path.parent.mkdir(exist_ok=True)
-        # A job may take days: it is waited for as long as its process lives.
+        # A job may take days: wait for its process however long it lives.
         with os.fdopen(take_lock(path.with_suffix(".lock"), time.monotonic)):
             print(f"\njob {mine.job.num}: {record['label']}", flush=True)
             earlier = _read(path) or {}
             if earlier.get("start") == self.start and earlier["state"] != "running":
-                # Optuna may draw the same values twice, also for two jobs at a time.
+                # Optuna may draw the same values twice, even for two jobs that run side by side.
                 print(f"done as job {earlier['job']} of this sweep")
                 record = earlier
             else:
@@ -337,7 +337,7 @@ class Sweep:
                 found = self._result(composed, task, name, num_jobs, earlier.get("seconds"))
                 record |= {"seconds": round(time.monotonic() - began, 1)} | found
                 replace_json(path, record)
-        # A user or scheduler who stops one job wants the whole sweep to end.
+        # A user or scheduler that stops one job wants the whole sweep to end.
         if record["state"] == "preempted":
             raise KeyboardInterrupt
         if record["state"] != "done":
@@ -483,7 +483,7 @@ def _records(directory: Path) -> list[Record]:
 
 
 def _read(path: Path) -> Record | None:
-    """Return a job's record; None if it cannot be read, in which case the job writes it again."""
+    """Return a job's record; None if it cannot be read: the job then writes it again."""
     with suppress(OSError, ValueError):
         record = read_json(path)
         if {"name", "job", "label", "start", "state", "objective", "process"} <= record.keys():

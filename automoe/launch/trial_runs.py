@@ -13,18 +13,18 @@ from typing import Any
 from automoe.launch.local import last_step
 from automoe.observe.metrics import read_metrics
 
-# Parts of names of a record's values that are clocks or memory, and checksums over those.
+# Parts of the names of a record's values that are times, memory, or checksums over these.
 _MEASURED = ("second", "memory", "checkpoint_", "mfu", "slowest", "crc32")
 
 Records = list[dict[str, Any]]
 
 
 class TrialError(RuntimeError):
-    """A run that failed; the message is what it printed."""
+    """Failure of a run; the message is the run's output."""
 
 
 def train(run_dir: Path, overrides: Sequence[str]) -> Records:
-    """Train in a process of its own to the end, and return the steps' records.
+    """Train to the end in a separate process, and return the steps' records.
 
     Raises:
         TrialError: the run failed.
@@ -53,7 +53,7 @@ def train_and_kill(run_dir: Path, overrides: Sequence[str], after: int) -> int:
 
 
 def differing(expected: Records, got: Records) -> list[str]:
-    """Return what differs between two runs' records, ``step N: name, ...``; clocks do not count."""
+    """Return the differences of two runs' records as ``step N: name, ...``, without clocks."""
     lines = []
     if len(expected) != len(got):
         lines.append(f"{len(got)} steps instead of {len(expected)}")
@@ -66,7 +66,7 @@ def differing(expected: Records, got: Records) -> list[str]:
 
 
 def numbers_of(record: dict[str, Any]) -> set[str]:
-    """Return the names of a record's values that two runs of the same numbers share."""
+    """Return the names of a record's values that are equal in runs with the same numbers."""
     return {name for name in record if not any(part in name for part in _MEASURED)}
 
 

@@ -41,13 +41,13 @@ _leaving = threading.Lock()
 
 
 class Outlet:
-    """Text stream that writes to one or more streams, and outlives their ``OSError``.
+    """Text stream that writes to one or more streams, and ignores their ``OSError``.
 
     A full disk or a closed terminal thus loses output but does not end the run. All other
     attributes are those of the first stream.
 
     Args:
-        lost: called with the error and the text that the last stream did not take.
+        lost: function that is called with the error and the text that the last stream did not take.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Outlet:
 
 
 def outlive_streams() -> None:
-    """Make this process and its children survive closed or failing standard streams."""
+    """Protect this process and its children against closed or failing standard streams."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         # If a standard stream is closed, the next file that opens would take its number, and
         # children would inherit that file as their standard stream.

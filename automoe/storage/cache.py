@@ -27,16 +27,16 @@ def default_cache_dir() -> Path:
 def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Return the facts of a cache entry after verifying its bytes; make the entry if missing.
 
-    One process of a machine writes; the others wait for it. A rename makes the entry visible whole
-    or not at all. The system releases the lock of a writer that dies. An entry that is damaged or
-    belongs to another entry is made anew, and a line on standard error says so.
+    One process of a machine writes, and the others wait for it. A rename makes the entry visible
+    completely or not at all. The system releases the lock of a writer that dies. An entry that is
+    damaged, or was made under another name, is made anew, and a line on standard error says so.
 
     Args:
-        write: fills an empty folder and returns facts in plain JSON values.
+        write: function that fills an empty folder and returns facts in plain JSON values.
 
     Raises:
-        DataError: the cache cannot be read or written, or the process that writes the entry does
-            not go on. Errors of ``write`` pass through.
+        DataError: the cache cannot be read or written, or the process that writes the entry makes
+            no progress. Errors of ``write`` pass through.
     """
     try:
         found = _verified(entry)
@@ -84,14 +84,14 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
 
 
 def _written(entry: Path) -> int:
-    """Return the bytes that another process has written of a new entry."""
+    """Return how many bytes of a new entry another process has written; -1 if none."""
     with suppress(FileNotFoundError):
         return sum(path.stat().st_size for path in entry.parent.glob(f"{entry.name}.*/new/*"))
     return -1
 
 
 def _verified(entry: Path) -> dict[str, Any] | str | None:
-    """Return an entry's facts or a description of its damage; None without an entry.
+    """Return an entry's facts, or a description of its damage; None if there is no entry.
 
     Raises:
         OSError: the entry cannot be read.

@@ -30,7 +30,10 @@ _KINDS = {
 
 
 def wrong_kind(path: Path | str | int) -> str | None:
-    """Return what a path or a descriptor is, such as "a FIFO"; None for a file, or for nothing."""
+    """Return the kind of a path or descriptor, such as "a FIFO".
+
+    Returns None for a regular file, or if nothing has the name.
+    """
     try:
         return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "something else")
     except FileNotFoundError:
@@ -38,7 +41,7 @@ def wrong_kind(path: Path | str | int) -> str | None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file of the program's own state, and return a descriptor; never waits.
+    """Open a file of the program's own state without blocking, and return a descriptor.
 
     Opening a FIFO would wait for its other end, and reading from a device might not end.
 
@@ -52,9 +55,10 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file of the program's own state, retried after a passing error.
+    """Return the content of a file of the program's own state, with retries of passing errors.
 
-    Raises ``OSError`` as ``open_regular``; it names the file.
+    Raises:
+        OSError: as ``open_regular``; the error names the file.
     """
 
     def read() -> bytes:
@@ -86,7 +90,7 @@ def named(path: Path, size: int = 0) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a new file as UTF-8. Raises ``OSError`` that names it, as ``named`` does."""
+    """Write a new file as UTF-8. An ``OSError`` names the file (``named``)."""
     with named(path, len(text)):
         path.write_text(text, encoding="utf-8")
 
@@ -94,8 +98,11 @@ def write_text(path: Path, text: str) -> None:
 def checksum(path: Path, method: Callable[[], Any] = xxhash.xxh3_128) -> str:
     """Return a checksum of a file's bytes in hexadecimal digits.
 
-    The default, XXH3, detects damage, not intent. It reads 7 GB per second from the page cache.
-    Raises as ``read_file``.
+    The default, XXH3, detects damage but not tampering. It reads 7 GB per second from the page
+    cache.
+
+    Raises:
+        OSError: as ``read_file``.
     """
 
     def digest() -> str:
@@ -117,13 +124,13 @@ def flush(path: Path) -> None:
 def write_durably(path: Path, text: str) -> None:
     """Write a file and flush its content.
 
-    The file's name is on the disk only after its directory is flushed too.
+    The file's name reaches the disk only when its directory is flushed too.
     """
     _write(path, path, text.encode(), flushed=True)
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """Replace a file atomically and flush it to the disk before returning; for a single writer."""
+    """Replace a file atomically and flush it to the disk; only one process may write the file."""
     _write(path.with_name(f".{path.name}"), path, text.encode(), flushed=True)
     flush(path.parent)
 
@@ -141,11 +148,11 @@ def _write(scratch: Path, path: Path, raw: bytes, flushed: bool = False) -> None
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a file atomically without a flush: a reader sees all of the old or the new content.
+    """Replace a file atomically, without a flush: a reader sees the old or the new content.
 
     Several machines may write to one directory. A write that fails temporarily is repeated.
     """
-    # Machines that share the directory number their processes alike.
+    # Processes on different machines that share the directory may have the same id.
     scratch = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     raw = content.encode() if isinstance(content, str) else content
     try:

@@ -19,9 +19,9 @@ def flush_folder(folder: Path) -> None:
 
 
 def name_folder(working: Path, path: Path) -> None:
-    """Rename a flushed folder to ``path`` atomically, on the disk when the function returns.
+    """Rename a flushed folder to ``path`` atomically, and flush the new name to the disk.
 
-    An older folder of that name is replaced, and deleted last.
+    An older folder of this name is replaced, and deleted last.
     """
     old = _old(path)
     if not path.exists():
@@ -65,7 +65,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder with all it holds, or a link to one, if it is there."""
+    """Delete a folder with its content, or a link to a folder, if it exists."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -73,5 +73,5 @@ def remove_folder(path: Path) -> None:
 
 
 def _old(path: Path) -> Path:
-    """Return the name of the older folder between the two renames."""
+    """Return the name that the older folder has between the two renames."""
     return path.with_name(f".{path.name}.old")

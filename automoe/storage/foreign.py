@@ -1,10 +1,10 @@
-"""The one door for files that a stranger may have written: opening, parsing, copying. No torch.
+"""Opening, parsing and copying of all files that a stranger may have written. Needs no torch.
 
 A name must stand for a regular file in its folder. A link may lead to another file of the folder
-or, in HuggingFace's cache (where ``snapshots/REVISION`` holds nothing but links), to ``blobs`` of
-the same repository. JSON and YAML have limits of size and depth, and settings of models and
-tokenizers have the types of ``_SETTINGS``. What such files compute (templates, regular
-expressions) is computed by ``automoe.storage.guarded``.
+or, in HuggingFace's cache (where ``snapshots/REVISION`` holds only links), to ``blobs`` of the same
+repository. JSON and YAML have limits of size and depth, and settings of models and tokenizers have
+the types of ``_SETTINGS``. Templates and regular expressions in such files run in
+``automoe.storage.guarded``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import yaml
 from automoe.errors import CheckpointError, retried
 from automoe.storage.files import named, wrong_kind
 
-# No config.json or index comes near: that of a model with a hundred thousand tensors has 10 MB.
+# No config.json or index comes near: the index of a hundred thousand tensors has 10 MB.
 MAX_JSON_BYTES = 100_000_000
-MAX_YAML_BYTES = 1_000_000  # of a configuration; those of conf/ have a few thousand
-MAX_YAML_NODES = 100_000  # values of a configuration, each alias written out
-MAX_DIGITS = 400  # of a number in a configuration: float64 has 309 before the point
+MAX_YAML_BYTES = 1_000_000  # per configuration; those of conf/ have a few thousand
+MAX_YAML_NODES = 100_000  # values per configuration, with aliases expanded
+MAX_DIGITS = 400  # per number in a configuration: float64 has 309 before the point
 MAX_DEPTH = 100  # levels of objects and lists
-MAX_RECORD_BYTES = 1 << 28  # of a line or a row of training data
-MAX_ID = (1 << 24) - 1  # of a token: tables by id have as many rows
+MAX_RECORD_BYTES = 1 << 28  # per line or row of training data
+MAX_ID = (1 << 24) - 1  # largest token id: tables by id have as many rows
 
 
 def is_there(folder: Path, name: str) -> bool:
@@ -110,9 +110,9 @@ def parse_json(raw: bytes) -> Any:
         found = json.loads(text)
         if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:
             check_depth(found)
-        # Every pair that is written has a colon of its own, so nothing is lost if as many are in
-        # the two upper levels. Looking at the pairs of each object, as is done otherwise, takes
-        # longer than all else.
+        # Every written pair has a colon of its own, so no key is repeated if the two upper levels
+        # hold as many pairs as there are colons. Checking the pairs of each object, as is done
+        # otherwise, takes longer than the rest of the function.
         if isinstance(found, dict):
             pairs = len(found) + sum(
                 len(value) for value in found.values() if isinstance(value, dict)
@@ -146,7 +146,7 @@ def compose_yaml(raw: bytes) -> tuple[yaml.SafeLoader, yaml.Node | None]:
     """Parse YAML into nodes and check their sizes; return them with their loader.
 
     Raises:
-        ValueError: too many bytes, values (aliases written out), levels, or digits of a number.
+        ValueError: too many bytes, values (with aliases expanded), levels, or digits in a number.
         yaml.YAMLError: the text is not YAML.
     """
     if len(raw) > MAX_YAML_BYTES:
@@ -169,8 +169,8 @@ def compose_yaml(raw: bytes) -> tuple[yaml.SafeLoader, yaml.Node | None]:
 def _written_out(
     node: yaml.Node, known: dict[int, tuple[int, int]], depth: int, key: str
 ) -> tuple[int, int]:
-    """Return the number of values in ``node``, aliases written out, and of its levels."""
-    if depth > MAX_DEPTH:  # an alias of what is around it, too
+    """Return the number of values in ``node``, with aliases expanded, and of its levels."""
+    if depth > MAX_DEPTH:  # also for an alias of a node that contains it
         raise RecursionError
     if id(node) not in known:
         inner: list[tuple[yaml.Node, str]] = []
@@ -194,7 +194,7 @@ def parse_yaml(raw: bytes) -> Any:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of a JSON text, for ``json.loads``; ``ValueError`` for a key twice."""
+    """Build an object for ``json.loads``; raise ``ValueError`` if a key is repeated."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = set()
@@ -241,7 +241,7 @@ def _is_template(value: Any) -> bool:
 
 
 def _several(is_one: Callable[[Any], bool], kinds: Any = list) -> Callable[[Any], bool]:
-    """Return a test of one value, or of a collection of them."""
+    """Return a test that passes for one valid value, or for a collection of valid values."""
 
     def all_are(value: Any) -> bool:
         if not isinstance(value, kinds):
@@ -251,8 +251,8 @@ def _several(is_one: Callable[[Any], bool], kinds: Any = list) -> Callable[[Any]
     return all_are
 
 
-# keys of JSON settings, which mean the same in every file: (what a value is, its test). Null is
-# the same as no value.
+# Keys of JSON settings with one meaning in every file -> (description of a valid value, its test).
+# Null counts as no value.
 _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     key: (words, test)
     for words, test, keys in (
@@ -327,7 +327,8 @@ def parse_settings(raw: bytes) -> dict[str, Any]:
     """Parse a JSON object whose known keys have the types of ``_SETTINGS``.
 
     Raises:
-        ValueError: it is none; the text names the key.
+        ValueError: the JSON is invalid or no object, or the type of a value is wrong; the message
+            then names the key.
     """
     content = parse_json(raw)
     if not isinstance(content, dict):
@@ -348,8 +349,9 @@ def _check_settings(content: dict[str, Any], prefix: str) -> None:
 
 
 def read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """Return the settings in a file of ``folder``, {} if it does not exist.
+    """Return the settings in a file of ``folder``, or {} if it does not exist.
 
-    Raises as ``open_inside`` and ``parse_settings``.
+    Raises:
+        CheckpointError, OSError, ValueError: as ``read_bytes`` and ``parse_settings``.
     """
     return parse_settings(read_bytes(folder, name)) if is_there(folder, name) else {}

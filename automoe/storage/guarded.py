@@ -1,7 +1,7 @@
 """Work on a stranger's files in a forked child, with limits of processor time and memory.
 
-A template may loop without end, a regular expression may backtrack for years or overflow the stack
-of native code. In a child, either becomes an error that names what the child was doing.
+A template may loop for ever; a regular expression may backtrack for years, or overflow the stack of
+native code. In a child, either becomes an error that names what the child was doing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from automoe.errors import AutomoeError, DataError, in_words
 T = TypeVar("T")
 
 MAX_SECONDS = 60  # of processor time for one step of the work; ``doing`` begins a step
-# memory that the work may add, in bytes: half of the machine's
+# Bytes of memory that the work may add: half of the machine's memory.
 MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 _PR_SET_PDEATHSIG = 1
-_place: mmap.mmap | None = None  # in a child: text that says what it is doing
+_place: mmap.mmap | None = None  # in a child: name of the current step, shared with the parent
 
 
 def doing(what: str, goes_on: bool = False) -> None:
-    """Begin a step of guarded work: name it, and give it ``MAX_SECONDS``. No-op outside.
+    """Begin a step of guarded work: name it, and give it ``MAX_SECONDS``. No-op outside such work.
 
     Args:
-        goes_on: a step of the same name goes on, if there is one, and gets no new time.
+        goes_on: True if a current step of the same name continues, without new time.
     """
     if _place is not None and not (goes_on and _text_of(_place) == what):
         _place[:] = what.encode(errors="replace")[: len(_place)].ljust(len(_place), b"\0")
@@ -43,7 +43,7 @@ def doing(what: str, goes_on: bool = False) -> None:
 
 
 def fork() -> int:
-    """Fork this process as ``os.fork`` does, which warns in Python 3.12 if there are threads."""
+    """Fork this process as ``os.fork`` does, without Python 3.12's warning about threads."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
@@ -60,7 +60,7 @@ def guarded(what: str, work: Callable[[], T]) -> T:
     Raises:
         DataError: a step took too long or too much memory, or ended the child.
         LaunchError: no further process can be started.
-        Exception: that of ``work``.
+        Exception: the error of ``work``.
     """
     global _place
     place = mmap.mmap(-1, 1024)
@@ -71,7 +71,7 @@ def guarded(what: str, work: Callable[[], T]) -> T:
     try:
         child = fork()
     except OSError as failed:
-        # Callers take an ``OSError`` for one of the files that they read or write.
+        # Callers would take an ``OSError`` for an error of a file that they read or write.
         raise in_words(failed) from None
     if not child:
         _place = place
@@ -85,7 +85,7 @@ def guarded(what: str, work: Callable[[], T]) -> T:
         raise
     finally:
         status = int(signal.SIGKILL)
-        with suppress(ChildProcessError):  # whoever started this process ignores SIGCHLD
+        with suppress(ChildProcessError):  # if whoever started this process ignores SIGCHLD
             _, status = os.waitpid(child, 0)
     ended = -os.waitstatus_to_exitcode(status)
     now = _text_of(place)
@@ -123,7 +123,7 @@ def _work(what: str, work: Callable[[], Any], writing: int, parent: int) -> NoRe
     except BaseException as error:
         if not isinstance(error, (AutomoeError, MemoryError)):
             error.add_note("".join(traceback.format_exception(error)))
-        # Native code of tokenizers raises bare ones, and panics, which are none.
+        # Native code of tokenizers raises a bare ``Exception``, or panics, which are none.
         if type(error) is Exception or not isinstance(error, Exception):
             error = DataError(f"{_text_of(_place)}: {error}. Correct it, or take another file")
         answer = None, error
@@ -138,7 +138,7 @@ def _work(what: str, work: Callable[[], Any], writing: int, parent: int) -> NoRe
 
 
 def limit_memory() -> tuple[int, int]:
-    """Let this process take ``MAX_BYTES`` more private memory; return the limits before."""
+    """Limit this process to ``MAX_BYTES`` more private memory; return the previous limits."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/status") as file:
         now = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
@@ -149,7 +149,7 @@ def limit_memory() -> tuple[int, int]:
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when ``parent`` ends; exit now if it has ended (Linux).
 
-    Nothing else would end a process that has a session of its own.
+    Nothing else would end a process in a session of its own.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

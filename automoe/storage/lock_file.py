@@ -15,24 +15,24 @@ from automoe.storage.files import named, open_regular
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _LOOK_EVERY_S = 0.5
-_IDLE_S = 1800.0  # a process that does nothing for so long is waited for no longer
+_IDLE_S = 1800.0  # longest wait for a lock's holder that makes no progress
 
 
 def take_lock(path: Path, progress: Callable[[], object] | None = None) -> int:
     """Lock the file ``path``, made if missing, and return the descriptor that holds the lock.
 
-    The file then has the id of this process. If its file system has no locks, the lock is a file in
-    the temporary folder of this machine, and a note says so.
+    The id of this process is written into the file. If the file system has no locks, a file in the
+    temporary folder of this machine is locked instead, and a note says so.
 
     Args:
-        progress: what the process that holds the lock has done so far. While this changes, the
-            process is waited for, and a line names it. None: do not wait.
+        progress: function that measures the work of the process that holds the lock. While its
+            result changes, this function waits; a line names that process. None: do not wait.
 
     Raises:
         BlockingIOError: another process holds the lock; its id is the error's ``strerror``.
-        OSError: the file cannot be made or written, is no file, or has another name as well: what
-            a link leads to would be written to, and a hard link would lock two places. Or the
-            process that holds the lock does nothing.
+        OSError: the file cannot be made or written, or is not a regular file; it is a link, whose
+            target would be overwritten; it has a hard link, so that two places would be locked; or
+            the process that holds the lock makes no progress.
     """
     done = None
     since = 0.0

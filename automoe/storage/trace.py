@@ -21,7 +21,7 @@ _listeners: list[Listener] = []
 
 @contextmanager
 def phase(name: str, step: int | None = None) -> Iterator[None]:
-    """Mark the block as the phase ``name``; free of cost without listeners and profiler."""
+    """Mark the block as the phase ``name``; this costs nothing without listeners and profiler."""
     for listener in tuple(_listeners):
         listener(name, step, "begin")
     with _profiler_range(name):

@@ -62,7 +62,7 @@ class Comparison:
 def compare_tensors(
     kind: str, name: str, step: int, got: Numbers | None, expected: Numbers | None
 ) -> Comparison:
-    """Compare a tensor or plain numbers of the two runs in float64; None if a run lacks them."""
+    """Compare a tensor or numbers of the two runs in float64; a run may lack them (None)."""
     if got is None or expected is None:
         places = ("absent", "present") if got is None else ("present", "absent")
         absent = "{} here, {} in the reference".format(*places)

@@ -1,8 +1,8 @@
 """Pool of ranks on one machine, over gloo or NCCL, that run one function after another.
 
 The ranks are forks of a ``ForkServer``, so torch is imported once for all of them. Each case (one
-function call) gets a new process group on an empty store. After the case the group is destroyed,
-and with it every cache that holds a mesh: a mesh left behind costs dozens of file descriptors and
+function call) gets a new process group on an empty store. After the case the group is destroyed and
+every cache that holds a mesh is cleared: a mesh left behind costs dozens of file descriptors and
 threads per rank, and a later case with an equal mesh would get the dead groups of the earlier one.
 """
 
@@ -59,7 +59,7 @@ class RankPool:
 
     Args:
         max_ranks: largest world size; the processes start with the first case.
-        device: cpu (ranks talk over gloo) or cuda (a GPU a rank, NCCL and gloo).
+        device: cpu (gloo) or cuda (one GPU per rank, NCCL and gloo).
         timeout_s: seconds after which a case counts as hanging: its ranks are killed and named. The
             value is a safety net, far above the duration of any case.
     """
@@ -105,7 +105,7 @@ class RankPool:
             self._start()
             pipes = self._pipes[:world_size]
             for pipe in pipes:
-                # Callers may have extended sys.path since the ranks started, which import from it.
+                # Ranks import ``fn``, and callers may have extended sys.path since ranks started.
                 pipe.send((store, world_size, sys.path, self.device, self.timeout_s))
                 pipe.send_bytes(payload)
             results = self._gather(pipes)
@@ -186,7 +186,7 @@ class RankPool:
             time.sleep(_PAUSE_S)
 
     def _stacks_of(self, rank: ForkedRank) -> str:
-        """Return the stacks of a hanging rank's threads; empty if it fails to write them."""
+        """Return the stacks of a hanging rank's threads; empty if the rank does not write them."""
         os.truncate(self._stacks, 0)
         rank.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACKS_S
@@ -251,5 +251,5 @@ def leave_world(imported_caches: list[Any]) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_meshes(imported_caches)
-    if torch.cuda.is_initialized():  # ranks of the next case, on the same GPUs, may be others
+    if torch.cuda.is_initialized():  # other ranks may use these GPUs in the next case
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
 """Proxy of a configuration that is too large to run here: the same structure with small sizes.
 
-The proxy keeps every mesh axis, kind of layer, routing rule, schedule and backend. ``list_cuts``
-lists the changed keys, so that nobody takes the proxy for the configuration itself. This module
-does not import torch.
+The proxy keeps every mesh axis, kind of layer, routing rule and backend, and the schedule unless it
+is a CSV file. ``list_cuts`` lists the changed keys, so that nobody takes the proxy for the
+configuration itself. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_TOP_K = 4
 MAX_SEQ_LEN = 64
 MAX_MICRO_BATCHES = 4
 MAX_WINDOW = 16
-MAX_HEADS = MAX_AXIS**2  # tp and cp both divide heads
+MAX_HEADS = MAX_AXIS**2  # tp and cp both shard heads
 # Largest sizes in the proxy, by kind of attention.
 MAX_ATTENTION = {
     "mla": dict(
@@ -67,7 +67,7 @@ HEAD_WIDTHS = (
     "head_dim", "index_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
-# A width that is divided into blocks of 8-bit scales keeps two blocks, so that blocks can meet.
+# A width with blocks of 8-bit scales keeps two blocks, so that there is a border between blocks.
 MAX_BLOCKED = 2 * BLOCK
 
 
@@ -86,7 +86,7 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     small = resolve_mesh(MeshConfig(**(sizes | {"ep_shard": -1})), None)
     parallel = replace(config.parallel)
     parallel.stages_per_rank = min(parallel.stages_per_rank, MAX_AXIS)
-    if is_csv(parallel.schedule):  # an order for other numbers of ranks and micro-batches
+    if is_csv(parallel.schedule):  # the file is for other numbers of ranks and micro-batches
         parallel.schedule = "Interleaved1F1B" if parallel.stages_per_rank > 1 else "1F1B"
         parallel.overlap_all_to_all &= small.pp == 1 or parallel.stages_per_rank > 1
     num_stages = small.pp * parallel.stages_per_rank
@@ -95,7 +95,8 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     if model.family != TRANSFORMERS:
         model = _cut_model(model, small, num_stages, num_token_ids, blocked)
     if parallel.layers_per_stage is not None:
-        # Stages of different sizes keep different sizes, and modules away from the head stay away.
+        # Stages keep different sizes, and modules for multi-token prediction that are on other
+        # stages than the head stay on other stages.
         full = shape.pp * config.parallel.stages_per_rank
         apart = model.num_mtp_layers * any(module_sizes(config, full)[:-1])
         parallel.layout = None
@@ -112,7 +113,7 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
         there = [layer for layer in parallel.recompute_layers if layer < model.num_layers]
         parallel.recompute_layers = there or [model.num_layers - 1]
     data = replace(config.data, on_long="truncate" if config.data.is_chat else "split")
-    if data.is_preference:  # a pair is a conversation too
+    if data.is_preference:  # pairs are conversations that cannot be truncated
         data.on_long = "drop"
     proxy = replace(
         config,
@@ -179,15 +180,15 @@ def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
     for name, limit in MAX_ATTENTION[attention.kind].items():
         if (size := getattr(attention, name)) is not None:
             cut[name] = min(size, limit)
-    # The second layer is in the first stage, whatever the stages are.
+    # The first stage has at least two layers, so the second one is beside the indexer it shares.
     cut["index_shared_layers"] = [1] if attention.index_shared_layers else []
     return replace(attention, num_heads=heads, num_kv_heads=kv_heads, **cut)
 
 
 def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
-    """Keep the width of heads, and cut their number.
+    """Keep the width of heads, and reduce their number.
 
-    Enough heads stay for tp to cut where two blocks of 8-bit scales meet.
+    Enough heads stay for tp to shard at borders between blocks of 8-bit scales.
     """
     few = replace(
         _cut_attention(attention),

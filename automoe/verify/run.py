@@ -26,7 +26,7 @@ from automoe.model.params import count_params
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.proxy import list_cuts, make_proxy
 
-if TYPE_CHECKING:  # these import torch, which the configuration's checks need not wait for
+if TYPE_CHECKING:  # these modules import torch, and checks of the configuration need no torch
     from automoe.data.loader import StepBatch
     from automoe.verify.compare import Comparison
     from automoe.verify.trajectory import Trajectory
@@ -36,22 +36,20 @@ EXIT_FAILED = 3
 
 MAX_RANKS = 8
 MAX_PARAMETERS = 16_000_000  # every full tensor of both runs is kept in float64
-# tokens per step, tokens per row
-MAX_TOKENS = 8192
+MAX_TOKENS = 8192  # per step
 MAX_SEQ_LEN = 1024
 
 # Tolerances bound ||difference|| / ||reference|| of every tensor. In float64 runs differ only by
 # the order of sums; bfloat16 has 8 bits, and its rounding depends on how a sum is split.
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
-CLASS_TOLERANCE = 1e-6  # of classes of transformers that compute a part in float32
-# With 8-bit products, or rows that travel in 8 bits, in a dtype below float64, rounding tips a code
-# to its neighbour, an eighth away, and the next product tips more codes (docs/fp8.md). A mean over
-# all tokens moves little.
-# Rounding to bfloat16 tips more codes than rounding to float32.
+CLASS_TOLERANCE = 1e-6  # for classes of transformers that compute a part in float32
+# 8-bit products, or dispatch in 8 bits, in a dtype below float64: rounding moves a code to its
+# neighbour, an eighth away, and the next product moves more codes (docs/fp8.md). A mean over all
+# tokens moves little. Rounding to bfloat16 moves more codes than rounding to float32.
 FP8_TOLERANCE = 0.02
 FP8_GRADIENTS = {"float64": 0.25, "float32": 0.25, "bfloat16": 0.5}
-# Tolerance of gradients: if a scale's 128 tokens are other tokens, values far below their largest
-# one differ.
+# Tolerance of gradients if the 128 tokens of a scale are not those of the reference: values far
+# below the largest one then differ.
 FP8_LINES = 1e-5
 GRADIENTS = ("gradient", "gradient norm")
 # These kinds are compared only if gradients must agree to 1e-10: Adam divides by the gradient's own
@@ -168,7 +166,7 @@ def make_runnable(
 
     Args:
         force_proxy: use the proxy even if the configuration would fit.
-        device: cpu, where several ranks share a core, or cuda, with a GPU a rank.
+        device: cpu, where several ranks share a core, or cuda, with one GPU per rank.
 
     Returns:
         The configuration to run, its mesh, and the changes as (key, configured, here), empty if the
@@ -233,7 +231,7 @@ def _without_checkpoint(config: Config, device: Device) -> Config:
         config.data.chat.template = "plain"
     rope = replace(config.model.rope, extends=False)  # the scaling stays
     model = replace(config.model, hf_path=None, rope=rope)
-    if config.model.family == TRANSFORMERS:  # the class stands in the checkpoint's config.json
+    if config.model.family == TRANSFORMERS:  # the checkpoint's config.json names the class
         model = replace(config.model, random_weights=True)
     return replace(
         config,
@@ -248,10 +246,10 @@ def _without_checkpoint(config: Config, device: Device) -> Config:
 
 
 def _in_plain_torch(config: Config, keep_triton: bool) -> Config:
-    """Return ``config`` with operations of torch, for any device and dtype, in place of others.
+    """Return ``config`` with torch's operations, for any device and dtype, instead of kernels.
 
     Args:
-        keep_triton: keep Triton's kernels, which need CUDA unless Triton is interpreted.
+        keep_triton: True to keep Triton's kernels, which need CUDA unless Triton is interpreted.
     """
     moe = replace(config.moe)
     kernels = replace(config.kernels, norm="torch")
@@ -297,12 +295,12 @@ def too_large(config: Config, shape: MeshShape) -> bool:
 def passes(config: Config) -> list[Config]:
     """Return the configurations to compare: one in float64, then ``config`` itself.
 
-    The first uses float64 with the reference experts and rotary embedding. With ``train.fp8``, the
-    second uses float64 around the 8-bit products, where no order of sums tips a code to its
-    neighbour. The last is ``config`` in its own dtype and backend, unless that is float64. A class of
-    ``transformers`` has the first alone, and a model with indexers those in float64. On CUDA,
-    whose 8-bit products have no float64 around them, the second uses float32 with the reference
-    experts instead, if ``config`` does not.
+    The first uses float64, without 8-bit products and with torch's rotary embedding and loss. With
+    ``train.fp8``, the second uses float64 around the 8-bit products, where no order of sums moves a
+    code to its neighbour. The last is ``config`` itself, unless its dtype is float64. CUDA has no
+    float64 around 8-bit products; there the second is the first in float32, if ``train.dtype`` is
+    bfloat16. A class of ``transformers`` has the first only, and a model with indexers those in
+    float64.
     """
     on_cuda = config.launch.device == "cuda"
     plain = _in_plain_torch(config, keep_triton=False) if on_cuda else config
@@ -313,12 +311,12 @@ def passes(config: Config) -> list[Config]:
         kernels=replace(plain.kernels, rope="torch", loss="torch"),  # no Triton kernel has float64
     )
     exact = replace(in_float64.train, fp8="off")
-    # Products that add to sums are those of grouped_mm.
+    # Products that accumulate into weight gradients exist only for grouped_mm.
     experts = "loop" if config.parallel.expert_wgrad == "autograd" else plain.moe.experts
     runs = [replace(in_float64, train=exact, moe=replace(plain.moe, experts=experts))]
     if config.model.family == TRANSFORMERS:  # its routing cannot be repeated
         return runs
-    # An indexer's choice cannot be repeated either: rounding tips it.
+    # Nor can an indexer's choice be repeated, and rounding changes it.
     indexed = config.model.attention.index_topk > 0
     if on_cuda and config.train.dtype == "bfloat16" and not indexed:
         runs.append(replace(runs[0], train=replace(exact, dtype="float32")))
@@ -332,7 +330,7 @@ def passes(config: Config) -> list[Config]:
 def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
     """Return the tolerances of everything but gradients, and of gradients, for one pass.
 
-    docs/fp8.md has the reasons.
+    docs/fp8.md gives the reasons.
 
     Args:
         config: one of the ``passes``.

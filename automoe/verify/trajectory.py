@@ -45,14 +45,14 @@ class Trajectory:
     global_balance_loss: list[float] = field(default_factory=list)
     micro_batch_balance_loss: list[float] = field(default_factory=list)
     z_loss: list[float] = field(default_factory=list)
-    dropped_share: list[list[float]] = field(default_factory=list)  # [L] a step
-    metrics: list[list[float]] = field(default_factory=list)  # that losses report, in order
+    dropped_share: list[list[float]] = field(default_factory=list)  # [L] per step
+    metrics: list[list[float]] = field(default_factory=list)  # values that losses report
     grad_norms: list[float] = field(default_factory=list)
     expert_counts: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # one dict a step
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # one dict per step
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last step
     biases: dict[str, torch.Tensor] = field(default_factory=dict)
-    choices: list[torch.Tensor] = field(default_factory=list)  # recorded routing, one tensor a step
+    choices: list[torch.Tensor] = field(default_factory=list)  # recorded routing, one per step
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def run_trajectory(
         order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
             into micro-batches; None keeps their order.
     """
-    load_plugins(config.plugins)  # this process is a rank of the pool and has read no command line
+    load_plugins(config.plugins)  # a rank of the pool has read no command line
     on = torch.device(device)
     meshes = build_meshes(shape, on)
     parts = build_parts(config, meshes)
@@ -150,7 +150,7 @@ def run_trajectory(
 
 
 def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:
-    """Return rank 0's trajectory with the tensors of every pipeline stage; rank 0's is modified."""
+    """Add the tensors of every pipeline stage to rank 0's trajectory, and return it."""
     merged = ranks[0]
     for other in ranks[1:]:
         for mine, theirs in zip(merged.gradients, other.gradients, strict=True):

@@ -90,7 +90,7 @@ def show_result(console: Console, result: PassResult) -> None:
 
 
 def show_verdict(console: Console, results: list[PassResult], shape: MeshShape) -> None:
-    """Print the verdict, and the mesh and reference that it is about."""
+    """Print the verdict, and the mesh and reference that were compared."""
     num_different = sum(len(result.different) for result in results)
     compared = (
         f"{sum(len(result.compared) for result in results):,} numbers and tensors of the mesh are"
@@ -119,7 +119,7 @@ def _both_views(shape: MeshShape, config: Config) -> str:
 
 
 def name_of(config: Config) -> str:
-    """Return the name of a pass: its dtype, and what of it is in 8 bits if anything is."""
+    """Return the name of a pass: its dtype, and its products and rows in 8 bits, if any."""
     dtype = config.train.dtype
     fp8 = config.train.fp8
     rows = ", rows to experts in 8 bits" * (config.moe.dispatch_dtype == "fp8")

@@ -1,6 +1,6 @@
 """Reading of ``config.json`` by the configuration class of ``transformers``.
 
-torch and transformers are imported here.
+transformers, and torch with it, is imported once a function of this module needs it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from automoe.storage.foreign import brief
 
 HFConfig = dict[str, Any]
 
-# These keys describe the file, the weights or classifiers' labels (of which the class makes
-# lists), not the decoder.
+# These keys do not describe the decoder but the file, the weights or a classifier's labels, of
+# which the class would make lists.
 _OF_OTHERS = (
     "architectures auto_map dtype torch_dtype transformers_version quantization_config "
     "num_labels id2label label2id problem_type"
 ).split()
-# transformers obeys these keys in every family; this decoder computes only these values of them.
+# transformers obeys these keys in every family; this decoder computes only the listed values.
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "attention_dropout": (0, None),
@@ -45,7 +45,7 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
     transformers does not know gets a class without defaults. ``name_or_path`` is ``path``.
 
     Raises:
-        ConfigError: the class refuses a value, or this decoder computes a value in no family.
+        ConfigError: the class refuses a value, or automoe supports a value in no family.
     """
     _check_keys(hf, path, *_EVERYWHERE)
     check_layers(hf, path)
@@ -55,7 +55,7 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
             config = make(
                 **deepcopy({key: value for key, value in hf.items() if key not in _OF_OTHERS})
             )
-            # Again, as where a model is built: only now are keys of the top level attributes.
+            # Repeated, as when a model is built: only now are top-level keys attributes.
             config.standardize_rope_params()
             config.name_or_path = path
         except Exception as error:  # the class may raise any exception
@@ -64,9 +64,13 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
 
 
 def config_of_class(hf: HFConfig, path: str) -> Any:
-    """Return the configuration of the text model of a class that automoe has no family for.
+    """Return the text model's configuration for a class without a family in automoe.
 
-    None if ``transformers`` does not know the class. Raises ``ConfigError`` as ``as_transformers``.
+    Returns:
+        None if ``transformers`` does not know the class.
+
+    Raises:
+        ConfigError: as ``as_transformers``, or a wrapper's configuration has no text model.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -79,7 +83,7 @@ def config_of_class(hf: HFConfig, path: str) -> Any:
         raise damaged(path, f"no {TEXT}, and that is the part that is trained")
     with _without_warnings():
         try:
-            # It decodes numbers that JSON lacks, such as infinity.
+            # This function decodes numbers that JSON lacks, such as infinity.
             stated, _ = PreTrainedConfig.get_config_dict(local_folder(path))
             stated = {key: value for key, value in stated.items() if key not in _OF_OTHERS}
             return make.from_dict(stated).get_text_config(decoder=True)
@@ -100,7 +104,7 @@ def _check_keys(hf: HFConfig, path: str, *keys: str) -> None:
 
 
 def check_layers(hf: HFConfig, path: str) -> None:
-    """Refuse a number of layers that would take for ever to make; of the text model, too."""
+    """Raise ``ConfigError`` for sizes of the whole or text model that no machine could build."""
     for part in (hf, hf.get("text_config")):
         for key, size in part.items() if isinstance(part, dict) else ():
             if key in _LAYERS and isinstance(size, int) and not 0 < size <= _MOST_LAYERS:
@@ -111,7 +115,7 @@ def check_layers(hf: HFConfig, path: str) -> None:
 
 
 def number_of(config: Any, key: str) -> int | None:
-    """Return a whole number of ``config``; None if it has none, or another one for each layer."""
+    """Return the integer at ``key``; None if there is none, or if it differs between layers."""
     try:
         value = getattr(config, key, None)
     except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError

@@ -1,7 +1,8 @@
 """Configuration and published tensors of a model that its class of ``transformers`` computes.
 
-transformers' own conversion mapping says which tensors of published files make up a parameter. It
-is read as data: undone over views on the meta device, which tell the slice of each tensor.
+transformers' own conversion mapping says which published tensors make up a parameter. This module
+reads the mapping as data: it reverts the mapping on views of meta tensors, and each resulting view
+shows the slice of a parameter that a published tensor holds.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from automoe.model.wrapper import names_in
 _TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"
 )  # fmt: skip
-# What describes the source's files and stays out of a written config.json.
+# Keys that describe the source's files; a written config.json does not have them.
 _OF_FILES = ("auto_map", "dtype", "torch_dtype", "quantization_config", "transformers_version")
 
 
 @dataclass(frozen=True)
 class ClassFamily(Family):
-    """The class of a ``config.json``, in the place of a declaration."""
+    """Family of a class of ``transformers``, derived from the class instead of declared."""
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
-        """Return the numbers that the trainer asks for, from the class itself.
+        """Return the configuration that the trainer needs, derived from the class.
 
         Raises:
-            ConfigError: the class does not serve; the message names the part.
+            ConfigError: the trainer cannot use the class; the message says why.
         """
         model = build_causal_lm(path)
         text = model.config.get_text_config(decoder=True)
@@ -103,7 +104,7 @@ class ClassFamily(Family):
         """Return the ``config.json`` of the text model, with the source's keys.
 
         Raises:
-            ConfigError: other parts are needed for it, and weights are random.
+            ConfigError: weights are random, and the text model has no class of its own.
         """
         whole = build_causal_lm(str(config.hf_path)).config
         text = whole.get_text_config(decoder=True)
@@ -119,8 +120,8 @@ class ClassFamily(Family):
 
 
 def class_family(path: str, config: ModelConfig | None = None) -> ClassFamily:
-    """Return the family of the class of a ``config.json``; with ``config``, its layouts too."""
-    keys = KeyMap(fused=True)  # sizes are checked by numbers, not by names
+    """Return the family of the class in ``config.json``; with ``config``, its layouts too."""
+    keys = KeyMap(fused=True)  # ``check_holds`` then expects no tensor per expert
     if config is not None:
         keys = _layouts(path, (local_folder(path) / "config.json").read_bytes())
     architecture = config.architecture if config is not None else ""
@@ -128,7 +129,7 @@ def class_family(path: str, config: ModelConfig | None = None) -> ClassFamily:
 
 
 class _View(torch.Tensor):
-    """Tensor on meta of which every slice stays a view, for where a copy is asked for."""
+    """Meta tensor that ignores ``contiguous``, so that every slice stays a view."""
 
     def contiguous(self, *_: Any, **__: Any) -> torch.Tensor:
         return self
@@ -136,9 +137,12 @@ class _View(torch.Tensor):
 
 @cache
 def _layouts(path: str, stated: bytes) -> KeyMap:
-    """Return the layout in which the class is published, with its other layouts.
+    """Return the layout in which the class is published, with the other layouts in ``layouts``.
 
-    The others have the prefixes of a wrapper, or the class's own names.
+    The other layouts have the prefixes of a wrapper, or the class's own names.
+
+    Args:
+        stated: content of config.json, as a part of the cache's key.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -165,7 +169,7 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
 
 
 def _plain(table: dict[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
-    """Return the pieces with the plain names of their tensors."""
+    """Return ``table`` with plain names of the stored tensors."""
     keys = [piece.key for pieces in table.values() for piece in pieces]
     names = names_in(Path(), {}, keys)
     return {
@@ -177,13 +181,13 @@ def _plain(table: dict[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
 def _published(
     model: nn.Module, tensors: dict[str, torch.Tensor]
 ) -> dict[str, tuple[Piece, ...]] | None:
-    """Return the pieces of each tensor in published files; None if they are no slices of it."""
+    """Return the published pieces of each parameter; None if one is no slice of a parameter."""
     from transformers.core_model_loading import revert_weight_conversion
 
     views = {name: tensor.as_subclass(_View) for name, tensor in tensors.items()}
     try:
         stored = revert_weight_conversion(model, views)
-    except NotImplementedError:  # an operation without a way back
+    except NotImplementedError:  # an operation that cannot be reverted
         return None
     of_storage = {id(one.untyped_storage()): name for name, one in tensors.items()}
     table: dict[str, list[Piece]] = {name: [] for name in tensors}
@@ -201,7 +205,7 @@ def _published(
 
 
 def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
-    """Return where ``view``, stored as ``key``, lies in ``tensor``; None if it is reshaped."""
+    """Return the piece of ``tensor`` that ``view`` is, stored as ``key``; None if reshaped."""
     at = view.storage_offset()
     select: list[int | None] = []
     origin = []

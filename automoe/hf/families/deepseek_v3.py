@@ -16,7 +16,7 @@ from automoe.hf.families.family import (
 
 
 def _read_turning(dims: int, theirs: Any) -> int:
-    """Return ``qk_rope_head_dim``; ``transformers`` makes as many angles as ``head_dim`` says."""
+    """Return ``qk_rope_head_dim``; refuse a model of which transformers rotates other dims."""
     angles = getattr(theirs, "head_dim", dims) or theirs.hidden_size // theirs.num_attention_heads
     if angles != dims:
         raise not_computed(

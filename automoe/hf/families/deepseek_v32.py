@@ -11,7 +11,7 @@ from automoe.hf.families.family import Field, rope_parameters
 
 
 def _read_topk(topk: int, theirs: Any) -> int:
-    """Return ``index_topk``; 0 would be attention without an indexer here."""
+    """Return ``index_topk``; refuse 0, which stands for attention without an indexer here."""
     if topk < 1:
         raise not_computed(
             theirs.name_or_path, f"index_topk={topk}, and a query sees 1 key or more"

@@ -41,8 +41,8 @@ _OPTIONAL = (
     "num_mtp_layers",
     "rope.partial_rotary_factor",
 )
-# What would contradict the rest of a written config if it stayed from a source's: other spellings,
-# and modelling code of the source's own.
+# Keys of a source's config.json that are dropped, since they could contradict the written ones:
+# other spellings, and the source's own modelling code.
 _ALIASES = (
     "auto_map",
     "partial_rotary_factor",
@@ -56,7 +56,7 @@ _ALIASES = (
     "quantization_config",
     "transformers_version",
 )
-# These are the numbers of rope_scaling: YaRN's with transformers' defaults, Llama 3's without.
+# Numbers in rope_scaling: YaRN's with transformers' defaults, Llama 3's without defaults.
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
@@ -68,8 +68,8 @@ class Field:
     Attributes:
         key: name of the key.
         default: value if neither config.json nor the class of transformers gives one.
-        read: our value from theirs and the configuration object of transformers.
-        write: their value from ours and our ``ModelConfig``.
+        read: function of their value and transformers' configuration object; returns our value.
+        write: function of our value and our ``ModelConfig``; returns their value.
     """
 
     key: str
@@ -83,7 +83,7 @@ class Family:
     """A model family as data.
 
     Attributes:
-        model_type: its name in ``config.json``; also ``ModelConfig.family``.
+        model_type: name of the family in ``config.json`` and in ``ModelConfig.family``.
         architecture: name of transformers' class.
         fields: dotted key of ``ModelConfig`` -> key of ``config.json``, a ``Field`` if it has a
             default or its value is converted. If two of our keys share one, the later one is
@@ -197,7 +197,7 @@ class Family:
             hf["rope_scaling"] = {"type": "default", "rope_type": "default"}
         rotary = (base or {}).get("rope_parameters")
         if "rope_parameters" in hf and isinstance(rotary, dict):
-            # Text has one position in time, height and width; a reader with vision needs the sections.
+            # A reader with vision needs the sections; for text alone all three positions are equal.
             kept = {key: value for key, value in rotary.items() if key.startswith("mrope_")}
             hf["rope_parameters"] = kept | hf["rope_parameters"]
         return hf
@@ -252,7 +252,7 @@ class Family:
             numbers["truncate"] = bool(params.get("truncate", True))
             given = params.get("attention_factor")
             numbers["attention_factor"] = None if given is None else float(given)
-            if not self.mscale:  # there both scale cos and sin alone, and one number says it
+            if not self.mscale:  # both numbers then scale only cos and sin: one factor is enough
                 both = numbers.pop("mscale"), numbers.pop("mscale_all_dim")
                 if given is None and all(both):
                     from automoe.model.rope import yarn_mscale
@@ -347,8 +347,8 @@ def value_of(config: ModelConfig, key: str) -> Any:
 def layer_types(other: str) -> Field:
     """Return the field that reads and writes ``layer_types`` as the interval of full attention.
 
-    All other layers are ``other``. Reading raises ``ConfigError`` if the full layers have no
-    regular interval, or if a layer is of a third kind.
+    All other layers are of the kind ``other``. Reading raises ``ConfigError`` if layers with full
+    attention have no regular interval, or if a layer is of a third kind.
     """
 
     def kinds(interval: int, num_layers: int) -> list[str]:
@@ -382,7 +382,7 @@ def _read_full(layers: list[str], theirs: Any) -> int:
     return 1
 
 
-# Most families spell keys like this and declare the exceptions. Dense families come first.
+# Spelling of keys in most families, which declare their exceptions: first dense families, then MoE.
 DENSE_FIELDS: dict[str, Field | str] = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -422,7 +422,7 @@ GROUPED_MOE: dict[str, Field | str] = {
     "router.num_groups": "n_group",
     "router.topk_groups": "topk_group",
 }
-# Layers behind the last one, with the names of DeepSeek-V3's.
+# Modules for multi-token prediction are stored as layers after the last one, as in DeepSeek-V3.
 MTP: dict[str, Field | str] = {"num_mtp_layers": Field("num_nextn_predict_layers", 0)}
 
 # Several families share these fields and fixed values.

@@ -40,7 +40,7 @@ def _kinds(dense: int, num_layers: int) -> list[str]:
 
 
 def _read_leading_dense(kinds: list[str], theirs: Any) -> int:
-    """Return the number of layers without experts; this decoder has them before all others."""
+    """Return the number of layers without experts; refuse a model in which they are not first."""
     dense = kinds.count("dense")
     if kinds != _kinds(dense, theirs.num_hidden_layers):
         raise not_computed(

@@ -32,7 +32,7 @@ FAMILY = Family(
         "attention.o_bias": "attention_bias",
         "attention.full_attention_interval": layer_types("sliding_attention"),
         "attention.sliding_window": Field(
-            # transformers makes a mask of it even where no layer has a window.
+            # transformers makes a mask of this size even if no layer has a window.
             "sliding_window",
             read=_window,
             write=lambda keys, config: keys or 128,

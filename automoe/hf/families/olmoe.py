@@ -13,7 +13,7 @@ _WHOLE = "the query heads of an olmoe model are together as wide as its hidden s
 
 
 def _read_head_dim(size: int | None, theirs: Any) -> int:
-    """Return the width of a head; the class always norms ``hidden_size`` numbers of a query."""
+    """Return the head dim; refuse query heads that are not ``hidden_size`` wide together."""
     heads = theirs.num_attention_heads
     size = size or theirs.hidden_size // heads
     if size * heads != theirs.hidden_size:

@@ -27,7 +27,7 @@ from automoe.hf.keys import FUSED, KeyMap
 
 
 def _read_leading_dense(listed: list[int], theirs: Any) -> int:
-    """Return the number of layers without experts; this decoder has them before all others.
+    """Return the number of layers without experts, which must come before all others here.
 
     Raises:
         ConfigError: layers without experts follow layers with experts.
@@ -45,7 +45,7 @@ def _read_leading_dense(listed: list[int], theirs: Any) -> int:
 
 
 def _num_shared(width: int, theirs: Any) -> int:
-    """Return the width of the shared FFN in routed experts; 1 if that is not a whole number."""
+    """Return the shared FFN's width in expert widths; 1 if that is not a whole number."""
     count, rest = divmod(width, theirs.moe_intermediate_size)
     return 1 if rest else count
 

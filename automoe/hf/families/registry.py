@@ -74,7 +74,7 @@ def known_families() -> dict[str, Family]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the declaration of ``config.family``, or what stands for a class of transformers."""
+    """Return the declaration of ``config.family``, or the family of a class of transformers."""
     if config.family == TRANSFORMERS:
         from automoe.hf.families.class_family import class_family
 
@@ -106,9 +106,10 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def check_model(folder: Path) -> None:
-    """Refuse a checkpoint that ``transformers`` shall load where a run would refuse it.
+    """Check a checkpoint that ``transformers`` will load as strictly as a run would check it.
 
-    Of a family that is unknown here, the sizes that decide how much is made are checked.
+    For a family that automoe does not know, only the sizes that set the cost of building are
+    checked.
 
     Raises:
         ConfigError, CheckpointError: as ``model_config_from_hf``.
@@ -121,7 +122,7 @@ def check_model(folder: Path) -> None:
 
 
 def _check_sizes(hf: dict[str, Any], folder: Path) -> None:
-    """Refuse sizes of a model without a family that its files, if all are there, do not hold."""
+    """Check a model without a family: its sizes must fit its files, if all files exist."""
     theirs = config_of_class(hf, str(folder))
     tensors = complete_headers(folder)
     if theirs is None or not tensors:
@@ -135,7 +136,7 @@ def _check_sizes(hf: dict[str, Any], folder: Path) -> None:
 
 
 def model_of_stranger(path: str | Path) -> ModelConfig:
-    """Return ``model_config_from_hf(path)``; a class is built in a child with limits first.
+    """Return ``model_config_from_hf(path)``; a class is built in a child process with limits.
 
     Raises:
         DataError: the class takes too long or too much memory.
@@ -157,7 +158,8 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     """Return the configuration of the model in a checkpoint directory, with ``hf_path`` set.
 
     Args:
-        mtp: with as many modules for multi-token prediction as config.json says; else without.
+        mtp: True to keep the number of modules for multi-token prediction that config.json states;
+            False sets it to 0.
 
     Raises:
         ConfigError: config.json is missing or unreadable, its model_type is unknown (the known ones
@@ -192,6 +194,6 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     check_holds(folder, config, family.keys, tensors)
     plain = {name: one for key, one in tensors.items() if (name := names.plain(key)) is not None}
     if config.tie_embeddings and has_own_head(folder, plain):
-        # As transformers: files that hold two matrices outweigh config.json.
+        # As in transformers, files with two different matrices overrule config.json.
         return replace(config, tie_embeddings=False)
     return config
