@@ -57,7 +57,9 @@ def _texts(given: list[str] | str) -> list[str]:
     if not isinstance(given, str) or not given:
         return list(given)
     try:
-        lines = read_file(Path(given).expanduser()).decode("utf-8-sig").replace("\r", "\n").split("\n")
+        lines = (
+            read_file(Path(given).expanduser()).decode("utf-8-sig").replace("\r", "\n").split("\n")
+        )
         if texts := [line for line in lines if line.strip()]:
             return texts
         raise ValueError("no line has text")

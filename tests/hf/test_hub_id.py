@@ -205,7 +205,9 @@ def test_a_damaged_cache_is_completed_or_named_and_the_remedy_helps(
     assert checkpoint_folder(NAME) == folder and blob.read_bytes() == (folders[0] / name).read_bytes()
 
 
-@pytest.mark.parametrize("content", ["[]", '{"files": null}', '{"files": {"config.json": {"size": "x"}}}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["[]", '{"files": null}', '{"files": {"config.json": {"size": "x"}}}', "[" * 100_000]
+)
 def test_a_damaged_list_in_the_cache_is_removed_by_name(
     content: str, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
