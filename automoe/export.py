@@ -164,7 +164,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     from automoe.checkpoint.manifest import check_base, check_model, damage, read_manifest
     from automoe.checkpoint.steps import FOLDER, committed_steps
     from automoe.hf.families.registry import family_of
-    from automoe.hf.headers import ADAPTER, check_holds
+    from automoe.hf.headers import ADAPTER, check_holds, complete_headers
     from automoe.hf.identity import checkpoint_identity
     from automoe.hf.peft import from_peft
     from automoe.hf.read import load_hf
@@ -193,7 +193,8 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     elif (exported / "config.json").is_file() and not ema and name == "hf":
         # Token ids and tokenizer files come from the exported folder too.
         config = replace(config, model=replace(config.model, hf_path=str(exported)))
-        check_holds(exported, config.model, family_of(config.model).keys)
+        tensors = complete_headers(exported)
+        check_holds(exported, config.model, family_of(config.model).keys, tensors)
     elif not (adapter / ADAPTER).is_file() or ema or name != "adapter":
         raise _no_weights(run_dir, ema)
     # Nothing is computed, so this machine need not have the backends of the training run.

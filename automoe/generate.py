@@ -23,6 +23,7 @@ from automoe.config.frozen import CONFIG_FILE, flat, read_mapping
 from automoe.config.paths import user_path
 from automoe.errors import CheckpointError, exit_status, listed, number_option, spelled_out
 from automoe.launch.run_dir import read_status
+from automoe.storage.files import read_file
 from automoe.storage.foreign import read_settings
 from automoe.storage.guarded import guarded
 
@@ -166,7 +167,7 @@ def _wrote_a_model(run_dir: Path) -> bool:
     The file is read without the schema, so the run's plugins and environment are not needed.
     """
     with suppress(OSError, ValueError):
-        values = flat(read_mapping((run_dir / CONFIG_FILE).read_bytes()))
+        values = flat(read_mapping(read_file(run_dir / CONFIG_FILE)))
         adapter = values.get("lora.rank") and values.get("lora.export") == "adapter"
         return values.get("checkpoint.export_hf", True) and not adapter
     return True

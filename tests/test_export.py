@@ -118,7 +118,6 @@ def test_newest_training_checkpoint_is_exported(
     assert "kept no averages of its weights" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
 def test_run_that_left_an_export_alone(run_dir: Path, tmp_path: Path, ranks: RankPool) -> None:
     config = run_config(run_dir)
     config.optim.ema_decay, config.checkpoint.export_ema = 0.5, True

@@ -35,6 +35,7 @@ from automoe.config.rules import check_rows, number_rows
 from automoe.config.schema import Config, RopeConfig
 from automoe.config.shipped import named_recipe, shipped_folder
 from automoe.errors import BackendError, ConfigError, one_line
+from automoe.storage.files import read_file
 from automoe.storage.foreign import compose_yaml
 
 DEFAULT_PRIMARY = "config"
@@ -288,7 +289,7 @@ def _check_files(config_dir: str) -> None:
         for path in Path(config_dir).glob(pattern):
             try:
                 with suppress(YAMLError):  # Hydra reports it, if it reads this file
-                    compose_yaml(path.read_bytes())
+                    compose_yaml(read_file(path))
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     "--config-dir", config_dir, f"{path}: {error}", "Correct that file"

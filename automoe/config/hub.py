@@ -20,6 +20,7 @@ from typing import Any
 from automoe.config.paths import user_path
 from automoe.errors import ConfigError, listed, one_line
 from automoe.storage.files import read_file, wrong_kind
+from automoe.storage.foreign import parse_json
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w./-]+?))??(?:@([0-9a-f]{40}))?")
 # Patterns of the files that describe a model and its tokenizer; pickles and code are excluded.
@@ -136,10 +137,10 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     }
     place = _cache_of(name)
     listing = place / "trees" / f"{revision}.json"
-    for file in (place / "refs" / revision, listing):
-        # huggingface_hub would read it, and a FIFO has no end
-        if (kind := wrong_kind(file)) is not None:
-            raise _refused(key, f"{name}@{revision}", f"{file} is {kind} and no file")
+    try:
+        _remove_damaged(place, revision)
+    except (OSError, ValueError) as error:
+        raise _refused(key, f"{name}@{revision}", str(error)) from error
     bound_waits()
     cached = None
     before = set(place.resolve().rglob("*"))
@@ -194,26 +195,59 @@ def bound_waits() -> None:
         }
 
 
+def _remove_damaged(place: Path, revision: str) -> None:
+    """Remove the lists of files in a model's cache that huggingface_hub would fail on; say so.
+
+    Raises:
+        ValueError: something else has the name of a file that the library would read.
+        OSError: a damaged list cannot be removed.
+    """
+    for file in (place / "refs" / revision, *place.glob("trees/*.json")):
+        # huggingface_hub would read it, and a FIFO has no end
+        if (kind := wrong_kind(file)) is not None:
+            raise ValueError(f"{file} is {kind} and no file")
+        try:
+            if file.suffix == ".json":
+                _listed_sizes(file)
+        except ValueError as error:
+            file.unlink()
+            print(f"note: {file} was damaged ({error}), and is removed", file=sys.stderr)
+
+
+def _listed_sizes(listing: Path) -> dict[str, int]:
+    """Return the bytes of each file of a commit by name, from a list in huggingface_hub's cache.
+
+    Raises ``ValueError`` for a damaged list.
+    """
+    with contextlib.suppress(AttributeError, LookupError, TypeError):
+        files = parse_json(read_file(listing))["files"]
+        return {name: int(one["size"]) for name, one in files.items()}
+    raise ValueError("it is no list of the files of a commit")
+
+
 def _check_sizes(folder: Path, listing: Path, before: set[Path]) -> None:
     """Raise ``FileMetadataError`` if a file has not the size that the Hub lists.
 
-    The wrong file is deleted unless it is one of ``before``.
+    The list is deleted then, since it may be what is wrong. So is the file, unless it is one of
+    ``before`` or lies outside the cache.
     """
     from huggingface_hub.errors import FileMetadataError
 
-    sizes = json.loads(read_file(listing))["files"]
     wrong = [
         folder / name
-        for name, stated in sizes.items()
-        if (folder / name).is_file() and (folder / name).stat().st_size != stated["size"]
+        for name, size in _listed_sizes(listing).items()
+        if (folder / name).is_file() and (folder / name).stat().st_size != size
     ]
     said = f"the Hub lists other sizes of {listed(wrong)}"
+    place = listing.parents[1].resolve()
     for file in wrong:
         if file.resolve() in before:
             said += f". Delete {file.resolve()}"
         for path in {file.resolve(), file} - before:
-            path.unlink(missing_ok=True)
+            if path.parent.resolve().is_relative_to(place):
+                path.unlink(missing_ok=True)
     if wrong:
+        listing.unlink()
         raise FileMetadataError(said)
 
 

@@ -12,6 +12,7 @@ from automoe.config.schema import Config
 from automoe.data.chat_template import chat_template_of
 from automoe.data.tokenizer import Tokenizer
 from automoe.errors import ConfigError
+from automoe.storage.files import read_file
 from automoe.storage.guarded import guarded
 
 KEY = "observe.samples"
@@ -56,7 +57,9 @@ def _texts(given: list[str] | str) -> list[str]:
     if not isinstance(given, str) or not given:
         return list(given)
     try:
-        lines = Path(given).expanduser().read_text(encoding="utf-8-sig").split("\n")
+        lines = (
+            read_file(Path(given).expanduser()).decode("utf-8-sig").replace("\r", "\n").split("\n")
+        )
         if texts := [line for line in lines if line.strip()]:
             return texts
         raise ValueError("no line has text")

@@ -24,6 +24,7 @@ from automoe.config.schema import Config, tokenizer_of
 from automoe.config.shipped import shipped_folder
 from automoe.data.tokenizer_files import check_files, named_parts, settings_of, text_of, unreadable
 from automoe.errors import ConfigError, one_line
+from automoe.storage.files import read_file
 from automoe.storage.foreign import MAX_ID, is_there
 from automoe.storage.guarded import doing, guarded
 
@@ -444,7 +445,7 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
         if chosen == "plain":
             path = shipped_folder("conf") / "chat_template" / "plain.jinja"
         try:
-            return path.expanduser().read_text(encoding="utf-8")
+            return read_file(path.expanduser()).decode()
         except (OSError, UnicodeDecodeError) as error:
             rule = f"the chat template cannot be read ({error})"
             raise ConfigError(

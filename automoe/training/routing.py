@@ -23,7 +23,7 @@ from automoe.data.loader import StepBatch
 from automoe.errors import DataError
 from automoe.moe.router import BalancedRouter, Routing, watch_routing
 from automoe.moe.tokens import Tokens
-from automoe.storage.files import replace_file
+from automoe.storage.files import read_file, replace_file
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tenso
         )
     forced = np.full((num_rows, seq_len, num_layers, 2, top_k), -1, dtype=np.int64)
     for path in files:
-        with np.load(path) as part:
+        with np.load(io.BytesIO(read_file(path))) as part:
             rows = part["rows"] - batch.first_row
             index = part["index"]
             layers = part["layers"]

@@ -15,6 +15,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
+from huggingface_hub import _tree_cache
 from safetensors.torch import save_file
 
 from automoe.config.compose import Arguments, compose_config
@@ -202,6 +203,38 @@ def test_a_damaged_cache_is_completed_or_named_and_the_remedy_helps(
     assert "is used as it is" not in capsys.readouterr().err and blob.is_file()
     Path(re.findall(r"Delete (\S+)", str(caught.value))[0].rstrip(".")).unlink()
     assert checkpoint_folder(NAME) == folder and blob.read_bytes() == (folders[0] / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"files": null}', '{"files": {"config.json": {"size": "x"}}}', "[" * 100_000]
+)
+def test_a_damaged_list_in_the_cache_is_removed_by_name(
+    content: str, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """huggingface_hub keeps there which files a commit has, and would fail without the file's name."""
+    place = tmp_path / "cache" / "models--lab--tiny"
+    shutil.copytree(hub.commits[hub.main], place / "snapshots" / hub.main)
+    (listing := place / "trees" / f"{hub.main}.json").parent.mkdir()
+    listing.write_text(content)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert pinned(KEY, f"{NAME}@{hub.main}") == f"{NAME}@{hub.main}"
+    assert f"note: {listing} was damaged" in capsys.readouterr().err and not listing.exists()
+
+
+@pytest.mark.parametrize("outside", ["absolute", "above", "a link"])
+def test_a_list_in_the_cache_deletes_no_file_elsewhere(outside: str, hub: Hub, tmp_path: Path) -> None:
+    pinned(KEY, NAME)
+    [listing] = tmp_path.glob("cache/models--*/trees/*.json")
+    (precious := tmp_path / "precious.txt").write_text("mine")
+    (listing.parents[1] / "snapshots" / hub.main / "link.txt").symlink_to(precious)
+    name = {"absolute": str(precious), "above": "../../../../precious.txt", "a link": "link.txt"}[outside]
+    whole = json.loads(listing.read_text())
+    listing.write_text(json.dumps(whole | {"files": whole["files"] | {name: {"size": 1, "blob_id": "x"}}}))
+    _tree_cache._IN_MEMORY_TREE_CACHE.clear()
+    with pytest.raises(ConfigError, match="the Hub lists other sizes of"):
+        pinned(KEY, f"{NAME}@main")
+    assert precious.read_text() == "mine"
+    assert pinned(KEY, f"{NAME}@main") == f"{NAME}@{hub.main}"  # the list was what was wrong
 
 
 def test_a_hub_that_takes_long_is_named(
