@@ -127,25 +127,34 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
         ConfigError: an axis is below one, or the folding equation does not hold; the message
             names the nearest valid sizes.
     """
+    typed = mesh
     mesh = expand_preset(mesh, num_ranks)
     for axis in dict.fromkeys(DEFAULT_AXES + MOE_AXES):
         size = getattr(mesh, axis)
-        if size < 1 and not (size == -1 and axis in ("dp_shard", "ep_shard")):
-            raise ConfigError(
-                f"mesh.{axis}", size, "an axis has at least 1 rank", f"Set mesh.{axis}=1 or more"
-            )
+        derived = axis in ("dp_shard", "ep_shard")
+        if size < 1 and not (size == -1 and derived):
+            remedy = f"Set mesh.{axis}=1 or more" + ", or -1 to fill the ranks" * derived
+            raise ConfigError(f"mesh.{axis}", size, "an axis has at least 1 rank", remedy)
+    chosen = preset_choice(typed, num_ranks)
     moe_fixed = mesh.ep_replicate * mesh.ep * mesh.etp
-    dp_shard = (
-        mesh.dp_shard if mesh.dp_shard != -1 else _derive_dp_shard(mesh, num_ranks, moe_fixed)
-    )
+    dp_shard = mesh.dp_shard
+    if dp_shard == -1:
+        dp_shard = _derive_dp_shard(mesh, num_ranks, moe_fixed, chosen)
     attention_ranks = mesh.dp_replicate * dp_shard * mesh.cp * mesh.tp
     ep_shard = mesh.ep_shard if mesh.ep_shard != -1 else attention_ranks // moe_fixed
     if ep_shard * moe_fixed != attention_ranks:
-        raise _folding_error(mesh, dp_shard, attention_ranks)
+        raise _folding_error(mesh, dp_shard, attention_ranks, chosen)
     return MeshShape.of(replace(mesh, dp_shard=dp_shard, ep_shard=ep_shard))
 
 
-def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int) -> int:
+def preset_choice(typed: MeshConfig, num_ranks: int | None) -> str:
+    """Return the end of a rule that says which axes larger than one a preset chose, if it did."""
+    axes = vars(expand_preset(typed, num_ranks)).items()
+    chosen = ", ".join(f"{a}={n}" for a, n in axes if n not in ("", 1, getattr(typed, a)))
+    return f" (mesh.preset={typed.preset} chose {chosen} for {num_ranks} ranks)" if chosen else ""
+
+
+def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int, chosen: str) -> int:
     unit = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
     if num_ranks is None and mesh.ep_shard != -1:
         num_ranks = mesh.pp * moe_fixed * mesh.ep_shard
@@ -161,12 +170,14 @@ def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int) ->
         below = num_ranks // unit * unit
         above = (num_ranks // unit + 1) * unit
         nearest = f"{below} or {above}" if below else f"{above}"
+        # A preset would choose other axes for another number.
+        ranks = "" if chosen else f"launch.num_ranks to {nearest}, or "
         raise ConfigError(
             "mesh.dp_shard",
             -1,
             f"{num_ranks} ranks do not divide by pp*dp_replicate*cp*tp = "
-            f"{mesh.pp}*{mesh.dp_replicate}*{mesh.cp}*{mesh.tp} = {unit}",
-            f"Set launch.num_ranks to {nearest}, or {_smaller_axes(mesh, num_ranks) or 'change an axis'}",
+            f"{mesh.pp}*{mesh.dp_replicate}*{mesh.cp}*{mesh.tp} = {unit}{chosen}",
+            f"Set {ranks}{_smaller_axes(mesh, num_ranks) or 'an axis'}",
         )
     return dp_shard
 
@@ -188,7 +199,9 @@ def _smaller_axes(mesh: MeshConfig, num_ranks: int) -> str:
     return " or ".join(choices)
 
 
-def _folding_error(mesh: MeshConfig, dp_shard: int, attention_ranks: int) -> ConfigError:
+def _folding_error(
+    mesh: MeshConfig, dp_shard: int, attention_ranks: int, chosen: str
+) -> ConfigError:
     free = mesh.ep_replicate * mesh.etp
     divisors = [n for n in range(1, attention_ranks + 1) if attention_ranks % (n * free) == 0]
     nearest = sorted(sorted(divisors, key=lambda n: (abs(n - mesh.ep), n))[:3])
@@ -204,7 +217,7 @@ def _folding_error(mesh: MeshConfig, dp_shard: int, attention_ranks: int) -> Con
         mesh.ep,
         "both meshes hold the same ranks: dp_replicate*dp_shard*cp*tp = "
         f"{mesh.dp_replicate}*{dp_shard}*{mesh.cp}*{mesh.tp} = {attention_ranks} must equal "
-        f"ep_replicate*ep_shard*ep*etp = {mesh.ep_replicate}*{shown}*{mesh.ep}*{mesh.etp}",
+        f"ep_replicate*ep_shard*ep*etp = {mesh.ep_replicate}*{shown}*{mesh.ep}*{mesh.etp}{chosen}",
         remedy,
     )
 

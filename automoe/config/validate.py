@@ -12,6 +12,7 @@ from typing import get_args, get_type_hints
 
 from automoe.config.data_schema import NO_TOKENIZER, DataConfig, sources_of
 from automoe.config.hub import is_data_set, local_folder
+from automoe.config.layout import KEY as LAYOUT
 from automoe.config.layout import module_sizes
 from automoe.config.mesh_shape import (
     MeshShape,
@@ -199,16 +200,23 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     stages = parallel.stages_per_rank
     schedule = parallel.schedule
     pp = shape.pp
+    each = 1 if schedule in SINGLE else 2
+    remedy = f"Set {key}={each if pp > 1 else 1}"
+    if parallel.layout is not None:  # it says how many stages there are
+        key = LAYOUT
+        ranks = max(2, -(-pp * stages // each))
+        remedy = f"Set mesh.pp={ranks}"
+        remedy += f" and write {ranks * each} stages" * (ranks * each != pp * stages)
     yield ("parallel.schedule", schedule not in NAMES and not is_csv(schedule),
            f"there are {', '.join(NAMES)}, or the path of a .csv file", nearest(schedule))
-    yield (key, stages > 1 and schedule in SINGLE,
-           f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B and its like run several",
-           f"Set {key}=1 or parallel.schedule=Interleaved1F1B")
     yield (key, pp == 1 and stages > 1,
            "with mesh.pp=1 the model is one stage",
-           f"Set {key}=1" + ("" if shape.world_size % 2 else ", or mesh.pp=2 or more"))
+           remedy + ("" if shape.world_size % 2 or key == LAYOUT else ", or mesh.pp=2 or more"))
+    yield (key, stages > 1 and schedule in SINGLE,
+           f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B and its like run several",
+           f"{remedy} or parallel.schedule=Interleaved1F1B")
     yield (key, pp > 1 and schedule in V_SHAPED and stages != 2,
-           f"{schedule} runs exactly 2 stages a rank: down the ranks and up again", f"Set {key}=2")
+           f"{schedule} runs exactly 2 stages a rank: down the ranks and up again", remedy)
     yield from _stage_rows(config, shape)
     shared = config.model.attention.index_shared_layers
     orphans = [stage.start for stage in stage_layers(config, shape) if stage and stage.start in shared]
@@ -220,7 +228,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     if pp == 1:
         return
     yield (key, schedule in NAMES and schedule not in SINGLE and stages < 2,
-           f"{schedule} runs at least 2 stages a rank", f"Set {key}=2 or parallel.schedule=1F1B")
+           f"{schedule} runs at least 2 stages a rank", f"{remedy} or parallel.schedule=1F1B")
     micro = config.train.micro_batch_size
     rows = config.train.global_batch_size
     unit = shape.dp * micro
@@ -270,25 +278,31 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     sizes = parallel.layers_per_stage
     yield ("model.num_layers", sizes is None and num_layers < num_stages, *too_many_stages(num_stages))
     if sizes is not None:
-        remedy = "Set parallel.layers_per_stage=null"
+        _, remedy = too_many_stages(num_stages)
         if num_layers >= num_stages:
             even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
             remedy = f"Set parallel.layers_per_stage=[{even}] or null"
+        fill = remedy
+        key = "parallel.layers_per_stage"
         if parallel.layout is not None:
-            remedy = f"Write parallel.layout with {num_stages} stages and {num_layers} t"
-        yield ("parallel.layers_per_stage", len(sizes) != num_stages,
+            key = LAYOUT
+            remedy = f"Write {num_layers} t"
+        yield (key, len(sizes) != num_stages,
                f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes",
                remedy)
         least = min(sizes, default=0)
-        yield ("parallel.layers_per_stage", least < 0, f"no stage has {least} layers", remedy)
+        yield (key, least < 0, f"no stage has {least} layers", remedy)
         # The first stage holds the embedding, the last one the head.
         modules = module_sizes(config, num_stages)
         full = [n + m + (i in (0, num_stages - 1)) for i, (n, m) in enumerate(zip(sizes, modules, strict=True))]
         held = stages_of_ranks(pp, stages, schedule)
         empty = [rank for rank, own in enumerate(held) if not any(full[stage] for stage in own)]
-        yield ("parallel.layers_per_stage", bool(empty),
-               f"every pipeline rank trains something, and the stages of rank {min(empty, default=0)} are all empty", remedy)
-        yield ("parallel.layers_per_stage", sum(sizes) != num_layers,
+        rank = min(empty, default=0)
+        if key == LAYOUT:
+            fill = f"Write a t of another stage into stage {held[rank][0]} (counted from 0)"
+        yield (key, bool(empty),
+               f"every pipeline rank trains something, and the stages of rank {rank} are all empty", fill)
+        yield (key, sum(sizes) != num_layers,
                f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
 
 

@@ -38,6 +38,9 @@ _STDLIB_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", 
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 # A folder of records may hold other files, such as a README or a schema, but no second format.
 _RECORDS = re.compile(r"\.(parquet|jsonl(\.gz|\.zst)?)$")
+# Latin letters of UTF-16 and UTF-32 are valid UTF-8, with zero bytes between them.
+_WIDE = re.compile(r"(\0+[^\0]){4}|([^\0\n]\0+){4}")
+_PART = "part of a letter"
 _PART_BYTES = 1 << 20  # bytes of a text file read at a time
 
 
@@ -179,10 +182,6 @@ def open_file(path: Path) -> BinaryIO:
 
         stream: Any = pyarrow.input_stream(file, compression=_CODECS[path.suffix])
         file = io.BufferedReader(stream, _PART_BYTES)
-    raw = file.peek(2)
-    # Latin letters of UTF-16 are valid UTF-8, with zero bytes between them.
-    if (zero := raw.find(b"\0", 0, 2)) >= 0:
-        raise _not_utf8(path, 1, UnicodeDecodeError("", raw, zero, zero, "half a letter"))
     return file
 
 
@@ -242,13 +241,27 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
             return
 
 
+def _encoding(raw: bytes) -> str:
+    """Return the likely encoding, as iconv names it, by the zeros among the first four bytes."""
+    wide = "utf-32" if b"\0\0" in raw[:4] else "utf-16"
+    if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return wide
+    zero = raw.find(b"\0", 0, 4)
+    return "latin1" if zero < 0 else wide + ("be", "le")[zero % 2]
+
+
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
-    kinds = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-    zero = error.object.find(b"\0", 0, 2)
-    encoding = ("utf-16-be", "utf-16-le", kinds.get(error.object[:2], "latin1"))[zero]
+    encoding = _encoding(error.object)
+    codec = _CODECS.get(path.suffix)
+    command = f"{codec} -dc" if codec else "cat"
+    made = f"utf8{(path.with_suffix('') if codec else path).suffix}"
+    command += f" {shlex.quote(str(path))} | iconv -f {encoding} -t utf-8 > {made}"
+    remedy = f"Convert the file ({command}, if that is what it is) and name {made} in data.path"
+    if line > 1 and encoding != "latin1":
+        remedy = f"The lines before are UTF-8: write the others again, which look like {encoding}"
     return DataError(
-        f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}). Convert the file "
-        f"(iconv -f {encoding} -t utf-8, if that is what it is) or leave it out of data.path."
+        f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}). {remedy}, or leave it "
+        "out of data.path."
     )
 
 
@@ -264,6 +277,10 @@ def _read_text(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
                 raise _not_utf8(
                     path, line + error.object.count(b"\n", 0, error.start), error
                 ) from error
+            if wide := _WIDE.search(text):
+                line += text.count("\n", 0, wide.start())
+                raw = text[wide.start() :].encode()
+                raise _not_utf8(path, line, UnicodeDecodeError("", raw, 0, 1, _PART))
             line += text.count("\n")
             yield 0, text
             if not raw:
@@ -288,6 +305,8 @@ def jsonl_records(path: Path) -> NumberedRecords:
                     "Write it again."
                 )
             try:
+                if b"\0" in raw:
+                    raise UnicodeDecodeError("", raw, 0, 1, _PART)
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, number, error) from error

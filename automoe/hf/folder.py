@@ -239,20 +239,20 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
             raise ConfigError("tokenizer", place, "there is no such directory", remedy)
         names = sorted(os.listdir(place))  # includes broken links, which are refused below
         found += [(place, name) for name in names if any(fnmatch(name, one) for one in kinds)]
-    for _, name in found:
+    for folder, name in found:
         try:
-            os.close(open_inside(place, name))
+            os.close(open_inside(folder, name))
             # The two largest files hold no settings, and reading a run's tokenizer checks them.
             large = name in ("tokenizer.json", "vocab.json")
             if name.endswith(".json") and not (large and tokenizer):
-                (parse_json if large else parse_settings)(read_bytes(place, name))
+                (parse_json if large else parse_settings)(read_bytes(folder, name))
         except OSError as error:
             raise CheckpointError(
-                f"{place / name}: {error.strerror}. Make it readable, or copy it again"
+                f"{folder / name}: {error.strerror}. Make it readable, or copy it again"
             ) from None
         except ValueError as error:
             raise CheckpointError(
-                f"{place / name}: {error}, and an export copies this file. Copy it again"
+                f"{folder / name}: {error}, and an export copies this file. Copy it again"
             ) from None
     return found
 

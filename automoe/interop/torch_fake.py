@@ -10,11 +10,14 @@ import weakref
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
+# what code raises that reads a number, or whose results have as many rows as numbers say
+NEED_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class AliveBytes(TorchDispatchMode):

@@ -91,6 +91,18 @@ def runs_halves_of_backward(torch_version: str) -> bool:
     return _release(torch_version) >= HALVES_SINCE_TORCH
 
 
+def halves_missing(config: Config, shape: MeshShape) -> str:
+    """Return why the installed torch cannot run the pipeline schedule; an empty string if it can."""
+    schedule = config.parallel.schedule
+    if shape.pp == 1 or not runs_halves(schedule) or runs_halves_of_backward(version("torch")):
+        return ""
+    return (
+        f"parallel.schedule={schedule} runs backward passes in halves, which torch {version('torch')} cannot do "
+        f"with this model's operations. Install torch {'.'.join(map(str, HALVES_SINCE_TORCH))} or later, or set "
+        "parallel.schedule=Interleaved1F1B"
+    )
+
+
 def torch_note(installed: str) -> str | None:
     """Return a note if ``installed`` is newer than the newest torch tried with automoe."""
     newest = ".".join(map(str, NEWEST_TORCH_TRIED))
@@ -162,14 +174,8 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` if this machine cannot run a backend that ``config`` names."""
     if config.train.compile:
         _check_compile(device)
-    schedule = config.parallel.schedule
-    halves = shape.pp > 1 and runs_halves(schedule)
-    if halves and not runs_halves_of_backward(version("torch")):
-        raise BackendError(
-            f"parallel.schedule={schedule} runs backward passes in halves, which torch {version('torch')} cannot do "
-            f"with this model's operations. Install torch {'.'.join(map(str, HALVES_SINCE_TORCH))} or later, or set "
-            "parallel.schedule=Interleaved1F1B"
-        )
+    if why := halves_missing(config, shape):
+        raise BackendError(why)
     if config.launch.numa and device != "cuda":
         raise BackendError(
             "launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it false"

@@ -19,7 +19,7 @@ from automoe.config.convert import FromEnvironment, leaf_keys
 from automoe.config.data_schema import sources_of
 from automoe.config.frozen import Device, flat
 from automoe.config.hub import pinned
-from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
+from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset, preset_choice
 from automoe.config.rules import check_rows
 from automoe.config.rules_kernels import BASE_BLOCKS
 from automoe.config.rules_model import TRANSFORMERS
@@ -140,6 +140,7 @@ def _check_ranks(config: Config, overrides: list[str]) -> None:
     sizes = [getattr(mesh, axis) for axis in DEFAULT_AXES]
     if min(sizes) > 0:  # else dp_shard is derived, or an axis is refused by name
         why = f"the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes}"
+        why += preset_choice(config.mesh, config.launch.num_ranks)
         check_num_ranks(config, overrides, prod(sizes), why)
 
 
@@ -319,12 +320,10 @@ def check_num_ranks(config: Config, overrides: list[str], num_ranks: int, why: s
     given = config.launch.num_ranks
     named = "launch.num_ranks" in map(key_of, overrides)
     if named and given not in (None, num_ranks) and num_ranks > 0:
-        raise ConfigError(
-            "launch.num_ranks",
-            given,
-            f"{why}: {num_ranks} ranks",
-            f"Leave it out, set it to {num_ranks}, or mesh.dp_shard=-1 to fill as many as you name",
-        )
+        remedy = "Set mesh.dp_shard=-1 to fill as many as you name"
+        if not config.mesh.preset:  # it would choose other axes for another number
+            remedy = f"Leave it out, set it to {num_ranks}, or {remedy[4:]}"
+        raise ConfigError("launch.num_ranks", given, f"{why}: {num_ranks} ranks", remedy)
 
 
 def check_here(config: Config) -> tuple[MeshShape, Device]:

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from automoe.config.schema import Config, ModelConfig, MoEConfig
-from automoe.interop.torch_fake import AliveBytes, FakeTensorMode
+from automoe.interop.torch_fake import NEED_NUMBERS, AliveBytes, FakeTensorMode
 from automoe.model.hf_class import experts_modules
 from automoe.model.init import default_dtype
 from automoe.model.transformers_model import TransformersModel
 from automoe.moe.dispatch.base import Experts
 from automoe.moe.tokens import Tokens
 from automoe.parallel.expert import RoutedCall
+from automoe.storage.foreign import brief
 
 # what a micro-batch keeps once, such as masks; of each layer what it keeps, and the most that its
 # backward pass needs beyond what this and earlier layers kept
@@ -38,8 +39,8 @@ def _dispatch_evenly(
     return torch.zeros_like(x_TH).index_add(0, token_R, out_RH)
 
 
-def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | None:
-    """Return the bytes of one micro-batch; None: the class's code needs numbers to run.
+def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | str:
+    """Return the bytes of one micro-batch, or why the class's code did not run.
 
     Args:
         ep: ranks that hold equal parts of the experts.
@@ -53,9 +54,11 @@ def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | None:
     if key not in _counted:
         try:
             _counted[key] = _count(*key, config.model)
-        except Exception:  # code of a class may raise any exception where there are no numbers
-            _counted[key] = None
-    if _counted[key] is None or train.dtype != "float64":
+        except NEED_NUMBERS:
+            _counted[key] = "its code needs numbers"
+        except Exception as error:  # code of a class may raise any exception: which one is said
+            _counted[key] = f"its code failed without numbers: {brief(error)}"
+    if isinstance(_counted[key], str) or train.dtype != "float64":
         return _counted[key]
     once, layers = _counted[key]
     return 2 * once, [(2 * kept, 2 * work) for kept, work in layers]

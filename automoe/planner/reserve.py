@@ -102,8 +102,9 @@ def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[
     if config.model.family == TRANSFORMERS:
         from automoe.planner.class_layers import class_layers  # imports torch
 
-        if class_layers(config, mesh.ep, batch.expert_rows_per_rank) is None:
-            yield f"{config.model.architecture}: counted as native layers this wide, for its code needs numbers"
+        why = class_layers(config, mesh.ep, batch.expert_rows_per_rank)
+        if isinstance(why, str):
+            yield f"{config.model.architecture}: counted as native layers this wide, for {why}"
     if config.moe.dispatcher == "deepep":
         yield "moe.dispatcher=deepep: DeepEP's own buffers for NVLink and RDMA"
     if config.moe.experts in ("te", "quack"):

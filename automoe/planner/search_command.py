@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +19,7 @@ from automoe.config.rules import check_rows, number_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import check_writable, settings_rows
 from automoe.errors import ConfigError
-from automoe.launch.hardware import resolve_device
+from automoe.launch.hardware import halves_missing, resolve_device
 from automoe.launch.prepare import compose
 from automoe.planner.candidate import Candidate, changed
 from automoe.planner.memory import plan_memory
@@ -155,6 +156,8 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
         _say_nothing_fits(best, config, console)
         return 1
     command = write_preset(best.found[0], question, args)
+    for why in {halves_missing(one.config, one.mesh) for one in best.found} - {""}:
+        print(f"note: on this machine {why}", file=sys.stderr)
     if not as_json:
         console.print(f"[bold]take it[/] {command}", soft_wrap=True, highlight=False)
     return 0

@@ -121,3 +121,33 @@ def test_modules_are_where_the_layout_has_them() -> None:
 def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         validate(quick_config(overrides=[*TWO_RANKS, *overrides]), None)
+
+
+@pytest.mark.parametrize(
+    ("layout", "others", "says", "then"),
+    [
+        # What has as many stages and layers as it should is not told to have them.
+        ("E|||ttttL", ["parallel.schedule=ZBVZeroBubble"], "a t of another stage into stage 1 ", ["E|t||tttL"]),
+        ("E||t|tt||tL", ["mesh.pp=3", "parallel.schedule=DualPipeV", "train.global_batch_size=12"], "stage 1 ",
+         ["E|t|t|t||tL"]),
+        ("Ett|tttL", ["parallel.schedule=1F1B"], "Write 4 t", ["Ett|ttL"]),
+        # A number of stages that nobody typed is not blamed, and the ranks suit the schedule.
+        ("Ett|tt|L", ["mesh.pp=0", "parallel.schedule=1F1B"], "Set mesh.pp=3", ["Ett|tt|L", "mesh.pp=3"]),
+        ("Et|t|tt|L", ["mesh.pp=1"], "Set mesh.pp=2", ["Et|t|tt|L", "mesh.pp=2"]),
+        ("Et|t|ttL", ["mesh.pp=1"], "Set mesh.pp=2 and write 4 stages", ["Et|t|t|tL", "mesh.pp=2"]),
+        ("Et|t|ttL", ["mesh.pp=3"], "Set mesh.pp=2 and write 4 stages", ["Et|t|t|tL", "mesh.pp=2"]),
+        ("Et|t|t|tL", ["parallel.schedule=GPipe"], "Set mesh.pp=4", ["Et|t|t|tL", "mesh.pp=4"]),
+        ("Et|t|t|t||L", ["mesh.pp=2", "parallel.schedule=ZBVZeroBubble"], "Set mesh.pp=3", ["Et|t|t|t||L", "mesh.pp=3"]),
+    ],
+)  # fmt: skip
+def test_a_layout_is_blamed_itself_and_the_way_out_is_one(
+    layout: str, others: list[str], says: str, then: list[str]
+) -> None:
+    def check(text: str, *overrides: str) -> None:
+        overrides = (*TWO_RANKS, *others, f"parallel.layout='{text}'", *overrides)
+        validate(quick_config(overrides=["train.global_batch_size=16", *overrides]), None)
+
+    with pytest.raises(ConfigError) as caught:
+        check(layout)
+    assert caught.value.key == "parallel.layout" and says in caught.value.remedy
+    check(*then)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from automoe.config.compose import parse_arguments
 from automoe.config.mesh_shape import PRESETS, MeshShape, resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.errors import ConfigError
+from automoe.launch import prepare
 from tests.support.configurations import quick_config
 
 
@@ -51,6 +55,39 @@ def test_errors() -> None:
         scaled("folded", 8)
     with pytest.raises(ConfigError, match="launch.num_ranks"):
         resolve_mesh(MeshConfig(preset="fsdp"), None)
+
+
+@pytest.mark.parametrize(
+    ("preset", "ranks", "typed", "chose"),
+    [
+        ("fsdp_ep", 4, {"pp": 4}, "ep=4"),
+        ("tp_ep_dp", 8, {"pp": 4}, "tp=4, ep=2, etp=4"),
+        ("folded_5d", 16, {"tp": 3}, "pp=2, cp=2, ep=8"),
+        ("coupled_5d", 8, {"cp": 3}, "pp=2, tp=2, ep=2, etp=2"),
+    ],
+)
+def test_an_axis_that_a_preset_chose_is_said_to_be_its_choice(
+    preset: str, ranks: int, typed: dict[str, int], chose: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        scaled(preset, ranks, **typed)
+    assert f"(mesh.preset={preset} chose {chose} for {ranks} ranks)" in caught.value.rule
+    remedy = caught.value.remedy
+    assert "launch.num_ranks" not in remedy, "for another number the preset chooses others"
+    ways = re.split(", | or ", remedy.removeprefix("Nearest valid choices: ").removeprefix("Set "))
+    for way in ways:
+        axes = {axis: int(size) for axis, size in re.findall(r"mesh.(\w+)=(\d+)", way)}
+        assert axes and scaled(preset, ranks, **(typed | axes)).world_size == ranks, way
+
+
+def test_ranks_beside_a_preset_and_a_size_of_one_axis() -> None:
+    words = ["mesh=tp_ep_dp", "mesh.dp_shard=4", "launch.num_ranks=4"]
+    with pytest.raises(
+        ConfigError, match=r"chose tp=2, ep=2, etp=2 for 4 ranks\): 8 ranks. Set mesh.dp_shard=-1 "
+    ) as caught:
+        prepare.prepare(parse_arguments(words))
+    assert "Leave it out" not in caught.value.remedy
+    prepare.prepare(parse_arguments([*words, "mesh.dp_shard=-1"]))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ def check(num_ranks: int, *overrides: str, device: str | None = None) -> None:
 BAD = [
     # ranks, overrides, key, the rule with its numbers, the remedy
     (4, ["mesh.dp_shard=0"], "mesh.dp_shard", "at least 1 rank", "mesh.dp_shard=1"),
+    (4, ["mesh.dp_shard=-2"], "mesh.dp_shard", "at least 1 rank", "=1 or more, or -1 to fill the ranks"),
+    (4, ["mesh.ep_shard=0"], "mesh.ep_shard", "at least 1 rank", "=1 or more, or -1 to fill the ranks"),
     (6, ["mesh.pp=4"], "mesh.dp_shard", "6 ranks do not divide by pp*dp_replicate*cp*tp = 4*1*1*1 = 4", "4 or 8"),
     (4, ["mesh.ep=3"], "mesh.ep", "1*4*1*1 = 4 must equal", "mesh.ep=2 mesh.ep_shard=2"),
     (4, ["mesh.ep=2", "mesh.ep_shard=4"], "mesh.ep", "1*4*2*1", "mesh.ep_shard=2"),

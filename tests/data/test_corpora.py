@@ -180,7 +180,7 @@ def test_bad_jsonl_line_is_named(line, tmp_path):
 
 def carried_out(message: str, folder: Path) -> None:
     """Run the command that an error names in brackets; where jq is not installed, a stand-in for its one use."""
-    command = re.search(r"\((jq|iconv) [^)]*\)", message)
+    command = re.search(r"\(((?:jq|cat|gzip|zstd) [^),]*)", message)
     assert command is not None, message
     (folder / "bin").mkdir(exist_ok=True)
     if shutil.which("jq") is None:
@@ -188,7 +188,7 @@ def carried_out(message: str, folder: Path) -> None:
         (folder / "bin" / "jq").write_text(f"#!{sys.executable}\n{code}")
         (folder / "bin" / "jq").chmod(0o755)
     env = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-c", command[0][1:-1]], cwd=folder, env=env, check=True)
+    subprocess.run(["bash", "-c", command[1]], cwd=folder, env=env, check=True)
 
 
 @pytest.mark.parametrize("text", ['[{"text": "a"}]', '[\n  {"text": "a"}\n]\n'])
@@ -202,22 +202,37 @@ def test_the_remedy_for_a_json_array_makes_lines_and_loses_nothing(name, text, t
     assert [document.text for document in read("jsonl", tmp_path / "lines.jsonl")] == ["a"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be", "latin1"])
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_another_encoding_is_named_and_its_remedy_reads_every_letter(kind, packed, encoding, tmp_path):
+    """Latin letters of UTF-16 and UTF-32 are valid UTF-8, with zeros. The refused file is closed."""
+    name = tmp_path / f"it's.{kind}{packed}"
+    for text in ('{"text": "plain"}\n', '{"text": "für"}\n'):
+        if text.isascii() and encoding == "latin1":
+            continue
+        codec = {"": None, ".gz": "gzip", ".zst": "zstd"}[packed]
+        with pyarrow.output_stream(str(name), compression=codec) as out:
+            out.write(text.encode(encoding))
+        named = encoding.replace("-le", "le").replace("-be", "be")
+        with pytest.raises(DataError, match=rf":1: .*iconv -f {named}(le)? -t utf-8 > utf8") as caught:
+            read(kind, name)
+        opened = [os.readlink(one.path) for one in os.scandir("/proc/self/fd") if os.path.exists(one.path)]
+        assert str(name) not in opened, caught.value
+        carried_out(str(caught.value), tmp_path)
+        [document] = read(kind, tmp_path / f"utf8.{kind}")
+        assert document.text.lstrip("\ufeff") == (text if kind == "text" else json.loads(text)["text"])
+
+
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_utf_16_without_a_mark_is_no_text_with_zero_bytes(kind, encoding, tmp_path):
-    """Of Latin letters it is valid UTF-8."""
-    for text in ('{"text": "plain"}\n', '{"text": "für"}\n'):
-        (tmp_path / "a").write_bytes(text.encode(encoding))
-        with pytest.raises(DataError, match=rf"a:1: .*iconv -f {encoding} -t utf-8"):
-            read(kind, tmp_path / "a")
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "latin1"])
-@pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_the_encoding_that_a_file_has_is_named(kind, encoding, tmp_path):
-    (tmp_path / "a").write_bytes('{"text": "für"}\n'.encode(encoding))
-    with pytest.raises(DataError, match=f"iconv -f {encoding} -t utf-8"):
-        read(kind, tmp_path / "a")
+def test_lines_of_another_encoding_behind_good_ones_are_no_text(kind, encoding, tmp_path):
+    """A shell may append UTF-16; to convert the whole file would destroy the lines before."""
+    path = tmp_path / "mixed"
+    path.write_bytes(b'{"text": "good"}\n' * 3 + '{"text": "plain"}\n'.encode(encoding))
+    with pytest.raises(DataError, match=r"mixed:4: .*write the others again, which look like utf-16") as caught:
+        read(kind, path)
+    assert "iconv" not in str(caught.value)
 
 
 def test_bad_utf8_in_text_names_the_line(tmp_path):

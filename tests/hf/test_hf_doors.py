@@ -426,6 +426,23 @@ def test_a_damaged_file_that_the_export_copies_is_found_before_the_first_step(
         copied_files(model_config_from_hf(single), None)
 
 
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "video_processor_config.json"])
+def test_files_that_are_copied_of_two_folders_are_each_read_where_they_are(
+    name: str, single: Path, tmp_path: Path
+) -> None:
+    """A processor's settings are the checkpoint's, whatever tokenizer a run has."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer_config.json").write_text("{}")
+    (single / name).write_text('{"size": 3}')
+    config = model_config_from_hf(single)
+    wanted = [(single, name), (tmp_path / "other", "tokenizer_config.json")]
+    assert copied_files(config, str(tmp_path / "other")) == wanted
+    (tmp_path / "other" / name).write_text('{"size": 3}')
+    (single / name).write_text('{"size": ')
+    with pytest.raises(CheckpointError, match=rf"{single}/{name}: Expecting value.*Copy it again"):
+        copied_files(config, str(tmp_path / "other"))
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
 def test_a_cut_tokenizer_is_no_part_of_a_conversion(
     name: str, single: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

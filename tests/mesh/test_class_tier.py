@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -248,6 +248,34 @@ def test_the_plan_says_which_class_it_cannot_count(tmp_path: Path) -> None:
     shape = validate(config, None)
     [said] = not_modelled(config, shape, plan_batch(config, shape))
     assert "counted as native layers this wide, for its code needs numbers" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (lambda x: x[x > 0], "for its code needs numbers"),
+        (lambda x: torch.repeat_interleave(x, x.long().flatten()), "for its code needs numbers"),
+        (lambda x: x.bogus, "for its code failed without numbers: AttributeError("),
+        (lambda x: x.view(-1, 7), "for its code failed without numbers: RuntimeError("),
+        (lambda x: {}["width"], "for its code failed without numbers: KeyError('width')"),
+    ],
+)
+def test_the_plan_tells_a_class_that_needs_numbers_from_one_that_fails(
+    fault: Callable[[torch.Tensor], object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+
+    whole = OlmoeSparseMoeBlock.forward
+
+    def forward(self: OlmoeSparseMoeBlock, hidden_states: torch.Tensor) -> object:
+        fault(hidden_states)
+        return whole(self, hidden_states)
+
+    monkeypatch.setattr(OlmoeSparseMoeBlock, "forward", forward)
+    hf_class_config("olmoe").save_pretrained(tmp_path)
+    config = run_config(tmp_path, MeshConfig(dp_shard=1))
+    shape = validate(config, None)
+    assert said in "".join(not_modelled(config, shape, plan_batch(config, shape)))
 
 
 @pytest.mark.exhaustive

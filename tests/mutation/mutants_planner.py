@@ -16,7 +16,7 @@ _ROWS = [
     ("layer_time.py", 'forward.again["moe"][axis] if axis in ("ep", "etp") else cost', "cost", TIME),
     ("layer_time.py", "seconds * weight.trained", "seconds", TIME),
     ("layer_time.py", "mesh.etp) * (not place.fused_experts)", "mesh.etp)", TIME),
-    ("layer_time.py", "own += FUSED_LEFT * machine", "own += 0.0 * machine", ["tests/planner/test_plan.py"]),
+    ("layer_time.py", "own += left * machine", "own += 0.0 * machine", ["tests/planner/test_plan.py"]),
     ("time.py", "max(0.0, cost.seconds - behind)", "cost.seconds", TIME),
     (
         "time.py",

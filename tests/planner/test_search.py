@@ -19,6 +19,7 @@ from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, resolve
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows, validate
 from automoe.errors import ConfigError
+from automoe.launch import hardware
 from automoe.model.params import count_params
 from automoe.planner import search as search_module
 from automoe.planner.activations import UNEVEN, at_load
@@ -146,6 +147,21 @@ def test_the_preset_is_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixt
     file.write_text("mesh: {}\n")
     assert plan.main([*words, "search=true", "world=16", f"out={tmp_path}"]) == 2
     assert file.read_text() == "mesh: {}\n"
+
+
+@pytest.mark.parametrize(("installed", "said"), [("2.11.0+cpu", True), ("2.13.0", False)])
+def test_a_schedule_that_this_torch_refuses_is_found_with_a_note(
+    installed: str, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan may be for another machine; ``automoe train`` refuses the mesh here in the same words."""
+    monkeypatch.setattr(hardware, "version", lambda package: installed)
+    words = ["model=small_qwen3", "cluster=h100_sxm", "mesh.pp=2", "parallel.schedule=DualPipeV", "--json"]
+    words += ["parallel.stages_per_rank=2", "train.micro_batch_size=1", "parallel.recompute=[]"]
+    assert plan.main([*words, "search=true", "world=2", f"out={tmp_path}"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["found"][0]["parallel"]["schedule"] == "DualPipeV"
+    note = "parallel.schedule=DualPipeV runs backward passes in halves, which torch 2.11.0+cpu cannot do"
+    assert printed.err.count(note) == said
 
 
 @pytest.mark.parametrize(
