@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from automoe.errors import ConfigError
-from automoe.storage.files import read_file
 
 
 def write_out(path: Path, text: str, out: str, what: str, instead: str) -> None:
@@ -20,7 +19,8 @@ def write_out(path: Path, text: str, out: str, what: str, instead: str) -> None:
         ConfigError: the file cannot be written, or exists with another text.
     """
     try:
-        if path.exists() and read_file(path) != text.encode():
+        # Reading a FIFO would wait for its other end.
+        if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):
             rule = f"{what} is there, and another one"
             raise ConfigError("out", out, rule, f"Remove it, or set {instead}")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from automoe.config.convert import config_from_dict, config_to_dict, leaf_keys
 from automoe.config.frozen import dump_config, frozen_shape, load_config, parse_config, resolved, save_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, tokenizer_of
+from automoe.config.shipped import shipped_folder
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of
@@ -87,6 +88,13 @@ def test_every_small_model_fits_every_mesh_group(model: str, mesh: str) -> None:
 def test_every_option_of_every_group_composes(group: str) -> None:
     for option in list_options(group):
         compose_config(overrides=[f"{group}={option}"])
+
+
+@pytest.mark.parametrize("option", list_options("checkpoint"))
+def test_an_option_that_is_chosen_is_not_undone_by_the_primary(option: str) -> None:
+    file = shipped_folder("conf") / "checkpoint" / f"{option}.yaml"
+    found = config_to_dict(compose_config(overrides=[f"checkpoint={option}"]))["checkpoint"]
+    assert found == found | yaml.safe_load(file.read_text())
 
 
 def test_overrides_win_over_groups_and_experiments_over_primaries() -> None:
