@@ -282,11 +282,11 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         if num_layers >= num_stages:
             even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
             remedy = f"Set parallel.layers_per_stage=[{even}] or null"
-        fill = remedy
+        held = stages_of_ranks(pp, stages, schedule)
         key = "parallel.layers_per_stage"
         if parallel.layout is not None:
             key = LAYOUT
-            remedy = f"Write {num_layers} t"
+            remedy = f"Write {num_layers} t, and something in a stage of each rank: {held}, counted from 0"
         yield (key, len(sizes) != num_stages,
                f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes",
                remedy)
@@ -295,13 +295,10 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         # The first stage holds the embedding, the last one the head.
         modules = module_sizes(config, num_stages)
         full = [n + m + (i in (0, num_stages - 1)) for i, (n, m) in enumerate(zip(sizes, modules, strict=True))]
-        held = stages_of_ranks(pp, stages, schedule)
         empty = [rank for rank, own in enumerate(held) if not any(full[stage] for stage in own)]
-        rank = min(empty, default=0)
-        if key == LAYOUT:
-            fill = f"Write a t of another stage into stage {held[rank][0]} (counted from 0)"
         yield (key, bool(empty),
-               f"every pipeline rank trains something, and the stages of rank {rank} are all empty", fill)
+               f"every pipeline rank trains something, and the stages of rank {min(empty, default=0)} are all empty",
+               remedy)
         yield (key, sum(sizes) != num_layers,
                f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
 
