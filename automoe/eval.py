@@ -141,7 +141,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         f"{task} {metric}"
         for task, metric, _, *numbers in rows
         # None: a standard error that was not estimated
-        if not all(n is None or (isinstance(n, int | float) and math.isfinite(n)) for n in numbers)
+        if not all(n is None or isinstance(n, int | float) and math.isfinite(n) for n in numbers)
     ]:
         said = f"not finite: {listed(wrong)}"
     if missing := set(names) - {row[0] for row in rows}:

@@ -51,7 +51,8 @@ WIDENING = {"fp8": 16.0, "nf4": 4.0}
 DELTA_NET = 0.25
 # Of the pass that adds a weight's gradient to its sum, what is left in a product that adds, and
 # what is more of it for each expert, by its multiplications: on an H100 0.26 for the widest experts
-# and 1.52, a loss, for 128 narrow ones with few rows (benchmarks/results/gpu_parts.json).
+# and 1.52, a loss, for 128 narrow ones with few rows (benchmarks/results/gpu_parts.json); fewer rows
+# were not measured.
 FUSED_LEFT = 0.26
 FUSED_EXPERT = 4.1e9
 # FlexAttention computes blocks of this many queries and keys, on head dims that are powers of two,
@@ -136,7 +137,7 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
         if place.fused:
             own = max(own, machine.pass_over(8.0 * numbers) * weight.trained)
         elif part == "moe" and place.fused_experts:
-            left = FUSED_LEFT + FUSED_EXPERT * local / (tokens * rows * columns)
+            left = min(1.52, FUSED_LEFT + FUSED_EXPERT * local / (tokens * rows * columns))
             own += left * machine.pass_over(10.0 * numbers) * weight.trained
         passes.add(
             part,
