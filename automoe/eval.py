@@ -140,7 +140,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     if wrong := [
         f"{task} {metric}"
         for task, metric, _, *numbers in rows
-        if not all(map(_is_finite, numbers))
+        # None: a standard error that was not estimated
+        if not all(n is None or isinstance(n, int | float) and math.isfinite(n) for n in numbers)
     ]:
         said = f"not finite: {listed(wrong)}"
     if missing := set(names) - {row[0] for row in rows}:
@@ -334,11 +335,6 @@ def _rows(found: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, ...]]:
                 error = results[name].get(f"{metric}_stderr,{kind}")
                 shown = metric if kind == "none" else f"{metric} ({kind})"
                 yield name, shown, shots, value, None if error == "N/A" else error
-
-
-def _is_finite(value: Any) -> bool:
-    """Return True if ``value`` is a finite number, or None (a standard error not estimated)."""
-    return value is None or (isinstance(value, int | float) and math.isfinite(value))
 
 
 def _print_table(rows: list[tuple[Any, ...]]) -> None:

@@ -127,7 +127,7 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
         ConfigError: an axis is below one, or the folding equation does not hold; the message
             names the nearest valid sizes.
     """
-    typed = mesh
+    chosen = preset_choice(mesh, num_ranks)
     mesh = expand_preset(mesh, num_ranks)
     for axis in dict.fromkeys(DEFAULT_AXES + MOE_AXES):
         size = getattr(mesh, axis)
@@ -135,7 +135,6 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
         if size < 1 and not (size == -1 and derived):
             remedy = f"Set mesh.{axis}=1 or more" + ", or -1 to fill the ranks" * derived
             raise ConfigError(f"mesh.{axis}", size, "an axis has at least 1 rank", remedy)
-    chosen = preset_choice(typed, num_ranks)
     moe_fixed = mesh.ep_replicate * mesh.ep * mesh.etp
     dp_shard = mesh.dp_shard
     if dp_shard == -1:

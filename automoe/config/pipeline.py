@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import zip_longest
 
@@ -126,7 +126,9 @@ def _ordered(
             tuple(_in_turn(schedule, pp, stages_per_rank, num_micro_batches, rank, merged))
             for rank in range(pp)
         )
-    return order if merged else tuple(tuple(_one_by_one(entries)) for entries in order)
+    if merged:
+        return order
+    return tuple(tuple((action,) for entry in entries for action in entry) for entries in order)
 
 
 def misfit(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> str:
@@ -147,10 +149,6 @@ def misfit(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int)
     if is_csv(schedule):
         return _csv_misfit(schedule, pp, stages_per_rank, num_micro_batches)
     return ""
-
-
-def _one_by_one(entries: Iterable[Entry]) -> Iterator[Entry]:
-    return ((action,) for entry in entries for action in entry)
 
 
 def _in_turn(

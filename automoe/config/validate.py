@@ -197,20 +197,16 @@ def _rampup_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]
 def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     parallel = config.parallel
     key = "parallel.stages_per_rank"
-    stages = parallel.stages_per_rank
-    schedule = parallel.schedule
-    pp = shape.pp
+    stages, schedule, pp = parallel.stages_per_rank, parallel.schedule, shape.pp
     each = 1 if schedule in SINGLE else 2
     remedy = f"Set {key}={each if pp > 1 else 1}"
     if parallel.layout is not None:  # it says how many stages there are
         key = LAYOUT
         ranks = max(2, -(-pp * stages // each))
-        remedy = f"Set mesh.pp={ranks}"
-        remedy += f" and write {ranks * each} stages" * (ranks * each != pp * stages)
+        remedy = f"Set mesh.pp={ranks}" + f" and write {ranks * each} stages" * (ranks * each != pp * stages)
     yield ("parallel.schedule", schedule not in NAMES and not is_csv(schedule),
            f"there are {', '.join(NAMES)}, or the path of a .csv file", nearest(schedule))
-    yield (key, pp == 1 and stages > 1,
-           "with mesh.pp=1 the model is one stage",
+    yield (key, pp == 1 and stages > 1, "with mesh.pp=1 the model is one stage",
            remedy + ("" if shape.world_size % 2 or key == LAYOUT else ", or mesh.pp=2 or more"))
     yield (key, stages > 1 and schedule in SINGLE,
            f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B and its like run several",
@@ -233,10 +229,8 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     rows = config.train.global_batch_size
     unit = shape.dp * micro
     micro_batches = rows // unit
-    arithmetic = (
-        f"global_batch_size / (dp_replicate*dp_shard*micro_batch_size) = {rows} / "
-        f"({shape.dp_replicate}*{shape.dp_shard}*{micro}) = {micro_batches} micro-batches"
-    )
+    arithmetic = (f"global_batch_size / (dp_replicate*dp_shard*micro_batch_size) = {rows} / "
+        f"({shape.dp_replicate}*{shape.dp_shard}*{micro}) = {micro_batches} micro-batches")
     least = 2 * pp if schedule == "DualPipeV" else pp
     some = "2 * mesh.pp" if least > pp else "mesh.pp"
     free = is_csv(schedule) or schedule in ALL_FORWARDS_FIRST
@@ -282,11 +276,11 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         if num_layers >= num_stages:
             even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
             remedy = f"Set parallel.layers_per_stage=[{even}] or null"
-        fill = remedy
+        held = stages_of_ranks(pp, stages, schedule)
         key = "parallel.layers_per_stage"
         if parallel.layout is not None:
             key = LAYOUT
-            remedy = f"Write {num_layers} t"
+            remedy = f"Write {num_layers} t, and something in a stage of each rank: {held}, counted from 0"
         yield (key, len(sizes) != num_stages,
                f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes",
                remedy)
@@ -295,13 +289,9 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         # The first stage holds the embedding, the last one the head.
         modules = module_sizes(config, num_stages)
         full = [n + m + (i in (0, num_stages - 1)) for i, (n, m) in enumerate(zip(sizes, modules, strict=True))]
-        held = stages_of_ranks(pp, stages, schedule)
         empty = [rank for rank, own in enumerate(held) if not any(full[stage] for stage in own)]
-        rank = min(empty, default=0)
-        if key == LAYOUT:
-            fill = f"Write a t of another stage into stage {held[rank][0]} (counted from 0)"
         yield (key, bool(empty),
-               f"every pipeline rank trains something, and the stages of rank {rank} are all empty", fill)
+               f"every pipeline rank trains something, and the stages of rank {min(empty, default=0)} are all empty", remedy)
         yield (key, sum(sizes) != num_layers,
                f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
 
@@ -314,10 +304,8 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield (key, shape.ep == 1, "with mesh.ep=1 there is no all-to-all to hide", f"Set mesh.ep=2 or more, {off}")
     yield ("moe.dispatcher", config.moe.dispatcher == "allgather", f"{key} hides all-to-alls, and it has none",
            f"Set moe.dispatcher=alltoall, {off}")
-    for name, is_compiled, instead in (
-        ("train.compile", train.compile, "train.compile=false"),
-        ("kernels.attention", config.kernels.attention == "flex", "kernels.attention=sdpa"),
-    ):
+    for name, is_compiled, instead in (("train.compile", train.compile, "train.compile=false"),
+        ("kernels.attention", config.kernels.attention == "flex", "kernels.attention=sdpa")):
         yield name, is_compiled, f"compiled layers are not run in two threads ({key})", f"Set {instead}, {off}"
     yield ("parallel.schedule", shape.pp > 1 and not merges(parallel.schedule),
            f"{key} with mesh.pp={shape.pp} merges the passes of {' and '.join(MERGES)}, and of files with OVERLAP_F_B",
@@ -435,8 +423,7 @@ def _chat_rows(config: Config) -> Iterator[Row]:
         yield ("data.on_long", data.on_long in ("drop", "truncate"),
                f"that is for conversations, and data.kind={data.kind} is text", "Set data.on_long=split, or error")
         return
-    yield ("data.on_long", data.on_long == "split",
-           "half a conversation answers no question, so none is split",
+    yield ("data.on_long", data.on_long == "split", "half a conversation answers no question, so none is split",
            "Set data=chat (or data.on_long=error), data.on_long=drop or data.on_long=truncate")
     yield ("data.chat.date", not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d", data.chat.date or "2026-11-23"),
            "no date", "Write it as 2026-11-23")
@@ -464,8 +451,7 @@ def checkpoint_rows(config: Config) -> Iterator[Row]:
         nearest = 0
     yield ("checkpoint.keep_every", keep_every != nearest, rule,
            f"Nearest valid choice: checkpoint.keep_every={nearest}")
-    yield ("checkpoint.keep_best",
-           checkpoint.keep_best > 0 and (not every or not val_every or every % val_every != 0),
+    yield ("checkpoint.keep_best", checkpoint.keep_best > 0 and (not every or not val_every or every % val_every != 0),
            "the best is told by the validation loss, so a step that is saved must be validated: "
            f"checkpoint.every={every} is not a multiple of train.val_every={val_every}",
            f"Set train.val_every={every or 100} checkpoint.every={every or 100}, or checkpoint.keep_best=0")

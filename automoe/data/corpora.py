@@ -39,8 +39,7 @@ _CODECS = {".gz": "gzip", ".zst": "zstd"}
 # A folder of records may hold other files, such as a README or a schema, but no second format.
 _RECORDS = re.compile(r"\.(parquet|jsonl(\.gz|\.zst)?)$")
 # Latin letters of UTF-16 and UTF-32 are valid UTF-8, with zero bytes between them.
-_WIDE = re.compile(r"(\0+[^\0]){4}|([^\0\n]\0+){4}")
-_PART = "part of a letter"
+_WIDE = re.compile(rb"(\0+[^\0]){4}|([^\0\n]\0+){4}")
 _PART_BYTES = 1 << 20  # bytes of a text file read at a time
 
 
@@ -241,17 +240,18 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
             return
 
 
-def _encoding(raw: bytes) -> str:
-    """Return the likely encoding, as iconv names it, by the zeros among the first four bytes."""
-    wide = "utf-32" if b"\0\0" in raw[:4] else "utf-16"
-    if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+def _encoding(error: UnicodeDecodeError) -> str:
+    """Return the likely encoding, as iconv names it, by the zeros among four bytes."""
+    raw = error.object[error.start : error.start + 4]
+    wide = "utf-32" if b"\0\0" in raw else "utf-16"
+    if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return wide
-    zero = raw.find(b"\0", 0, 4)
+    zero = raw.find(b"\0")
     return "latin1" if zero < 0 else wide + ("be", "le")[zero % 2]
 
 
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
-    encoding = _encoding(error.object)
+    encoding = _encoding(error)
     codec = _CODECS.get(path.suffix)
     command = f"{codec} -dc" if codec else "cat"
     made = f"utf8{(path.with_suffix('') if codec else path).suffix}"
@@ -272,15 +272,13 @@ def _read_text(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
         while True:
             raw = file.read(_PART_BYTES)
             try:
+                if wide := _WIDE.search(raw):
+                    raise UnicodeDecodeError("", raw, *wide.span(), "part of a letter")
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
                 raise _not_utf8(
                     path, line + error.object.count(b"\n", 0, error.start), error
                 ) from error
-            if wide := _WIDE.search(text):
-                line += text.count("\n", 0, wide.start())
-                raw = text[wide.start() :].encode()
-                raise _not_utf8(path, line, UnicodeDecodeError("", raw, 0, 1, _PART))
             line += text.count("\n")
             yield 0, text
             if not raw:
@@ -306,7 +304,7 @@ def jsonl_records(path: Path) -> NumberedRecords:
                 )
             try:
                 if b"\0" in raw:
-                    raise UnicodeDecodeError("", raw, 0, 1, _PART)
+                    raise UnicodeDecodeError("", raw, 0, 1, "part of a letter")
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, number, error) from error

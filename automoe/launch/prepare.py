@@ -321,8 +321,8 @@ def check_num_ranks(config: Config, overrides: list[str], num_ranks: int, why: s
     named = "launch.num_ranks" in map(key_of, overrides)
     if named and given not in (None, num_ranks) and num_ranks > 0:
         remedy = "Set mesh.dp_shard=-1 to fill as many as you name"
-        if not config.mesh.preset:  # it would choose other axes for another number
-            remedy = f"Leave it out, set it to {num_ranks}, or {remedy[4:]}"
+        if "mesh.preset" not in why:  # it would choose other axes for another number
+            remedy += f", set it to {num_ranks}, or leave it out"
         raise ConfigError("launch.num_ranks", given, f"{why}: {num_ranks} ranks", remedy)
 
 

@@ -15,6 +15,7 @@ from automoe.config.rules import Row
 from automoe.config.rules_kernels import BASE_BLOCKS, ELEMENT_BYTES, ROW_BYTES
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, LoraConfig
+from automoe.errors import listed
 from automoe.model.params import LORA_GROUPS, Param, adapter_specs, layer_params, model_params
 
 _BACKENDS = ("grouped_mm", "loop")  # expert backends that support adapters
@@ -180,7 +181,7 @@ def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row
     for key, patterns in (("train.freeze", config.train.freeze), ("train.trainable", config.train.trainable)):
         for pattern in patterns:
             yield (key, not any(fnmatchcase(name, pattern) for name in names),
-                   f"{pattern!r} matches no parameter of the model; some of its names are {_some(names)}",
+                   f"{pattern!r} matches no parameter of the model; its names are {listed(names)}",
                    f"Leave it out of {key}, or write a pattern such as '*.router.*'")
     moved = [param.name for param in params if is_trained(param.name, config) and not param.spec.detached]
     yield ("train.freeze", config.train.indexer == "warmup" and (bool(moved) or config.lora.rank > 0),
@@ -291,7 +292,3 @@ def _is_unknown_stack(param: Param) -> bool:
     stacked = len(param.shape) == 3 or "expert" in param.name
     in_ffn = param.part in ("routed_experts", "dense_ffn") and param.multiplies
     return stacked and in_ffn and param.spec.lora is None
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join([*names[:3], *names[-2:]])

@@ -19,7 +19,7 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.model.lora import adapt, fill_adapters
-from automoe.model.loss import ChunkLoss, chunk_loss_fn
+from automoe.model.loss import chunk_loss_fn
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
 from automoe.model.transformers_model import TransformersModel
@@ -102,6 +102,9 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
     loss = None
     if (named := config.train.loss) != "cross_entropy":
         loss = checked_loss(registered("train.loss")[named], named)
+    chunk_loss = chunk_loss_fn(kernels.loss)
+    if config.train.compile and kernels.loss == "torch":
+        chunk_loss = compiled(chunk_loss)
     return BackendConfig(
         pg_collection=pg_collection,
         experts=experts,
@@ -110,18 +113,13 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         masks=masks,
         rope=rope_fns(kernels.rope),
         norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
-        chunk_loss=_chunk_loss(config),
+        chunk_loss=chunk_loss,
         loss=loss,
         indexer_warmup=config.train.indexer == "warmup",
         has_side_stream=partial(has_side_stream, config.parallel),
         always_masked=config.train.compile,
         seed=config.train.seed,
     )
-
-
-def _chunk_loss(config: Config) -> ChunkLoss:
-    fn = chunk_loss_fn(config.kernels.loss)
-    return compiled(fn) if config.train.compile and config.kernels.loss == "torch" else fn
 
 
 def _build_communicators(meshes: Meshes, parallel: ParallelConfig) -> ProcessGroupCollection:

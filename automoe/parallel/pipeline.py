@@ -182,6 +182,7 @@ class StepRunner(ABC):
         self, model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
     ) -> None:
         self.model_parts = model_parts
+        self.config = config
         self.device = device
         shape, schedule = meshes.shape, config.parallel.schedule
         embedded = embedding_stages(config.model, stage_layers(config, shape))
@@ -248,12 +249,9 @@ class StepRunner(ABC):
 class SingleStageRunner(StepRunner):
     """Runner of the whole model on this rank, in a loop over micro-batches."""
 
-    def __init__(
-        self, model_parts: dict[int, CausalLM], meshes: Meshes, config: Config, device: torch.device
-    ) -> None:
-        super().__init__(model_parts, meshes, config, device)
-        self.part = model_parts[0]
-        self.config = config
+    @property
+    def part(self) -> CausalLM:
+        return self.model_parts[0]
 
     def train(self, inputs: Inputs) -> torch.Tensor:
         micro_batches = self._split(inputs)
@@ -416,7 +414,7 @@ class PipelineRunner(StepRunner):
         self.stages = stages
         self.first = 0 in model_parts
         self.last = num_stages - 1 in model_parts
-        self.config, self.meshes = config, meshes
+        self.meshes = meshes
         self._use(train.global_batch_size // meshes.shape.dp // rows)
 
     def _use(self, num_micro_batches: int) -> None:

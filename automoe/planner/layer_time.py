@@ -23,7 +23,6 @@ experts, K top-k, N heads, D head dim.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from math import ceil, log2
 
 from automoe.config.context import exchange_widths, expanded_width, mean_keys
@@ -50,24 +49,17 @@ SLOW_PRODUCTS = 4  # the router's float32 matmuls take this multiple of the time
 WIDENING = {"fp8": 16.0, "nf4": 4.0}
 # A gated delta net reaches this share of attention's speed: its short chunks run one after another.
 DELTA_NET = 0.25
-# Of the pass that adds a weight's gradient to its sum, what is left in a product that adds, an
-# expert at a time, by log2 of the expert's multiplications: on an H100 more than all of it for
-# narrow experts with few rows (benchmarks/results/gpu_parts.json).
-FUSED_LEFT = ((31.6, 1.52), (33.6, 0.56), (35.8, 0.36), (38.4, 0.26))
+# Of the pass that adds a weight's gradient to its sum, what is left in a product that adds, and
+# what is more of it for each expert, by its multiplications: on an H100 0.26 for the widest experts
+# and 1.52, a loss, for 128 narrow ones with few rows (benchmarks/results/gpu_parts.json); fewer rows
+# were not measured.
+FUSED_LEFT = 0.26
+FUSED_EXPERT = 4.1e9
 # FlexAttention computes blocks of this many queries and keys, on head dims that are powers of two,
 # at this share of attention's speed: on an H100 Triton's attention reaches 390 TFLOP/s and cuDNN's
 # 605 (arXiv 2407.08608, figure 5, forward, head dim 128).
 FLEX_BLOCK = 128
 FLEX = 0.64
-
-
-def fused_left(products: float) -> float:
-    """Return ``FUSED_LEFT`` between its measured points, and that of the nearest one beyond."""
-    place = max(log2(products), FUSED_LEFT[0][0])
-    for (below, left), (above, right) in pairwise(FUSED_LEFT):
-        if place < above:
-            return left + (place - below) / (above - below) * (right - left)
-    return right
 
 
 def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
@@ -145,7 +137,7 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
         if place.fused:
             own = max(own, machine.pass_over(8.0 * numbers) * weight.trained)
         elif part == "moe" and place.fused_experts:
-            left = fused_left(tokens / local * rows * columns)
+            left = min(1.52, FUSED_LEFT + FUSED_EXPERT * local / (tokens * rows * columns))
             own += left * machine.pass_over(10.0 * numbers) * weight.trained
         passes.add(
             part,

@@ -155,8 +155,9 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
             console = Console(stderr=True, highlight=False)
         _say_nothing_fits(best, config, console)
         return 1
-    command = write_preset(best.found[0], question, args)
-    for why in {halves_missing(one.config, one.mesh) for one in best.found} - {""}:
+    first = best.found[0]
+    command = write_preset(first, question, args)
+    if why := halves_missing(first.config, first.mesh):
         print(f"note: on this machine {why}", file=sys.stderr)
     if not as_json:
         console.print(f"[bold]take it[/] {command}", soft_wrap=True, highlight=False)

@@ -332,8 +332,7 @@ def plan_stage(
     if config.model.family == TRANSFORMERS:
         from automoe.planner.class_layers import class_layers  # imports torch
 
-        counted = class_layers(config, mesh.ep, load.expert_rows)
-        if not isinstance(counted, str):
+        if not isinstance(counted := class_layers(config, mesh.ep, load.expert_rows), str):
             once, measured = counted[0], dict(enumerate(counted[1]))
     for layer in layers:
         # Equal layers are planned once. If names select the trained parameters, no two layers are

@@ -127,8 +127,8 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(overrides: list[
     ("layout", "others", "says", "then"),
     [
         # What has as many stages and layers as it should is not told to have them.
-        ("E|||ttttL", ["parallel.schedule=ZBVZeroBubble"], "a t of another stage into stage 1 ", ["E|t||tttL"]),
-        ("E||t|tt||tL", ["mesh.pp=3", "parallel.schedule=DualPipeV", "train.global_batch_size=12"], "stage 1 ",
+        ("E|||ttttL", ["parallel.schedule=ZBVZeroBubble"], "Write 4 t, and something in a stage of each rank: [[0, 3], [1, 2]]", ["E|t||tttL"]),
+        ("E||t|tt||tL", ["mesh.pp=3", "parallel.schedule=DualPipeV", "train.global_batch_size=12"], "each rank: [[0, 5], [1, 4], [2, 3]]",
          ["E|t|t|t||tL"]),
         ("Ett|tttL", ["parallel.schedule=1F1B"], "Write 4 t", ["Ett|ttL"]),
         # A number of stages that nobody typed is not blamed, and the ranks suit the schedule.

@@ -6,17 +6,10 @@ Checkpoints are published in MXFP4, which the reader dequantizes.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from automoe.hf.families.family import COMMON_FIELDS, Family, Field, layer_types
 from automoe.hf.families.mixtral import FAMILY as MIXTRAL
 from automoe.hf.keys import FUSED
-
-
-def _window(keys: int | None, theirs: Any) -> int:
-    """Return the sliding window, or 0 if no layer has one, whatever number config.json gives."""
-    return keys or 0 if "sliding_attention" in theirs.layer_types else 0
-
 
 FAMILY = Family(
     model_type="gpt_oss",
@@ -32,9 +25,10 @@ FAMILY = Family(
         "attention.o_bias": "attention_bias",
         "attention.full_attention_interval": layer_types("sliding_attention"),
         "attention.sliding_window": Field(
-            # transformers makes a mask of this size even if no layer has a window.
+            # 0 if no layer has a window, whatever config.json says. Written back as 128, since
+            # transformers makes a mask of this size even then.
             "sliding_window",
-            read=_window,
+            read=lambda keys, theirs: (keys or 0) * ("sliding_attention" in theirs.layer_types),
             write=lambda keys, config: keys or 128,
         ),
     },
