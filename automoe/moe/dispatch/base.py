@@ -125,7 +125,10 @@ def regroup_by_expert(counts_PE: torch.Tensor, num_rows: int) -> tuple[torch.Ten
 
 
 class _SumToTokens(torch.autograd.Function):
-    """``sum_rows`` with a gradient, for which it keeps only the index."""
+    """``sum_rows`` with a gradient, for which it keeps only the index.
+
+    A row whose index is no token's is left out of the sum; its gradient is arbitrary.
+    """
 
     @staticmethod
     def forward(
@@ -137,13 +140,17 @@ class _SumToTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_TH: torch.Tensor):
         (token_idx_M,) = ctx.saved_tensors
-        return grad_TH.index_select(0, token_idx_M), None, None
+        # An index beyond the tokens is clamped to one that can be read.
+        return grad_TH.index_select(0, token_idx_M.clamp(max=grad_TH.shape[0] - 1)), None, None
 
 
 def sum_to_tokens(
     rows_MH: torch.Tensor, token_idx_M: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
-    """Sum rows [M, H] by their tokens ``token_idx`` [M]: [num_tokens, H]."""
+    """Sum rows [M, H] by their tokens ``token_idx`` [M]: [num_tokens, H].
+
+    A row whose index is ``num_tokens`` has no token. Only the index is saved for the backward.
+    """
     return _SumToTokens.apply(rows_MH, token_idx_M, num_tokens)
 
 

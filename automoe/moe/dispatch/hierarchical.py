@@ -20,8 +20,9 @@ from automoe.moe.dispatch.base import (
     count_choices,
     run_choices,
     sort_by_expert,
+    sum_to_tokens,
 )
-from automoe.moe.dispatch.rows import RowExchange, SumLines
+from automoe.moe.dispatch.rows import RowExchange
 
 
 class HierarchicalDispatcher:
@@ -101,4 +102,4 @@ def _send(
     else:
         out_BH = run_choices(x_BH, ids_BK, weights_BK, experts, num_local, choices)
     out_BH = group.all_to_all(out_BH, exchange.out_splits, exchange.in_splits)
-    return SumLines.apply(out_BH, exchange.source_B, x_TH.shape[0])
+    return sum_to_tokens(out_BH, exchange.source_B, x_TH.shape[0])

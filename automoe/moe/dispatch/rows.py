@@ -140,25 +140,6 @@ class _Unpack(torch.autograd.Function):
         return grad_BH, None, None
 
 
-class SumLines(torch.autograd.Function):
-    """Sum of lines by token; only the index is saved for the backward.
-
-    ``source_B`` is defined in ``RowExchange``. The gradient of lines without a token is arbitrary.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, lines_BH: torch.Tensor, source_B: torch.Tensor, num_tokens: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(source_B)
-        return sum_rows(lines_BH, source_B, num_tokens)
-
-    @staticmethod
-    def backward(ctx, grad_TH: torch.Tensor):
-        (source_B,) = ctx.saved_tensors
-        return grad_TH.index_select(0, source_B.clamp(max=grad_TH.shape[0] - 1)), None, None
-
-
 class _ArrivedIn8Bits(torch.autograd.Function):
     """Autograd function that decodes received lines into rows and words.
 
