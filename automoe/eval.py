@@ -31,6 +31,7 @@ from automoe.errors import (
     import_backend,
     listed,
     number_option,
+    one_line,
 )
 from automoe.generate import checkpoint_of, load_checkpoint
 from automoe.interop.lm_eval import guard_harness, in_time, rehearse
@@ -292,10 +293,11 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
             log_samples=False,
         )
         rehearse(tokenizer, args.tasks, partial(run, bootstrap_iters=0))
-        for leaf in (leaf for task in tasks for leaf in _leaves(task)):
-            for part in ("apply_filters", "process_results"):
-                what = f"--tasks={args.tasks}: {leaf.task_name}: {part}"
-                setattr(leaf, part, in_time(what, getattr(leaf, part)))
+        for task in tasks:
+            for leaf in _leaves(task):
+                for part in ("apply_filters", "process_results"):
+                    what = f"--tasks={args.tasks}: {leaf.task_name}: {part}"
+                    setattr(leaf, part, in_time(what, getattr(leaf, part)))
         found = run(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
             # A single document has no standard error; the harness would divide by 0.
@@ -312,7 +314,7 @@ def _failing(tasks: str) -> Iterator[None]:
     except AutomoeError:
         raise
     except Exception as error:  # task YAML, templates, functions, files and network raise anything
-        why = " ".join(f"{type(error).__name__}: {error}".split())
+        why = one_line(f"{type(error).__name__}: {error}")
         raise AutomoeError(
             f"--tasks={tasks}: lm_eval cannot run them ({why}). Files that data_files names are looked for from the "
             "working directory; without a network, a task whose data is not on this machine cannot be had"

@@ -21,7 +21,14 @@ from typing import Any
 
 from automoe.config.frozen import CONFIG_FILE, flat, read_mapping
 from automoe.config.paths import user_path
-from automoe.errors import CheckpointError, exit_status, listed, number_option, spelled_out
+from automoe.errors import (
+    CheckpointError,
+    exit_status,
+    listed,
+    number_option,
+    one_line,
+    spelled_out,
+)
 from automoe.launch.run_dir import read_status
 from automoe.storage.files import read_file
 from automoe.storage.foreign import read_settings
@@ -226,7 +233,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         with torch.inference_mode():
             logits = model(torch.zeros(1, 2, dtype=torch.long, device=model.device)).logits
     except Exception as error:  # the folder's content may make transformers raise any error
-        why = " ".join(f"{type(error).__name__}: {error}".split())
+        why = one_line(f"{type(error).__name__}: {error}")
         raise CheckpointError(
             f"{folder}: transformers cannot load it without code of its own, or compute it ({why})"
         ) from error

@@ -182,7 +182,7 @@ def _extension_rows(config: Config) -> Iterator[Row]:
     yield ("model.rope.extends", rope.extends and (model.hf_path is None or model.upcycle or model.random_weights),
            "it stretches the rotary embeddings of trained weights, not drawn or upcycled ones",
            "Set model.hf_path=DIR and neither model.upcycle nor model.random_weights, or leave it out")
-    yield ("model.rope.scaling", rope.extends and rope.scaling != "yarn", "a checkpoint is extended by YaRN", "Choose yarn")
+    yield "model.rope.scaling", rope.extends and rope.scaling != "yarn", "a checkpoint is extended by YaRN", "Choose yarn"
     yield ("lora.export", rope.extends and lora.rank > 0 and lora.export == "adapter",
            "peft loads an adapter onto model.hf_path, whose config.json has other rotary embeddings",
            "Set lora.export=merged")

@@ -90,7 +90,7 @@ def _mtp_rows(config: Config) -> Iterator[Row]:
            f"Set {off}, or upcycle first and train from the result")
     for key, value, plain in (("recipe", config.recipe == "dpo", "pretrain"),
                               ("train.loss", config.train.loss != "cross_entropy", "cross_entropy")):
-        yield (key, value, BY_CROSS_ENTROPY, f"Set {key}={plain}, or {off}")
+        yield key, value, BY_CROSS_ENTROPY, f"Set {key}={plain}, or {off}"
     yield ("lora.export", config.lora.rank > 0 and config.lora.export == "adapter", NO_MODULES,
            f"Set lora.export=merged, or {off}")
 

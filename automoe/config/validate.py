@@ -145,7 +145,7 @@ def settings_rows(config: Config) -> Iterator[Row]:
         (config.model.attention.qk_norm, "norms of queries and keys undo any scale of weights", "Set optim.qk_clip=0"),
         (config.lora.rank > 0, "LoRA freezes the projections that QK-clip scales", "Set optim.qk_clip=0"),
         (bool(config.train.freeze), "train.freeze may freeze projections that QK-clip scales", "Set optim.qk_clip=0"),
-        (optim.master_weights == "stochastic", "a scale near 1 would round away", "Set optim.master_weights=float32"),
+        (stochastic, "a scale near 1 would round away", "Set optim.master_weights=float32"),
         (config.train.compile, "compiled attention does not record its logits", "Set train.compile=false"),
         (config.kernels.attention == "flex", "flex has no mask to watch logits under", "Set kernels.attention=sdpa"),
         (config.parallel.context == "ring" and config.mesh.cp > 1,
@@ -167,7 +167,7 @@ def settings_rows(config: Config) -> Iterator[Row]:
            "bfloat16", "Set parallel.grad_sync=step, or optim.master_weights=float32")
     muon = optim.algorithm == "muon"
     yield "optim.momentum", not 0 <= optim.momentum < 1, "a share that a step keeps, in [0, 1)", "Set 0.95"
-    yield ("optim.master_weights", muon and stochastic, "Muon updates float32 weights", "Set optim.master_weights=float32")
+    yield "optim.master_weights", muon and stochastic, "Muon updates float32 weights", "Set optim.master_weights=float32"
     yield "optim.moments", muon and optim.moments == "bfloat16", "Muon's momentum is float32", "Set optim.moments=float32"
     yield from _data_rows(config)
     yield from _chat_rows(config)
@@ -185,7 +185,7 @@ def _rampup_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]
     yield (key, start < 1 or increment < 1 or grows < increment or bool(grows % increment),
            f"from start to train.global_batch_size={train.global_batch_size} it grows by whole increments, at least one: "
            f"{train.global_batch_size} - {start} = {grows}", example)
-    yield (key, over < grows // increment, f"{over} rows are too few for {grows // increment} increments", example)
+    yield key, over < grows // increment, f"{over} rows are too few for {grows // increment} increments", example
     yield (key, is_csv(config.parallel.schedule), "a .csv file has one number of micro-batches",
            "Set parallel.schedule=Interleaved1F1B")
     for rows in (start, start + increment):  # the others differ by more increments
@@ -242,7 +242,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
             f"{schedule} runs its micro-batches in rounds of mesh.pp={pp}; {arithmetic}, "
             f"{micro_batches} % {pp} = {micro_batches % pp}")
     rule = misfit(schedule, pp, stages, micro_batches)
-    yield ("parallel.schedule", bool(rule), rule, "Correct the file, or the numbers that it disagrees with")
+    yield "parallel.schedule", bool(rule), rule, "Correct the file, or the numbers that it disagrees with"
     yield from _halves_rows(config, shape)
     yield from _step_rows(
         config, f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step", "or mesh.pp=1")
@@ -270,7 +270,7 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     num_layers = config.model.num_layers
     num_stages = pp * stages
     sizes = parallel.layers_per_stage
-    yield ("model.num_layers", sizes is None and num_layers < num_stages, *too_many_stages(num_stages))
+    yield "model.num_layers", sizes is None and num_layers < num_stages, *too_many_stages(num_stages)
     if sizes is not None:
         _, remedy = too_many_stages(num_stages)
         if num_layers >= num_stages:
@@ -285,7 +285,7 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
                f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes",
                remedy)
         least = min(sizes, default=0)
-        yield (key, least < 0, f"no stage has {least} layers", remedy)
+        yield key, least < 0, f"no stage has {least} layers", remedy
         # The first stage holds the embedding, the last one the head.
         modules = module_sizes(config, num_stages)
         full = [n + m + (i in (0, num_stages - 1)) for i, (n, m) in enumerate(zip(sizes, modules, strict=True))]
@@ -301,7 +301,7 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     parallel = config.parallel
     train = config.train
     off = f"or {key}=false"
-    yield (key, shape.ep == 1, "with mesh.ep=1 there is no all-to-all to hide", f"Set mesh.ep=2 or more, {off}")
+    yield key, shape.ep == 1, "with mesh.ep=1 there is no all-to-all to hide", f"Set mesh.ep=2 or more, {off}"
     yield ("moe.dispatcher", config.moe.dispatcher == "allgather", f"{key} hides all-to-alls, and it has none",
            f"Set moe.dispatcher=alltoall, {off}")
     for name, is_compiled, instead in (("train.compile", train.compile, "train.compile=false"),
@@ -336,7 +336,7 @@ def _wgrad_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield key, not config.model.num_moe_layers, "no layer has experts", off
     yield (key, config.model.family == TRANSFORMERS,
            f"the experts of a class of transformers multiply by themselves (model.family={TRANSFORMERS})", off)
-    yield (key, config.lora.rank > 0, f"adapters are trained (lora.rank={config.lora.rank}), and matrices are frozen", off)
+    yield key, config.lora.rank > 0, f"adapters are trained (lora.rank={config.lora.rank}), and matrices are frozen", off
     yield (key, backend != "grouped_mm", f"the products of moe.experts={backend} return gradients to autograd",
            f"Set moe.experts=grouped_mm, or {key}=autograd")
     yield (key, config.train.fp8 != "off", f"products in 8 bits return gradients to autograd (train.fp8={config.train.fp8})",

@@ -140,23 +140,22 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
 
     Compressed files match too, for automoe's own kinds.
     """
-    visible = [
+    visible = sorted(
         path for path in root.rglob("*") if "/." not in f"/{path.relative_to(root).as_posix()}"
-    ]
+    )
     patterns = [pattern, *(f"{pattern}{end}" for end in _CODECS if kind in _SOURCES)]
     if kind in ("jsonl", "parquet", *CHAT_KINDS):
-        formats = {
-            match[0]: path.name for path in sorted(visible) if (match := _RECORDS.search(path.name))
-        }
+        formats = {match[0]: path.name for path in visible if (match := _RECORDS.search(path.name))}
         if len(formats) > 1:
+            setting = shlex.quote(f'data.path="{root}/**/{pattern.split()[0]}"')
             raise DataError(
                 f"{root}: files of {len(formats)} formats, such as {listed(formats.values())}, and one may be a copy "
-                f"of another. Name those that count with a glob: data.path='{root}/**/{pattern.split()[0]}'"
+                f"of another. Name those that count with a glob: {setting}"
             )
     matches = (
         _RECORDS.search if kind in CHAT_KINDS else lambda name: any(map(Path(name).match, patterns))
     )
-    for path in (path for path in sorted(visible) if path.is_symlink()):
+    for path in filter(Path.is_symlink, visible):
         if matches(path.name) and not path.exists():
             raise DataError(f"{path}: a link to nothing. Bring back the file, or remove the link.")
         if path.is_dir() and not path.resolve().is_relative_to(root.resolve()):
@@ -250,13 +249,21 @@ def _encoding(error: UnicodeDecodeError) -> str:
     return "latin1" if zero < 0 else wide + ("be", "le")[zero % 2]
 
 
+def _converted(path: Path, filtering: str) -> str:
+    """Return the end of a sentence: a shell command that filters ``path`` into a new file to name."""
+    reading, name = "cat", path.name
+    if path.suffix in _CODECS:
+        reading, name = f"{_CODECS[path.suffix]} -dc", path.stem
+    while os.path.lexists(name):
+        name = f"new-{name}"
+    made = shlex.quote(name)
+    return f"({reading} < {shlex.quote(str(path))} | {filtering} > {made}) and name {made} in data.path"
+
+
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
     encoding = _encoding(error)
-    codec = _CODECS.get(path.suffix)
-    command = f"{codec} -dc" if codec else "cat"
-    made = f"utf8{(path.with_suffix('') if codec else path).suffix}"
-    command += f" {shlex.quote(str(path))} | iconv -f {encoding} -t utf-8 > {made}"
-    remedy = f"Convert the file ({command}, if that is what it is) and name {made} in data.path"
+    command = _converted(path, f"iconv -f {encoding} -t utf-8")
+    remedy = f"Convert the file, if it is {encoding}, {command}"
     if line > 1 and encoding != "latin1":
         remedy = f"The lines before are UTF-8: write the others again, which look like {encoding}"
     return DataError(
@@ -312,9 +319,10 @@ def jsonl_records(path: Path) -> NumberedRecords:
                 continue
             blank = 0
             if number == 1 and line.startswith("["):
+                command = _converted(path, "jq -c '.[]'")
                 raise DataError(
                     f"{path}:1: a JSON array, where each line is one JSON object. Write its items as lines of another "
-                    f"file (jq -c '.[]' {shlex.quote(str(path))} > lines.jsonl) and name that in data.path."
+                    f"file {command}."
                 )
             try:
                 record = json.loads(line, object_pairs_hook=unique)
@@ -406,15 +414,15 @@ def _valid(batch: Any) -> Any:
 
 def _texts(path: Path, read: Callable, text_key: str) -> Iterator[tuple[int, str]]:
     """Yield (line, text) of each document; a record without a text is an error."""
-    kind = "row" if path.suffix in (".parquet", ".arrow") else "line"
+    sep = ": row " if path.suffix in (".parquet", ".arrow") else ":"
     for line, record in read(path, text_key):
         if isinstance(record, str):
             yield line, record
             continue
-        place = f"{path}: row {line}" if kind == "row" else f"{path}:{line}"
+        place = f"{path}{sep}{line}"
         if text_key not in record:
             raise DataError(
-                f"{place}: no key {text_key!r}; this {kind} has {listed(record, 10) or 'none'}. Set "
+                f"{place}: no key {text_key!r}; this record has {listed(record, 10) or 'none'}. Set "
                 "data.text_key to the key that holds the text."
             )
         yield line, _checked(record[text_key], place, text_key)

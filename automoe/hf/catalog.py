@@ -121,10 +121,15 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     wrong = [
         key for key in wanted if key in sources and sources[key].full_shape != tuple(wanted[key])
     ]
+    if HEAD in unexpected:
+        remedy = (
+            "config.json ties the output head to the embedding, and lm_head.weight has numbers of its own. Set "
+            "tie_word_embeddings to false there: transformers, too, keeps both and does not tie them"
+        )
     if missing or unexpected or wrong:
         _check_experts(folder, sources, config, keys)
-    kinds = {"tensors are missing": missing, "are not the model's": unexpected}
-    if found := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds.items() if odd]:
+    kinds = ("tensors are missing", missing), ("are not the model's", unexpected)
+    if found := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds if odd]:
         raise CheckpointError(
             f"{folder} does not hold this {config.family} model of {config.num_layers} layers and "
             f"{len(wanted)} tensors: {'; '.join(found)}. {remedy}"

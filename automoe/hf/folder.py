@@ -181,7 +181,7 @@ def write_settings(
             written around the text model's.
     """
     own = local_folder(config.hf_path) if config.hf_path is not None else None
-    base = read_hf_config(own) if own is not None else None
+    base = own and read_hf_config(own)
     hf = text = family_of(config).write_config(config, base and text_config(base))
     if source is not None and base is not None and is_wrapper(base):
         hf = wrapped_config(base, text)

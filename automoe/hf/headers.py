@@ -206,16 +206,16 @@ def unread_adapter(folder: Path) -> list[str]:
 def has_own_head(folder: Path, tensors: dict[str, StoredTensor]) -> bool:
     """Return whether the files hold an output head with other numbers than the embedding.
 
-    Both are compared byte by byte, up to the first difference.
+    Both are compared byte by byte, up to the first difference. Of an embedding under another name
+    nothing is known.
 
     Args:
         tensors: the headers of ``folder``.
     """
     embedding = tensors.get(EMBEDDING)
-    head = tensors.get(HEAD)
-    if embedding is None or head is None:
-        return False
-    return not are_equal(folder, embedding, folder, head)
+    return HEAD in tensors and (
+        embedding is None or not are_equal(folder, embedding, folder, tensors[HEAD])
+    )
 
 
 def are_equal(folder: Path, one: StoredTensor, other_folder: Path, other: StoredTensor) -> bool:

@@ -236,7 +236,7 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
            "Leave train.freeze out; train.trainable names what is trained beside the adapters")
     yield ("train.fp8", train.fp8 != "off", "adapters are multiplied in train.dtype, and have no scales",
            "Set train.fp8=off, or lora.rank=0")
-    yield ("train.compile", train.compile, "what is compiled has no adapters", "Set train.compile=false")
+    yield "train.compile", train.compile, "what is compiled has no adapters", "Set train.compile=false"
     yield ("optim.master_weights", config.optim.master_weights == "stochastic",
            "adapters are few, and kept in float32", "Set optim.master_weights=float32, or lora.rank=0")
     yield ("optim.algorithm", config.optim.algorithm == "muon",

@@ -249,13 +249,14 @@ def _compute(
     collector = _Collector()
     before = runner.loss
     runner.set_loss(collector)
-    for batch in (batch for split in splits for batch in loader.every_pair(split)):
-        if context.any_rank_stops():
-            context.preempted = True
-            return None
-        inputs, _ = prepare_inputs(batch, meshes, config, context.device)
-        assert batch.pairs is not None
-        runner.evaluate(inputs | {"pairs": send(batch.pairs, context.device)})
+    for split in splits:
+        for batch in loader.every_pair(split):
+            if context.any_rank_stops():
+                context.preempted = True
+                return None
+            inputs, _ = prepare_inputs(batch, meshes, config, context.device)
+            assert batch.pairs is not None
+            runner.evaluate(inputs | {"pairs": send(batch.pairs, context.device)})
     runner.set_loss(before)
     table = torch.zeros((loader.num_pairs, 2), dtype=torch.float64)
     # Ranks of tp and cp have the same numbers, so only the first of each contributes.

@@ -105,8 +105,7 @@ def _describe_length(config: Config) -> list[str]:
     longest = round(rope.original_seq_len * (1 if rope.scaling == "none" else rope.factor))
     if config.model.hf_path is not None:
         hf = text_config(read_hf_config(config.model.hf_path))
-        stated = hf.get("max_position_embeddings")
-        longest = max(longest, stated or 0)
+        longest = max(longest, hf.get("max_position_embeddings") or 0)
     length = config.train.seq_len
     if length <= longest:
         return []

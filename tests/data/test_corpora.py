@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.data.corpora import Document, find_files, read_documents
 from automoe.errors import ConfigError, DataError
+from tests.support.configurations import quick_config
 
 
 def read(kind: str, path: Path | str | None, **options) -> list[Document]:
@@ -119,9 +121,21 @@ def test_folder_of_several_formats_is_refused_by_name(kind, tmp_path):
     with pyarrow.output_stream(tmp_path / "a.jsonl.gz", compression="gzip") as file:
         file.write(b'{"text": "one"}\n')
     write_parquet(tmp_path / "b.parquet", text=["one"])
-    with pytest.raises(DataError, match=rf"3 formats, such as a\.jsonl, a\.jsonl\.gz, b\.parquet.*\*\*/\*\.{kind}'"):
+    with pytest.raises(DataError, match=rf"3 formats, such as a\.jsonl, a\.jsonl\.gz, b\.parquet.*\*\*/\*\.{kind}\"'"):
         read(kind, tmp_path)
     assert len(read(kind, tmp_path / "**" / f"*.{kind}")) == 1
+
+
+@pytest.mark.parametrize("name", ["v[2]", "it's", "a b"])
+def test_the_glob_that_an_error_offers_is_taken_as_a_shell_hands_it_over(name, tmp_path):
+    (tmp_path / name).mkdir()
+    write_jsonl(tmp_path / name / "a.jsonl", [{"text": "one"}])
+    write_parquet(tmp_path / name / "b.parquet", text=["one"])
+    with pytest.raises(DataError, match="count with a glob: ") as caught:
+        read("jsonl", tmp_path / name)
+    [typed] = shlex.split(str(caught.value).partition("with a glob: ")[2])
+    data = quick_config("config", ["data=jsonl", typed]).data
+    assert list(find_files(data)) == ["a.jsonl"]
 
 
 @pytest.mark.parametrize("end", [".gz", ".zst"])
@@ -161,7 +175,7 @@ def test_path_is_needed_and_must_exist(tmp_path):
 BAD_LINES = {
     b'{"text": "ok"\n': r"a\.jsonl:2: not valid JSON \(.*delimiter.* at column 14\).*correct this line or remove",
     b'["text"]\n': r"a\.jsonl:2: a list where each line must be one JSON object",
-    b'{"body": "x", "id": 3}\n': r"a\.jsonl:2: no key 'text'; this line has body, id\. Set data\.text_key",
+    b'{"body": "x", "id": 3}\n': r"a\.jsonl:2: no key 'text'; this record has body, id\. Set data\.text_key",
     b'{"text": null}\n': r"a\.jsonl:2: 'text' is NoneType where text is needed",
     b'{"text": ["x"]}\n': r"a\.jsonl:2: 'text' is list where text is needed",
     b'{"text": "caf\xe9"}\n': r"a\.jsonl:2: byte 0xe9 is not UTF-8 .*iconv",
@@ -178,35 +192,49 @@ def test_bad_jsonl_line_is_named(line, tmp_path):
         read("jsonl", path)
 
 
-def carried_out(message: str, folder: Path) -> None:
-    """Run the command that an error names in brackets; where jq is not installed, a stand-in for its one use."""
-    command = re.search(r"\(((?:jq|cat|gzip|zstd) [^),]*)", message)
-    assert command is not None, message
+def carried_out(message: str, folder: Path) -> Path:
+    """Run the command that an error names in brackets, and return the file that the error says to name then.
+
+    Where jq is not installed, a stand-in has its one use.
+    """
+    shown = re.search(r"\(((?:cat|gzip|zstd) .*)\) and name (.*?) in data\.path", message)
+    assert shown is not None, message
     (folder / "bin").mkdir(exist_ok=True)
     if shutil.which("jq") is None:
-        code = "import json, sys\nfor one in json.load(open(sys.argv[3])): print(json.dumps(one))\n"
+        code = "import json, sys\nfor one in json.load(sys.stdin): print(json.dumps(one))\n"
         (folder / "bin" / "jq").write_text(f"#!{sys.executable}\n{code}")
         (folder / "bin" / "jq").chmod(0o755)
     env = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-c", command[1]], cwd=folder, env=env, check=True)
+    subprocess.run(["bash", "-o", "pipefail", "-c", shown[1]], cwd=folder, env=env, check=True)
+    return folder / shlex.split(shown[2])[0]
 
 
 @pytest.mark.parametrize("text", ['[{"text": "a"}]', '[\n  {"text": "a"}\n]\n'])
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "lines 2.jsonl"])
-def test_the_remedy_for_a_json_array_makes_lines_and_loses_nothing(name, text, tmp_path):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=r":1: a JSON array, .*jq -c '\.\[\]'") as caught:
-        read("jsonl", tmp_path / name)
-    carried_out(str(caught.value), tmp_path)
-    assert (tmp_path / name).read_text() == text
-    assert [document.text for document in read("jsonl", tmp_path / "lines.jsonl")] == ["a"]
+@pytest.mark.parametrize(
+    "name", ["a.json", "a.jsonl", "lines 2.jsonl", "new-a.jsonl", "-f.jsonl", "a.jsonl.gz", "a.;touch b"]
+)
+def test_the_remedy_for_a_json_array_makes_lines_and_loses_nothing(name, text, tmp_path, monkeypatch):
+    """Whatever a file is called, the command overwrites nothing, runs no part of the name, and can be repeated."""
+    monkeypatch.chdir(tmp_path)
+    with pyarrow.output_stream(name, compression="gzip" if name.endswith(".gz") else None) as out:
+        out.write(text.encode())
+    there = Path(name).read_bytes()
+    made = []
+    for _ in range(2):
+        with pytest.raises(DataError, match=r":1: a JSON array, .*jq -c '\.\[\]'") as caught:
+            read("jsonl", name)
+        made.append(carried_out(str(caught.value), tmp_path))
+        assert [document.text for document in read("jsonl", made[-1])] == ["a"]
+    assert Path(name).read_bytes() == there
+    assert {*tmp_path.iterdir()} == {tmp_path / "bin", tmp_path / name, *made} and len(set(made)) == 2
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be", "latin1"])
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_another_encoding_is_named_and_its_remedy_reads_every_letter(kind, packed, encoding, tmp_path):
+def test_another_encoding_is_named_and_its_remedy_reads_every_letter(kind, packed, encoding, tmp_path, monkeypatch):
     """Latin letters of UTF-16 and UTF-32 are valid UTF-8, with zeros. The refused file is closed."""
+    monkeypatch.chdir(tmp_path)
     name = tmp_path / f"it's.{kind}{packed}"
     for text in ('{"text": "plain"}\n', '{"text": "für"}\n'):
         if text.isascii() and encoding == "latin1":
@@ -215,12 +243,11 @@ def test_another_encoding_is_named_and_its_remedy_reads_every_letter(kind, packe
         with pyarrow.output_stream(str(name), compression=codec) as out:
             out.write(text.encode(encoding))
         named = encoding.replace("-le", "le").replace("-be", "be")
-        with pytest.raises(DataError, match=rf":1: .*iconv -f {named}(le)? -t utf-8 > utf8") as caught:
+        with pytest.raises(DataError, match=rf":1: .*iconv -f {named}(le)? -t utf-8 > ") as caught:
             read(kind, name)
         opened = [os.readlink(one.path) for one in os.scandir("/proc/self/fd") if os.path.exists(one.path)]
         assert str(name) not in opened, caught.value
-        carried_out(str(caught.value), tmp_path)
-        [document] = read(kind, tmp_path / f"utf8.{kind}")
+        [document] = read(kind, carried_out(str(caught.value), tmp_path))
         assert document.text.lstrip("\ufeff") == (text if kind == "text" else json.loads(text)["text"])
 
 

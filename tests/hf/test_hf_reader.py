@@ -32,6 +32,7 @@ from automoe.model.decoder import Decoder
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts
 from automoe.verify.pool import RankPool
+from tests.support.class_models import save_class
 from tests.support.hf_models import save_small_hf
 
 
@@ -210,6 +211,23 @@ def test_a_tied_head_with_numbers_of_its_own_stays_apart_as_in_transformers(chan
     written = convert_hf(tmp_path / "in", tmp_path / "out")
     assert any("stay apart" in note for note in written.notes)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(
+    ("model_type", "embedding"), [("ernie4_5_moe", "model.embed_tokens"), ("nemotron_h", "backbone.embeddings")]
+)
+def test_a_class_that_ties_a_head_with_numbers_of_its_own_says_to_untie_it(
+    model_type: str, embedding: str, tmp_path: Path
+) -> None:
+    """The head was taken for a copy where the class calls its embedding otherwise than most."""
+    save_class(model_type, tmp_path, tie_word_embeddings=True)
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[f"{embedding}.weight"] + 1}))
+    with pytest.raises(CheckpointError, match="Set tie_word_embeddings to false there: transformers, too") as caught:
+        check_catalog(tmp_path, model_config_from_hf(tmp_path))
+    assert "1 are not the model's: lm_head.weight" in str(caught.value)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stated | {"tie_word_embeddings": False}))
+    assert "lm_head.weight" in check_catalog(tmp_path, model_config_from_hf(tmp_path)).sources
 
 
 def test_of_a_tensor_in_two_files_the_one_that_the_index_names_counts(sharded: Path) -> None:

@@ -115,16 +115,10 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], dict[str, str]]] = {
 
 def carried_out(said: str, folder: Path, filled: dict[str, str]) -> list[list[str]]:
     """Return the overrides of each way out of an error, after its commands were carried out."""
-    if "iconv" in said:
-        shown = re.search(r"\(([^,]*), if .* name (\S+) in", " ".join(said.split()))
-        assert shown is not None
+    shown = re.search(r"\((cat .*)\) and name (\S+) in data\.path", said)
+    if shown is not None:
         subprocess.run(shown[1], shell=True, cwd=folder, check=True)
         return [[f"data.path={folder / shown[2]}"]]
-    if "(jq" in said:
-        shown = re.search(r"\((jq .*)\) and name that", " ".join(said.split()))
-        assert shown is not None
-        subprocess.run(shown[1], shell=True, cwd=folder, check=True)
-        return [[f"data.path={folder / 'lines.jsonl'}"]]
     if keys := [key for key in filled if key in said and "." in key]:
         return [[f"{key}={filled[key]}" for key in keys]]
     for name, value in filled.items():

@@ -254,4 +254,4 @@ def _cells(span: Span, again: float, turns: int, pp: int) -> Iterator[tuple[floa
     pair = {"F": FORWARD, "W": WEIGHTS}.get(span.kind, BACKWARD)
     if first:
         yield span.start, first, colour(AGAIN)
-    yield (span.start + first, span.end - span.start - first, colour(pair))
+    yield span.start + first, span.end - span.start - first, colour(pair)
