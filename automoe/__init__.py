@@ -1,11 +1,26 @@
 """automoe: native-PyTorch training of mixture-of-experts language models on any mesh."""
 
-from __future__ import annotations
-
-import importlib
 import sys
-from typing import TYPE_CHECKING, Any
 
+
+def _leave_working_directory() -> None:
+    """Remove the working directory from the module path of ``python -m automoe.NAME``.
+
+    Python puts this directory first, so a file in it, such as one of a downloaded model, would be
+    imported instead of a module of the same name. This module imports nothing before.
+    """
+    if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
+        word = sys.orig_argv[-len(sys.argv)]  # before the arguments: NAME, or -mNAME
+        name = word.partition("m")[2] if word.startswith("-") else word
+        if name.partition(".")[0] == "automoe":
+            del sys.path[0]
+
+
+_leave_working_directory()
+
+import importlib  # noqa: E402  (only from here on is it Python's own)
+
+TYPE_CHECKING = False  # type checkers take it for True
 if TYPE_CHECKING:
     from automoe.hf.api import from_hf as from_hf
     from automoe.hf.write import to_hf as to_hf
@@ -21,23 +36,7 @@ _MODULES = {
 }
 
 
-def _leave_working_directory() -> None:
-    """Remove the working directory from the module path of ``python -m automoe.NAME``.
-
-    Python puts this directory first, so a file in it, such as one of a downloaded model, would be
-    imported instead of a module of the same name.
-    """
-    if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
-        word = sys.orig_argv[-len(sys.argv)]  # before the arguments: NAME, or -mNAME
-        name = word.partition("m")[2] if word.startswith("-") else word
-        if name.partition(".")[0] == "automoe":
-            del sys.path[0]
-
-
-_leave_working_directory()
-
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Attributes are imported lazily: entry points must start before torch is imported.
     if name == "train":
         return importlib.import_module("automoe.train")  # this module is callable

@@ -97,6 +97,15 @@ class ForkedRank:
         self._send()
 
 
+def python() -> list[str]:
+    """Return the words before a module that is to import nothing of the working directory.
+
+    Where automoe itself is there, it has to be imported from it.
+    """
+    inside = Path(__file__).parents[2] == Path.cwd()
+    return [sys.executable, "-m" if inside else "-Pm"]
+
+
 class ForkServer:
     """The launcher's handle on a fork server; server and ranks die with the thread that made it.
 
@@ -117,14 +126,11 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Blocked signals stay pending until a rank has installed its handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        # The server imports no file of the working directory, unless automoe itself is there.
-        isolated = [] if Path(__file__).parents[2] == Path(self.folder) else ["-P"]
         try:
             with theirs:
                 # The server has its own session, so Ctrl-C in a terminal reaches only the launcher.
                 self.process = subprocess.Popen(
-                    [sys.executable, *isolated, "-m", "automoe.launch.fork_server", str(os.getpid()),
-                     str(theirs.fileno())],
+                    [*python(), "automoe.launch.fork_server", str(os.getpid()), str(theirs.fileno())],
                     env=self.env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
                 )  # fmt: skip
         finally:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from automoe.launch.fork_server import python
 from automoe.launch.local import last_step
 from automoe.observe.metrics import read_metrics
 
@@ -71,9 +71,8 @@ def numbers_of(record: dict[str, Any]) -> set[str]:
 
 
 def _start(run_dir: Path, overrides: Sequence[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "automoe.train", f"run_dir={run_dir}", *overrides]
     return subprocess.Popen(
-        command,
+        [*python(), "automoe.train", f"run_dir={run_dir}", *overrides],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

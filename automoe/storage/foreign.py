@@ -228,10 +228,6 @@ def _is_id(value: Any) -> bool:
     return type(value) is int and -1 <= value <= MAX_ID
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e31 and isfinite(value)
-
-
 def _is_token(value: Any) -> bool:
     return _is_text(value.get("content") if isinstance(value, dict) else value)
 
@@ -284,7 +280,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ),
         (
             "a finite number",
-            _is_number,
+            lambda value: type(value) in (int, float) and abs(value) < 1e31 and isfinite(value),
             "model_max_length temperature top_p top_k min_p typical_p epsilon_cutoff eta_cutoff "
             "repetition_penalty length_penalty no_repeat_ngram_size max_length max_new_tokens "
             "min_length min_new_tokens num_beams num_return_sequences max_time",

@@ -88,8 +88,7 @@ def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tenso
     if config.moe.replay_routing is None:
         return None
     model, (num_rows, seq_len) = config.model, batch.tokens.shape
-    num_layers = model.num_moe_layers
-    top_k = model.num_experts_per_token
+    ours = (model.num_experts_per_token, seq_len, model.num_moe_layers, model.num_experts)
     folder = Path(config.moe.replay_routing).expanduser() / f"step-{step}"
     files = sorted(folder.glob("rank-*.npz"))
     if not files:
@@ -97,24 +96,31 @@ def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tenso
             f"{folder}: no recorded routing. Replay at most as many steps as were recorded "
             "(moe.record_routing), from the same step on"
         )
-    forced = np.full((num_rows, seq_len, num_layers, 2, top_k), -1, dtype=np.int64)
+    forced = np.full((num_rows, seq_len, ours[2], 2, ours[0]), -1, dtype=np.int64)
     for path in files:
-        with np.load(io.BytesIO(read_file(path))) as part:
-            rows = part["rows"] - batch.first_row
-            index = part["index"]
-            layers = part["layers"]
-            mine = (rows >= 0) & (rows < num_rows)
-            if not mine.any():
-                continue
-            choices = part["choices"]
-            if choices.shape[-1] != top_k or index.max() >= seq_len or layers.max() >= num_layers:
-                raise DataError(
-                    f"{path}: recorded with K={choices.shape[-1]}, rows of at least {index.max() + 1} tokens and "
-                    f"at least {layers.max() + 1} MoE layers; this run has K={top_k}, train.seq_len={seq_len} and "
-                    f"{num_layers}. Replay with the model and rows of the recording"
-                )
-            forced[rows[mine][:, None], index[mine][:, None], layers] = choices[mine]
-    if (missing := int((forced < 0).any((2, 3, 4)).sum())) > 0:
+        raw = io.BytesIO(read_file(path))
+        try:
+            with np.load(raw) as part:
+                rows = part["rows"] - batch.first_row
+                mine = (rows >= 0) & (rows < num_rows)
+                if not mine.any():
+                    continue
+                index, layers, choices = (part[name] for name in ("index", "layers", "choices"))
+                shape = (choices.shape[-1], index.max() + 1, layers.max() + 1, choices.max() + 1)
+                if shape[0] != ours[0] or np.greater(shape, ours).any():
+                    raise DataError(
+                        f"{path}: recorded with K={shape[0]}, rows of at least {shape[1]} tokens and at least "
+                        f"{shape[2]} MoE layers of {shape[3]} experts; this run has K={ours[0]}, train.seq_len={seq_len}, "
+                        f"{ours[2]} and {ours[3]}. Replay with the model and rows of the recording"
+                    )
+                forced[rows[mine][:, None], index[mine][:, None], layers] = choices[mine]
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"{path}: damaged ({error!r}). Copy it again, or record again"
+            ) from None
+    if missing := int((forced < 0).any((2, 3, 4)).sum()):
         raise DataError(
             f"{folder}: {missing} of {num_rows * seq_len} tokens of rows {batch.first_row} ... "
             f"{batch.first_row + num_rows - 1} were not recorded. Replay with the same data, seed and batch, and keep "

@@ -13,11 +13,13 @@ import pytest
 import automoe
 from automoe.config.shipped import find_recipe, load_recipe, named_recipe
 from automoe.errors import ConfigError
+from automoe.launch.trial_runs import TrialError, train
 from tests.support.hf_models import save_small_hf
 
 ROOT = Path(automoe.__file__).parents[1]
 # Modules that the commands import early, late, only if they are installed, or never.
 NAMES = "tokenizers fractions random numpy hydra yaml rich wandb transformers recipes statistics colorsys".split()
+NAMES += "typing enum re copyreg json signal threading subprocess".split()
 RUN = (
     "data=benchmark train.steps=1 train.seq_len=32 train.global_batch_size=2 train.micro_batch_size=1 mesh.pp=1 "
     "mesh.ep=1 launch.num_ranks=1 observe.report=false checkpoint=none run_dir=run"
@@ -71,6 +73,25 @@ def test_nothing_of_the_folder_is_imported(command: tuple[str, ...], status: int
 def test_a_module_name_may_be_joined_to_its_flag(folder: Path) -> None:
     done = ended(folder, "-umautomoe.plan", "model.hf_path=.", "data=benchmark")
     assert done.returncode == 0 and not (folder / "MARK").exists(), done.stderr
+
+
+@pytest.mark.parametrize("start", ["typing", "enum", "re", "copyreg", "__future__"])
+def test_the_package_leaves_the_folder_before_it_imports(start: str, tmp_path: Path) -> None:
+    (tmp_path / f"{start}.py").write_text("open('MARK', 'w').close()")
+    done = ended(tmp_path, "-m", "automoe.plan", "--help")
+    assert done.returncode == 0 and not (tmp_path / "MARK").exists(), done.stderr
+
+
+def test_runs_that_a_command_starts_import_nothing_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("types", "warnings", "contextlib", "automoe"):  # Python imports these before any code of ours
+        (tmp_path / f"{name}.py").write_text("open('MARK', 'w').close()\nraise ImportError")
+    with pytest.raises(TrialError, match="unknown key"):
+        train(tmp_path / "run", ["no.such=1"])
+    assert not (tmp_path / "MARK").exists()
 
 
 def test_modules_that_are_named_are_found_behind_what_is_installed(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,9 +45,11 @@ def record(directory: Path, step: int = 0, first_row: int = 4) -> tuple[Decoder,
 
 
 def read(directory: Path, step: int = 0, first_row: int = 4, **changed: int) -> torch.Tensor:
-    sizes = dict(num_rows=B, seq_len=S, num_layers=MODEL.num_layers, top_k=3) | changed
+    sizes = dict(num_rows=B, seq_len=S, num_layers=MODEL.num_layers, num_experts=MODEL.num_experts, top_k=3) | changed
     config = routing_config(replay_routing=str(directory))
-    model = replace(MODEL, num_layers=sizes["num_layers"], num_experts_per_token=sizes["top_k"])
+    model = replace(
+        MODEL, num_layers=sizes["num_layers"], num_experts_per_token=sizes["top_k"], num_experts=sizes["num_experts"]
+    )
     tokens = torch.zeros(sizes["num_rows"], sizes["seq_len"], dtype=torch.int64)
     batch = StepBatch(tokens, tokens, tokens, tokens, 0, first_row)
     choices = replayed_routing(replace(config, model=model), batch, step)
@@ -79,6 +83,7 @@ def test_rows_that_another_rank_reads_are_found_by_their_number(tmp_path: Path) 
         (dict(top_k=2), "K=3"),
         (dict(num_layers=1), "2 MoE layers"),
         (dict(seq_len=4), "at least 8 tokens"),
+        (dict(num_experts=4), "experts; this run has K=3, train.seq_len=8, 2 and 4"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -86,6 +91,39 @@ def test_a_recording_that_does_not_fit_is_refused(tmp_path: Path, changed: dict,
     record(tmp_path)
     with pytest.raises(DataError, match=said):
         read(tmp_path, **changed)
+
+
+def _cut(path: Path, parts: dict) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _flipped(path: Path, parts: dict) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b"choices.npy") + 200] ^= 1
+    path.write_bytes(raw)
+
+
+DAMAGE = {
+    "cut": _cut,
+    "flipped": _flipped,
+    "empty": lambda path, parts: path.write_bytes(b""),
+    "pickle": lambda path, parts: path.write_bytes(pickle.dumps({"rows": [1]})),
+    "one-array": lambda path, parts: np.save(path.open("wb"), parts["rows"]),
+    "no-layers": lambda path, parts: np.savez(path, **{k: v for k, v in parts.items() if k != "layers"}),
+    "fewer-choices": lambda path, parts: np.savez(path, **parts | {"choices": parts["choices"][:-1]}),
+    "far-below-zero": lambda path, parts: np.savez(path, **parts | {"index": parts["index"] - 99}),
+    "no-token": lambda path, parts: np.savez(path, **parts | {"index": parts["index"][:0]}),
+    "words": lambda path, parts: np.savez(path, **parts | {"rows": parts["rows"].astype(str)}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_recording_is_refused_with_its_file(tmp_path: Path, damage: str) -> None:
+    record(tmp_path)
+    [path] = tmp_path.rglob("*.npz")
+    DAMAGE[damage](path, dict(np.load(path)))
+    with pytest.raises(DataError, match=r"rank-0\.npz: damaged .*Copy it again"):
+        read(tmp_path)
 
 
 def test_a_step_that_failed_leaves_no_file(tmp_path: Path) -> None:
