@@ -83,12 +83,13 @@ def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tenso
         [rows of this rank, tokens of a row, L, 2, K] int64, ``forced_ids`` of ``prepare_inputs``.
 
     Raises:
-        DataError: the directory lacks the step, or some of its tokens or layers.
+        DataError: the directory lacks the step, or some of its tokens or layers, or a file is damaged.
     """
     if config.moe.replay_routing is None:
         return None
     model, (num_rows, seq_len) = config.model, batch.tokens.shape
-    ours = (model.num_experts_per_token, seq_len, model.num_moe_layers, model.num_experts)
+    top_k, num_layers = model.num_experts_per_token, model.num_moe_layers
+    most = (top_k, seq_len, num_layers, model.num_experts)
     folder = Path(config.moe.replay_routing).expanduser() / f"step-{step}"
     files = sorted(folder.glob("rank-*.npz"))
     if not files:
@@ -96,7 +97,7 @@ def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tenso
             f"{folder}: no recorded routing. Replay at most as many steps as were recorded "
             "(moe.record_routing), from the same step on"
         )
-    forced = np.full((num_rows, seq_len, ours[2], 2, ours[0]), -1, dtype=np.int64)
+    forced = np.full((num_rows, seq_len, num_layers, 2, top_k), -1, dtype=np.int64)
     for path in files:
         raw = io.BytesIO(read_file(path))
         try:
@@ -106,12 +107,12 @@ def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tenso
                 if not mine.any():
                     continue
                 index, layers, choices = (part[name] for name in ("index", "layers", "choices"))
-                shape = (choices.shape[-1], index.max() + 1, layers.max() + 1, choices.max() + 1)
-                if shape[0] != ours[0] or np.greater(shape, ours).any():
+                seen = (choices.shape[-1], index.max() + 1, layers.max() + 1, choices.max() + 1)
+                if seen[0] != top_k or np.greater(seen, most).any():
                     raise DataError(
-                        f"{path}: recorded with K={shape[0]}, rows of at least {shape[1]} tokens and at least "
-                        f"{shape[2]} MoE layers of {shape[3]} experts; this run has K={ours[0]}, train.seq_len={seq_len}, "
-                        f"{ours[2]} and {ours[3]}. Replay with the model and rows of the recording"
+                        f"{path}: recorded with K={seen[0]}, rows of at least {seen[1]} tokens and at least "
+                        f"{seen[2]} MoE layers of {seen[3]} experts; this run has K={top_k}, train.seq_len={seq_len}, "
+                        f"{num_layers} and {model.num_experts}. Replay with the model and rows of the recording"
                     )
                 forced[rows[mine][:, None], index[mine][:, None], layers] = choices[mine]
         except DataError:
