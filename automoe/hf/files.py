@@ -46,7 +46,7 @@ class Written:
         dense_error: relative difference of an upcycled model's logits to the dense model's.
         averaged: True for the averaged weights of ``optim.ema_decay``.
         base: packed base (``lora.base``) that adapters were merged into; empty if none.
-        rounded: True if the files hold the model's numbers rounded to ``dtype``.
+        rounded: dtypes that are narrower in the files than in the model, such as ``torch.bfloat16``.
         notes: notes of the source's ``Catalog``, after a conversion.
         num_copied: number of tensors of other parts (``Catalog.beside``), copied bit for bit.
     """
@@ -63,7 +63,7 @@ class Written:
     dense_error: float | None = None
     averaged: bool = False
     base: str = ""
-    rounded: bool = False
+    rounded: str = ""
     notes: tuple[str, ...] = ()
     num_copied: int = 0
 
@@ -76,7 +76,7 @@ class Written:
             if self.base:
                 weights += f", adapters merged into the {self.base} base as {dtype}"
             elif self.rounded:
-                weights += f" rounded to {dtype}"
+                weights += f" rounded to {self.rounded.replace('torch.', '')}"
             if self.error is None:
                 text += f"; equal bit for bit to {weights}"
             else:

@@ -101,8 +101,9 @@ def to_hf(
         plan = plan_writes(list(local_shards(parts)), keys, out_dtype, encoding, kept, wide)
         written = write_tensors(plan, gather, ranks, folder, max_shard_bytes, source)
         bases = {item.shard.base for item in plan}
-        rounded = any(item.dtype.itemsize < item.shard.dtype.itemsize for item in plan)
-        written = replace(written, base="".join(bases), rounded=any(ranks.all(lambda: rounded)))
+        rounded = {item.dtype for item in plan if item.dtype.itemsize < item.shard.dtype.itemsize}
+        rounded = sorted({str(dtype) for theirs in ranks.all(lambda: rounded) for dtype in theirs})
+        written = replace(written, base="".join(bases), rounded=" and ".join(rounded))
         ranks.lead(
             lambda: write_settings(
                 folder, config, written.dtype, tokenizer, quantization, chat, source

@@ -287,22 +287,25 @@ def test_dtypes_of_an_export(source: Path, tmp_path: Path) -> None:
     assert entries(tmp_path) == ["out", "source"]
 
 
-def test_an_export_keeps_the_dtypes_of_the_checkpoint(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wide", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_an_export_keeps_the_dtypes_of_the_checkpoint(wide: str, source: Path, tmp_path: Path) -> None:
     """Parameters are float32 while they are trained; the one that the checkpoint has in float32 stays that too."""
     convert_hf(source, tmp_path / "half", dtype="bfloat16")
     stored = load_file(tmp_path / "half" / "model.safetensors")
-    stored["model.norm.weight"] = stored["model.norm.weight"].float()
+    stored[wide] = stored[wide].float()
     save_file(stored, tmp_path / "half" / "model.safetensors", {"format": "pt"})
     model = automoe.from_hf(tmp_path / "half")
     assert model.lm_head.weight.dtype == torch.float32
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.01)
-    automoe.to_hf(model, tmp_path / "out")
+    said = str(automoe.to_hf(model, tmp_path / "out"))
+    assert "equal bit for bit to the weights rounded to bfloat16, logits" in said
     out = load_file(tmp_path / "out" / "model.safetensors")
     assert {key: tensor.dtype for key, tensor in out.items()} == {key: tensor.dtype for key, tensor in stored.items()}
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert {out[key].dtype for key in ("model.norm.weight", "lm_head.weight")} == {torch.float32, torch.bfloat16}
+    dtype = "float32" if "embed" in wide else "bfloat16"  # that of the first parameter
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+    assert {out[key].dtype for key in (wide, "lm_head.weight")} == {torch.float32, torch.bfloat16}
     automoe.to_hf(model, tmp_path / "wide", dtype="float32")
     assert load_file(tmp_path / "wide" / "model.safetensors")["lm_head.weight"].dtype == torch.float32
 
