@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from automoe.config.reference import args_sections, sections
+from automoe.config.recipe_args import SECTION, args_class
+from automoe.config.reference import sections
 from automoe.config.shipped import list_recipes
 
 _HEAD = """\
@@ -19,7 +20,12 @@ differs from these defaults. This page is made from `automoe/config/schema.py` b
 def page() -> str:
     """``docs/config.md``."""
     parts = [_HEAD]
-    own = [(f"{section} of recipe={name}", *rest) for name in list_recipes() for section, *rest in args_sections(name)]
+    own = [
+        (f"{section} of recipe={name}", *rest)
+        for name in list_recipes()
+        if (declared := args_class(name)) is not None
+        for section, *rest in sections(declared, f"{SECTION}.")
+    ]
     for section, document, keys in [*sections(), *own]:
         if not keys:
             continue

@@ -348,7 +348,7 @@ def _wgrad_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            f"Set parallel.grad_sync=step, or {key}=autograd")
     yield (key, chosen == "delayed" and not parallel.overlap_all_to_all,
            "delayed products run while gradients of tokens travel in a merged pass (parallel.overlap_all_to_all=false)",
-           f"Set {key}=fused, or parallel.overlap_all_to_all=true")
+           f"Set {key}=fused{', or parallel.overlap_all_to_all=true' * (shape.ep > 1)}")
 
 
 def _data_rows(config: Config) -> Iterator[Row]:
