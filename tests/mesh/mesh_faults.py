@@ -242,11 +242,11 @@ def pipeline_averages_micro_batches():
 
 def _left_out_of_the_optimizer(select: Callable[[str], bool]) -> AbstractContextManager[Any]:
     def make(original):
-        def build(parts, optim, seed):
+        def build(parts, *rest):
             for part in parts:
                 for name, parameter in part.named_parameters():
                     parameter.requires_grad_(not select(name))
-            optimizer = original(parts, optim, seed)
+            optimizer = original(parts, *rest)
             for part in parts:
                 part.requires_grad_(True)
             return optimizer
