@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from automoe.config.recipe_args import SECTION, args_class
-from automoe.config.reference import sections
+from automoe.config.reference import args_sections, sections
 from automoe.config.shipped import list_recipes
 
 _HEAD = """\
@@ -20,12 +19,7 @@ differs from these defaults. This page is made from `automoe/config/schema.py` b
 def page() -> str:
     """``docs/config.md``."""
     parts = [_HEAD]
-    own = [
-        (f"{section} of recipe={name}", *rest)
-        for name in list_recipes()
-        if (declared := args_class(name)) is not None
-        for section, *rest in sections(declared, f"{SECTION}.")
-    ]
+    own = [(f"{section} of recipe={name}", *rest) for name in list_recipes() for section, *rest in args_sections(name)]
     for section, document, keys in [*sections(), *own]:
         if not keys:
             continue

@@ -61,6 +61,12 @@ def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str,
             yield from sections(item, f"{prefix}{name}[].")
 
 
+def args_sections(recipe: str) -> list[tuple[str, str, list[Key]]]:
+    """Return ``sections`` of the keys that a recipe declares; an empty list if it declares none."""
+    cls = args_class(recipe)
+    return [] if cls is None else list(sections(cls, f"{SECTION}."))
+
+
 def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
     """Return help text for a terminal on one key, or on a section and the sections inside it.
 
@@ -73,8 +79,7 @@ def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
     """
     check_key(name, "")
     lines: list[str] = []
-    declared = args_class(recipe) if name.partition(".")[0] == SECTION else None
-    own = [] if declared is None else list(sections(declared, f"{SECTION}."))
+    own = args_sections(recipe) if name.partition(".")[0] == SECTION else []
     if name == SECTION and not own:
         return f"{SECTION}: the recipe {recipe} has no keys of its own; recipe=NAME names another"
     for section, document, keys in own or sections():

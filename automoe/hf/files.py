@@ -72,9 +72,8 @@ class Written:
         text = f"{self.path} ({self.num_tensors:,} tensors, {self.num_bytes / 2**20:,.1f} MiB in {files}"
         if self.checked:
             weights = "the averaged weights" if self.averaged else "the weights"
-            dtype = str(self.dtype).removeprefix("torch.")
             if self.base:
-                weights += f", adapters merged into the {self.base} base as {dtype}"
+                weights += f", adapters merged into the {self.base} base as {str(self.dtype).replace('torch.', '')}"
             elif self.rounded:
                 weights += f" rounded to {self.rounded.replace('torch.', '')}"
             if self.error is None:

@@ -140,8 +140,8 @@ def _check_ranks(config: Config, overrides: list[str]) -> None:
     sizes = [getattr(mesh, axis) for axis in DEFAULT_AXES]
     if min(sizes) > 0:  # else dp_shard is derived, or an axis is refused by name
         why = f"the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes}"
-        why += preset_choice(config.mesh, config.launch.num_ranks)
-        check_num_ranks(config, overrides, prod(sizes), why)
+        chosen = preset_choice(config.mesh, config.launch.num_ranks)
+        check_num_ranks(config, overrides, prod(sizes), why, chosen)
 
 
 def _named(overrides: list[str]) -> dict[str, str]:
@@ -310,20 +310,26 @@ def _own_data(config: Config) -> str:
     return "data=jsonl data.path=FILE (or text, parquet, hub)"
 
 
-def check_num_ranks(config: Config, overrides: list[str], num_ranks: int, why: str) -> None:
+def check_num_ranks(
+    config: Config, overrides: list[str], num_ranks: int, why: str, chosen: str = ""
+) -> None:
     """Raise ``ConfigError`` if an override sets ``launch.num_ranks`` to another value.
 
     Args:
         num_ranks: number of ranks that the mesh or the outer launcher gives.
         why: origin of ``num_ranks``, for the message.
+        chosen: axes that a preset chose (``preset_choice``); it chooses others for another number.
     """
     given = config.launch.num_ranks
-    named = "launch.num_ranks" in map(key_of, overrides)
-    if named and given not in (None, num_ranks) and num_ranks > 0:
+    if (
+        "launch.num_ranks" in map(key_of, overrides)
+        and given not in (None, num_ranks)
+        and num_ranks > 0
+    ):
         remedy = "Set mesh.dp_shard=-1 to fill as many as you name"
-        if "mesh.preset" not in why:  # it would choose other axes for another number
+        if not chosen:
             remedy += f", set it to {num_ranks}, or leave it out"
-        raise ConfigError("launch.num_ranks", given, f"{why}: {num_ranks} ranks", remedy)
+        raise ConfigError("launch.num_ranks", given, f"{why}{chosen}: {num_ranks} ranks", remedy)
 
 
 def check_here(config: Config) -> tuple[MeshShape, Device]:

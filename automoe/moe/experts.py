@@ -17,7 +17,6 @@ from, R computed rows, E experts of this rank, I expert width, H hidden.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -93,11 +92,6 @@ def expert_backend(name: str, foreign: dict[str, Callable[[], ExpertFn]] | None 
             backends that exist.
     """
     if name in (plugins := registered("moe.experts")):
-        if "gate_up_proj" in inspect.signature(plugins[name]).parameters:
-            raise BackendError(
-                f"moe.experts={name}: the plugin takes each weight as an argument, as before 0.8. It must take "
-                "(x, gather_idx, offsets, probs, weights, activation): see automoe.moe.experts"
-            )
         return plugins[name]
     backends = BACKENDS | (foreign or {})
     if name not in backends:
