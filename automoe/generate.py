@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 from automoe.config.frozen import CONFIG_FILE, flat, read_mapping
 from automoe.config.paths import user_path
 from automoe.errors import (
+    AutomoeError,
     CheckpointError,
     exit_status,
     listed,
@@ -196,8 +198,8 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from automoe.data.tokenizer_files import check_files
     from automoe.hf.catalog import quantization_of
     from automoe.hf.families.registry import check_model
-    from automoe.hf.headers import NO_ADAPTER, read_headers, unread_adapter
-    from automoe.model.hf_class import loading_class
+    from automoe.hf.headers import NO_ADAPTER, check_numbers, read_headers, unread_adapter
+    from automoe.model.hf_class import loading_class, num_parameters
 
     disable_progress_bar()
     for name in _NOISY:
@@ -205,7 +207,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     for note in unread_adapter(folder):
         print(f"note: {note}", file=sys.stderr, flush=True)
     # The folder is untrusted: check it before loading anything.
-    read_headers(folder)
+    tensors = read_headers(folder)
     check_model(folder)
     quantization_of(folder)
     check_files(folder)
@@ -220,6 +222,9 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
         config = AutoConfig.from_pretrained(folder, **safe)
+        # Tensors that no file holds would be drawn at random, in memory for all of them.
+        built = partial(num_parameters, config)
+        check_numbers(folder, guarded(f"{folder}: its class of transformers", built), tensors)
         model, found = loading_class(config).from_pretrained(
             folder,
             dtype="auto",
@@ -232,6 +237,8 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         with torch.inference_mode():
             logits = model(torch.zeros(1, 2, dtype=torch.long, device=model.device)).logits
+    except AutomoeError:
+        raise
     except Exception as error:  # the folder's content may make transformers raise any error
         why = one_line(f"{type(error).__name__}: {error}")
         raise CheckpointError(

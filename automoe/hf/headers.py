@@ -275,20 +275,37 @@ def check_holds(
     fused = keys.fused or any(name.endswith(f".{FUSED.gate}") for name in tensors)
     layers = config.num_moe_layers if tensors and not fused else min(1, config.num_moe_layers)
     counts = {"layers": config.num_layers, "experts": config.num_experts * layers}
-    found = [
-        f"{count:,} {what}, and its files hold {len(tensors):,} tensors"
-        for what, count in counts.items()
-        if count > max(len(tensors), MANY)
-    ]
+    for what, count in counts.items():
+        if count > max(len(tensors), MANY):
+            raise _too_large(
+                folder, f"{count:,} {what}, and its files hold {len(tensors):,} tensors"
+            )
+    if tensors:
+        check_numbers(folder, count_params(config).total, tensors)
+
+
+def check_numbers(folder: Path, params: int, tensors: dict[str, StoredTensor]) -> None:
+    """Refuse a model of ``params`` parameters if its files hold less than half as many numbers.
+
+    Args:
+        tensors: ``read_headers`` of ``folder``.
+
+    Raises:
+        ConfigError: the model is too large for its files.
+    """
     # The factor 2 allows for half of the tensors to be missing; they are then reported by name.
     # Codes of 4 bits are packed into bytes or, in INT4, into words of 32 bits.
     per_word = {"U8": 2, "I8": 2, "I32": 8}
     numbers = sum(math.prod(one.shape) * per_word.get(one.dtype, 1) for one in tensors.values())
-    if not found and tensors and (params := count_params(config).total) > 2 * numbers:
-        found = [f"a model of {params:,} parameters, and its files hold {numbers:,} numbers"]
-    if found:
-        remedy = "Copy the checkpoint's own config.json"
-        raise ConfigError("model.hf_path", folder, f"its config.json has {found[0]}", remedy)
+    if params > 2 * numbers:
+        raise _too_large(
+            folder, f"a model of {params:,} parameters, and its files hold {numbers:,} numbers"
+        )
+
+
+def _too_large(folder: Path, what: str) -> ConfigError:
+    rule = f"its config.json has {what}"
+    return ConfigError("model.hf_path", folder, rule, "Copy the checkpoint's own config.json")
 
 
 def missing_files(folder: Path) -> list[str]:

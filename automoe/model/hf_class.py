@@ -129,6 +129,12 @@ def loading_class(config: Any, whole: bool = False) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def num_parameters(config: Any) -> int:
+    """Build the class of a ``transformers`` configuration on meta, and count its parameters."""
+    with torch.device("meta"):
+        return loading_class(config).from_config(config).num_parameters()
+
+
 def _text_path(model: Any) -> str:
     """Return the name of a wrapper's text model; empty if ``model`` is itself the text model."""
     kind = type(model.config.get_text_config(decoder=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from automoe.moe.layer import MoE
 from automoe.moe.recompute import recompute_contexts
 
 
+@dataclass
 class Recomputed:
     """Wrapper of ``fn`` that drops intermediate results after the forward pass.
 
@@ -37,12 +39,9 @@ class Recomputed:
         saves: ``fn`` saves results for its recomputation (``automoe.moe.recompute``).
     """
 
-    def __init__(
-        self, fn: Callable[..., torch.Tensor], to_end: bool = False, saves: bool = False
-    ) -> None:
-        self.fn = fn
-        self.to_end = to_end
-        self.saves = saves
+    fn: Callable[..., torch.Tensor]
+    to_end: bool = False
+    saves: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # No compiled part has an FSDP unit or saves results.

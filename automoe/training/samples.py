@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,20 +33,14 @@ from automoe.training.step import prepare_inputs
 _ROUNDED = 64  # row lengths are multiples of this number times 2 cp tp
 
 
+@dataclass
 class Engine:
-    """Greedy generator that uses the model in training, on the training mesh.
+    """Greedy generator that uses the model in training, on the training mesh."""
 
-    Args:
-        runner: runs this rank's pipeline stages.
-    """
-
-    def __init__(
-        self, config: Config, runner: StepRunner, meshes: Meshes, device: torch.device
-    ) -> None:
-        self.config = config
-        self.runner = runner
-        self.meshes = meshes
-        self.device = device
+    config: Config
+    runner: StepRunner  # of this rank's pipeline stages
+    meshes: Meshes
+    device: torch.device
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int, stops: Collection[int]

@@ -68,6 +68,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("generate", {"num_experts_per_tok": -1}, "selected index k out of range"),
     ("generate", {"model_type": "granitemoe"}, "tensors of GraniteMoeForCausalLM: model.layers.0.block_sparse_moe"),
     ("generate", {"model_type": "bert"}, "tensors of BertLMHeadModel"),
+    ("generate", {"intermediate_size": 10**9}, "parameters, and its files hold"),
+    ("generate", {"head_dim": 10**8, "num_hidden_layers": 1}, "parameters, and its files hold"),
     ("train", {"is_causal": False}, "is_causal=False"),
     ("train", {"vocab_size": 2**64}, "no model has such a number"),
     ("train", {"configuration_files": ["config.4.0.0.json"]}, "configuration_files"),

@@ -22,6 +22,7 @@ pairs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -181,6 +182,7 @@ def run_choices(
     return sum_to_tokens(rows_MH, token_idx_M, x_TH.shape[0])
 
 
+@dataclass
 class LocalDispatcher:
     """Dispatcher for a rank with all experts: they read the tokens themselves, without a copy.
 
@@ -191,10 +193,9 @@ class LocalDispatcher:
             changes no number.
     """
 
-    def __init__(self, num_experts: int, drops: bool = False, in_8_bits: bool = False) -> None:
-        self.num_experts = num_experts
-        self.drops = drops
-        self.in_8_bits = in_8_bits
+    num_experts: int
+    drops: bool = False
+    in_8_bits: bool = False
 
     def __call__(
         self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
