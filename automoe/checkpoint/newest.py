@@ -35,7 +35,7 @@ def newest_valid(
             f"{folder / folders.LATEST} names {promised!r}, which is not there; looking for the newest checkpoint "
             "that is"
         )
-    damaged: list[str] = []
+    damaged = []
     for name in reversed(steps):
         manifest, problem = verify_step(folder / name, ranks)
         if problem is None:

@@ -49,7 +49,7 @@ class TrainState:
         Args:
             frozen: True to include frozen parameters.
         """
-        tensors: dict[str, torch.Tensor] = {}
+        tensors = {}
         for name, tensor in self._named(frozen):
             tensors.setdefault(name, tensor)
         return tensors
@@ -60,7 +60,7 @@ class TrainState:
 
         V-shaped schedules put the embedding and a tied head on one rank.
         """
-        first: dict[str, torch.Tensor] = {}
+        first = {}
         for name, tensor in self._named():
             if name in first:
                 tensor.copy_(first[name])

@@ -108,7 +108,7 @@ class ChatTemplate(ChatRenderer):
             DataError: a conversation has no answer to train, or the template refuses it. The
                 message names file and line.
         """
-        texts: list[str] = []
+        texts = []
         calling: list[list[bool]] = []  # per conversation and answer: True if it calls tools
         for conversation in conversations:
             if self.chat.special_text == "token":

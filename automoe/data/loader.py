@@ -243,7 +243,7 @@ class Loader:
             self.names, self.weights, self._sources, self.corpora, strict=True
         ):
             data = one.data
-            facts: dict[str, Any] = {
+            facts = {
                 "data.kind": data.kind,
                 "files": len(corpus.paths),
                 "documents": len(corpus.lengths),
@@ -305,7 +305,7 @@ class Loader:
         corpus = self.corpora[source]
         one = self._sources[source]
         starts, lengths = fitting_documents(corpus, one, split)
-        options: dict[str, Any] = {
+        options = {
             "seq_len": one.train.seq_len,
             "seed": one.train.seed if split == "train" else 0,
             "pad_id": self.tokenizer.pad_id,
@@ -322,7 +322,7 @@ class Loader:
         self, split: Split, first_row: int, sources: np.ndarray, indices: np.ndarray
     ) -> StepBatch:
         """Return rows ``indices`` of their ``sources``, [R] each, as a batch."""
-        arrays: dict[str, np.ndarray] = {}
+        arrays = {}
         for source in np.unique(sources):
             packed = self._rows_of(split, source)
             places = np.flatnonzero(sources == source)

@@ -71,7 +71,7 @@ def tokenise_documents(
     Raises:
         DataError: the tokenizer returns an id beyond its own vocabulary.
     """
-    batch: list[Document] = []
+    batch = []
     chars = 0
     with (folder / "tokens.bin").open("wb") as file:
         writer = _DocumentWriter(file, tokenizer, paths)

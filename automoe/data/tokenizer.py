@@ -219,7 +219,7 @@ class HFTokenizer(Tokenizer):
         encoded with the end of the previous piece before it, whose ids are then dropped, because
         some tokenizers treat the beginning of a text differently.
         """
-        batch: list[tuple[str, str]] = []  # context, piece
+        batch = []  # context, piece
         for pair in self._pieces(parts):
             batch.append(pair)
             if sum(len(piece) for _, piece in batch) >= BATCH:

@@ -102,8 +102,8 @@ def joined(turns: list[Turn]) -> Iterator[Sample]:
 
     Turns share a sample as long as each begins with all tokens of the one before it.
     """
-    ids: list[int] = []
-    spans: list[tuple[int, int]] = []
+    ids = []
+    spans = []
     for turn in turns:
         if spans and turn.ids[: len(ids)] != ids:
             yield Sample(ids, spans)

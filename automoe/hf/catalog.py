@@ -221,15 +221,15 @@ def _pair_scales(
     if encoding == "plain":
         return tensors
     codes_end, scales_end, least_dims = ENDS[encoding]
-    scales_of: dict[str, StoredTensor] = {}  # name of the codes -> scales
-    paired: set[str] = set()
+    scales_of = {}  # name of the codes -> scales
+    paired = set()
     for name, scales in tensors.items():
         if name.endswith(scales_end) and name not in scales_of:
             codes = name[: -len(scales_end)] + codes_end
             if codes in tensors and codes not in paired and len(tensors[codes].shape) >= least_dims:
                 scales_of[codes] = scales
                 paired.add(name)
-    sources: dict[str, StoredTensor] = {}
+    sources = {}
     for name, data in tensors.items():
         if name in scales_of:
             base = name[: len(name) - len(codes_end)]
@@ -247,7 +247,7 @@ def _pair_scales(
 def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Check the shapes that INT4 stores beside codes; return ``sources`` without these shapes."""
     kept = dict(sources)
-    opened: dict[str, int] = {}
+    opened = {}
     try:
         for name, codes in sources.items():
             stated = kept.pop(name + SHAPE, None) if codes.encoding == "int4" else None

@@ -166,7 +166,7 @@ def _read_all(folder: Path) -> dict[str, StoredTensor]:
             f"{folder}: {len(missing)} of the {len(files)} files that {INDEX_FILE} names are missing: "
             f"{listed(missing)}. Copy them again"
         )
-    tensors: dict[str, StoredTensor] = {}
+    tensors = {}
     for file in files:
         found = _read_header(folder, file)
         for name in [name for name in found if name in tensors]:
@@ -373,7 +373,7 @@ def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, S
     Raises:
         ValueError, KeyError, TypeError: the header is malformed.
     """
-    tensors: dict[str, StoredTensor] = {}
+    tensors = {}
     # Checked shapes and their size in bits, by the header's dtype and shape.
     sizes: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}
     at = 0

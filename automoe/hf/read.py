@@ -139,7 +139,7 @@ def load_hf(
             return reader.bytes_read, time.perf_counter() - started, odd
 
         read, seconds, odd = zip(*ranks.all(fill), strict=True)
-    not_finite: Counter[str] = Counter()
+    not_finite = Counter()
     # Several ranks may hold the same slice: it is counted once.
     for (key, *_), count in {place: count for one in odd for place, count in one.items()}.items():
         not_finite[key] += count
@@ -302,7 +302,7 @@ class Reader:
     @without_collection()
     def plan(self, shards: Iterable[LocalShard]) -> list[ReadItem]:
         """Plan the reads that fill ``shards``, in file order."""
-        items: list[ReadItem] = []
+        items = []
         for shard in shards:
             if shard.local.numel() == 0:  # a dim shorter than its mesh axis leaves some ranks empty
                 continue

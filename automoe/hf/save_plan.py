@@ -89,8 +89,8 @@ def plan_writes(
         source: checkpoint that the model was loaded from.
         wide: keys that match this pattern and are float32 stay float32 (``kept_in_float32``).
     """
-    plan: list[WriteItem] = []
-    load: dict[int, int] = {}
+    plan = []
+    load = {}
     stage = stage_ranks(shard.tensor for shard in shards)
     for shard in shards:
         made_of = [] if shard.copy else hf_pieces(shard.name, shard.shape, keys)
@@ -426,7 +426,7 @@ def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
     gathered first.
     """
     mesh = tensor.device_mesh
-    outer_first: list[tuple[int, int, int]] = []
+    outer_first = []
     common = (dim for dim, at in enumerate(piece.select) if at is None)
     for hf_dim, (dim, extent) in enumerate(zip(common, piece.size, strict=True)):
         axes = [axis for axis, one in enumerate(tensor.placements) if _cut_dim(one) == dim]

@@ -161,7 +161,7 @@ def stage_ranks(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 def local_shards(parts: Parts) -> Iterator[LocalShard]:
     """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = {}
     for part in parts.values():
         copies = mtp_copies(part.config)
         for name, parameter in part.named_parameters():

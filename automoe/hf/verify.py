@@ -121,8 +121,8 @@ def _compare_shards(
 ) -> None:
     """Compare every number that this rank holds, bit for bit, with its place in the files."""
     # Sums of squared errors and of squared numbers of each quantized tensor.
-    errors: dict[str, float] = defaultdict(float)
-    sizes: dict[str, float] = defaultdict(float)
+    errors = defaultdict(float)
+    sizes = defaultdict(float)
 
     def compare(one: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
         # In 8 or 4 bits a number that is not finite makes its whole block NaN.
@@ -351,7 +351,7 @@ def _run_transformers(
                     f"computes with {(module.alpha, module.limit)} whatever config.json says. "
                     "Install transformers>=5.19"
                 )
-    chosen: list[torch.Tensor] = []
+    chosen = []
     for name, module in model.named_modules():
         # Experts take (rows, choices, weights) in every release; routers' return values differ.
         if name.endswith(".mlp.experts"):

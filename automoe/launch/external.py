@@ -105,7 +105,7 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
     if "SLURM_STEP_ID" in env and (tasks := _number(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
         # For example "8(x3),4": three nodes have 8 tasks each, and one has 4.
         spread = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))
-        per_node: list[str] = []
+        per_node = []
         for each, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", spread):
             per_node += [each] * int(nodes or 1)
         here = per_node[_number(env, "SLURM_NODEID", 0) :]

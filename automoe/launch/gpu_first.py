@@ -98,11 +98,11 @@ def run_checks(
         folder: new folder of the runs and of ``results.json``.
         facts: facts about the machine for the results.
     """
-    records: dict[str, Records] = {}
-    outcomes: dict[str, dict[str, Any]] = {}
+    records = {}
+    outcomes = {}
     for check in checks:
         started = time.monotonic()
-        outcome: dict[str, Any] = {"proves": check.proves, "command": check.overrides(device)}
+        outcome = {"proves": check.proves, "command": check.overrides(device)}
         try:
             run_dir = folder / check.name
             if check.killed:
@@ -121,7 +121,7 @@ def judge(check: Check, records: dict[str, Records]) -> dict[str, Any]:
     """Return the records of a check's run, and as ``wrong`` why it failed; empty if it passed."""
     run = records[check.name]
     losses = [record["loss"] for record in run]
-    outcome: dict[str, Any] = {"records": run}
+    outcome = {"records": run}
     wrong = "" if all(map(math.isfinite, losses)) else "a loss is not finite"
     if check.like and check.like not in records:
         wrong = f"nothing to compare with: {check.like} failed"

@@ -270,7 +270,7 @@ class _Launch:
                 rank.kill()
 
     def _judge(self) -> RunResult:
-        status: dict[str, Any] = {}
+        status = {}
         with runs.telling():
             status = runs.read_status(self.run_dir)
         state = status.get("state", "running")

@@ -12,7 +12,6 @@ from dataclasses import replace
 from math import prod
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from automoe.config.compose import Arguments, compose_config, key_of, parse_override
 from automoe.config.convert import FromEnvironment, leaf_keys
@@ -276,7 +275,7 @@ def _pinned(config: Config) -> Config:
     """
     resume = Path(config.checkpoint.resume).expanduser()
     begun = {"never": [], "auto": [Path(config.run_dir)]}
-    then: dict[str, Any] = {}
+    then = {}
     for folder in begun.get(str(resume), [resume, resume.parent.parent]):
         with suppress(OSError, ValueError):  # the run itself reports an unreadable file
             then = then or flat(read_config(folder))

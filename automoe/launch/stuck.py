@@ -276,7 +276,7 @@ def who_is_missing(
     ]
     concerned = set(mine.pending[0].ranks) if mine.pending else set(range(num_ranks))
     missing = sorted(silent + elsewhere, key=lambda rank: (rank not in concerned, rank))
-    groups: dict[str, list[Standing]] = {what: []}  # by operation, that of ``asking`` first
+    groups = {what: []}  # by operation, that of ``asking`` first
     for standing in standings.values():
         if standing.waits_in is not None:
             groups.setdefault(standing.waits_in, []).append(standing)
