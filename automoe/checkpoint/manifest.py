@@ -15,7 +15,7 @@ import torch
 from automoe import __version__
 from automoe.checkpoint.hashed_files import is_as_written
 from automoe.config.convert import config_to_dict
-from automoe.config.frozen import GOES_ON, describe, flat
+from automoe.config.frozen import GOES_ON, TENSORS, describe, flat
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
 from automoe.parallel.agreement import Ranks
@@ -28,8 +28,6 @@ _READ = (2, FORMAT)  # format 2 has SHA-256 digests of files, which are still co
 # Keys of this version. A newer version may use another key to say that its files are read in
 # another way.
 _KEYS = "format step counters config generators val_loss versions files sha256 base".split()
-# Configuration keys, besides those of the model, that determine which tensors a checkpoint has.
-_TENSORS = ("lora.rank", "lora.targets", "train.freeze", "train.trainable")
 # Errors of a file that does not exist. Any other error means that it cannot be read now, which is
 # no damage.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
@@ -41,7 +39,7 @@ _NUMBERS = ("train", "optim", "moe", "lora", "recipe_args")
 def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[str, Any]) -> None:
     """Write and flush ``step_dir/manifest.json``: ``content``, the files, and a digest of both."""
     versions = {"automoe": __version__, "torch": str(torch.__version__)}
-    manifest: dict[str, Any] = {"format": FORMAT, "versions": versions, **content}
+    manifest = {"format": FORMAT, "versions": versions, **content}
     manifest["files"] = dict(sorted(files.items()))
     manifest["sha256"] = _digest(manifest)
     write_durably(step_dir / MANIFEST, json.dumps(manifest, indent=1))
@@ -169,13 +167,13 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
         key for key in sorted(then | now) if key.startswith("model.") and key != "model.hf_path"
     ]
     changed = {}
-    for key in (*keys, *_TENSORS):
+    for key in (*keys, *TENSORS):
         if then.get(key) != now.get(key):
             changed[key] = then.get(key), now.get(key)
     if changed:
         raise CheckpointError(
-            f"{step_dir} holds another model: {describe(changed, most=len(changed))}. Set them back, choose a new "
-            "run_dir, or start over with checkpoint.resume=never"
+            f"{step_dir} is of another model or optimizer: {describe(changed, most=len(changed))}. Set them back, or begin in "
+            "a new run_dir with checkpoint.resume=auto, or here with checkpoint.resume=never"
         )
 
 

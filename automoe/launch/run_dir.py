@@ -21,7 +21,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from automoe.checkpoint.steps import FOLDER, committed_steps
-from automoe.config.frozen import CONFIG_FILE, describe, differences, goes_on, read_mapping
+from automoe.config.frozen import (
+    CONFIG_FILE,
+    describe,
+    differences,
+    goes_on,
+    is_fixed,
+    read_mapping,
+)
 from automoe.config.schema import Config
 from automoe.errors import FULL, AutomoeError, ConfigError, LaunchError, in_words
 from automoe.storage.files import named, read_file, wrong_kind
@@ -135,11 +142,9 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
             if saved or not done
             else "holds a finished run, no checkpoint of it"
         )
-        there = (
-            f" (checkpoint.resume={run_dir} goes on from its newest checkpoint there)"
-            if saved
-            else ""
-        )
+        there = ""
+        if saved and not any(map(is_fixed, refused)):
+            there = f" (checkpoint.resume={run_dir} goes on from its newest checkpoint there)"
         raise ConfigError(
             "run_dir",
             run_dir,

@@ -283,9 +283,11 @@ def test_another_model_is_refused_with_what_differs(ranks: RankPool, text: Path,
     messages = ranks.run(refusal, 2, other, run_dir)
     assert len(set(messages)) == 1
     assert (
-        "step-3 holds another model: model.attention.v_head_dim was 6, is 8; model.num_experts was 8, is 4."
+        "step-3 is of another model or optimizer: model.attention.v_head_dim was 6, is 8; model.num_experts was 8, is 4."
         in (messages[0])
     )
+    muon = replace(settings, optim=replace(settings.optim, algorithm="muon"))
+    assert "optim.algorithm was adamw, is muon. Set them back" in ranks.run(refusal, 2, muon, run_dir)[0]
     elsewhere = replace(settings, model=replace(settings.model, hf_path="elsewhere"))
     assert ranks.run(refusal, 2, elsewhere, run_dir, settings) == ["", ""]
 
