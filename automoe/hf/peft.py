@@ -10,6 +10,7 @@ output features of a matrix, r rank.
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections import Counter
@@ -29,12 +30,14 @@ from automoe.hf.folder import new_folder
 from automoe.hf.headers import ADAPTER
 from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
+from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
 from automoe.model.causal_lm import CausalLM
 from automoe.model.hf_class import loading_class, names_in_class
 from automoe.model.params import model_params
 from automoe.model.wrapper import ALONE, Names, is_wrapper
 from automoe.parallel.agreement import Ranks
+from automoe.storage.foreign import open_inside
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 LAYOUTS = ("auto", "published", "fused")
@@ -138,6 +141,7 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
 
     path = folder / WEIGHTS_FILE
     try:
+        os.close(open_inside(folder, WEIGHTS_FILE))  # safe_open would wait at a FIFO
         with safe_open(path, "pt") as file:
             written = (file.metadata() or {}).get("belongs")
             stored = {key: file.get_tensor(key) for key in file.keys()}
@@ -151,13 +155,20 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
     places = {name: part.view_as(ours[name]) for name, part in zip(ours, parts, strict=True)}
     keys = family_of(config).keys
     names = _names(config)
-    found = dict(_stored(places, keys.in_memory if keys.table else keys, names))
-    if found.keys() != stored.keys():
-        found = dict(_stored(places, keys.in_memory, names))
+    layouts = keys.in_memory if keys.table else keys, keys.in_memory
+    either = [dict(_stored(places, layout, names)) for layout in layouts]
+    found = min(either, key=lambda places: len(places.keys() ^ stored.keys()))
     belongs = _belongs(config, lora, Ranks(alone=True))
-    if written != belongs or found.keys() != stored.keys():
+    if written != belongs:
         raise CheckpointError(
             f"{path} belongs to {written}, and the run has {belongs}. Name what it was trained with"
+        )
+    wanted = {key: (filled.dtype, place.shape) for key, place in found.items()}
+    theirs = {key: (one.dtype, one.shape) for key, one in stored.items() if is_finite(one)}
+    if odd := [key for key in wanted | stored if wanted.get(key) != theirs.get(key)]:
+        raise CheckpointError(
+            f"{path} is not as the run wrote it: tensors are missing, of another shape or dtype, not the run's, or not "
+            f"finite: {listed(odd)}. Restore it from a copy, or train again"
         )
     for key, place in found.items():
         filled[place] = stored[key]
@@ -272,7 +283,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     """
     from safetensors.torch import load_file, save_file
 
-    ours: dict[str, torch.Tensor] = {}
+    ours = {}
     for file in sorted(folder.glob("stage-*.safetensors")):
         ours |= load_file(file)
         file.unlink()
@@ -352,7 +363,7 @@ def verify_peft(
         _pieces(module, suffix, b, keys)[0].key: (module, suffix, a, b)
         for module, suffix, a, b in _adapters(ours)
     }
-    groups: Counter[str] = Counter()
+    groups = Counter()
     for key, layer in _loaded(folder, config):
         if key not in wanted:
             raise CheckpointError(f"{folder}: peft adapts {key}, and this model does not")

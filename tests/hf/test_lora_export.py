@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import zlib
@@ -32,6 +34,7 @@ from automoe.parallel.parallelize import allocate, build_decoder, build_parts
 from automoe.verify.pool import RankPool
 from tests.support.chat import save_tokenizer
 from tests.support.hf_models import save_small_hf
+from tests.support.hostile import ends_within
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 TOKENS = torch.arange(48).view(2, 24)
@@ -149,6 +152,11 @@ def test_an_adapter_that_peft_loads_otherwise_is_no_adapter(tmp_path: Path) -> N
         to_peft(model, tmp_path / "other", LORA, layout="other")
 
 
+def belongs(raw: bytes) -> str:
+    """The line in the header of a safetensors file that says which run its adapter is of."""
+    return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]["belongs"]
+
+
 def test_a_run_that_left_an_adapter_alone_is_merged_with_its_own_base(tmp_path: Path, capsys) -> None:
     """With another base, other settings or a damaged file nothing is written."""
     source, run_dir = tmp_path / "source", tmp_path / "run"
@@ -178,6 +186,26 @@ def test_a_run_that_left_an_adapter_alone_is_merged_with_its_own_base(tmp_path: 
     whole = (run_dir / "adapter" / WEIGHTS_FILE).read_bytes()
     (run_dir / "adapter" / WEIGHTS_FILE).write_bytes(whole[:-8])
     assert export() == 2 and "cannot be read" in capsys.readouterr().err
+    (run_dir / "adapter" / WEIGHTS_FILE).write_bytes(whole)
+    tensors, metadata = load_file(run_dir / "adapter" / WEIGHTS_FILE), {"belongs": belongs(whole)}
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    for change in (
+        {key: tensors[key][:1]},  # torch would copy the row to all others
+        {key: tensors[key].T.contiguous()},
+        {key: tensors[key].long()},
+        {key: tensors[key] / 0},
+        {key: None, "more": tensors[key]},
+    ):
+        changed = {name: one for name, one in (tensors | change).items() if one is not None}
+        save_file(changed, run_dir / "adapter" / WEIGHTS_FILE, metadata)
+        assert export() == 2
+        said = capsys.readouterr().err
+        assert f"not finite: {', '.join(change)}. Restore it" in said, said
+    (run_dir / "adapter" / WEIGHTS_FILE).unlink()
+    os.mkfifo(run_dir / "adapter" / WEIGHTS_FILE)
+    with ends_within(60):
+        assert export() == 2 and "is a FIFO and no file" in capsys.readouterr().err
+    (run_dir / "adapter" / WEIGHTS_FILE).unlink()
     (run_dir / "adapter" / WEIGHTS_FILE).write_bytes(whole)
     assert export("--ema") == 2 and not (tmp_path / "merged").exists()
     for more, says in (("--fp8", "--fp8 is for whole models"), ("--dtype=float32", "--dtype float32 is for whole")):
