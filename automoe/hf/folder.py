@@ -69,6 +69,10 @@ def check_target(path: Path, overwrite: bool) -> None:
         raise CheckpointError(
             f"{path} exists. Name another directory, or overwrite it (--overwrite)"
         )
+    if os.fsencode(path).decode(errors="ignore") != str(path):
+        raise CheckpointError(
+            f"{path} is not UTF-8, and safetensors opens no such path. Name another directory"
+        )
     ours = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
     if path.exists() and not ours and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(

@@ -30,7 +30,7 @@ def test_a_run_is_named_after_what_was_typed(overrides: list[str], run_dir: str)
 
 def test_names_differ_where_overrides_do() -> None:
     others = [
-        ["data.path=a/b"], ["data.path=a-b"], ["data.path=a b"], ["data.path=" + "x" * 200], ["data.path=" + "x" * 201],
+        ["data.path=a/b"], ["data.path=a-b"], ["data.path=a b"], ["data.path=a\udcff"], ["data.path=" + "x" * 200], ["data.path=" + "x" * 201],
         ["mesh.dp_shard=-1"], ["mesh.dp_shard=1"], ["moe.gate=a", "x.gate=b"], ["moe.gate=b", "x.gate=a"],
     ]  # fmt: skip
     names = [folder_name(overrides) for overrides in others]
