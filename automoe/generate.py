@@ -11,6 +11,7 @@ import argparse
 import codecs
 import io
 import logging
+import resource
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from automoe.errors import (
 from automoe.launch.run_dir import read_status
 from automoe.storage.files import read_file
 from automoe.storage.foreign import read_settings
-from automoe.storage.guarded import guarded
+from automoe.storage.guarded import guarded, limit_memory
 
 # Keys of generation_config.json that answers follow, and keys that this command sets itself.
 FOLLOWED = set(
@@ -218,7 +219,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
             f"{folder} has no tokenizer, as after training on data=benchmark. Copy the files of the one that belongs "
             "to it into the checkpoint; export a run first (automoe export RUN --out DIR)"
         )
-    safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    safe = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
         config = AutoConfig.from_pretrained(folder, **safe)
@@ -235,8 +236,13 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
             **safe,
         )
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-        with torch.inference_mode():
-            logits = model(torch.zeros(1, 2, dtype=torch.long, device=model.device)).logits
+        # A chunk of a state space model, which config.json sets, is computed whole for two tokens.
+        limit = limit_memory()
+        try:
+            with torch.inference_mode():
+                logits = model(torch.zeros(1, 2, dtype=torch.long, device=model.device)).logits
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, limit)
     except AutomoeError:
         raise
     except Exception as error:  # the folder's content may make transformers raise any error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -22,9 +23,11 @@ from automoe.errors import CheckpointError, spelled_out
 from automoe.generate import Speaker, checkpoint_of, load_checkpoint
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
+from automoe.model.hf_class import num_parameters
 from automoe.parallel.parallelize import build_decoder
+from automoe.storage import guarded
 from tests.support.chat import save_tokenizer
-from tests.support.class_models import save_class
+from tests.support.class_models import hf_class_config, save_class
 from tests.support.hf_models import save_small_hf
 
 
@@ -72,6 +75,32 @@ def test_a_class_without_a_native_family_answers(tmp_path: Path, capsys) -> None
     save_tokenizer(tmp_path, "chatml")
     assert cli.main(["generate", str(tmp_path), "--max-new-tokens", "6", "--text", "the answer"]) == 0
     assert capsys.readouterr().out == f"the answer{spelled_out(expected(tmp_path, 'the answer', 6))}\n"
+
+
+def test_memory_that_no_file_accounts_for_is_refused(tmp_path: Path, capsys, monkeypatch) -> None:
+    save_class("granitemoehybrid", tmp_path, vocab_size=304)
+    save_tokenizer(tmp_path, "chatml")
+    words = ["generate", str(tmp_path), "--max-new-tokens", "1", "--text", "a"]
+    assert cli.main(words) == 0
+    stated = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stated | {"mamba_chunk_size": 4000}))
+    monkeypatch.setattr(guarded, "MAX_BYTES", 64 << 20)  # two tokens take 4 heads * 4000 * 4000 numbers
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    assert load_refused(tmp_path) and resource.getrlimit(resource.RLIMIT_DATA) == before
+    for model_type, keys, refused in (
+        ("gptj", {"rotary_dim": 8}, False),
+        ("gptj", {"rotary_dim": 8, "max_position_embeddings": 10**9}, True),
+        ("codegen", {"rotary_dim": 8, "max_position_embeddings": 10**9}, True),
+        ("gpt2", {"max_position_embeddings": 1024}, False),
+    ):
+        built = num_parameters(hf_class_config(model_type, **keys))
+        assert (built > 10**9) == refused, (model_type, built)
+
+
+def load_refused(folder: Path) -> bool:
+    with pytest.raises(CheckpointError, match="can't allocate memory"):
+        load_checkpoint(folder)
+    return True
 
 
 def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys, monkeypatch) -> None:

@@ -130,9 +130,14 @@ def loading_class(config: Any, whole: bool = False) -> Any:
 
 
 def num_parameters(config: Any) -> int:
-    """Build the class of a ``transformers`` configuration on meta, and count its parameters."""
+    """Build the class of a ``transformers`` configuration on meta, and count its parameters.
+
+    Of buffers, such as tables of positions, what exceeds 1 GiB counts in numbers of 4 bytes.
+    """
     with torch.device("meta"):
-        return loading_class(config).from_config(config).num_parameters()
+        model = loading_class(config).from_config(config)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    return model.num_parameters() + max(0, buffers - (1 << 30)) // 4
 
 
 def _text_path(model: Any) -> str:
