@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -72,14 +71,15 @@ class Written:
         text = f"{self.path} ({self.num_tensors:,} tensors, {self.num_bytes / 2**20:,.1f} MiB in {files}"
         if self.checked:
             weights = "the averaged weights" if self.averaged else "the weights"
+            rest = self.rounded and f" rounded to {self.rounded.replace('torch.', '')}"
             if self.base:
                 weights += f", adapters merged into the {self.base} base as {str(self.dtype).replace('torch.', '')}"
-            elif self.rounded:
-                weights += f" rounded to {self.rounded.replace('torch.', '')}"
+                rest = ""
             if self.error is None:
-                text += f"; equal bit for bit to {weights}"
+                text += f"; equal bit for bit to {weights}{rest}"
             else:
                 text += f"; {self.encoding.upper()} of {weights}, {self.error:.2%} off"
+                text += rest and f", the rest{rest}"
         if self.logits_error is not None:
             text += f", logits to transformers' within {self.logits_error:.0e}"
         if self.dense_error is not None:
@@ -120,7 +120,7 @@ def split(tensors: Iterable[tuple[str, StoredTensor]], max_bytes: int) -> list[C
 
     A file has at most ``max_bytes``, unless one tensor alone is larger.
     """
-    files: list[Contents] = []
+    files = []
     filled = 0
     for key, stored in tensors:
         if not files or filled + stored.total_bytes > max_bytes:
@@ -189,7 +189,7 @@ def write_index(folder: Path, files: list[Contents], dtype: torch.dtype) -> Writ
 
 def header_bytes(contents: Contents) -> bytes:
     """Return length and JSON header of a safetensors file with the tensors of ``contents``."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, stored in _in_file(contents).items():
         offsets = [end, end + stored.num_bytes]
