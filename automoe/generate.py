@@ -208,7 +208,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     for note in unread_adapter(folder):
         print(f"note: {note}", file=sys.stderr, flush=True)
     # The folder is untrusted: check it before loading anything.
-    tensors = read_headers(folder)
+    tensors = read_headers(folder, last=True)
     check_model(folder)
     quantization_of(folder)
     check_files(folder)

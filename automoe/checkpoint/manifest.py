@@ -172,8 +172,8 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
             changed[key] = then.get(key), now.get(key)
     if changed:
         raise CheckpointError(
-            f"{step_dir} is of another model or optimizer: {describe(changed, most=len(changed))}. Set them back, or begin in "
-            "a new run_dir with checkpoint.resume=auto, or here with checkpoint.resume=never"
+            f"{step_dir} is of another model or optimizer: {describe(changed, most=len(changed))}. Set them back, or "
+            "begin in a new run_dir with checkpoint.resume=auto, or here with checkpoint.resume=never"
         )
 
 

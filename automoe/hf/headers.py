@@ -130,8 +130,12 @@ without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
 
 
 @without_collection()
-def read_headers(path: str | Path) -> dict[str, StoredTensor]:
+def read_headers(path: str | Path, last: bool = False) -> dict[str, StoredTensor]:
     """Return the place of every tensor of a checkpoint directory, from its index and headers.
+
+    Args:
+        last: transformers will read the files. Of a tensor in two files it takes the last one,
+            whatever the index says, so both must have the same numbers.
 
     Raises:
         CheckpointError: the directory has no safetensors files; a file of the index is missing,
@@ -145,13 +149,13 @@ def read_headers(path: str | Path) -> dict[str, StoredTensor]:
             f"{folder}: no such directory. Name a HuggingFace checkpoint directory"
         )
     try:
-        return retried(lambda: _read_all(folder))
+        return retried(lambda: _read_all(folder, last))
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror}"
         raise CheckpointError(f"{reason}. Make it readable, or copy it again") from error
 
 
-def _read_all(folder: Path) -> dict[str, StoredTensor]:
+def _read_all(folder: Path, last: bool) -> dict[str, StoredTensor]:
     index = _read_index(folder)
     files = _files_of(index)
     missing = [name for name in files if not is_there(folder, name)]
@@ -171,10 +175,11 @@ def _read_all(folder: Path) -> dict[str, StoredTensor]:
         found = _read_header(folder, file)
         for name in [name for name in found if name in tensors]:
             counts = (index or {}).get(name)
-            if counts not in (tensors[name].file, file):
+            differ = last and not are_equal(folder, tensors[name], folder, found[name])
+            if differ or counts not in (tensors[name].file, file):
                 raise CheckpointError(
                     f"{folder}: {brief(name)} is in {tensors[name].file} and in {file}, and which one counts is not "
-                    "said. Copy the checkpoint again"
+                    "said, or transformers does not ask. Copy the checkpoint again"
                 )
             if counts != file:
                 del found[name]

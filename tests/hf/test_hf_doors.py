@@ -22,6 +22,7 @@ import automoe
 from automoe import convert
 from automoe.config.compose import Arguments
 from automoe.errors import AutomoeError, CheckpointError, ConfigError
+from automoe.generate import load_checkpoint
 from automoe.hf import verify
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
@@ -32,7 +33,7 @@ from automoe.hf.write import convert_hf
 from automoe.launch.prepare import prepare
 from automoe.storage.foreign import MAX_JSON_BYTES, parse_json
 from tests.support.hf_models import save_small_hf
-from tests.support.hostile import ends_within
+from tests.support.hostile import ends_within, refused
 
 Header = dict[str, Any]
 NAMES = ("a", "b", "c")
@@ -202,6 +203,13 @@ def test_one_tensor_in_two_files(sharded: Path) -> None:
     name, tensor = next(iter(load_file(first).items()))
     save_file(load_file(last) | {name: tensor + 1}, last)
     assert read_headers(sharded)[name].file == first.name  # the index says so
+    for other, read in ((tensor, True), (tensor + 1, False), (tensor.double(), False), (tensor.flatten()[:1], False)):
+        save_file(load_file(last) | {name: other}, last)
+        if read:
+            assert read_headers(sharded, last=True)[name].file == first.name
+        else:
+            refused(lambda: read_headers(sharded, last=True), f"'{name}' is in {first.name} and in {last.name}")
+            refused(lambda: load_checkpoint(sharded), f"in {last.name}, and which one counts is not said, or transf")
     with_index(sharded, lambda index: index.pop(name))
     with pytest.raises(CheckpointError, match=f"'{name}' is in {first.name} and in {last.name}"):
         read_headers(sharded)
