@@ -191,7 +191,7 @@ def test_freezing_keeps_what_yaml_would_bend() -> None:
 
 
 def test_a_directory_without_a_frozen_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config.yaml in it"):
+    with pytest.raises(ConfigError, match="it has no config.yaml"):
         load_config(tmp_path)
 
 

@@ -120,4 +120,4 @@ def test_a_path_with_brackets_is_looked_for_before_it_is_a_pattern(tmp_path: Pat
 def test_commands_take_no_path_of_no_file(command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     more = {"generate": ["hi"], "eval": ["--tasks", "x"]}.get(command, ["--out", "y"])
     assert cli.main([command, path, *more]) == 2
-    assert "there is no home directory" in (said := capsys.readouterr().err) or "255 bytes" in said
+    assert "~nobody9 has no home directory" in (said := capsys.readouterr().err) or "255 bytes" in said

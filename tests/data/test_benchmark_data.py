@@ -64,7 +64,7 @@ def test_it_is_labelled_wherever_it_could_be_taken_for_training_on_text(tmp_path
     ("overrides", "message"),
     [
         (["data.tokenizer=byte"], r"data.tokenizer=byte: data.kind=benchmark has no text"),
-        (["data.path=README.md"], r"data.path=README.md: data.path is set and data.kind=benchmark reads none"),
+        (["data.path=README.md"], r"data.path=README.md: data.path is set and data.kind=benchmark does not read it"),
         (["data.sources=[{kind: benchmark, name: a}]"], r"data.sources=.*a: kind=benchmark is synthetic"),
         (["lora.rank=4", "lora.export=adapter"], r"lora.export=adapter: data.kind=benchmark trains nothing"),
     ],

@@ -275,7 +275,7 @@ def test_what_would_train_nothing_or_leak_is_refused(make: Make) -> None:
     validate(checked, 1)
     for key, value, message in [
         ("on_long", "split", r"half a conversation answers no question.*data=chat"),
-        ("document_mask", False, r"samples that share a row attend to themselves alone.*data\.chat\.pack=false"),
+        ("document_mask", False, r"samples that share a row attend only to themselves.*data\.chat\.pack=false"),
     ]:
         with pytest.raises(ConfigError, match=message):
             validate(replace(checked, data=replace(checked.data, **{key: value})), 1)

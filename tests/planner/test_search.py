@@ -225,7 +225,7 @@ def test_a_place_that_cannot_be_written_is_named_before_the_work(
         for place in ("file", "nowhere"):
             assert plan.main([*words, f"out={tmp_path / place}"]) == 2
             told = capsys.readouterr()
-            assert f"{place} is no directory" in " ".join(told.err.split()) and not told.out
+            assert f"{place} is not a directory" in " ".join(told.err.split()) and not told.out
 
 
 def test_where_no_mesh_passes_the_rules_that_are_broken_are_named(
