@@ -88,7 +88,9 @@ def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys, m
     (tmp_path / "aside").rename(checkpoint / "chat_template.jinja")
 
 
-NOTE = "not read: adapter_config.json beside the weights. The weights alone count, in train, convert, generate and eval"
+NOTE = (
+    "not read: adapter_config.json beside the weights. Only the weights are used, in train, convert, generate and eval"
+)
 
 
 def test_an_adapter_beside_the_weights_is_left_out_everywhere_and_said(

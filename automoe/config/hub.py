@@ -273,10 +273,7 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
     sizes = {file.rfilename: file.size or 0 for file in there}
     if lost := [file for file in missing if file not in sizes]:
         raise ConfigError(
-            key,
-            spec,
-            f"the Hub does not have its {lost[0]}",
-            "Choose a model with safetensors files",
+            key, spec, f"the Hub lacks its {lost[0]}", "Choose a model with safetensors files"
         )
     total = sum(sizes[file] for file in missing)
     counted = "1 file" if len(missing) == 1 else f"{len(missing)} files"

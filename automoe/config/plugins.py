@@ -71,10 +71,7 @@ def register(key: str, name: str, value: Any) -> None:
     earlier = _registered[key].setdefault(name, value)
     if earlier is not value and earlier != value:
         raise ConfigError(
-            key,
-            name,
-            f"the name is registered already, for {earlier}",
-            "Register it under another name",
+            key, name, f"it is registered already, for {earlier}", "Choose another name"
         )
 
 

@@ -40,7 +40,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "needles"),
     [
-        (BOMB, ["x.yaml", "values where its aliases are written out"]),
+        (BOMB, ["x.yaml", "values once its aliases are expanded"]),
         ("a: &a [*a]\n", ["x.yaml", "nested deeper than 100"]),
         ("a: &a {b: *a}\n", ["x.yaml", "nested deeper than 100"]),
         (f"a: {DEEP}\n", ["x.yaml", "nested deeper than 100"]),

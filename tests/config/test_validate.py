@@ -306,7 +306,7 @@ BAD = [
         1,
         ["model.router.expert_bias=false"],
         "model.router.expert_bias",
-        "a deepseek_v3 checkpoint can only say True",
+        "a deepseek_v3 checkpoint can only have True",
         "model.router.expert_bias=True",
     ),
     (1, ["recipe=no.such.recipe"], "recipe", "no such recipe", "Name one of "),

@@ -69,10 +69,10 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("generate", {"model_type": "granitemoe"}, "tensors of GraniteMoeForCausalLM: model.layers.0.block_sparse_moe"),
     ("generate", {"model_type": "bert"}, "tensors of BertLMHeadModel"),
     ("train", {"is_causal": False}, "is_causal=False"),
-    ("train", {"vocab_size": 2**64}, "no model has such a number"),
+    ("train", {"vocab_size": 2**64}, "which is too large for any model"),
     ("train", {"configuration_files": ["config.4.0.0.json"]}, "configuration_files"),
     ("train", {"_attn_implementation_internal": "who/kernel"}, "_attn_implementation_internal='who/kernel'"),
-    ("convert", {"dtype": "os"}, "dtype='os', which has to be the name of a dtype"),
+    ("convert", {"dtype": "os"}, "dtype='os', which must be the name of a dtype"),
 ]
 
 
@@ -159,7 +159,7 @@ TASKS: dict[str, tuple[str, str]] = {
         "regex_pattern: '(.?.?.?)*(.?.?)*(.*)*(.*)*(.*)*(.*)*zq$'}, {function: take_first}]}]\n",
         "apply_filters takes more than",
     ),
-    "a pipe": ("include: pipe.yaml\n" + TASK, "is a FIFO and no file"),
+    "a pipe": ("include: pipe.yaml\n" + TASK, "is a FIFO, not a file"),
     "repeats": (TASK + "repeats: 1000000000\n", "takes more than"),
 }  # fmt: skip
 

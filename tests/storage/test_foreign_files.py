@@ -89,7 +89,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def test_settings_of_wrong_types(name: str, key: str, value: str, tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "t", None)
     (folder / name).write_text(f'{{"{key}": {value}}}')
-    refused(lambda: check_tokenizer(str(folder)), f"{folder / name}", f"{key}=", "which has to be")
+    refused(lambda: check_tokenizer(str(folder)), f"{folder / name}", f"{key}=", "which must be")
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"])
@@ -99,10 +99,10 @@ def test_settings_of_wrong_types(name: str, key: str, value: str, tmp_path: Path
         (f'{{"x": {DEEP}}}', "nested deeper than 100"),
         (f'{{"x": {DEEPER}}}', "nested deeper than 100"),
         (f'{{"eos_token_id": {DIGITS}}}', "Exceeds the limit"),
-        ("[]", "no JSON object"),
-        ("null", "no JSON object"),
+        ("[]", "not a JSON object"),
+        ("null", "not a JSON object"),
         ("", "Expecting value"),
-        ('{"a": 1, "a": 2}', "'a' is in it twice"),
+        ('{"a": 1, "a": 2}', "'a' occurs twice in it"),
         (b'\xff\xfe{"a": 1}', "can't decode"),
         (b"\xef\xbb\xbf{}", "BOM"),
     ],
@@ -251,7 +251,7 @@ def test_templates_that_are_not_text(tmp_path: Path) -> None:
     refused(lambda: stored_template(ChatConfig(), str(folder)), f"{folder}/chat_template.jinja", "can't decode")
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").mkdir()
-    refused(lambda: stored_template(ChatConfig(), str(folder)), "chat_template.jinja is a folder and no file")
+    refused(lambda: stored_template(ChatConfig(), str(folder)), "chat_template.jinja is a folder, not a file")
     (folder / "chat_template.jinja").rmdir()
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").symlink_to("/etc/passwd")
@@ -287,7 +287,7 @@ def same_names() -> bytes:
 RECORDS: dict[str, tuple[str | bytes, str]] = {
     "twice.jsonl": (
         json.dumps({"messages": [{"role": "user"}]}).replace('"role"', '"role": "tool", "role"'),
-        "'role' is in it twice",
+        "'role' occurs twice in it",
     ),
     "many.jsonl": (
         json.dumps({"messages": messages("q", "a") * 10_000}),

@@ -94,7 +94,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         return parse_settings(read_bytes(local_folder(path), "config.json"))
     except (FileNotFoundError, NotADirectoryError):
         there = local_folder(path).is_dir()
-        rule = "there is no config.json in it" if there else "this is no folder that is there"
+        rule = "there is no config.json in it" if there else "there is no such folder"
         remedy = "Name a HuggingFace checkpoint directory, or a Hub id (OWNER/NAME@main)"
     except OSError as error:
         rule = f"its config.json cannot be read: {error.strerror}"
@@ -131,7 +131,7 @@ def _check_sizes(hf: dict[str, Any], folder: Path) -> None:
     most = {"num_hidden_layers": len(tensors), "hidden_size": 4 * widest, "vocab_size": 4 * widest}
     for key, limit in most.items():
         if not 0 <= (size := number_of(theirs, key) or 0) <= limit:
-            what = f"{key}={size}, and its files hold {len(tensors):,} tensors, of {widest:,} rows"
+            what = f"{key}={size}, and its files hold {len(tensors):,} tensors, of at most {widest:,} rows"
             raise damaged(str(folder), what)
 
 
