@@ -283,7 +283,7 @@ class Loader:
             lambda file, line: f"{corpus.paths[file]}:{line}",
         )
         if long := int((corpus.lengths > rows.seq_len).sum()):
-            done = "cut, or left out where no answer begins before"
+            done = "cut, or left out if no answer begins before the cut"
             if self.config.data.on_long == "drop":
                 done = "left out"
             lines.append(
@@ -369,5 +369,5 @@ class Loader:
                 at = int(np.argmax(tokens >= size))
                 raise DataError(
                     f"{self._where(source, start)}: token {at} of this document is id {tokens[at]}, and the embedding "
-                    f"ends at {size - 1} (model.vocab_size={size}). Start again: a damaged cache is then made anew."
+                    f"ends at {size - 1} (model.vocab_size={size}). Start again: a damaged cache is then rebuilt."
                 )

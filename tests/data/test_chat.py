@@ -86,11 +86,11 @@ def test_calls_of_sharegpt_are_tool_calls(tmp_path: Path) -> None:
 
 BAD = {
     '{"messages": [': r"a\.jsonl:2: not valid JSON",
-    '{"text": "x"}': r"a\.jsonl:2: no key 'messages'; there is text .*data\.chat\.keys=\{messages: NAME\}",
+    '{"text": "x"}': r"a\.jsonl:2: no key 'messages'; it has text .*data\.chat\.keys=\{messages: NAME\}",
     '{"messages": []}': r"a\.jsonl:2: 'messages' is an empty list where a list of messages is needed",
     '{"messages": "hello"}': r"a\.jsonl:2: 'messages' is str where",
     '{"messages": ["hello"]}': r"a\.jsonl:2: message 1 is str where an object is needed",
-    '{"messages": [{"role": "user"}]}': r"a\.jsonl:2: message 1: no key 'content'; there is role",
+    '{"messages": [{"role": "user"}]}': r"a\.jsonl:2: message 1: no key 'content'; it has role",
     '{"messages": [{"role": "user", "content": 3}]}': r"a\.jsonl:2: message 1's content is int where text is needed",
     '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}': r"a\.jsonl:2: message 1 has weight: 0\.5, and",
     '{"messages": [{"role": "assistant", "content": "a", "train": "false"}]}': r"message 1 has train: 'false', and an",
@@ -331,5 +331,5 @@ def test_no_token_to_stop_at_is_an_error_for_people(make: Make) -> None:
     folder = Path(config.data.tokenizer or "")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
-    with pytest.raises(ConfigError, match=r"names no eos_token.*Set eos_token in its tokenizer_config\.json"):
+    with pytest.raises(ConfigError, match=r"has no eos_token.*Set eos_token in its tokenizer_config\.json"):
         Loader(config, 0, 1)

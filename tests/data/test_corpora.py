@@ -131,7 +131,7 @@ def test_the_glob_that_an_error_offers_is_taken_as_a_shell_hands_it_over(name, t
     (tmp_path / name).mkdir()
     write_jsonl(tmp_path / name / "a.jsonl", [{"text": "one"}])
     write_parquet(tmp_path / name / "b.parquet", text=["one"])
-    with pytest.raises(DataError, match="count with a glob: ") as caught:
+    with pytest.raises(DataError, match="read with a glob: ") as caught:
         read("jsonl", tmp_path / name)
     [typed] = shlex.split(str(caught.value).partition("with a glob: ")[2])
     data = quick_config("config", ["data=jsonl", typed]).data

@@ -216,7 +216,7 @@ def test_a_saved_data_set_is_read_by_split(saved):
         list(read_documents(data, find_files(data).values()))
     with pytest.raises(DataError, match=r"data\.split=train\[:5%\] is a part of a split"):
         find_files(DataConfig(kind="hub", path=str(saved), split="train[:5%]"))
-    with pytest.raises(DataError, match=r"no split 'dev'; there are train, test\. Set data\.split"):
+    with pytest.raises(DataError, match=r"no split 'dev'; its splits are train, test\. Set data\.split"):
         find_files(DataConfig(kind="hub", path=str(saved), split="dev"))
 
 
