@@ -141,7 +141,7 @@ def test_checkpoints_that_are_scaled_already_wrapped_or_not_there(tmp_path: Path
     with pytest.raises(ConfigError, match=r"model.rope.extends=True: .* are scaled already: yarn, factor="):
         extended(tmp_path / "yarn")
     save_wrapper("qwen3_5_moe", tmp_path / "wrapped")
-    with pytest.raises(ConfigError, match="stand in a wrapper's config.json. Leave it out"):
+    with pytest.raises(ConfigError, match="are set in a wrapper's config.json. Leave it out"):
         extended(tmp_path / "wrapped")
     with pytest.raises(ConfigError, match="model.rope.extends=True: .* Set model.hf_path=DIR"):
         validate(quick_config("config", ["experiment=yarn"]), 4, "cpu")

@@ -150,7 +150,7 @@ LAUNCHING_TRITON = pytest.mark.parametrize(
 def test_cores_next_to_a_gpu_want_a_gpu() -> None:
     config = Config(launch=LaunchConfig(numa=True))
     hardware.check_backends(config, resolve_mesh(MeshConfig(), 1), "cuda")
-    with pytest.raises(BackendError, match="launch.numa=true .* on cpu. Set it false"):
+    with pytest.raises(BackendError, match="launch.numa=true .* on cpu. Set it to false"):
         hardware.check_backends(config, resolve_mesh(MeshConfig(), 1), "cpu")
 
 

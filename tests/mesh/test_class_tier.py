@@ -247,17 +247,17 @@ def test_the_plan_says_which_class_it_cannot_count(tmp_path: Path) -> None:
     config = run_config(tmp_path, MeshConfig(dp_shard=1))
     shape = validate(config, None)
     [said] = not_modelled(config, shape, plan_batch(config, shape))
-    assert "counted as native layers this wide, for its code needs numbers" in said
+    assert "counted as native layers this wide, because its code needs numbers" in said
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (lambda x: x[x > 0], "for its code needs numbers"),
-        (lambda x: torch.repeat_interleave(x, x.long().flatten()), "for its code needs numbers"),
-        (lambda x: x.bogus, "for its code failed without numbers: AttributeError("),
-        (lambda x: x.view(-1, 7), "for its code failed without numbers: RuntimeError("),
-        (lambda x: {}["width"], "for its code failed without numbers: KeyError('width')"),
+        (lambda x: x[x > 0], "because its code needs numbers"),
+        (lambda x: torch.repeat_interleave(x, x.long().flatten()), "because its code needs numbers"),
+        (lambda x: x.bogus, "because its code failed without numbers: AttributeError("),
+        (lambda x: x.view(-1, 7), "because its code failed without numbers: RuntimeError("),
+        (lambda x: {}["width"], "because its code failed without numbers: KeyError('width')"),
     ],
 )
 def test_the_plan_tells_a_class_that_needs_numbers_from_one_that_fails(

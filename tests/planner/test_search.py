@@ -169,7 +169,7 @@ def test_a_schedule_that_this_torch_refuses_is_found_with_a_note(
     [
         (["search=true"], "Add world=1024"),
         (["search=fewest_gpus", "world=8"], "Leave world= out"),
-        (["search=best", "world=8"], "there are true, fewest_gpus, longest_context, largest_batch"),
+        (["search=best", "world=8"], "the searches are true, fewest_gpus, longest_context, largest_batch"),
         (["search=true", "world=0"], "a number of ranks"),
         (["world=8"], "Add search=true"),
         (["search=true", "world=8", "mesh=ep2"], "Leave mesh= out"),

@@ -108,7 +108,7 @@ def test_a_class_without_files_that_takes_for_ever_to_make(attempt: Tries, tmp_p
         (("generate", "HF", "--temperature", "1e-320", "Who?"), "1e-320 is no temperature"),
         (("plan", "html=/dev/full"), "html=/dev/full: it is a device"),
         (("plan", "html=PIPE"), "it is a FIFO"),
-        (("plan", "search=true", "world=100000000000000000000"), "a number of ranks, of at most"),
+        (("plan", "search=true", "world=100000000000000000000"), "must be a number of ranks, at most"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -37,7 +37,7 @@ def check_page(path: Path) -> None:
         raise ConfigError(
             "html",
             str(path),
-            "it is there, and no page of a plan",
+            "it exists and is not a page of a plan",
             "Remove it, or give another name",
         )
     if not path.parent.is_dir():

@@ -144,7 +144,7 @@ def _summary(config: Config, plan: Plan) -> Rows:
         yield (
             "FP8",
             f"{train.fp8} products, emulated in float32 on a CPU; MFU is of the bfloat16 peak, and activations are "
-            "counted as without",
+            "counted as without it",
         )
 
 
