@@ -134,7 +134,7 @@ def test_errors_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixtu
     save_small_hf("qwen3_moe", tmp_path / "in")
     for out, options, says in (
         ("in", [], "exists"),
-        ("out", ["--max-shard-gb", "x"], "--max-shard-gb: x is no number larger than 0"),
+        ("out", ["--max-shard-gb", "x"], "--max-shard-gb: x is not a number larger than 0"),
         ("out", ["--fp8", "--layout", "fused"], "quantized experts are stored as they are published"),
     ):
         with contextlib.suppress(SystemExit):  # argparse's

@@ -290,7 +290,7 @@ def test_experts_of_another_kind_run_by_the_code_of_transformers(saved: dict[str
     config = tier_config(saved["nemotron_h"])  # one matrix and relu squared
     made = TransformersModel(config, MoEConfig(experts="grouped_mm"))
     assert made.experts_by == "experts by transformers' own grouped_mm"
-    with pytest.raises(ConfigError, match="NemotronHExperts is no SwiGLU of two stacks"):
+    with pytest.raises(ConfigError, match="NemotronHExperts is not SwiGLU of two stacks"):
         TransformersModel(config, MoEConfig(experts="triton"))
     with default_dtype(torch.float64), pytest.raises(ConfigError, match="has no float64"):
         TransformersModel(config, MoEConfig(experts="grouped_mm"))
@@ -343,7 +343,7 @@ def test_what_only_native_families_have_is_refused_before_ranks_start(
         ("flex_olmo", {"attention_dropout": 0.1}, "attention_dropout=0.1 draws random numbers"),
         ("granitemoe", {"attention_dropout": 1}, "attention_dropout=1 draws random numbers"),
         ("dbrx", {"attn_config": {"kv_n_heads": 2, "attn_pdrop": 0.1}}, "attn_pdrop=0.1 draws random numbers"),
-        ("flex_olmo", {"num_experts_per_tok": 9}, "a token has 9 experts of 8"),
+        ("flex_olmo", {"num_experts_per_tok": 9}, "a token chooses 9 experts of 8"),
         ("flex_olmo", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, and no model has more than 10000"),
         ("gemma4_text", {"final_logit_softcapping": 3.0}, "no multiple of hidden states times the head"),
     ],

@@ -105,7 +105,7 @@ def test_a_class_without_files_that_takes_for_ever_to_make(attempt: Tries, tmp_p
 @pytest.mark.parametrize(
     ("words", "needle"),
     [
-        (("generate", "HF", "--temperature", "1e-320", "Who?"), "1e-320 is no temperature"),
+        (("generate", "HF", "--temperature", "1e-320", "Who?"), "1e-320 is not a temperature"),
         (("plan", "html=/dev/full"), "html=/dev/full: it is a device"),
         (("plan", "html=PIPE"), "it is a FIFO"),
         (("plan", "search=true", "world=100000000000000000000"), "must be a number of ranks, at most"),

@@ -428,7 +428,7 @@ def test_settings_of_generation_that_are_not_followed_are_named(
     assert cli.main(["generate", str(folder), "--max-new-tokens", "2", "Who?"]) == 0
     written = capsys.readouterr()
     assert written.out == expected
-    assert "not followed here: forced_eos_token_id, stop_strings, watermarking_config" in written.err
+    assert "settings not followed: forced_eos_token_id, stop_strings, watermarking_config" in written.err
     (folder / "chat_template.jinja").write_text(NEST)
     assert cli.main(["generate", str(folder), "Who?"]) == 2
     assert "takes more than 1 seconds of processor time" in capsys.readouterr().err
