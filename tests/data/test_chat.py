@@ -51,7 +51,7 @@ def test_the_three_formats_say_the_same(tmp_path: Path) -> None:
     assert read(own) == read(sharegpt, format="sharegpt") == read(alpaca, format="alpaca") == [[system, *ASKED]]
     twice = [{"from": "system", "value": "Be long."}, *turns]
     twice = write(tmp_path / "twice.jsonl", {"conversations": twice, "system": "Be brief."})
-    with pytest.raises(DataError, match=r"twice.jsonl:1: a system prompt in 'system' and another one"):
+    with pytest.raises(DataError, match=r"twice.jsonl:1: there is a system prompt in 'system' and another one"):
         read(twice, format="sharegpt")
     more = write(tmp_path / "more.jsonl", {"instruction": "Add.", "input": "2+2", "output": "4"})
     assert read(more, format="alpaca")[0][0]["content"] == "Add.\n\n2+2"

@@ -231,7 +231,7 @@ def test_a_list_in_the_cache_deletes_no_file_elsewhere(outside: str, hub: Hub, t
     whole = json.loads(listing.read_text())
     listing.write_text(json.dumps(whole | {"files": whole["files"] | {name: {"size": 1, "blob_id": "x"}}}))
     _tree_cache._IN_MEMORY_TREE_CACHE.clear()
-    with pytest.raises(ConfigError, match="the Hub lists other sizes of"):
+    with pytest.raises(ConfigError, match="the Hub lists other sizes for"):
         pinned(KEY, f"{NAME}@main")
     assert precious.read_text() == "mine"
     assert pinned(KEY, f"{NAME}@main") == f"{NAME}@{hub.main}"  # the list was what was wrong
