@@ -177,7 +177,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
         steps = committed_steps(run_dir / FOLDER)
     except OSError as error:
         raise CheckpointError(
-            f"{run_dir / FOLDER} cannot be read: {error.strerror}. See to its permissions"
+            f"{run_dir / FOLDER} cannot be read: {error.strerror}. Check its permissions"
         ) from None
     newest = run_dir / FOLDER / steps[-1] if steps else None
     if newest is not None:
@@ -227,7 +227,7 @@ def _no_weights(run_dir: Path, ema: bool) -> CheckpointError:
     """Return the error for a run without weights to export, or without averages for ``ema``."""
     if ema:
         return CheckpointError(
-            f"{run_dir} has no training checkpoint, where averages are. Omit --ema"
+            f"{run_dir} has no training checkpoint, which would hold averages. Omit --ema"
         )
     return CheckpointError(
         f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/ or adapter/. "

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="automoe generate",
-        description="Ask a model what it learned. Without a prompt, a chat in the terminal: an empty line ends it.",
+        description="Ask a model what it learned. Without a prompt, chat in the terminal: an empty line ends it.",
     )
     parser.add_argument(
         "where", help="run directory, or a HuggingFace checkpoint: a directory, or a Hub id"

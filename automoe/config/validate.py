@@ -209,7 +209,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield (key, pp == 1 and stages > 1, "with mesh.pp=1 the model is one stage",
            remedy + ("" if shape.world_size % 2 or key == LAYOUT else ", or mesh.pp=2 or more"))
     yield (key, stages > 1 and schedule in SINGLE,
-           f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B and others run several",
+           f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B and the like run several",
            f"{remedy} or parallel.schedule=Interleaved1F1B")
     yield (key, pp > 1 and schedule in V_SHAPED and stages != 2,
            f"{schedule} runs exactly 2 stages a rank: down the ranks and up again", remedy)
@@ -423,7 +423,7 @@ def _chat_rows(config: Config) -> Iterator[Row]:
         yield ("data.on_long", data.on_long in ("drop", "truncate"),
                f"this is for conversations, and data.kind={data.kind} is text", "Set data.on_long=split, or error")
         return
-    yield ("data.on_long", data.on_long == "split", "half a conversation answers no question, so none can be split",
+    yield ("data.on_long", data.on_long == "split", "half a conversation answers no question, so each stays whole",
            "Set data=chat (or data.on_long=error), data.on_long=drop or data.on_long=truncate")
     yield ("data.chat.date", not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d", data.chat.date or "2026-11-23"),
            "it is not a date", "Write it as 2026-11-23")

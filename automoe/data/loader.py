@@ -222,7 +222,7 @@ class Loader:
         ]
         if differing:
             raise DataError(
-                "The data changed since the checkpoint, so training cannot go on where it was: "
+                "The data changed since the checkpoint, so training cannot continue from it: "
                 f"{'; '.join(differing)}. "
                 "Restore the data and settings of the checkpoint, or start a new run_dir with "
                 "checkpoint.resume=auto. With other data a run begins from exported weights: "

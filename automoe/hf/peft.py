@@ -365,7 +365,7 @@ def verify_peft(
             mine = mine * (lora.alpha / lora.rank)
             if theirs.shape != mine.shape or not (theirs - mine).norm() <= _TOLERANCE * mine.norm():
                 raise CheckpointError(
-                    f"{folder}: peft adds other numbers to {key} (matrix {expert}) than {module}.lora.A{suffix}"
+                    f"{folder}: peft adds different numbers to {key} (matrix {expert}) than {module}.lora.A{suffix}"
                 )
     if wanted:
         raise CheckpointError(

@@ -193,7 +193,7 @@ def _memory_warnings(config: Config, plan: Plan) -> list[str]:
         need = plan.uneven_needed
         peak = plan.uneven_peak
         where = "a rank whose experts get twice their even share of tokens"
-    verdict = "does not fit" if peak > limit else "leaves too little for what no tensor explains"
+    verdict = "does not fit" if peak > limit else "leaves too little for the reserve"
     had = f"the {gib(limit)} that {config.cluster.name} has"
     text = [f"{where} needs {gib(need)}, the reserve included, of {had}: {verdict}"]
     if plan.combination:

@@ -105,7 +105,7 @@ def test_modules_are_where_the_layout_has_them() -> None:
         ),
         (["parallel.layout='E|t|tt|tttL'"], "add up to 6, and model.num_layers is 4"),
         (["parallel.layout='Etttt||L'", "mesh.pp=3", "parallel.schedule=1F1B"], "rank 1 are all empty"),
-        (["parallel.layout='Ett|t|t|L'", "parallel.schedule=1F1B"], "only Interleaved1F1B and others run several"),
+        (["parallel.layout='Ett|t|t|L'", "parallel.schedule=1F1B"], "only Interleaved1F1B and the like run several"),
         (
             ["parallel.layout='Ett|t||t||L'", "mesh.pp=2", "parallel.schedule=ZBVZeroBubble"],
             "2 stages a rank: down .* up",

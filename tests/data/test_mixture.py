@@ -118,7 +118,9 @@ def test_what_changed_of_which_source_is_said(config):
         steps(config, 1, state=state)
     config.data.sources[0].weight = 2.0
     Path(config.data.sources[1].path, "3.txt").write_text("another text of other words")
-    with pytest.raises(DataError, match=r"cannot go on.*: web: content was \w+, is \w+; web: text_bytes was"):
+    with pytest.raises(
+        DataError, match=r"cannot continue from it.*: web: content was \w+, is \w+; web: text_bytes was"
+    ):
         steps(config, 1, state=state)
 
 

@@ -133,7 +133,7 @@ def test_an_adapter_that_peft_loads_otherwise_is_no_adapter(tmp_path: Path) -> N
     assert verify_peft(tmp_path / "out", config, LORA, ours)["experts"] == 6
     shared = next(key for key in good if "shared_experts.up_proj.lora_B" in key)
     for change, said in (
-        ({shared: good[shared] + 1}, r"other numbers to model\.layers\.\d\.mlp\.shared_experts\.up_proj"),
+        ({shared: good[shared] + 1}, r"different numbers to model\.layers\.\d\.mlp\.shared_experts\.up_proj"),
         ({shared: None}, "peft says"),
     ):
         folder = tmp_path / "bad"
