@@ -153,7 +153,7 @@ def number_rows(config: Config) -> Iterator[Row]:
     yield ("cluster.constants", not given.keys() <= {*SPEEDS, *DELAYS}, f"its keys are {', '.join((*SPEEDS, *DELAYS))}",
            "Leave the others out")
     yield ("cluster.constants", not all((1e-6 if name in SPEEDS else 0) <= value <= 1e6 for name, value in given.items()),
-           f"from 0 to 1e6, and {', '.join(SPEEDS)} from 1e-6", "Leave it out: automoe/planner/constants.toml has some")
+           f"from 0 to 1e6, and {', '.join(SPEEDS)} from 1e-6", "Leave it out: automoe/planner/constants.toml has others")
     links = config.cluster.links
     named = all(re.fullmatch(r"(all_gather|reduce_scatter|all_to_all|send) [1-9]\d*x[1-9]\d*", name) for name in links)
     yield "cluster.links", not named, 'a name is a collective with size and stride, such as "send 2x4"', "Calibrate again"
