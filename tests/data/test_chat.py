@@ -97,7 +97,7 @@ BAD = {
     '{"messages": [{"role": "user", "content": []}]}': r"a\.jsonl:2: message 1's content is an empty list",
     '{"messages": [{"role": "user", "content": ["a"]}]}': r"a\.jsonl:2: part 1 of message 1's content is of type 'str'",
     '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]}': (
-        r"a\.jsonl:2: part 2 of message 1's content is of type 'image_url', and text alone is trained"
+        r"a\.jsonl:2: part 2 of message 1's content is of type 'image_url', and only text is trained"
     ),
     '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': r"part 1 of message 1's content is NoneType where",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': r"a\.jsonl:2: half of a surrogate pair \(\\ud800\)",

@@ -53,7 +53,7 @@ def test_links_in_a_folder_count_once_or_are_refused(tmp_path: Path) -> None:
         find_files(data)
     (folder / "more").unlink()
     (folder / "lost.txt").symlink_to("nowhere")
-    with pytest.raises(DataError, match=r"lost\.txt: a link to nothing"):
+    with pytest.raises(DataError, match=r"lost\.txt: a broken link"):
         find_files(data)
 
 

@@ -177,7 +177,7 @@ def test_sources_on_a_command_line(tmp_path):
         ([{"path": ".", "name": "x", "kind": "csv"}], "x: kind=csv is not known"),
         ([{"name": "x"}], "x: data.kind=text reads files, and no path is given"),
         ([{"path": "/nowhere/x.txt"}], "x: nothing there: /nowhere/x.txt"),
-        ([{"path": ".", "name": "x", "split": "test"}], "x: split: that is for data sets of the Hub"),
+        ([{"path": ".", "name": "x", "split": "test"}], "x: split: this is for data sets of the Hub"),
         ([{"path": ".", "name": "x", "format": "alpaca"}], "x: format, keys and roles are for conversations"),
         ([{"path": ".", "name": "x", "kind": "stdlib"}], "x: data.path is set and data.kind=stdlib does not read it"),
     ],
