@@ -344,7 +344,11 @@ def test_what_only_native_families_have_is_refused_before_ranks_start(
         ("granitemoe", {"attention_dropout": 1}, "attention_dropout=1 draws random numbers"),
         ("dbrx", {"attn_config": {"kv_n_heads": 2, "attn_pdrop": 0.1}}, "attn_pdrop=0.1 draws random numbers"),
         ("flex_olmo", {"num_experts_per_tok": 9}, "a token chooses 9 experts of 8"),
-        ("flex_olmo", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, and a model has at least 1 and at most 10000"),
+        (
+            "flex_olmo",
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers=1000000000, and a model has at least 1 and at most 10000",
+        ),
         ("gemma4_text", {"final_logit_softcapping": 3.0}, "no multiple of hidden states times the head"),
     ],
 )

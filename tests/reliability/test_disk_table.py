@@ -75,7 +75,9 @@ def wrong(world: World, one: Written, number: int, call: str, once: bool, folder
     if number == errno.ENOSPC and call == "write" and not cached:
         told &= bool(
             re.search(
-                r"\(\d[\d,]* bytes to write, \d[\d,]* bytes and \d[\d,]* files free\)|bytes could not be written", said
+                r"\(\d[\d,]* bytes to write, \d[\d,]* bytes and \d[\d,]* files free\)|bytes could not be written"
+                r"|no room for its last \d",
+                said,
             )
         )
     if code == 0:
