@@ -221,7 +221,7 @@ def test_the_remedy_for_a_json_array_makes_lines_and_loses_nothing(name, text, t
     there = Path(name).read_bytes()
     made = []
     for _ in range(2):
-        with pytest.raises(DataError, match=r":1: a JSON array, .*jq -c '\.\[\]'") as caught:
+        with pytest.raises(DataError, match=r":1: a JSON array; .*jq -c '\.\[\]'") as caught:
             read("jsonl", name)
         made.append(carried_out(str(caught.value), tmp_path))
         assert [document.text for document in read("jsonl", made[-1])] == ["a"]

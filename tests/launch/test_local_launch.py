@@ -73,7 +73,7 @@ def test_a_run_without_a_result_is_not_done(command: Command) -> None:
     code, _, err = command.run("recipe_falls_back", *TWO_RANKS, "train.steps=2")
     assert code == 0, err
     status = read_status(command.run_dir)
-    assert (status["state"], status["objective"], status["fell_back"]) == ("done", 2.0, ["gone back to step 2"])
+    assert (status["state"], status["objective"], status["fell_back"]) == ("done", 2.0, ["went back to step 2"])
 
 
 @pytest.mark.faults
