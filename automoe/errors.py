@@ -129,10 +129,10 @@ def in_words(error: BaseException) -> BaseException:
     """
     if isinstance(error, OSError) and error.errno in _OF_DISK:
         where = f"{error.filename}: " if error.filename else ""
-        remedy = "Make room there" if error.errno in FULL else "See to that disk, or to that file"
+        remedy = "Make room there" if error.errno in FULL else "Check that disk, or that file"
         return DiskError(f"{where}{error.strerror}. {remedy}")
     if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd raises it so
-        return LaunchError("the working directory is gone. Change to one that is there")
+        return LaunchError("the working directory is gone. Change to one that exists")
     text = str(error)
     if text.startswith("Could not determine home"):
         what = "this user has no home directory"
@@ -248,14 +248,14 @@ def number_option(
     Args:
         convert: ``int`` or ``float``.
         is_valid: returns False for a number that the option does not take.
-        what: names the numbers that the option takes: ``TEXT is no {what}`` is the message.
+        what: names the numbers that the option takes: ``TEXT is not a {what}`` is the message.
     """
 
     def parse(text: str) -> N:
         with suppress(ValueError):
             if is_valid(number := convert(text)):
                 return number
-        raise ArgumentTypeError(f"{text} is no {what}")
+        raise ArgumentTypeError(f"{text} is not a {what}")
 
     return parse
 

@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     limit = number_option(float, lambda number: 0 < number < math.inf, "number larger than 0")
     parser.add_argument(
-        "--limit", type=limit, metavar="N", help="documents of a task; below 1, a share of them"
+        "--limit", type=limit, metavar="N", help="documents per task; below 1, a share of them"
     )
     parser.add_argument(
         "--apply_chat_template",
@@ -134,7 +134,7 @@ def _evaluate(args: argparse.Namespace) -> int:
             raise ConfigError(
                 "--tasks",
                 args.tasks,
-                "a right answer is none of the choices",
+                "a right answer is not among the choices",
                 "Correct doc_to_target",
             )
     said = ""
@@ -316,8 +316,8 @@ def _failing(tasks: str) -> Iterator[None]:
     except Exception as error:  # task YAML, templates, functions, files and network raise anything
         why = one_line(f"{type(error).__name__}: {error}")
         raise AutomoeError(
-            f"--tasks={tasks}: lm_eval cannot run them ({why}). Files that data_files names are looked for from the "
-            "working directory; without a network, a task whose data is not on this machine cannot be had"
+            f"--tasks={tasks}: lm_eval cannot run them ({why}). Files in data_files are looked up from the "
+            "working directory; without a network, a task needs its data on this machine"
         ) from error
 
 
@@ -362,21 +362,21 @@ def _free(where: Path, out: str | None) -> Path:
         path = free_name(path, path.stem)
     if path.exists():
         raise ConfigError(
-            "--out", path, "it is there, and results are not overwritten", "Name another file"
+            "--out", path, "it exists, and results are not overwritten", "Name another file"
         )
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigError(
             "--out",
             path,
-            "its folder is not there, or cannot be written",
-            "Name a file that can be made",
+            "its folder does not exist, or cannot be written",
+            "Name a file that can be written",
         )
     return path
 
 
 def _rows_at_once(text: str) -> str:
     if not re.fullmatch(r"auto(:[1-9]\d*)?|0*[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text} is no number of rows, 1 or more, nor auto")
+        raise argparse.ArgumentTypeError(f"{text} is neither auto nor a number of rows, 1 or more")
     return text
 
 

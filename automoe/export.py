@@ -39,14 +39,12 @@ def main(argv: list[str] | None = None) -> int:
         "and only then call it saved.",
     )
     parser.add_argument("run", help="run directory of automoe.train")
-    add_options(parser, "as in model.hf_path; without one as trained")
-    help_text = (
-        "a run with LoRA: its adapter alone, as peft loads it; experts one by one, or in one tensor"
-    )
+    add_options(parser, "as in model.hf_path, or as trained without it")
+    help_text = "only the adapter of a run with LoRA, as peft loads it; experts one by one, or in one tensor"
     layouts = ("auto", "published", "fused")
     parser.add_argument("--adapter", nargs="?", const="auto", choices=layouts, help=help_text)
     parser.add_argument(
-        "--ema", action="store_true", help="a run with optim.ema_decay: its averaged weights"
+        "--ema", action="store_true", help="averaged weights of a run with optim.ema_decay"
     )
     args = parser.parse_args(argv)
     return report(args, partial(export_run, args.run, adapter=args.adapter, ema=args.ema))
@@ -103,7 +101,7 @@ def export_run(
     check_target(out, overwrite)  # before the weights are read
     base = config.model.hf_path
     if base and out.exists() and Path(base).exists() and out.samefile(base):
-        rule = "it is model.hf_path of the run, without which the run can neither go on nor be exported again"
+        rule = "it is model.hf_path of the run, without which the run can neither continue nor be exported again"
         raise ConfigError("--out", out, rule, "Name another directory")
     if adapter is not None and (encoding, dtype) != ("plain", "keep"):
         other = f"--dtype {dtype}" if encoding == "plain" else f"--{encoding}"
@@ -116,7 +114,7 @@ def export_run(
     if adapter is not None and (
         not config.lora.rank or config.train.trainable or config.data.is_synthetic or stretched
     ):
-        rule = "an adapter holds what lora trained, and nothing else; the run has lora.rank="
+        rule = "an adapter holds only what lora trained; the run has lora.rank="
         rule += f"{config.lora.rank}, train.trainable={config.train.trainable}"
         rule += ", data.kind=benchmark" * config.data.is_synthetic
         rule += ", model.rope.extends=true" * stretched
@@ -179,7 +177,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
         steps = committed_steps(run_dir / FOLDER)
     except OSError as error:
         raise CheckpointError(
-            f"{run_dir / FOLDER} cannot be read: {error.strerror}. See to its permissions"
+            f"{run_dir / FOLDER} cannot be read: {error.strerror}. Check its permissions"
         ) from None
     newest = run_dir / FOLDER / steps[-1] if steps else None
     if newest is not None:
@@ -229,7 +227,7 @@ def _no_weights(run_dir: Path, ema: bool) -> CheckpointError:
     """Return the error for a run without weights to export, or without averages for ``ema``."""
     if ema:
         return CheckpointError(
-            f"{run_dir} has no training checkpoint, which has the averages. Omit --ema"
+            f"{run_dir} has no training checkpoint, which would hold averages. Omit --ema"
         )
     return CheckpointError(
         f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/ or adapter/. "
@@ -275,7 +273,7 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
         "--dtype",
         choices=("keep", "bfloat16", "float32"),
         default="keep",
-        help=f"of the parameters (default: {kept_dtype})",
+        help=f"dtype of the parameters (default: {kept_dtype})",
     )
     published = {
         "fp8": "block-FP8, as DeepSeek-V3",

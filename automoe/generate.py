@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="automoe generate",
-        description="Ask a model what it learned. Without a prompt, a chat in the terminal: an empty line ends it.",
+        description="Ask a model what it learned. Without a prompt, chat in the terminal: an empty line ends it.",
     )
     parser.add_argument(
         "where", help="run directory, or a HuggingFace checkpoint: a directory, or a Hub id"
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--text",
         action="store_true",
-        help="go on with the prompts as they are, without chat template",
+        help="continue the prompts as they are, without a chat template",
     )
     parser.add_argument(
         "--system", default="", metavar="TEXT", help="system prompt of every question"
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         type=number_option(int, lambda number: number > 0, "number of tokens, 1 or more"),
         default=256,
         metavar="N",
-        help="of an answer (default: 256)",
+        help="longest answer in tokens (default: 256)",
     )
     parser.add_argument(
         "--temperature",
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     seed = number_option(int, lambda number: 0 <= number < 2**32, "seed: 0 to 4294967295")
     parser.add_argument(
-        "--seed", type=seed, default=0, help="of drawing tokens, with a temperature (default: 0)"
+        "--seed", type=seed, default=0, help="seed of sampling with a temperature (default: 0)"
     )
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
     with checkpoint_of(user_path("WHERE", args.where)) as folder:
@@ -216,8 +216,8 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         (folder / f"tokenizer{end}").is_file() for end in (".json", "_config.json", ".model")
     ):
         raise CheckpointError(
-            f"{folder} has no tokenizer, as after training on data=benchmark. Copy the files of the one that belongs "
-            "to it into the checkpoint; export a run first (automoe export RUN --out DIR)"
+            f"{folder} has no tokenizer, as after training on data=benchmark. Copy the files of its tokenizer "
+            "into the checkpoint; export a run first (automoe export RUN --out DIR)"
         )
     safe = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -248,7 +248,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     except Exception as error:  # the folder's content may make transformers raise any error
         why = one_line(f"{type(error).__name__}: {error}")
         raise CheckpointError(
-            f"{folder}: transformers cannot load it without code of its own, or compute it ({why})"
+            f"{folder}: transformers cannot load it without custom code, or run it ({why})"
         ) from error
     _check_loaded(folder, model, found, logits)
     return model, tokenizer
@@ -273,7 +273,7 @@ def _check_loaded(folder: Path, model: Any, found: dict[str, Any], logits: Any) 
         if p.is_floating_point() and p.element_size() > 1 and not is_finite(p.detach())
     ]:
         raise CheckpointError(
-            f"{folder}: numbers are NaN or infinite in {listed(odd)}. Take another checkpoint"
+            f"{folder}: numbers are NaN or infinite in {listed(odd)}. Use another checkpoint"
         )
     if not is_finite(logits):
         raise CheckpointError(
@@ -292,7 +292,9 @@ def _generation_config(folder: Path) -> Any:
     settings = GenerationConfig(**{key: given[key] for key in FOLLOWED & given.keys()})
     others = {key for key in settings.to_dict() if given.get(key)} - FOLLOWED - _OVERRIDDEN
     if others and name != "config.json":
-        print(f"note: {folder / name}: not followed here: {listed(others, 20)}", file=sys.stderr)
+        print(
+            f"note: {folder / name}: settings not followed: {listed(others, 20)}", file=sys.stderr
+        )
     return settings
 
 
@@ -347,7 +349,7 @@ class Speaker:
         length = len(prompt)
         if longest and length >= longest:
             raise CheckpointError(
-                f"a prompt of {length} tokens, and the model knows {longest} positions "
+                f"the prompt has {length} tokens, and the model has {longest} positions "
                 "(max_position_embeddings of its config.json). Ask something shorter, or begin a new chat"
             )
         most = self.max_new_tokens
@@ -381,7 +383,7 @@ class Speaker:
             return first + self.tokenizer(said, add_special_tokens=False)["input_ids"]
         if self.tokenizer.chat_template is None:
             raise CheckpointError(
-                "its tokenizer has no chat template. Use --text, which goes on with a text as it is"
+                "its tokenizer has no chat template. Use --text, which continues a text as it is"
             )
         try:
             return self.tokenizer.apply_chat_template(
@@ -392,7 +394,7 @@ class Speaker:
         except Exception as error:  # the expressions of a template may raise any error
             raise CheckpointError(
                 f"{self.folder}: its chat template refuses this conversation "
-                f"({type(error).__name__}: {error}). Use --text, or mend chat_template"
+                f"({type(error).__name__}: {error}). Use --text, or correct chat_template"
             ) from error
 
 

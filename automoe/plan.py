@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         if written:
             print(
-                f"written {written}, and what torchtitan cannot say at its top\ntake it {command}"
+                f"written {written}, with what torchtitan cannot express at its top\ntake it {command}"
             )
     return EXIT_DIFFERENT if built and not built.as_planned else 0
 

@@ -32,9 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         help="HuggingFace checkpoint directory or Hub id of a dense model",
     )
     parser.add_argument(
-        "--experts", type=int, required=True, metavar="E", help="routed experts a layer"
+        "--experts", type=int, required=True, metavar="E", help="routed experts per layer"
     )
-    parser.add_argument("--top-k", type=int, required=True, metavar="K", help="experts of a token")
+    parser.add_argument("--top-k", type=int, required=True, metavar="K", help="experts per token")
     parser.add_argument(
         "--granularity",
         type=int,
@@ -43,9 +43,9 @@ def main(argv: list[str] | None = None) -> int:
         help="cut each copy of the FFN into G experts; G divides E and K (default: 1)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the routers' first weights (default: 0)"
+        "--seed", type=int, default=0, help="seed of the routers' initial weights (default: 0)"
     )
-    add_options(parser, "as stored, bfloat16 where that is quantized")
+    add_options(parser, "as stored; bfloat16 if quantized")
     args = parser.parse_args(argv)
 
     def write(out: str, **options: Any) -> Written:

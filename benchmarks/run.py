@@ -37,7 +37,7 @@ def step_rows(report: dict[str, Any]) -> Rows:
         best, tokens = model["best_other"], model["results"]["automoe"]["tokens_per_cpu_second"]
         yield f"training step, {shape} model, the recipe", f"{tokens:.0f} tokens a CPU-second"
         yield f"the same over the best other, {best}", f"{model['ours_over_best_other']:.2f}"
-        yield "the bare decoder over the same other", f"{model['decoder_over_best_other']:.2f}"
+        yield "the bare decoder over it", f"{model['decoder_over_best_other']:.2f}"
         for name, reason in model["absent"].items():
             yield f"{name} is absent", reason
 

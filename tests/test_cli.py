@@ -134,7 +134,7 @@ def test_a_recipe_is_listed_and_copied_and_nothing_is_overwritten(
         assert path.read_text() == "mine"
     assert named_recipe("finetune") == str(tmp_path / "recipes" / "finetune.py")
     assert cli.main(["recipe", "copy", "pretrian"]) == 2
-    assert "recipe=pretrian: no such shipped recipe. There are: " in capsys.readouterr().err
+    assert "recipe=pretrian: no such shipped recipe. Available: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["list", "more"], ["copy"], ["copy", "a", "b", "c"], ["move", "pretrain"]])

@@ -64,7 +64,7 @@ def test_casts_parameters_and_leaves_buffers(tmp_path: Path, capsys: pytest.Capt
     first, saved, size, read_back, model = capsys.readouterr().out.splitlines()
     assert first.startswith(f"converting {tmp_path / 'in'}: deepseek_v3, ") and saved == f"saved {tmp_path / 'out'}"
     assert size.endswith(" in 1 file, bfloat16") and read_back.endswith(
-        f" every number that was read of {tmp_path / 'in'} is there, rounded to bfloat16 where it was wider"
+        f" every number that was read from {tmp_path / 'in'} is there, rounded to bfloat16 where it was wider"
     )
     assert "transformers builds the same model from it, logits within" in model
     before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
@@ -134,7 +134,7 @@ def test_errors_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixtu
     save_small_hf("qwen3_moe", tmp_path / "in")
     for out, options, says in (
         ("in", [], "exists"),
-        ("out", ["--max-shard-gb", "x"], "--max-shard-gb: x is no number larger than 0"),
+        ("out", ["--max-shard-gb", "x"], "--max-shard-gb: x is not a number larger than 0"),
         ("out", ["--fp8", "--layout", "fused"], "quantized experts are stored as they are published"),
     ):
         with contextlib.suppress(SystemExit):  # argparse's

@@ -176,11 +176,11 @@ def test_a_group_in_a_file_of_its_own(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("--num_fewshot", "-1", "-1 is no number of examples"),
-        ("--num_fewshot", "some", "some is no number"),
-        ("--batch_size", "0", "0 is no number of rows"),
-        ("--batch_size", "-4", "-4 is no number of rows"),
-        ("--batch_size", "autoo", "autoo is no number of rows"),
+        ("--num_fewshot", "-1", "-1 is not a number of examples"),
+        ("--num_fewshot", "some", "some is not a number"),
+        ("--batch_size", "0", "0 is neither auto nor a number of rows"),
+        ("--batch_size", "-4", "-4 is neither auto nor a number of rows"),
+        ("--batch_size", "autoo", "autoo is neither auto nor a number of rows"),
     ],
 )
 def test_counts_below_the_least(capsys: pytest.CaptureFixture[str], option: str, value: str, says: str) -> None:
@@ -219,19 +219,19 @@ def test_what_cannot_be_run_says_why(
         task.read_text().replace("answer\n", "anser\n").replace(", {metric: brier_score}", "")
     )
     out = str(tmp_path / "wrong.json")
-    assert "a right answer is none of the choices" in refused(tmp_path / "wrong.yaml", "--limit", "2", "--out", out)
+    assert "a right answer is not among the choices" in refused(tmp_path / "wrong.yaml", "--limit", "2", "--out", out)
     assert "a task without a name" in refused(f"{task},")
     (tmp_path / "there.json").write_text("kept")
     assert "results are not overwritten" in refused(task, "--out", str(tmp_path / "there.json"))
     assert (tmp_path / "there.json").read_text() == "kept"
-    assert "its folder is not there" in refused(task, "--out", str(tmp_path / "nowhere" / "out.json"))
+    assert "its folder does not exist" in refused(task, "--out", str(tmp_path / "nowhere" / "out.json"))
     (tmp_path / "gone.yaml").write_text(TASK.format(name="gone", data=tmp_path / "gone.jsonl"))
     assert "gone.jsonl" in refused(tmp_path / "gone.yaml")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     hub = TASK.replace("dataset_path: json", "dataset_path: nobody/nothing").format(name="hub", data="x")
     (tmp_path / "hub.yaml").write_text(hub)
     said = refused(tmp_path / "hub.yaml")
-    assert "nobody/nothing" in said and "without a network, a task whose data is not on this machine" in said
+    assert "nobody/nothing" in said and "without a network, a task needs its data on this machine" in said
     (folder / "hf" / "chat_template.jinja").rename(tmp_path / "aside")
     assert "no chat template" in refused(task, "--apply_chat_template")
     (tmp_path / "aside").rename(folder / "hf" / "chat_template.jinja")

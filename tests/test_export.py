@@ -128,7 +128,7 @@ def test_run_that_left_an_export_alone(run_dir: Path, tmp_path: Path, ranks: Ran
     live = {name: tensor for one in tensors for name, tensor in one.items()}
     assert torch.equal(stored["lm_head.weight"], live["average of lm_head.weight"].bfloat16())
     save_config(config, run_dir)
-    with pytest.raises(CheckpointError, match="has no training checkpoint, which has the averages"):
+    with pytest.raises(CheckpointError, match="has no training checkpoint, which would hold averages"):
         export_run(run_dir, tmp_path / "none", ema=True)
 
 

@@ -106,7 +106,7 @@ def load_refused(folder: Path) -> bool:
 def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     assert cli.main(["generate", str(tmp_path), "Who?"]) == 2
     assert "is neither a run directory (config.yaml) nor a HuggingFace checkpoint" in capsys.readouterr().err
-    for wrong, said in (("a\udcff", "the prompt is not UTF-8"), ("x " * 400, "and the model knows 256 positions")):
+    for wrong, said in (("a\udcff", "the prompt is not UTF-8"), ("x " * 400, "and the model has 256 positions")):
         assert cli.main(["generate", str(checkpoint), "--text", wrong]) == 2
         assert said in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
@@ -117,7 +117,9 @@ def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys, m
     (tmp_path / "aside").rename(checkpoint / "chat_template.jinja")
 
 
-NOTE = "not read: adapter_config.json beside the weights. The weights alone count, in train, convert, generate and eval"
+NOTE = (
+    "not read: adapter_config.json beside the weights. Only the weights are used, in train, convert, generate and eval"
+)
 
 
 def test_an_adapter_beside_the_weights_is_left_out_everywhere_and_said(
@@ -181,11 +183,11 @@ def test_other_libraries_ask_for_nothing(checkpoint: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--max-new-tokens", "0", "Who?"], "0 is no number of tokens"),
-        (["--seed", "-1", "Who?"], "-1 is no seed"),
-        (["--temperature", "hot", "Who?"], "hot is no temperature"),
-        (["--temperature", "-1", "Who?"], "-1 is no temperature"),
-        (["--temperature", "nan", "Who?"], "nan is no temperature"),
+        (["--max-new-tokens", "0", "Who?"], "0 is not a number of tokens"),
+        (["--seed", "-1", "Who?"], "-1 is not a seed"),
+        (["--temperature", "hot", "Who?"], "hot is not a temperature"),
+        (["--temperature", "-1", "Who?"], "-1 is not a temperature"),
+        (["--temperature", "nan", "Who?"], "nan is not a temperature"),
         (["--text", ""], "an empty prompt asks nothing"),
     ],
 )
@@ -231,7 +233,7 @@ def test_a_folder_runs_no_code_of_its_own(checkpoint: Path, tmp_path: Path, caps
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
     assert cli.main(["generate", str(folder), "Who?"]) == 2
-    assert "without code of its own" in capsys.readouterr().err and not (tmp_path / "ran").exists()
+    assert "without custom code" in capsys.readouterr().err and not (tmp_path / "ran").exists()
 
 
 def test_without_a_tokenizer_nothing_is_asked(checkpoint: Path, tmp_path: Path, capsys) -> None:

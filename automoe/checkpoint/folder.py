@@ -27,7 +27,7 @@ def promised_step(folder: Path) -> str | None:
         return None
     except IsADirectoryError:
         raise CheckpointError(
-            f"{folder / LATEST} is a folder. Remove it: the newest valid step is taken"
+            f"{folder / LATEST} is a folder. Remove it: the newest valid step is then taken"
         ) from None
 
 
@@ -72,7 +72,7 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
     except CheckpointError as error:
         return f"{error}. No checkpoint is deleted"
     if problem is not None:
-        return f"checkpoint {folder / newest} is damaged right after it was written ({problem}); none is deleted"
+        return f"checkpoint {folder / newest} is damaged right after it was written ({problem}); nothing is deleted"
     if manifest["counters"]["skipped"]:
         return None
     names = committed_steps(folder)
@@ -140,7 +140,7 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
     for folder in (path / FOLDER, path):
         if names := committed_steps(folder):
             return [folder / name for name in names]
-    reason = f"is not there (looked from {os.getcwd()})"
+    reason = f"does not exist (looked from {os.getcwd()})"
     if path.is_dir():
         reason = "has no checkpoint in it"
     raise CheckpointError(
@@ -169,7 +169,7 @@ def check_writable(ranks: Ranks, folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror}. {remedy}") from None
     if not seen:
         raise CheckpointError(
-            f"{folder} is another directory on some rank than on rank 0. Checkpoints need one that all ranks share. "
+            f"{folder} is not the same directory on every rank. Checkpoints need one that all ranks share. "
             f"{remedy}"
         )
 
@@ -180,5 +180,5 @@ def give_up(temporary: Path, folder: Path) -> str | None:
     try:
         steps = committed_steps(folder)
     except OSError:  # The disk that failed the save may also fail to list it.
-        return "what was there before"
+        return "an earlier one"
     return steps[-1] if steps else None

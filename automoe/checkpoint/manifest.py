@@ -55,7 +55,9 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
         CheckpointError: another version of automoe wrote it in a format unknown to this version.
     """
     if step_dir.is_symlink() and not step_dir.exists():
-        raise OSError(errno.EHOSTDOWN, f"is a link to {step_dir.readlink()}, which is not there")
+        raise OSError(
+            errno.EHOSTDOWN, f"it is a link to {step_dir.readlink()}, which does not exist"
+        )
     try:
         manifest = parse_json(read_file(step_dir / MANIFEST))
         form = manifest["format"]
@@ -66,7 +68,7 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
             )
         content = {key: manifest[key] for key in manifest if key != "sha256"}
         if manifest["sha256"] != _digest(content):
-            return {}, f"{MANIFEST} is not as it was written"
+            return {}, f"{MANIFEST} has changed since it was written"
         if unknown := sorted(manifest.keys() - _KEYS):
             raise _other_version(
                 step_dir, f"{', '.join(unknown)} in {MANIFEST}, unknown to this version", versions
@@ -105,7 +107,7 @@ def file_damage(path: Path, facts: Mapping[str, Any], content: bool = True) -> s
         if size != facts["bytes"]:
             return f"{path.name} has {size} bytes, and {facts['bytes']} were written"
         if content and not is_as_written(path, facts):
-            return f"{path.name} has another digest than when it was written"
+            return f"{path.name} has a different digest from when it was written"
     except OSError as error:
         if error.errno not in _GONE:
             raise
@@ -141,7 +143,7 @@ def verify_step(
     except OSError as error:
         file = f" ({error.filename})" if error.filename else ""
         raise CheckpointError(
-            f"{step_dir} cannot be read: {error.strerror}{file}. It is left as it is. See to the disk or its "
+            f"{step_dir} cannot be read: {error.strerror}{file}. It is left as it is. Check the disk or its "
             "permissions, or move it out of the folder to go on from the step before"
         ) from None
     return manifest, min(filter(None, chain.from_iterable(found)), default=None)
@@ -187,15 +189,15 @@ def check_base(
     saved = manifest.get("base", base)
     if saved is not None and base is not None and ":" not in saved:
         raise CheckpointError(
-            f"{step_dir} names the frozen weights that it was trained beside in a way of earlier versions, which "
+            f"{step_dir} identifies the frozen weights that it was trained with in the way of earlier versions, which "
             f"cannot be compared with those of model.hf_path={config.model.hf_path}. Go on or export with the version "
             "that wrote it, or start over with checkpoint.resume=never"
         )
     if saved != base:
         raise CheckpointError(
-            f"{step_dir} holds what was trained on the fixed weights of {manifest['config']['model']['hf_path']}, "
-            f"and the weights of model.hf_path={config.model.hf_path} are others: another checkpoint, or a file of it "
-            "that changed since. Name the one that it was trained with, as it was"
+            f"{step_dir} was trained on the fixed weights of {manifest['config']['model']['hf_path']}, "
+            f"and the weights of model.hf_path={config.model.hf_path} differ: another checkpoint, or a file of it "
+            "that changed since. Name the one that it was trained with, unchanged"
         )
 
 

@@ -32,8 +32,8 @@ def newest_valid(
     )
     if promised is not None and promised not in steps:
         warn(
-            f"{folder / folders.LATEST} names {promised!r}, which is not there; looking for the newest checkpoint "
-            "that is"
+            f"{folder / folders.LATEST} names {promised!r}, which does not exist; looking for the newest checkpoint "
+            "that does"
         )
     damaged = []
     for name in reversed(steps):
@@ -41,10 +41,10 @@ def newest_valid(
         if problem is None:
             break
         damaged.append(f"{name} ({problem})")
-        warn(f"checkpoint {folder / name} is damaged ({problem}); trying the one before")
+        warn(f"checkpoint {folder / name} is damaged ({problem}); trying the one before it")
     else:
         if damaged or promised is not None:
-            listed = "; ".join(damaged) or f"{folders.LATEST} names {promised!r}, and there is none"
+            listed = "; ".join(damaged) or f"{folders.LATEST} names {promised!r}, which is missing"
             raise CheckpointError(
                 f"{folder} holds no checkpoint that can be trusted: {listed}. Restore one from a copy, "
                 "or start over with checkpoint.resume=never, which sets the folder aside"
@@ -78,8 +78,8 @@ def step_to_resume(
     if found is not None:
         if resume != "auto" and run_dir.resolve() != source.resolve():
             warn(
-                f"{run_dir} has checkpoints of its own and goes on from {found[0].name}; "
-                f"checkpoint.resume={resume} is where a run without any starts"
+                f"{run_dir} has its own checkpoints and goes on from {found[0].name}; "
+                f"checkpoint.resume={resume} is only for a run without any"
             )
         return *found, True
     if resume == "auto":

@@ -135,7 +135,7 @@ def _read_index(path: Path) -> Metadata:
     if strange or outside:
         problem = f"names files {outside[:3]}"
         if strange:
-            problem = f"has entries that are no tensors: {strange[:3]}"
+            problem = f"has entries that are not tensors: {strange[:3]}"
         raise CheckpointError(
             f"{path} {problem}. automoe writes no such checkpoint, and does not load it"
         )

@@ -421,7 +421,7 @@ class CheckpointStore:
         try:
             yield
         except OSError as error:
-            reason = f"{error.strerror}. What is there is left as it is. See to the disk, or to its permissions"
+            reason = f"{error.strerror}. Its content is left as it is. Check the disk, or its permissions"
             raise CheckpointError(f"{self.folder} cannot be used: {reason}") from None
 
     def fall_back(self, state: TrainState, resumed: Resumed) -> Resumed | None:
@@ -447,7 +447,7 @@ class CheckpointStore:
         with self._readable():
             aside = self.ranks.lead(exclude, again=False)
         self._warn(
-            f"no step after {name} could be taken: it is set aside as {aside}, and the one before is taken"
+            f"no step after {name} could be taken: it is set aside as {aside}, and the one before it is loaded"
         )
         return self.load_latest(state)
 
@@ -494,6 +494,6 @@ def _new_stager(pin_memory: bool) -> Any:
     except (ImportError, TypeError) as error:  # it is private to torch
         raise CheckpointError(
             "checkpoint.async_save=true copies the state with torch's StateDictStager, which torch "
-            f"{torch.__version__} does not have as it was from 2.11 to 2.13: {error}. Set "
+            f"{torch.__version__} does not have in its form of 2.11 to 2.13: {error}. Set "
             "checkpoint.async_save=false, or install one of those"
         ) from None

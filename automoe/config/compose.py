@@ -166,14 +166,14 @@ def composed_container(
                 raise ConfigError(
                     f"+{key}",
                     value,
-                    "+ adds what is not there yet, and this configuration has it",
+                    "+ adds a key that is not set yet, and this configuration sets it",
                     f"Write {key}={value}",
                 ) from None
         raise ConfigError(
             "--config-name",
             config_name,
             f"Hydra cannot compose it: {reason}",
-            "Mend that file or override",
+            "Correct that file or override",
         ) from error
 
 
@@ -321,7 +321,7 @@ def check_overrides(
     if missing := [name for name in ("hydra", "omegaconf") if find_spec(name) is None]:
         raise BackendError(
             f"configurations are composed by Hydra, and {sys.executable} has no {' and no '.join(missing)}. "
-            "Install automoe with what it needs (make setup), or pip install 'hydra-core<1.4' omegaconf"
+            "Install automoe with its dependencies (make setup), or pip install 'hydra-core<1.4' omegaconf"
         )
     from hydra.errors import HydraException
 
@@ -343,8 +343,8 @@ def check_overrides(
             continue
         several = parsed.is_sweep_override()
         for broken, rule, remedy in (
-            (hydras, "Hydra's own settings act in a sweep alone (-m)", "For the directory of a run set run_dir="),
-            (key == PARALLEL, "jobs that run side by side are a sweep's", "Add -m and what is swept"),
+            (hydras, "Hydra's own settings apply only to a sweep (-m)", "To choose a run's directory set run_dir="),
+            (key == PARALLEL, "only a sweep runs jobs side by side", "Add -m and the values to sweep"),
             (several and not sweep, "several values are a sweep, one run per value", "Add -m, or give one value"),
             (parsed.is_delete(), "a key cannot be deleted: the schema is fixed", f"Set {key} to a value"),
         ):  # fmt: skip
@@ -366,7 +366,7 @@ def _check_listed(key: str, name: str, listed: list[str], rule: str, prefix: str
     if name not in listed:
         close = nearest(name, listed)
         hint = f"Did you mean {prefix}{close[0]}? " if close else ""
-        raise ConfigError(key, name, rule, f"{hint}There are: {', '.join(listed)}")
+        raise ConfigError(key, name, rule, f"{hint}Available: {', '.join(listed)}")
 
 
 def parse_override(text: str) -> Any:
@@ -433,7 +433,7 @@ def _single_values(text: str, config_dir: str | None) -> list[str]:
         values = list(parsed.sweep_string_iterator())
     if not values:
         _, _, value = text.partition("=")
-        raise ConfigError(parsed.key_or_group, value, "names no value", "Give at least one")
+        raise ConfigError(parsed.key_or_group, value, "the sweep has no value", "Give at least one")
     return [f"{parsed.get_key_element()}={value}" for value in values]
 
 

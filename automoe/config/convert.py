@@ -135,10 +135,7 @@ def check_key(key: str, value: object) -> None:
     for part in parts:
         if not is_section(cls):
             raise ConfigError(
-                key,
-                value,
-                f"{parent} is a single value, without keys of its own",
-                f"Set {parent}=...",
+                key, value, f"{parent} is a single value and has no keys", f"Set {parent}=..."
             )
         parent = f"{parent}.{part}".lstrip(".")
         if part not in field_types(cls):

@@ -78,7 +78,7 @@ def frozen_shape(config: Config) -> MeshShape:
         raise ConfigError(
             "mesh",
             config.mesh,
-            f"{CONFIG_FILE} of a run has every axis resolved",
+            f"in the {CONFIG_FILE} of a run every axis has its size",
             "Start the run again",
         )
     return shape
@@ -119,7 +119,7 @@ def parse_config(
         raise ConfigError(
             "plugins",
             missing,
-            f"the run was trained with plugins, and {CONFIG_FILE} is no reason to import code",
+            f"the run was trained with plugins, and {CONFIG_FILE} alone does not make automoe import code",
             f"If you trust them, add --plugins {','.join(missing)}",
         )
     return config_from_dict(raw, trusted=plugins)
@@ -132,7 +132,7 @@ def read_mapping(text: str | bytes) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(one_line(error)) from None
     if not isinstance(content, dict):
-        raise ValueError(f"a mapping was written, and this is {type(content).__name__}")
+        raise ValueError(f"expected a mapping, got {type(content).__name__}")
     return content
 
 
@@ -154,8 +154,8 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
         raise ConfigError(
             "run_dir",
             run_dir,
-            f"no {CONFIG_FILE} in it: not a run directory",
-            "Name one that train wrote",
+            f"it has no {CONFIG_FILE}, so it is not a run directory",
+            "Name a directory that automoe train wrote",
         )
     try:
         return parse_config(read_file(path), plugins)

@@ -103,8 +103,8 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
                 newest = HfApi().model_info(name, timeout=SILENT_S).sha
                 if newest and newest != commit:
                     print(
-                        f"note: {key}={name} is at commit {newest[:12]} now; this run stays with {commit[:12]}. For "
-                        f"the newer write {key}={name}@{newest}, or start over with checkpoint.resume=never",
+                        f"note: {key}={name} is at commit {newest[:12]} now; this run stays at {commit[:12]}. For "
+                        f"the newer one set {key}={name}@{newest}, or start over with checkpoint.resume=never",
                         file=sys.stderr,
                     )
     folder = download(key, name, commit or revision or "main", _SMALL)
@@ -113,7 +113,7 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
     ):
         raise _refused(key, spec, f"{folder} has neither config.json nor tokenizer_config.json")
     if commit is None:
-        print(f"{key}={spec}: there is no such folder here, so the model of the Hub, at commit {folder.name[:12]}",
+        print(f"{key}={spec}: no such folder here; taking the model from the Hub, at commit {folder.name[:12]}",
               file=sys.stderr)  # fmt: skip
     return f"{name}@{folder.name}"
 
@@ -164,7 +164,7 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
     except Exception as error:  # the library's own, those of its HTTP client, of the disk
         if cached is None or isinstance(error, FileMetadataError):
             raise _refused(key, f"{name}@{revision}", error) from error
-        note = f"note: {cached} is used as it is: the Hub cannot be asked which files a model has"
+        note = f"note: {cached} is used as it is: the Hub did not say which files the model has"
         print(f"{note} ({one_line(error)})", file=sys.stderr)
         return cached
     finally:
@@ -205,13 +205,13 @@ def _remove_damaged(place: Path, revision: str) -> None:
     for file in (place / "refs" / revision, *place.glob("trees/*.json")):
         # huggingface_hub would read it, and a FIFO has no end
         if (kind := wrong_kind(file)) is not None:
-            raise ValueError(f"{file} is {kind} and no file")
+            raise ValueError(f"{file} is {kind}, not a file")
         try:
             if file.suffix == ".json":
                 _listed_sizes(file)
         except ValueError as error:
             file.unlink()
-            print(f"note: {file} was damaged ({error}), and is removed", file=sys.stderr)
+            print(f"note: {file} was damaged ({error}) and has been removed", file=sys.stderr)
 
 
 def _listed_sizes(listing: Path) -> dict[str, int]:
@@ -222,7 +222,7 @@ def _listed_sizes(listing: Path) -> dict[str, int]:
     with contextlib.suppress(AttributeError, LookupError, TypeError):
         files = parse_json(read_file(listing))["files"]
         return {name: int(one["size"]) for name, one in files.items()}
-    raise ValueError("it is no list of the files of a commit")
+    raise ValueError("it is not a list of a commit's files")
 
 
 def _check_sizes(folder: Path, listing: Path, before: set[Path]) -> None:
@@ -238,7 +238,7 @@ def _check_sizes(folder: Path, listing: Path, before: set[Path]) -> None:
         for name, size in _listed_sizes(listing).items()
         if (folder / name).is_file() and (folder / name).stat().st_size != size
     ]
-    said = f"the Hub lists other sizes of {listed(wrong)}"
+    said = f"the Hub lists other sizes for {listed(wrong)}"
     place = listing.parents[1].resolve()
     for file in wrong:
         if file.resolve() in before:
@@ -273,7 +273,7 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
     sizes = {file.rfilename: file.size or 0 for file in there}
     if lost := [file for file in missing if file not in sizes]:
         raise ConfigError(
-            key, spec, f"the Hub has no {lost[0]} of it", "Choose a model with safetensors files"
+            key, spec, f"the Hub lacks its {lost[0]}", "Choose a model with safetensors files"
         )
     total = sum(sizes[file] for file in missing)
     counted = "1 file" if len(missing) == 1 else f"{len(missing)} files"
@@ -295,25 +295,25 @@ def remedy_of(error: BaseException, path: str) -> str | None:
     if isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)):
         return f"Correct the name or the revision; for a private repository {login}"
     if "CERTIFICATE_VERIFY" in str(error):
-        return "Let SSL_CERT_FILE name the certificates of this network's proxy"
+        return "Set SSL_CERT_FILE to the certificates of this network's proxy"
     status = getattr(getattr(error, "response", None), "status_code", 0)
     if status in (401, 403):
-        return f"With a token that may read {page}, {login}"
+        return f"With a token that can read {page}, {login}"
     if status == 429:
-        return f"Start again later, or {login}: then the Hub answers more requests"
+        return f"Start again later, or {login}: the Hub then allows more requests"
     if status >= 500:
-        return "The Hub has a fault (status.huggingface.co): start again later"
+        return "The Hub is failing (status.huggingface.co): start again later"
     odd = isinstance(error, (json.JSONDecodeError, errors.FileMetadataError))
     if status or odd or "redirects" in str(error):
         return (
-            f"Open {page} in a browser: in place of the Hub a login page of this network may have answered, a proxy, "
-            "or a mirror (HF_ENDPOINT). Then start again"
+            f"Open {page} in a browser: a login page of this network, a proxy or a mirror (HF_ENDPOINT) may have "
+            "answered instead of the Hub. Then start again"
         )
     return None
 
 
 def _refused(
-    key: str, spec: str, error: Exception | str, missing: Iterable[str] = ("all that is needed",)
+    key: str, spec: str, error: Exception | str, missing: Iterable[str] = ("every file needed",)
 ) -> ConfigError:
     from huggingface_hub import constants, errors
 
@@ -324,13 +324,13 @@ def _refused(
     remedy = isinstance(error, Exception) and remedy_of(error, name)
     if not remedy:
         remedy = (
-            f"Start again; where the Hub cannot be reached, run `hf download {name}` elsewhere, and bring that cache "
-            "here (HF_HOME says where it lies), or a copy of the model's folder, and name it"
+            f"Start again; if the Hub cannot be reached, run `hf download {name}` elsewhere and copy that cache here "
+            "(its place is HF_HOME), or copy the model's folder here and name that"
         )
         if constants.HF_HUB_OFFLINE and isinstance(error, Exception):
             why = "HF_HUB_OFFLINE is set"
             remedy = f"Unset HF_HUB_OFFLINE. {remedy}"
     rule = f"no such folder (looked from {os.getcwd()}), nor is {listed(missing)} of the Hub's {spec} in "
     return ConfigError(
-        key, spec, f"{rule}{constants.HF_HUB_CACHE}, and it cannot be had: {why}", remedy
+        key, spec, f"{rule}{constants.HF_HUB_CACHE}, and it cannot be downloaded: {why}", remedy
     )

@@ -76,7 +76,7 @@ def _expand(text: str) -> str:
                 KEY,
                 text,
                 f"{token!r} has no meaning there: a layout has E, t, m, L, |, (, ) and *n "
-                "behind what it repeats",
+                "after what it repeats",
                 "Write it as in Et*3|(tt|)*29L",
             )
     if len(groups) > 1:
@@ -117,7 +117,7 @@ def with_layout(config: Config) -> Config:
         raise ConfigError(
             KEY,
             text,
-            f"every rank of mesh.pp={pp} holds equally many stages, and there are {len(sizes)}",
+            f"every rank of mesh.pp={pp} holds the same number of stages, and there are {len(sizes)}",
             "Set mesh.pp to one of " + ", ".join(map(str, divisors)) + ", or add or remove a |",
         )
     described: dict[str, Any] = {"stages_per_rank": len(sizes) // pp, "layers_per_stage": sizes}

@@ -340,7 +340,7 @@ def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
         return replace(mesh, **unsaid)
     if mesh.preset not in PRESETS:
         raise ConfigError(
-            "mesh.preset", mesh.preset, f"there are {', '.join(PRESETS)}", "Name one of them"
+            "mesh.preset", mesh.preset, f"the presets are {', '.join(PRESETS)}", "Name one of them"
         )
     if num_ranks is None:
         raise ConfigError(

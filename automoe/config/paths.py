@@ -24,14 +24,14 @@ def checked_path(key: str, text: str) -> str:
     names = text.encode(errors="surrogateescape").split(b"/")
     rule = ""
     if text.startswith("~") and os.path.expanduser(text) == text:
-        rule = f"there is no home directory of {text.partition('/')[0]}"
+        rule = f"{text.partition('/')[0]} has no home directory here"
     elif max(map(len, names)) > MAX_NAME_BYTES or len(b"/".join(names)) > MAX_PATH_BYTES:
         rule = f"a name has at most {MAX_NAME_BYTES} bytes, and a path {MAX_PATH_BYTES}"
     elif "\0" in text:
-        rule = "no path has a zero byte"
+        rule = "a path cannot contain a zero byte"
     if rule:
         shown = text if len(text) <= 80 else f"{text[:80]}..."
-        raise ConfigError(key, shown, rule, "Name another path; ./ stands before odd names")
+        raise ConfigError(key, shown, rule, "Name another path; write ./ before an odd name")
     return text
 
 

@@ -145,7 +145,7 @@ def misfit(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int)
         )
     rounds = max(1, num_micro_batches // pp)
     if schedule in IN_ROUNDS and stages_per_rank > 1 and (left := num_micro_batches % rounds):
-        return f"{schedule} runs {num_micro_batches} micro-batches in {rounds} equal rounds: {left} are left"
+        return f"{schedule} runs {num_micro_batches} micro-batches in {rounds} equal rounds: {left} are left over"
     if is_csv(schedule):
         return _csv_misfit(schedule, pp, stages_per_rank, num_micro_batches)
     return ""
@@ -241,7 +241,7 @@ def _entry(path: str, field: str) -> Entry:
     if not all(found) or (pair and [match[2] for match in found if match] != ["F", "B"]):
         raise _refused(
             path,
-            f"{field!r} is no computation: 2F0 is the forward pass of stage 2 and micro-batch 0; B is backward, "
+            f"{field!r} is not a computation: 2F0 is the forward pass of stage 2 and micro-batch 0; B is backward, "
             "I and W its halves, (0F4;3B1)OVERLAP_F_B a pair. automoe adds sends, receives and gathers itself",
             "Write it without them (torch's compute_only format)",
         )
@@ -280,12 +280,12 @@ def _csv_misfit(path: str, pp: int, stages_per_rank: int, num_micro_batches: int
             backward = [kind for kind in "BIW" if (kind, stage, index) in seen]
             if ("F", stage, index) not in seen or backward not in (["B"], ["I", "W"]):
                 return (
-                    f"stage {stage} has not one F and one B (or one I and one W) of micro-batch {index}, and a "
+                    f"stage {stage} does not have one F and one B (or one I and one W) of micro-batch {index}, and a "
                     f"data-parallel rank has {num_micro_batches} a step"
                 )
     if len(actions) > len(seen) or any(index >= num_micro_batches for _, _, index in actions):
         return (
-            f"it has an action twice, or of a micro-batch that is not there: a data-parallel rank has {num_micro_batches} "
+            f"it has an action twice, or of a nonexistent micro-batch: a data-parallel rank has {num_micro_batches} "
             "a step"
         )
     return _stuck(order, num_stages)
@@ -314,4 +314,4 @@ def _stuck(order: Order, num_stages: int) -> str:
                 done.update(entries.pop())
                 moved = True
     waiting = [f"rank {rank} before {entries[-1]}" for rank, entries in enumerate(left) if entries]
-    return f"it waits for itself: {', '.join(waiting)}" if waiting else ""
+    return f"it deadlocks: {', '.join(waiting)}" if waiting else ""

@@ -66,12 +66,12 @@ def register(key: str, name: str, value: Any) -> None:
         get_type_hints(get_type_hints(schema.Config)[section])[leaf]
     ):
         raise ConfigError(
-            key, name, "the name is taken by automoe itself", "Register it under another name"
+            key, name, "automoe itself uses this name", "Register it under another name"
         )
     earlier = _registered[key].setdefault(name, value)
     if earlier is not value and earlier != value:
         raise ConfigError(
-            key, name, f"the name is registered already, for {earlier}", "Register another name"
+            key, name, f"it is registered already, for {earlier}", "Choose another name"
         )
 
 
@@ -119,7 +119,7 @@ def load_plugins(names: object) -> None:
                 "plugins",
                 name,
                 f"cannot be imported: {error}",
-                "Install it, or start where it lies",
+                "Install it, or start in its directory",
             ) from error
         _loaded.add(name)
 

@@ -44,7 +44,7 @@ class DPOArgs:
             raise ConfigError(
                 "train.loss",
                 config.train.loss,
-                f"recipe={config.recipe} has a loss of its own",
+                f"recipe={config.recipe} has its own loss",
                 "Leave it out, and set recipe_args.loss",
             )
 
@@ -76,7 +76,7 @@ def args_class(recipe: str) -> type | None:
         ) from error
     if cls is not None and not is_dataclass(cls):
         raise ConfigError(
-            "recipe", recipe, f"{CLASS} of {own} is no dataclass", "Write @dataclass above it"
+            "recipe", recipe, f"{CLASS} of {own} is not a dataclass", "Write @dataclass above it"
         )
     return cls
 

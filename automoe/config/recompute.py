@@ -58,7 +58,7 @@ def recompute_rows(config: Config) -> Iterator[Row]:
                f"no module {name!r}: the modules are {', '.join(MODULES)}, or {FULL} for the whole layer",
                f"Set {key}=[{MODULES[2]}], or {FULL}")
     overlap = config.parallel.overlap_all_to_all
-    again = "it repeats the exchange of tokens, which parallel.overlap_all_to_all then does not hide"
+    again = "it repeats the exchange of tokens, which parallel.overlap_all_to_all would then not hide"
     schedule = config.parallel.schedule
     if config.mesh.pp > 1 and runs_halves(schedule):
         rerun = [name for name in names if name in (*RERUN, FULL)]
@@ -69,7 +69,7 @@ def recompute_rows(config: Config) -> Iterator[Row]:
                f"Set {key}=[{rest}], or parallel.schedule=Interleaved1F1B")
     once = list(dict.fromkeys(names))
     yield key, once != names, "names a module twice", f"Set {key}=[{','.join(once)}]"
-    yield key, FULL in names and len(names) > 1, f"{FULL} is all of them and stands alone", f"Set {key}={FULL}"
+    yield key, FULL in names and len(names) > 1, f"{FULL} covers all modules by itself", f"Set {key}={FULL}"
     no_experts = f"no layer has experts: model.first_k_dense={model.first_k_dense} of {model.num_layers} layers"
     for name, absent, why in (
         ("mlp", model.first_k_dense == 0, "no layer has a dense FFN (model.first_k_dense=0)"),
@@ -78,9 +78,9 @@ def recompute_rows(config: Config) -> Iterator[Row]:
         (FULL, overlap, again),
         ("moe_act", not model.num_moe_layers, no_experts),
         ("moe_act", experts not in RECOMPUTING_EXPERTS,
-         f"moe.experts={experts} keeps the activation; {', '.join(RECOMPUTING_EXPERTS)} never do"),
+         f"moe.experts={experts} keeps the activation; {', '.join(RECOMPUTING_EXPERTS)} do not"),
         ("moe_act", "moe" in names, "moe runs the experts again, and their activation with them"),
-        ("shared_experts", not model.shared_width, "there are none (model.num_shared_experts=0)"),
+        ("shared_experts", not model.shared_width, "the model has none (model.num_shared_experts=0)"),
         ("mla_up_proj", model.attention.kind != "mla",
          f"attention has no latents (model.attention.kind={model.attention.kind})"),
     ):

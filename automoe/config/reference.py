@@ -98,7 +98,7 @@ def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
     if not lines:
         known = ", ".join(key.name for _, _, keys in own for key in keys) or "none"
         raise ConfigError(
-            name, "", f"unknown key: the recipe {recipe} declares no such one", f"Its keys: {known}"
+            name, "", f"unknown key: the recipe {recipe} declares no such key", f"Its keys: {known}"
         )
     return "\n".join(lines).rstrip()
 

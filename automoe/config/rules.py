@@ -150,7 +150,7 @@ def number_rows(config: Config) -> Iterator[Row]:
     yield ("cluster.gemm_curve", curve != [] and (len(curve) < 2 or not all(1e-6 <= share <= 1 for share in curve)),
            "two or more shares of cluster.peak_flops, each from 1e-6 to 1", "Set cluster.gemm_curve=[]")
     given = config.cluster.constants
-    yield ("cluster.constants", not given.keys() <= {*SPEEDS, *DELAYS}, f"there are {', '.join((*SPEEDS, *DELAYS))}",
+    yield ("cluster.constants", not given.keys() <= {*SPEEDS, *DELAYS}, f"its keys are {', '.join((*SPEEDS, *DELAYS))}",
            "Leave the others out")
     yield ("cluster.constants", not all((1e-6 if name in SPEEDS else 0) <= value <= 1e6 for name, value in given.items()),
            f"from 0 to 1e6, and {', '.join(SPEEDS)} from 1e-6", "Leave it out: automoe/planner/constants.toml has others")
@@ -162,7 +162,7 @@ def number_rows(config: Config) -> Iterator[Row]:
            "seconds from 0 to 1e6, then bytes/s from 1 to 1e24", "Calibrate again, or set cluster.links={}")
     rope = config.model.rope
     yield ("model.rope.partial_rotary_factor", rope.partial_rotary_factor > 1,
-           "the share of a head that turns, at most 1", "Set model.rope.partial_rotary_factor=1")
+           "the share of a head that is rotated, at most 1", "Set model.rope.partial_rotary_factor=1")
     yield ("model.rope.high_freq_factor",
            rope.scaling == "llama3" and not rope.low_freq_factor < rope.high_freq_factor < inf,
            f"llama3 scaling mixes between low_freq_factor={rope.low_freq_factor} and a larger high_freq_factor",
@@ -173,16 +173,16 @@ def number_rows(config: Config) -> Iterator[Row]:
            "YaRN divides by its logarithm, so it must be larger than 1", "Set model.rope.theta=10000")
     launch = config.launch
     yield ("launch.init_timeout_s", launch.init_timeout_s < launch.timeout_s,
-           f"what a run begins and ends with takes longer than its steps, and launch.timeout_s={launch.timeout_s}",
+           f"start and end of a run take longer than its steps, and launch.timeout_s={launch.timeout_s}",
            f"Set launch.init_timeout_s={launch.timeout_s} or more")
 
 
 def _extension_rows(config: Config) -> Iterator[Row]:
     model, lora, rope = config.model, config.lora, config.model.rope
     yield ("model.rope.extends", rope.extends and (model.hf_path is None or model.upcycle or model.random_weights),
-           "it stretches the rotary embeddings of trained weights, not drawn or upcycled ones",
+           "it stretches the rotary embeddings of trained weights, not random or upcycled ones",
            "Set model.hf_path=DIR and neither model.upcycle nor model.random_weights, or leave it out")
-    yield "model.rope.scaling", rope.extends and rope.scaling != "yarn", "a checkpoint is extended by YaRN", "Choose yarn"
+    yield "model.rope.scaling", rope.extends and rope.scaling != "yarn", "only YaRN extends a checkpoint", "Choose yarn"
     yield ("lora.export", rope.extends and lora.rank > 0 and lora.export == "adapter",
            "peft loads an adapter onto model.hf_path, whose config.json has other rotary embeddings",
            "Set lora.export=merged")

@@ -43,7 +43,7 @@ def _ring_rows(config: Config, device: str) -> Iterator[Row]:
     for key in ("sinks", "sliding_window"):
         value = getattr(attention, key)
         yield ("parallel.context", bool(value),
-               f"a ring knows causality and documents alone, and the model has model.attention.{key}={value}", _GATHER)
+               f"a ring has only causal and document masks, and the model has model.attention.{key}={value}", _GATHER)
     yield ("parallel.context", config.data.document_mask and device != "cpu",
            "ring attention on CUDA has no document mask, and data.document_mask=true asks for one",
            f"{_GATHER}, or data.document_mask=false")

@@ -98,8 +98,8 @@ def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
         for broken, rule in (
             (device == "cpu", f"{FOREIGN_EXPERTS[backend]} needs CUDA, and this run is on cpu"),
             (config.model.biased_experts, "it has experts without biases, and model.biased_experts=true"),
-            (quack and dtype != "bfloat16", f"it computes in half precision alone, and train.dtype={dtype}"),
-            (quack and activation != "swiglu", f"it has SwiGLU alone, and model.expert_activation={activation}"),
+            (quack and dtype != "bfloat16", f"it computes only in half precision, and train.dtype={dtype}"),
+            (quack and activation != "swiglu", f"it has only SwiGLU, and model.expert_activation={activation}"),
         ):
             yield "moe.experts", broken, rule, "Nearest valid choice: moe.experts=grouped_mm"
 
@@ -135,7 +135,7 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     kernel = config.kernels.attention
     dtype = config.train.dtype
     remedy = "Nearest valid choice: kernels.attention=sdpa"
-    yield key, uses_ring(config, shape), "ring attention (parallel.context=ring) calls kernels of its own", remedy
+    yield key, uses_ring(config, shape), "ring attention (parallel.context=ring) calls its own kernels", remedy
     if kernel == "math":
         return
     sparse = config.model.attention.index_topk * (config.train.indexer == "sparse")
@@ -163,7 +163,7 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
                f"{value} % {DIM_UNIT} = {value % DIM_UNIT}", remedy)
     if device != "cuda":  # the CPU's flash kernel takes any mask, dtype and dims
         return
-    half = f"on CUDA it computes in half precision alone, and train.dtype={dtype}"
+    half = f"on CUDA it computes only in half precision, and train.dtype={dtype}"
     yield key, dtype != "bfloat16", half, f"{remedy}, or train.dtype=bfloat16"
     dim = max(query, value)
     wide = f"it has heads of up to {MAX_FLASH_DIM} dims, and this model's have {dim}"
@@ -180,21 +180,21 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
         chunk, ends = (seq_len, 1) if cp == 1 else (seq_len // (2 * cp), 2 * cp)
         wrong = [n * chunk for n in range(1, ends + 1) if (n * chunk + attention.sinks) % 128 == 64]
         yield (key, bool(wrong) and (masked or window > 0 or cp > 1 or sparse > 0),
-               "with a mask its gradient may be NaN over a number of keys that leaves 64 when divided by 128: "
+               "with a mask its gradient may be NaN if the number of keys modulo 128 is 64: "
                f"train.seq_len={seq_len} on mesh.cp={shape.cp} has {wrong and wrong[0]}",
-               f"{remedy}, which leaves it out there, or a train.seq_len that {128 * ends} divides")
+               f"{remedy}, which avoids cuDNN there, or a train.seq_len that {128 * ends} divides")
         return
     unmasked = f"{remedy}, or data.document_mask=false"
     exchanges = attention.num_heads % (shape.tp * shape.cp) == 0
     for broken, why, instead in (
         (masked, "data.document_mask=true masks documents", unmasked),
-        (window > 0, f"model.attention.sliding_window={window} masks what is further back", remedy),
+        (window > 0, f"model.attention.sliding_window={window} masks keys further back", remedy),
         (shape.cp > 1 and not uses_ulysses(config, shape),
          f"with mesh.cp={shape.cp} keys are masked by their position",
          remedy + ", or parallel.context=ulysses" * exchanges),
         (attention.sinks and kernel == "te", "model.attention.sinks=true adds a key", remedy),
     ):
-        yield key, broken, f"on CUDA it knows causality alone, and {why}", instead
+        yield key, broken, f"on CUDA its only mask is the causal one, and {why}", instead
 
 
 def head_dims(attention: AttentionConfig) -> tuple[int, int]:
@@ -232,7 +232,7 @@ def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         (bool(hooked), f"the hooks of parallel.recompute=[{','.join(hooked)}]", f"parallel.recompute=[{left}]"),
         (sharded, f"parallel.recompute=[core_attn] with mesh.tp={shape.tp}", f"parallel.recompute=[{without_core}]"),
     ):
-        rule = f"attention and norms are compiled whole, and {what} cannot be a part of that"
+        rule = f"attention and norms are compiled whole, and {what} cannot be part of that"
         yield "train.compile", broken, rule, f"Set train.compile=false, or {instead}"
 
 
@@ -243,15 +243,15 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
         return
     blockwise = mode == "blockwise"
     yield ("train.fp8", config.train.dtype == "float64" and device != "cpu",
-           "what surrounds a GPU's 8-bit products is float32 or bfloat16, and train.dtype=float64",
+           "around 8-bit products a GPU computes in float32 or bfloat16, and train.dtype=float64",
            "Set train.fp8=off, train.dtype=bfloat16, or launch.device=cpu")
     if config.model.num_moe_layers:
         yield ("moe.experts", config.moe.experts != "grouped_mm",
                f"train.fp8={mode} multiplies the experts with grouped products, and has no other backend",
                "Set moe.experts=grouped_mm, or train.fp8=off")
         yield ("moe.pad_to_capacity", not blockwise and config.moe.pad_to_capacity,
-               f"what fills an expert up is the first token of each rank, and train.fp8={mode} would find its scales "
-               "over other tokens on every mesh", "Set moe.pad_to_capacity=false, or train.fp8=blockwise")
+               f"padding repeats the first token of each rank, and train.fp8={mode} would compute its scales "
+               "from other tokens on every mesh", "Set moe.pad_to_capacity=false, or train.fp8=blockwise")
         width = config.model.moe_intermediate_size
         etp = shape.etp
         yield ("model.moe_intermediate_size", blockwise and width % (BLOCK * etp) != 0,

@@ -31,7 +31,7 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     """Yield the rules for a model's sizes and for how a mesh shards them."""
     model = config.model
     yield ("model.random_weights", model.random_weights and (model.hf_path is None or model.upcycle),
-           "it leaves the weights of model.hf_path unread, which is not set or is upcycled",
+           "it skips the weights of model.hf_path, which is not set or is upcycled",
            "Set model.random_weights=false")
     if model.family == TRANSFORMERS:
         yield from _transformers_rows(config, shape)
@@ -55,7 +55,7 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     ranks = shape.etp * shape.ep_shard
     yield ("model.hidden_size",
            model.biased_experts and model.num_moe_layers > 0 and hidden % ranks != 0,
-           "etp and FSDP cut the bias behind the experts' down projection evenly over mesh.etp*mesh.ep_shard = "
+           "etp and FSDP cut the bias of the experts' down projection evenly over mesh.etp*mesh.ep_shard = "
            f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {hidden} % {ranks} = {hidden % ranks}",
            f"Nearest valid choice: {ranks // gcd(hidden, ranks)} times more ranks on mesh.ep")
     if shape.tp > 1:
@@ -64,12 +64,12 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         nodes = config.cluster.gpus_per_node
         ranks = shape.ep * shape.etp
         yield ("cluster.gpus_per_node", config.moe.dispatcher == "hierarchical" and not shape.ep_per_node(nodes),
-               f"moe.dispatcher=hierarchical wants equal numbers of each ep group's ranks on its nodes of {nodes}, and "
-               f"mesh.ep*mesh.etp = {shape.ep}*{shape.etp} = {ranks} consecutive ranks are a group",
-               f"Set cluster.gpus_per_node={gcd(nodes, ranks)}, a mesh.ep that divides with it, or "
+               f"moe.dispatcher=hierarchical needs equal numbers of an ep group's ranks on its nodes of {nodes}, and "
+               f"mesh.ep*mesh.etp = {shape.ep}*{shape.etp} = {ranks} consecutive ranks form a group",
+               f"Set cluster.gpus_per_node={gcd(nodes, ranks)}, a mesh.ep that divides it or is a multiple, or "
                "moe.dispatcher=alltoall")
         yield ("model.hidden_size", config.train.dtype == "bfloat16" and hidden % 2 != 0,
-               f"rows travel with float32 weights behind them, so a row of bfloat16 holds whole ones: {hidden} % 2 = 1",
+               f"float32 weights travel at the end of a row, so a bfloat16 row must hold whole ones: {hidden} % 2 = 1",
                f"Nearest valid choices: {hidden - 1} or {hidden + 1}")
 
 
@@ -82,10 +82,10 @@ def _mtp_rows(config: Config) -> Iterator[Row]:
         return
     off = "model.num_mtp_layers=0"
     yield ("model.num_mtp_layers", model.family not in MTP_FAMILIES,
-           f"a {model.family} checkpoint has no place for modules of multi-token prediction; {' and '.join(MTP_FAMILIES)} "
-           "have", f"Set {off}")
+           f"a {model.family} checkpoint has no place for multi-token prediction modules; {' and '.join(MTP_FAMILIES)} "
+           "have one", f"Set {off}")
     yield ("model.num_mtp_layers", model.first_k_dense >= model.num_layers,
-           "a module has experts, and no layer of the model has", f"Set {off}, or a lower model.first_k_dense")
+           "a module has experts, and no layer of the model has any", f"Set {off}, or a lower model.first_k_dense")
     yield ("model.upcycle", model.upcycle, "a dense checkpoint has no modules for multi-token prediction",
            f"Set {off}, or upcycle first and train from the result")
     for key, value, plain in (("recipe", config.recipe == "dpo", "pretrain"),
@@ -158,7 +158,7 @@ def _tensor_rows(model: ModelConfig, tp: int) -> Iterator[Row]:
             f"moe_intermediate_size = {shared}, {shared} % {tp} = {shared % tp}", f"mesh.tp={gcd(shared, tp)}")
     heads = model.attention.num_kv_heads
     yield ("mesh.tp", model.attention.kind == "gqa" and heads % tp != 0 and tp % heads != 0,
-           f"key/value heads divide over tp ranks or tp ranks over them: {heads} heads (model.attention.num_kv_heads)",
+           f"tp divides the key/value heads or is a multiple of them: {heads} heads (model.attention.num_kv_heads)",
            f"Nearest valid choice: mesh.tp={gcd(heads, tp)}")
 
 
@@ -185,7 +185,7 @@ def _routing_rows(model: ModelConfig) -> Iterator[Row]:
            f"a group has {group} experts", f"Set model.router.group_score_topk={group} or less")
 
 
-_PAIRS = "rotary embedding turns pairs of dimensions"
+_PAIRS = "rotary embedding rotates pairs of dimensions"
 
 
 def _gqa_rows(model: ModelConfig) -> Iterator[Row]:
@@ -203,7 +203,7 @@ def _gqa_rows(model: ModelConfig) -> Iterator[Row]:
     yield ("model.attention.qk_norm_over_heads", a.qk_norm_over_heads and not a.qk_norm,
            "model.attention.qk_norm=false norms neither queries nor keys", "Set model.attention.qk_norm=true")
     yield ("model.attention.clip_qkv", a.clip_qkv is not None and not a.clip_qkv > 0,
-           "queries, keys and values have absolute values up to it", "Set model.attention.clip_qkv=null")
+           "it bounds the absolute values of queries, keys and values", "Set model.attention.clip_qkv=null")
 
 
 def _mla_rows(model: ModelConfig) -> Iterator[Row]:
@@ -223,7 +223,7 @@ def _indexer_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     a = config.model.attention
     yield ("train.indexer", config.train.indexer != "sparse" and not a.index_topk,
            "the model has no indexers (model.attention.index_topk=0)", "Set train.indexer=sparse")
-    yield ("model.attention.index_topk", a.index_topk > 0 and a.kind != "mla", "attention kind mla alone has it",
+    yield ("model.attention.index_topk", a.index_topk > 0 and a.kind != "mla", "only attention kind mla has it",
            "Set model.attention.index_topk=0")
     family = config.model.family
     yield ("model.attention.index_topk", not a.index_topk and family in ("deepseek_v32", "glm_moe_dsa"),
@@ -239,7 +239,7 @@ def _indexer_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     for key, least in (("index_n_heads", 1), ("index_head_dim", a.qk_rope_head_dim)):
         yield (f"model.attention.{key}", getattr(a, key) < least,
                f"an indexer needs {least} or more {given}; the first model.attention.qk_rope_head_dim="
-               f"{a.qk_rope_head_dim} dims of its heads turn",
+               f"{a.qk_rope_head_dim} dims of its heads are rotated",
                f"Set model.attention.{key}={least} or more")
     shared = a.index_shared_layers
     layers = range(1, config.model.num_layers)
@@ -248,12 +248,12 @@ def _indexer_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            "Leave the others out")
     context = config.parallel.context
     yield ("parallel.context", shape.cp > 1 and context != "gather",
-           f"{context} serves no masks of one rank's queries, and a query sees chosen keys {given}",
+           f"{context} has no mask for single queries, and a query sees only chosen keys {given}",
            "Set parallel.context=gather")
 
 
 def _gqa_alone(key: str, broken: bool, plain: str) -> Row:
-    return f"model.{key}", broken, "attention kind gqa alone has it", f"Set model.{key}={plain}"
+    return f"model.{key}", broken, "only attention kind gqa has it", f"Set model.{key}={plain}"
 
 
 def _window_rows(config: Config) -> Iterator[Row]:
@@ -318,7 +318,7 @@ def moe_rows(config: Config) -> Iterator[Row]:
            "Set moe.capacity_factor=1.0, or moe.pad_to_capacity=false")
     deepep = moe.dispatcher == "deepep"  # ``automoe.launch.hardware`` checks if it is installed
     yield ("train.dtype", deepep and config.train.dtype != "bfloat16",
-           "moe.dispatcher=deepep sums rows in bfloat16 alone",
+           "moe.dispatcher=deepep sums rows only in bfloat16",
            "Set train.dtype=bfloat16, or moe.dispatcher=alltoall")
     hidden = model.hidden_size
     yield ("model.hidden_size", deepep and 2 * hidden % 16 != 0,
@@ -329,7 +329,7 @@ def moe_rows(config: Config) -> Iterator[Row]:
            f"DeepEP takes rows in 8 bits with scales of whole blocks of {BLOCK} columns: {hidden} % {BLOCK} = "
            f"{hidden % BLOCK}", "Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall")
     yield ("moe.dispatch_dtype", in_8_bits and moe.dispatcher in registered_names("moe.dispatcher"),
-           f"the dispatcher {moe.dispatcher} of a plugin sends tokens in a format of its own",
+           f"the dispatcher {moe.dispatcher} of a plugin sends tokens in its own format",
            "Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall")
     if moe.replay_routing is None:
         return

@@ -178,7 +178,7 @@ def copy_recipe(name: str, to: str | None = None) -> Path:
     """
     if _shipped_recipe(name).stem not in list_recipes():
         raise ConfigError(
-            "recipe", name, "no such shipped recipe", f"There are: {', '.join(list_recipes())}"
+            "recipe", name, "no such shipped recipe", f"Available: {', '.join(list_recipes())}"
         )
     path = Path("recipes", f"{name}.py") if to is None else Path(to).expanduser()
     if path.suffix != ".py":

@@ -147,7 +147,7 @@ def settings_rows(config: Config) -> Iterator[Row]:
         (bool(config.train.freeze), "train.freeze may freeze projections that QK-clip scales", "Set optim.qk_clip=0"),
         (stochastic, "a scale near 1 would round away", "Set optim.master_weights=float32"),
         (config.train.compile, "compiled attention does not record its logits", "Set train.compile=false"),
-        (config.kernels.attention == "flex", "flex has no mask to watch logits under", "Set kernels.attention=sdpa"),
+        (config.kernels.attention == "flex", "QK-clip needs a dense mask; flex has none", "Set kernels.attention=sdpa"),
         (config.parallel.context == "ring" and config.mesh.cp > 1,
          "no rank of a ring has all keys of a row", "Set parallel.context=gather"),
     ):  # fmt: skip
@@ -205,11 +205,11 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         ranks = max(2, -(-pp * stages // each))
         remedy = f"Set mesh.pp={ranks}" + f" and write {ranks * each} stages" * (ranks * each != pp * stages)
     yield ("parallel.schedule", schedule not in NAMES and not is_csv(schedule),
-           f"there are {', '.join(NAMES)}, or the path of a .csv file", nearest(schedule))
+           f"the schedules are {', '.join(NAMES)}, or the path of a .csv file", nearest(schedule))
     yield (key, pp == 1 and stages > 1, "with mesh.pp=1 the model is one stage",
            remedy + ("" if shape.world_size % 2 or key == LAYOUT else ", or mesh.pp=2 or more"))
     yield (key, stages > 1 and schedule in SINGLE,
-           f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B and its like run several",
+           f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B and the like run several",
            f"{remedy} or parallel.schedule=Interleaved1F1B")
     yield (key, pp > 1 and schedule in V_SHAPED and stages != 2,
            f"{schedule} runs exactly 2 stages a rank: down the ranks and up again", remedy)
@@ -260,7 +260,7 @@ def _halves_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            "Give each m a stage of its own in parallel.layout, or set parallel.schedule=Interleaved1F1B or "
            "model.num_mtp_layers=" + ("0" if model.tie_embeddings else "1"))
     yield ("train.compile", config.train.compile and runs_halves(schedule),
-           f"torch cannot run the halves of a compiled backward pass apart ({schedule})",
+           f"torch cannot run the halves of a compiled backward pass separately ({schedule})",
            "Set train.compile=false, or parallel.schedule=Interleaved1F1B")
 
 
@@ -280,12 +280,12 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         key = "parallel.layers_per_stage"
         if parallel.layout is not None:
             key = LAYOUT
-            remedy = f"Write {num_layers} t, and something in a stage of each rank: {held}, counted from 0"
+            remedy = f"Write {num_layers} t, and fill at least one stage of each rank: {held}, counted from 0"
         yield (key, len(sizes) != num_stages,
                f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes",
                remedy)
         least = min(sizes, default=0)
-        yield key, least < 0, f"no stage has {least} layers", remedy
+        yield key, least < 0, f"a stage cannot have {least} layers", remedy
         # The first stage holds the embedding, the last one the head.
         modules = module_sizes(config, num_stages)
         full = [n + m + (i in (0, num_stages - 1)) for i, (n, m) in enumerate(zip(sizes, modules, strict=True))]
@@ -302,11 +302,11 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     train = config.train
     off = f"or {key}=false"
     yield key, shape.ep == 1, "with mesh.ep=1 there is no all-to-all to hide", f"Set mesh.ep=2 or more, {off}"
-    yield ("moe.dispatcher", config.moe.dispatcher == "allgather", f"{key} hides all-to-alls, and it has none",
+    yield ("moe.dispatcher", config.moe.dispatcher == "allgather", f"{key} hides all-to-alls, and allgather has none",
            f"Set moe.dispatcher=alltoall, {off}")
     for name, is_compiled, instead in (("train.compile", train.compile, "train.compile=false"),
         ("kernels.attention", config.kernels.attention == "flex", "kernels.attention=sdpa")):
-        yield name, is_compiled, f"compiled layers are not run in two threads ({key})", f"Set {instead}, {off}"
+        yield name, is_compiled, f"compiled layers cannot run in two threads ({key})", f"Set {instead}, {off}"
     yield ("parallel.schedule", shape.pp > 1 and not merges(parallel.schedule),
            f"{key} with mesh.pp={shape.pp} merges the passes of {' and '.join(MERGES)}, and of files with OVERLAP_F_B",
            f"Set parallel.schedule=Interleaved1F1B with parallel.stages_per_rank=2 or more, {off}")
@@ -335,7 +335,7 @@ def _wgrad_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     off = f"Set {key}=autograd"
     yield key, not config.model.num_moe_layers, "no layer has experts", off
     yield (key, config.model.family == TRANSFORMERS,
-           f"the experts of a class of transformers multiply by themselves (model.family={TRANSFORMERS})", off)
+           f"the experts of a class of transformers use its own products (model.family={TRANSFORMERS})", off)
     yield key, config.lora.rank > 0, f"adapters are trained (lora.rank={config.lora.rank}), and matrices are frozen", off
     yield (key, backend != "grouped_mm", f"the products of moe.experts={backend} return gradients to autograd",
            f"Set moe.experts=grouped_mm, or {key}=autograd")
@@ -357,14 +357,14 @@ def _data_rows(config: Config) -> Iterator[Row]:
     hf_path = config.model.hf_path
     here = os.getcwd()
     yield ("observe.samples", bool(config.observe.samples) and not val_every,
-           "they are answered after validations, and train.val_every=0 has none", "Set train.val_every=50")
+           "they are answered after validations, and train.val_every=0 runs none", "Set train.val_every=50")
     yield ("data.val_fraction", not 0 <= data.val_fraction < 1,
            "a share of the text in [0, 1)", "Set data.val_fraction=0.02")
     yield ("data.val_fraction", val_every > 0 and not data.val_fraction,
            f"train.val_every={val_every} validates, and no text is set aside for it",
            "Set data.val_fraction=0.02, or train.val_every=0")
     yield ("data.path", bool(data.sources) and data.path is not None,
-           "data.sources are read in its place", "Give it to a source of its own, or leave one of them out")
+           "data.sources are read instead of it", "Add it as one of the sources, or leave one of them out")
     yield ("data.tokenizer", not data.is_synthetic and data.tokenizer == NO_TOKENIZER,
            f"data.kind={data.kind} is text, which a tokenizer turns into ids", "Set data.tokenizer=byte, or leave it out")
     yield ("data.tokenizer", data.is_synthetic and data.tokenizer not in (None, NO_TOKENIZER),
@@ -380,14 +380,14 @@ def _data_rows(config: Config) -> Iterator[Row]:
         key, said = ("data.sources", f"{name}: ") if data.sources else ("data.path", "")
         yield (key, not 0 < weight < inf, f"{said}weight={weight}: a share of the rows, larger than 0",
                "Set its weight, or leave the source out")
-        yield key, one.kind not in kinds, f"{said}kind={one.kind} is not known", f"There are: {', '.join(kinds)}"
+        yield key, one.kind not in kinds, f"{said}kind={one.kind} is not known", f"Available: {', '.join(kinds)}"
         yield (key, (one.is_chat, one.is_preference) != (data.is_chat, data.is_preference),
-               f"{said}kind={one.kind}, and data.kind={data.kind}: conversations, pairs of them and text are not mixed",
+               f"{said}kind={one.kind}, and data.kind={data.kind}: conversations, pairs and text cannot be mixed",
                "Set data=chat for conversations, data=preference for pairs, and give other sources no kind")
         made = one.kind.startswith("stdlib") or one.is_synthetic
         yield (key, one.is_synthetic and bool(data.sources),
-               f"{said}kind={one.kind} is synthetic, and no source of text", "Set data=benchmark alone")
-        yield (key, made and one.path is not None, f"{said}data.path is set and data.kind={one.kind} reads none",
+               f"{said}kind={one.kind} is synthetic, not text", "Set data=benchmark without sources")
+        yield (key, made and one.path is not None, f"{said}data.path is set and data.kind={one.kind} does not read it",
                "Set data=text|jsonl|parquet|chat, or leave data.path out")
         yield (key, not made and one.path is None,
                f"{said}data.kind={one.kind} reads files, and no path is given", "Set data.path=FILE, or data=stdlib")
@@ -397,8 +397,8 @@ def _data_rows(config: Config) -> Iterator[Row]:
                "Name a file, a directory or a glob that exists")
         part = [name for name, asked in (("split", one.split != "train"), ("subset", one.subset is not None)) if asked]
         yield (key, bool(part) and not hub,
-               f"{said}{', '.join(part)}: that is for data sets of the Hub, and files are read whole",
-               "Leave it out, and name the files that count")
+               f"{said}{', '.join(part)}: this is for data sets of the Hub, and files are read whole",
+               "Leave it out, and name only the files to read")
         yield (key, not data.is_chat and one.chat != data.chat, f"{said}format, keys and roles are for conversations",
                "Leave them out; data.text_key names the text")
     yield ("model.hf_path", hf_path is not None and not local_folder(hf_path).is_dir(),
@@ -414,21 +414,21 @@ def _chat_rows(config: Config) -> Iterator[Row]:
         yield ("data.on_long", data.on_long == "truncate", "an answer without its end cannot be compared",
                "Set data.on_long=drop, or error")
         yield ("data.document_mask", not data.document_mask,
-               "both sequences of a pair share a row, each alone to itself", "Set data.document_mask=true")
+               "both sequences of a pair share a row, and one must not see the other", "Set data.document_mask=true")
         alpaca = any(one.chat.format == "alpaca" for _, _, one in sources_of(data))
         yield ("data.chat.format", alpaca, "pairs have a prompt, chosen and rejected: text, or "
                "messages of role and content (messages) or of from and value (sharegpt)",
                "Set data.chat.format=messages, and data.chat.keys={prompt: instruction} for other names")
     if not data.is_chat:
         yield ("data.on_long", data.on_long in ("drop", "truncate"),
-               f"that is for conversations, and data.kind={data.kind} is text", "Set data.on_long=split, or error")
+               f"this is for conversations, and data.kind={data.kind} is text", "Set data.on_long=split, or error")
         return
-    yield ("data.on_long", data.on_long == "split", "half a conversation answers no question, so none is split",
+    yield ("data.on_long", data.on_long == "split", "half a conversation answers no question, so each stays whole",
            "Set data=chat (or data.on_long=error), data.on_long=drop or data.on_long=truncate")
     yield ("data.chat.date", not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d", data.chat.date or "2026-11-23"),
-           "no date", "Write it as 2026-11-23")
+           "it is not a date", "Write it as 2026-11-23")
     yield ("data.document_mask", not data.document_mask and data.chat.pack,
-           "samples that share a row attend to themselves alone",
+           "samples that share a row attend only to themselves",
            "Set data.document_mask=true, or data.chat.pack=false")
 
 
@@ -443,7 +443,7 @@ def checkpoint_rows(config: Config) -> Iterator[Row]:
            "Set auto, never, or the run or step directory to start from")
     keep_every = checkpoint.keep_every
     if every:
-        rule = f"checkpoints are of steps that divide by checkpoint.every={every}"
+        rule = f"checkpoints are written at multiples of checkpoint.every={every}"
         nearest = -(-keep_every // every) * every
     else:
         saved = "checkpoint.every_minutes saves any step" if checkpoint.saves else "no checkpoints are written"
@@ -452,7 +452,7 @@ def checkpoint_rows(config: Config) -> Iterator[Row]:
     yield ("checkpoint.keep_every", keep_every != nearest, rule,
            f"Nearest valid choice: checkpoint.keep_every={nearest}")
     yield ("checkpoint.keep_best", checkpoint.keep_best > 0 and (not every or not val_every or every % val_every != 0),
-           "the best is told by the validation loss, so a step that is saved must be validated: "
+           "the validation loss says which is best, so every saved step must be validated: "
            f"checkpoint.every={every} is not a multiple of train.val_every={val_every}",
            f"Set train.val_every={every or 100} checkpoint.every={every or 100}, or checkpoint.keep_best=0")
 
@@ -492,7 +492,7 @@ def check_writable(directory: str, key: str = "run_dir") -> None:
     while not os.path.lexists(path):
         path = path.parent
     if not path.is_dir():
-        raise ConfigError(key, directory, f"{path} is no directory", f"Name another {key}")
+        raise ConfigError(key, directory, f"{path} is not a directory", f"Name another {key}")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(
             key, directory, f"no permission to write in {path}", f"Name a {key} that can be written"

@@ -172,7 +172,7 @@ class _Reader:
         if all(answer[0]["role"] != "assistant" for answer in answers):
             if not isinstance(record.get(self.keys["prompt"], ""), str):
                 raise self._wrong(
-                    "there is a prompt, and what follows it begins with no answer",
+                    "there is a prompt, and the messages after it do not begin with an answer",
                     "Leave one of them out",
                 )
             shortest = min(map(len, answers)) - 1
@@ -180,15 +180,15 @@ class _Reader:
             shared = next(differing, shortest)
             prompt = answers[0][:shared]
             answers = [answer[shared:] for answer in answers]
-            where = f"behind the {shared} messages that both share "
+            where = f"after the {shared} messages that both share "
         else:
             prompt = self._turns(record, "prompt", "user")
         for key, answer in zip(("chosen", "rejected"), answers, strict=True):
             if answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
                 raise self._wrong(
-                    f"{self.keys[key]!r} {where}is no answer: it begins or ends with "
+                    f"{self.keys[key]!r} {where}is not an answer: it begins or ends with "
                     f"{answer[0]['role']!r}, {answer[-1]['role']!r}",
-                    "Both end in an assistant message",
+                    "Both must end in an assistant message",
                 )
         before = [*self._system(record, prompt), *prompt]
         return [self._checked(before + answer) for answer in answers], len(before)
@@ -216,7 +216,7 @@ class _Reader:
         if not system:
             return []
         if any(message["role"] == "system" for message in messages):
-            rule = f"a system prompt in {name!r} and another one among the messages"
+            rule = f"there is a system prompt in {name!r} and another one among the messages"
             raise self._wrong(rule, "Leave one of them out")
         return [{"role": "system", "content": self._content(system, name)}]
 
@@ -266,7 +266,7 @@ class _Reader:
         role = self.roles.get(name) if isinstance(name, str) else None
         if role is None:
             raise self._wrong(
-                f"message {number} has the role {name!r}, and known are {listed(self.roles, 20)}",
+                f"message {number} has the role {name!r}, and known roles are {listed(self.roles, 20)}",
                 f"Set data.chat.roles={{{name}: user}}, or whatever it stands for",
             )
         own = {"role", "content", self.keys["role"], self.keys["content"]}
@@ -280,12 +280,12 @@ class _Reader:
             call = _parsed(content)
             if not isinstance(call, dict) or "name" not in call:
                 raise self._wrong(
-                    f"message {number} is no call with a name and arguments", "Correct it"
+                    f"message {number} is not a call with a name and arguments", "Correct it"
                 )
             calls = [{"type": "function", "function": call}]
             return {"role": "assistant", "content": "", "tool_calls": calls}
         if not _are_functions(message.get("tool_calls", [])):
-            rule = f"message {number} has tool_calls that are no list of objects"
+            rule = f"message {number} has tool_calls that are not a list of objects"
             raise self._wrong(rule, "Write each as a function with its name and arguments")
         if content is None and role == "assistant" and message.get("tool_calls"):
             return message | {"content": ""}
@@ -298,7 +298,7 @@ class _Reader:
         if not tools:
             return None
         if not _are_functions(tools):
-            raise self._wrong("tools are no list of objects", "Write them as JSON schemas")
+            raise self._wrong("tools are not a list of objects", "Write them as JSON schemas")
         return self._checked(tools)
 
     def _value(self, record: Record, key: str, of: str = "") -> Any:
@@ -306,7 +306,7 @@ class _Reader:
         if name not in record:
             formats = "messages or sharegpt" if self.pairs else ", ".join(_KEYS)
             raise self._wrong(
-                f"{of}no key {name!r}; there is {listed(record, 10) or 'none'} (data.chat.format={self.chat.format})",
+                f"{of}no key {name!r}; it has {listed(record, 10) or 'none'} (data.chat.format={self.chat.format})",
                 f"Set data.chat.format ({formats}), or data.chat.keys={{{key}: NAME}}",
             )
         return record[name]
@@ -321,7 +321,7 @@ class _Reader:
         for number, part in enumerate(value, start=1):
             kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
             if kind != "text":
-                rule = f"part {number} of {what} is of type {kind!r}, and text alone is trained"
+                rule = f"part {number} of {what} is of type {kind!r}, and only text is trained"
                 raise self._wrong(rule, "Remove the part or the line")
             texts.append(self._text(part.get("text"), f"part {number} of {what}"))
         return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]

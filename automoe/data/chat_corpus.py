@@ -23,20 +23,20 @@ from automoe.storage.guarded import doing
 _BATCH = 256  # conversations rendered and tokenised together
 _REMARKS = {
     "apart": "answers begin with characters that the tokenizer would join with the prompt, and are "
-    "tokenised apart from it",
+    "tokenised separately",
     "prompt_cut": "answers are written without the end of the generation prompt, which a model is "
     "given at inference",
-    "eos_added": "answers end in the end-of-text token, since the chat template ends them in no "
+    "eos_added": "answers end in the end-of-text token, since the chat template ends them without a "
     "special token",
 }
 _WARNINGS = {
     "empty": "{n:,} answers are empty, and teach to say nothing (weight: 0 in a message leaves it "
     "out){first}",
     "not_whole": "the chat template leaves out {unwritten:,} of {characters:,} characters of "
-    "answers, in {n:,} answers{first}: reasoning, or what it cuts. data.chat.template=FILE names a "
+    "answers, in {n:,} answers{first}: reasoning, or text that it cuts. data.chat.template=FILE names a "
     "template that writes them",
     "no_reasoning": "the generation prompt opens reasoning, and {n:,} of {answers:,} answers have "
-    "none{first}: a model is made to reason when it is asked, and does not learn how here. Give "
+    "none{first}: a model is made to reason when it is asked, and does not learn that here. Give "
     "answers their reasoning_content, or set {off}",
     "special": "{n:,} special tokens are spelled out in messages, and become those tokens{first}. "
     "data.chat.special_text=text keeps them as text",
@@ -155,7 +155,7 @@ def describe_chat(
         factor = tokens / max(count["rendered_tokens"], 1)
         yield (
             f"the chat template{who} rewrites earlier turns, so {conversations:,} conversations are "
-            f"{samples:,} samples with {factor:.2f} times the tokens (data.chat.turns=last: the last answer alone)"
+            f"{samples:,} samples with {factor:.2f} times the tokens (data.chat.turns=last: only the last answer)"
         )
     for key, what in _REMARKS.items():
         if number := count[key]:

@@ -109,7 +109,7 @@ class ChatTemplate(ChatRenderer):
                 message names file and line.
         """
         texts = []
-        calling: list[list[bool]] = []  # per conversation and answer: True if it calls tools
+        calling = []  # per conversation and answer: True if it calls tools
         for conversation in conversations:
             if self.chat.special_text == "token":
                 said = [conversation.messages, conversation.tools]
@@ -309,7 +309,7 @@ class ChatTemplate(ChatRenderer):
         if opener_id is not None:
             return opener_id
         if self._hf.eos_token_id is None:
-            rule = "its chat template ends answers in no special token, and it names no eos_token to put there"
+            rule = "its chat template ends answers without a special token, and it has no eos_token to put there"
             raise ConfigError(
                 "data.tokenizer", self.tokenizer, rule, "Set eos_token in its tokenizer_config.json"
             )

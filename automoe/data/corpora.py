@@ -85,10 +85,8 @@ def reader_digest(kind: str) -> str:
     try:
         return hashlib.sha256(Path(inspect.getfile(source_of(kind).read)).read_bytes()).hexdigest()
     except TypeError as error:
-        rule = (
-            f"its code cannot be told from other code, so no tokenised text could be kept: {error}"
-        )
-        remedy = "Give its Source a plain function to read with"
+        rule = f"its code cannot be identified, so tokenised text could not be cached: {error}"
+        remedy = "Give its Source a plain function as reader"
         raise ConfigError("data.kind", kind, rule, remedy) from error
 
 
@@ -150,17 +148,17 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
             setting = shlex.quote(f'data.path="{root}/**/{pattern.split()[0]}"')
             raise DataError(
                 f"{root}: files of {len(formats)} formats, such as {listed(formats.values())}, and one may be a copy "
-                f"of another. Name those that count with a glob: {setting}"
+                f"of another. Name those to read with a glob: {setting}"
             )
     matches = (
         _RECORDS.search if kind in CHAT_KINDS else lambda name: any(map(Path(name).match, patterns))
     )
     for path in filter(Path.is_symlink, visible):
         if matches(path.name) and not path.exists():
-            raise DataError(f"{path}: a link to nothing. Bring back the file, or remove the link.")
+            raise DataError(f"{path}: a broken link. Bring back the file, or remove the link.")
         if path.is_dir() and not path.resolve().is_relative_to(root.resolve()):
             raise DataError(
-                f"{path}: a link to a folder elsewhere. A glob with ** follows it; or remove it."
+                f"{path}: a link to a folder elsewhere. Use a glob with **, which follows it, or remove it."
             )
     found = sorted(
         (path for path in visible if matches(path.name) and path.is_file()), key=Path.is_symlink
@@ -307,7 +305,7 @@ def jsonl_records(path: Path) -> NumberedRecords:
             blank += len(raw)
             if blank >= MAX_RECORD_BYTES:
                 raise DataError(
-                    f"{path}:{number}: {blank:,} bytes without the end of a record, of at most {MAX_RECORD_BYTES:,}. "
+                    f"{path}:{number}: {blank:,} bytes without the end of a record (at most {MAX_RECORD_BYTES:,}). "
                     "Write it again."
                 )
             try:
@@ -322,7 +320,7 @@ def jsonl_records(path: Path) -> NumberedRecords:
             if number == 1 and line.startswith("["):
                 command = _converted(path, "jq -c '.[]'")
                 raise DataError(
-                    f"{path}:1: a JSON array, where each line is one JSON object. Write its items as lines of another "
+                    f"{path}:1: a JSON array; each line must be one JSON object. Write its items as lines of another "
                     f"file {command}."
                 )
             try:
@@ -382,7 +380,7 @@ def parquet_records(
                 row += 1
                 if large and (size := batch.slice(place, 1).nbytes) > MAX_RECORD_BYTES:
                     raise DataError(
-                        f"{path}: row {row} has {size:,} bytes, of at most {MAX_RECORD_BYTES:,}. Write it again."
+                        f"{path}: row {row} has {size:,} bytes; at most {MAX_RECORD_BYTES:,} are read. Write it again."
                     )
                 yield row, {name: array[place].as_py() for name, array in arrays.items()}
     except UnicodeDecodeError as error:

@@ -28,7 +28,7 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
     # datasets keeps whole files on disk and a slice in memory, so a slice has no files of its own.
     if "[" in data.split:
         raise DataError(
-            f"{data.path}: data.split={data.split} is a part of a split. Name all of it; data.max_bytes cuts."
+            f"{data.path}: data.split={data.split} is a part of a split. Name the whole split; data.max_bytes cuts it."
         )
     folder = Path(data.path or "").expanduser()
     try:
@@ -41,7 +41,7 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
             found = datasets.load_dataset(str(data.path), data.subset, split=data.split)
     except KeyError as error:
         raise DataError(
-            f"{folder}: it has no split {error}; there are {', '.join(found)}. Set data.split."
+            f"{folder}: it has no split {error}; its splits are {', '.join(found)}. Set data.split."
         ) from error
     # datasets raises errors of many types: its own, those of requests, those of builders.
     except Exception as error:
@@ -69,7 +69,7 @@ def _reason(data: DataConfig, error: Exception, offline: bool) -> str:
         cause = cause.__cause__ or cause.__context__
     if not there and (offline or unreached):
         return (
-            f"{what} The Hub is out of reach from here, or HF_HUB_OFFLINE is set: where there is a network, save it "
+            f"{what} The Hub is out of reach from here, or HF_HUB_OFFLINE is set: on a machine with network, save it "
             f"with datasets.load_dataset({data.path!r}, split={data.split!r}).save_to_disk(DIR), and set data.path=DIR."
         )
     return f"{what} Correct data.path, data.subset or data.split."

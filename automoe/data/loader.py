@@ -222,7 +222,7 @@ class Loader:
         ]
         if differing:
             raise DataError(
-                "The data changed since the checkpoint, so training cannot go on where it was: "
+                "The data changed since the checkpoint, so training cannot continue from it: "
                 f"{'; '.join(differing)}. "
                 "Restore the data and settings of the checkpoint, or start a new run_dir with "
                 "checkpoint.resume=auto. With other data a run begins from exported weights: "
@@ -283,7 +283,7 @@ class Loader:
             lambda file, line: f"{corpus.paths[file]}:{line}",
         )
         if long := int((corpus.lengths > rows.seq_len).sum()):
-            done = "cut, or left out where no answer begins before"
+            done = "cut, or left out if no answer begins before the cut"
             if self.config.data.on_long == "drop":
                 done = "left out"
             lines.append(
@@ -369,5 +369,5 @@ class Loader:
                 at = int(np.argmax(tokens >= size))
                 raise DataError(
                     f"{self._where(source, start)}: token {at} of this document is id {tokens[at]}, and the embedding "
-                    f"ends at {size - 1} (model.vocab_size={size}). Start again: a damaged cache is then made anew."
+                    f"ends at {size - 1} (model.vocab_size={size}). Start again: a damaged cache is then rebuilt."
                 )

@@ -143,7 +143,7 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
         lengths: [N], each at most ``size``.
     """
     rows = np.empty(len(lengths), dtype=np.int64)
-    by_room: list[list[int]] = [[] for _ in range(size + 1)]
+    by_room = [[] for _ in range(size + 1)]
     rooms = 0  # bit r is set if a row has room r
     num_rows = 0
     for place, length in enumerate(lengths.tolist()):

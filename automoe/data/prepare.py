@@ -221,7 +221,7 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
     if len(too_long) and data.on_long == "error":
         what = "document"
         others = "split"
-        counted = ", its end-of-text token counted,"
+        counted = ", counting its end-of-text token,"
         if data.is_chat:
             what = "pair" if data.is_preference else "conversation"
             others = "drop" if data.is_preference else "drop or truncate"
@@ -296,7 +296,7 @@ def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> D
     if not chosen.any():
         raise DataError(
             f"No document for the {split} split: {len(lengths)} documents, {int(lengths.sum())} tokens, "
-            f"data.val_fraction={val_fraction} (equal ones are on one side). Add documents, or set data.val_fraction=0 "
+            f"data.val_fraction={val_fraction} (equal ones share a split). Add documents, or set data.val_fraction=0 "
             "train.val_every=0, which trains on all."
         )
     return starts[chosen], lengths[chosen]

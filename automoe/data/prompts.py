@@ -31,13 +31,13 @@ def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], li
     texts = _texts(config.observe.samples)
     chat = chat_template_of(config)
     if texts and tokenizer.digest == NO_TOKENIZER:
-        rule = "they are text, and data.kind=benchmark trains on ids that stand for none"
+        rule = "they are text, and data.kind=benchmark trains on ids that stand for no text"
         raise ConfigError(KEY, texts[0], rule, "Leave it out")
     row = config.train.seq_len
     answer = config.observe.sample_tokens
     if texts and answer >= row:
-        rule = f"a prompt and its answer share a row of train.seq_len={row} tokens, and an answer may fill it"
-        raise ConfigError("observe.sample_tokens", answer, rule, f"At most {row - 1}")
+        rule = f"a prompt and its answer share a row of train.seq_len={row} tokens, so an answer must be shorter"
+        raise ConfigError("observe.sample_tokens", answer, rule, f"Set at most {row - 1}")
 
     def encoded() -> list[list[int]]:
         if chat is None:
@@ -47,7 +47,7 @@ def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], li
     ids = guarded(f"{KEY}: tokenizer", encoded) if texts else []
     for text, prompt in zip(texts, ids, strict=True):
         if not 0 < len(prompt) <= row - answer:
-            rule = f"{len(prompt)} tokens, of 1 to train.seq_len - observe.sample_tokens = {row - answer}"
+            rule = f"it has {len(prompt)} tokens, not 1 to train.seq_len - observe.sample_tokens = {row - answer}"
             raise ConfigError(KEY, text, rule, "Shorten it, or lower observe.sample_tokens")
     return texts, ids
 

@@ -190,14 +190,14 @@ class HFTokenizer(Tokenizer):
             raise ConfigError(
                 "data.tokenizer",
                 path,
-                "every document ends in an end-of-text token, and this tokenizer names none",
+                "every document ends in an end-of-text token, and this tokenizer has none",
                 f"Set eos_token in {directory / 'tokenizer_config.json'}.",
             )
         self.eos_id = self.pad_id = eos_id
         vocab = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(*vocab.values(), eos_id) + 1
         if not 0 <= eos_id <= self.vocab_size - 1 <= MAX_ID:
-            rule = f"ids from 0 to {MAX_ID:,}, and there is {max(*vocab.values(), eos_id):,}"
+            rule = f"ids must be from 0 to {MAX_ID:,}, and one is {max(*vocab.values(), eos_id):,}"
             raise unreadable(directory / files[0], f"{rule} (eos_token_id={eos_id})")
         hashed = hashlib.blake2b(digest_size=16)
         for name in files:
@@ -339,7 +339,7 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
     if size > rows:
         remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
         if path is not None:  # The embedding of a checkpoint has a fixed number of rows.
-            remedy = f"Set data.tokenizer={path} for the checkpoint's own, or a smaller one"
+            remedy = f"Set data.tokenizer={path} for the checkpoint's own, or to a smaller one"
             if name == path:
                 remedy = "Copy the tokenizer that the checkpoint was published with, or set data.tokenizer to it"
         rule = (
@@ -460,7 +460,7 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
         if content:
             found = content if isinstance(content, str) else json.dumps(content)
     if not found:
-        lack = "has no chat template" if tokenizer == "byte" or folder.is_dir() else "is not there"
+        lack = "has no chat template" if tokenizer == "byte" or folder.is_dir() else "is missing"
         raise ConfigError(
             "data.chat.template",
             None,

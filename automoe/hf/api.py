@@ -98,7 +98,7 @@ def _check_length(tokens: torch.Tensor, tp: int) -> None:
     size = tokens.shape[1]
     if size % tp:
         rule = f"the ranks of mesh.tp={tp} hold equal parts of a row: {size} % {tp} = {size % tp}"
-        remedy = f"Add {-size % tp} tokens to the end of the rows, whose logits are not needed"
+        remedy = f"Add {-size % tp} tokens to the end of the rows, and ignore their logits"
         raise ConfigError("tokens", list(tokens.shape), rule, remedy)
 
 

@@ -106,7 +106,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     remedy = "Compare the model's configuration with its config.json"
     if keys.table and len(keys.layouts) == 1:  # a class of transformers, under its own names
         remedy = (
-            "transformers makes parameters of this class from published tensors by more than slices: save it by "
+            "transformers builds parameters of this class from published tensors by more than slicing: save it with "
             "save_pretrained(save_original_format=False)"
         )
     keys = keys.fitting(sources)
@@ -123,8 +123,8 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     ]
     if HEAD in unexpected:
         remedy = (
-            "config.json ties the output head to the embedding, and lm_head.weight has numbers of its own. Set "
-            "tie_word_embeddings to false there: transformers, too, keeps both and does not tie them"
+            "config.json ties the output head to the embedding, and lm_head.weight has different numbers. Set "
+            "tie_word_embeddings to false there: transformers also keeps both and does not tie them"
         )
     if missing or unexpected or wrong:
         _check_experts(folder, sources, config, keys)
@@ -140,14 +140,14 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
             for key in wrong[:4]
         ]
         raise CheckpointError(
-            f"{folder}: {len(wrong)} tensors have another shape than the model's: {'; '.join(shapes)}. "
+            f"{folder}: {len(wrong)} tensors differ from the model's in shape: {'; '.join(shapes)}. "
             "Compare the model's configuration with its config.json"
         )
     _check_encodings(folder, sources, encoding, block)
     if not config.tie_embeddings and HEAD in sources and _stated(folder).get("tie_word_embeddings"):
         notes.append(
             f"config.json says tie_word_embeddings=true, and the files hold a {HEAD} with other numbers than "
-            f"{EMBEDDING}: the two stay apart, as in transformers"
+            f"{EMBEDDING}: the two stay separate, as in transformers"
         )
     return Catalog(folder, keys, sources, block, tuple(notes), names, beside)
 
@@ -170,8 +170,8 @@ def quantization_of(folder: Path) -> tuple[Encoding, tuple[int, int]]:
         return "int4", FP8_BLOCK
     if method != "fp8" or not isinstance(stated, dict):
         raise CheckpointError(
-            f"{folder}/config.json: quantization_config has quant_method={method}, and fp8, mxfp4 and "
-            "compressed-tensors (INT4) are read here. Convert it to bfloat16"
+            f"{folder}/config.json: quantization_config has quant_method={method}, and only fp8, mxfp4 and "
+            "compressed-tensors (INT4) can be read. Convert it to bfloat16"
         )
     block: Any = stated.get("weight_block_size")
     sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
@@ -179,7 +179,7 @@ def quantization_of(folder: Path) -> tuple[Encoding, tuple[int, int]]:
     if not (known and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)):
         raise CheckpointError(
             f"{folder}/config.json: quantization_config has fmt={stated.get('fmt')} and "
-            f"weight_block_size={block}, and FP8 is read here as e4m3 with scales a "
+            f"weight_block_size={block}, and FP8 is read only as e4m3 with scales per "
             "block, such as [128, 128]. Convert it to bfloat16"
         )
     return "fp8", (sizes[0], sizes[1])
@@ -235,8 +235,8 @@ def _pair_scales(
             base = name[: len(name) - len(codes_end)]
             if codes_end and base in tensors:
                 raise CheckpointError(
-                    f"{folder}: {brief(base)} is in {tensors[base].file}, and as {brief(name)} with scales in "
-                    f"{data.file}; which one counts is not said. Copy the checkpoint again"
+                    f"{folder}: {brief(base)} is in {tensors[base].file}, and also as {brief(name)} with scales in "
+                    f"{data.file}; nothing says which one counts. Copy the checkpoint again"
                 )
             sources[base] = data._replace(scales=scales_of[name], encoding=encoding)
         elif name not in paired:
@@ -312,8 +312,8 @@ def _check_scales(
         scale_dtypes = FLOAT_DTYPES
         if codes.full_shape[-1] % GROUP:
             raise CheckpointError(
-                f"{folder}: {key} has rows of {codes.full_shape[-1]} numbers in INT4, and a scale is for "
-                f"{GROUP} numbers, which does not divide that. Copy the checkpoint again"
+                f"{folder}: {key} has rows of {codes.full_shape[-1]} numbers in INT4, and a scale covers "
+                f"{GROUP} numbers, which does not divide the row. Copy the checkpoint again"
             )
     else:
         asked = codes.shape[:-1]
@@ -327,7 +327,7 @@ def _check_scales(
     if scales.shape != asked or codes.dtype != code_dtype or scales.dtype not in scale_dtypes:
         raise CheckpointError(
             f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
-            f"{scales.dtype}, and {codes.encoding} of it has scales {list(asked)} for "
+            f"{scales.dtype}, and {codes.encoding} needs scales {list(asked)} for "
             f"{code_dtype}. Compare config.json's quantization_config with the files"
         )
 
@@ -392,8 +392,8 @@ def _without_codes(
     for part, key in coded.items():
         if part != "mtp." and "layers." not in part:
             raise CheckpointError(
-                f"{folder}: {key} is quantized ({beside[key].dtype}), and a part beside the text model is copied into "
-                "an export, which is quantized otherwise or not at all. Take the checkpoint in bfloat16"
+                f"{folder}: {key} is quantized ({beside[key].dtype}), and parts beside the text model are copied into "
+                "an export, which is quantized differently or not at all. Take the checkpoint in bfloat16"
             )
     kept = {key: one for key, one in beside.items() if part_of(key) not in coded}
     notes = [f"not read, and not in an export, since it is quantized: {part}*" for part in coded]

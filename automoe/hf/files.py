@@ -81,7 +81,7 @@ class Written:
                 text += f"; {self.encoding.upper()} of {weights}, {self.error:.2%} off"
                 text += rest and f", the rest{rest}"
         if self.logits_error is not None:
-            text += f", logits to transformers' within {self.logits_error:.0e}"
+            text += f", logits equal to transformers' within {self.logits_error:.0e}"
         if self.dense_error is not None:
             text += f" and to the dense model's within {self.dense_error:.0e}"
         if self.num_copied:

@@ -76,7 +76,7 @@ def check_target(path: Path, overwrite: bool) -> None:
     ours = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
     if path.exists() and not ours and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(
-            f"{path} is no checkpoint directory, so it is not replaced. Name another one"
+            f"{path} is not a checkpoint directory, so it is not replaced. Name another one"
         )
 
 

@@ -178,8 +178,8 @@ def _read_all(folder: Path, last: bool) -> dict[str, StoredTensor]:
             differ = last and not are_equal(folder, tensors[name], folder, found[name])
             if differ or counts not in (tensors[name].file, file):
                 raise CheckpointError(
-                    f"{folder}: {brief(name)} is in {tensors[name].file} and in {file}, and which one counts is not "
-                    "said, or transformers does not ask. Copy the checkpoint again"
+                    f"{folder}: {brief(name)} is in {tensors[name].file} and in {file}, and nothing says which one "
+                    "counts, or transformers does not ask. Copy the checkpoint again"
                 )
             if counts != file:
                 del found[name]
@@ -204,7 +204,7 @@ def unread_adapter(folder: Path) -> list[str]:
     if not is_there(folder, ADAPTER):
         return []
     return [
-        f"not read: {ADAPTER} beside the weights. The weights alone count, in train, convert, generate and eval"
+        f"not read: {ADAPTER} beside the weights. Only the weights are used, in train, convert, generate and eval"
     ]
 
 
@@ -332,7 +332,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     try:
         index = parse_json(raw)["weight_map"]
         if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
-            raise TypeError("weight_map is no mapping from names of tensors to names of files")
+            raise TypeError("weight_map is not a mapping from tensor names to file names")
         return index
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file}: no index in it ({error!r}). Copy it again") from None
@@ -348,7 +348,7 @@ def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or length + 8 > size:
             raise CheckpointError(
-                f"{file}: truncated or no safetensors file: {size:,} bytes, and its header alone would take "
+                f"{file}: truncated or not a safetensors file: {size:,} bytes, and its header alone would take "
                 f"{length + 8:,}. Copy it again"
             )
         if length > MAX_HEADER_BYTES:
@@ -389,13 +389,13 @@ def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, S
         begin, end = entry["data_offsets"]
         if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 63:
             raise ValueError(
-                f"{brief(name)} has data_offsets {brief([begin, end])}, which are no two bytes in order"
+                f"{brief(name)} has data_offsets {brief([begin, end])}, which are not two offsets in order"
             )
         key = dtype, repr(shape)
         if key not in sizes:
             if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
                 raise ValueError(
-                    f"{brief(name)} has shape {brief(shape)}, which is no list of sizes"
+                    f"{brief(name)} has shape {brief(shape)}, which is not a list of sizes"
                 )
             if dtype not in BITS:
                 raise ValueError(
@@ -423,7 +423,7 @@ def _check_ranges(file: Path, size: int, data: int, tensors: dict[str, StoredTen
             what = "a tensor before it ends at" if tensor.start < at else "those before it end at"
             raise CheckpointError(
                 f"{file}: {brief(name)} begins at byte {tensor.start:,}, and {what} byte {at:,}; in a safetensors "
-                "file they follow one another, without holes. Copy it again"
+                "file tensors follow one another without gaps. Copy it again"
             )
         at += tensor.num_bytes
     if size < at:

@@ -72,7 +72,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     def headers() -> dict[str, StoredTensor]:
         tensors = read_headers(folder)
         if (size := sum(stored.num_bytes for stored in tensors.values())) >= SAID_BYTES:
-            text = f"reading {size / 1e9:,.0f} GB of {folder}, to know it again"
+            text = f"reading {size / 1e9:,.0f} GB of {folder} to identify it"
             print(text, file=sys.stderr, flush=True)
         return tensors
 

@@ -378,7 +378,7 @@ def quantization_config(
         raise ConfigError(
             "model.family",
             config.family,
-            f"{name} is written as {publisher} is published, and no other family's files are stored so",
+            f"{name} is written in the format of published {publisher} files, which no other family has",
             "Export it in block-FP8 or bfloat16",
         )
     for key in ("hidden_size", "moe_intermediate_size"):

@@ -87,7 +87,7 @@ def to_peft(
         raise ConfigError("layout", layout, f"must be one of {', '.join(LAYOUTS)}", "Use auto")
     if config.hf_path is None:
         raise ConfigError(
-            "model.hf_path", None, "an adapter is for a checkpoint", "Export the merged model"
+            "model.hf_path", None, "an adapter needs a checkpoint", "Export the merged model"
         )
     if config.num_mtp_layers:
         raise ConfigError(
@@ -106,13 +106,15 @@ def to_peft(
         unread = f"of a {config.family} model"
     # peft 0.21 loads per-expert adapters of gate and up as if an adapter of down wrapped them.
     elif gate_up and not keys.fused and not {"experts", "experts.down_proj"} & targets:
-        unread = "of experts.gate_up_proj alone"
+        unread = "of experts.gate_up_proj without down_proj"
     if _in_wrapper(config):
         unread = "of a checkpoint with vision or audio"
     elif keys.table:
         unread = "of a class without a native family"
     if unread and layout == "published":
-        raise ConfigError("layout", layout, f"peft loads no such adapter {unread}", "Use fused")
+        raise ConfigError(
+            "layout", layout, f"peft cannot load such an adapter {unread}", "Use fused"
+        )
     if unread or layout == "fused":
         keys = keys.in_memory
     with new_folder(path, overwrite, ranks) as folder:
@@ -126,8 +128,8 @@ def to_peft(
         said = ranks.lead(lambda: _finish(folder, config, lora, keys, belongs))
     text = f"{path}: an {'averaged ' * averaged}adapter of {said}"
     if lora.base == "nf4":
-        text += "; it was trained beside the base in NF4 (lora.base), and peft puts it beside the checkpoint's own "
-        text += "numbers, which are others: for the logits that were trained, export merged"
+        text += "; it was trained beside the base in NF4 (lora.base), and peft adds it to the checkpoint's own "
+        text += "numbers, which are different: for the logits that were trained, export merged"
     return text
 
 
@@ -161,7 +163,7 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
     belongs = _belongs(config, lora, Ranks(alone=True))
     if written != belongs:
         raise CheckpointError(
-            f"{path} belongs to {written}, and the run has {belongs}. Name what it was trained with"
+            f"{path} belongs to {written}, and the run has {belongs}. Use what it was trained with"
         )
     wanted = {key: (filled.dtype, place.shape) for key, place in found.items()}
     theirs = {key: (one.dtype, one.shape) for key, one in stored.items() if is_finite(one)}
@@ -374,7 +376,7 @@ def verify_peft(
             mine = mine * (lora.alpha / lora.rank)
             if theirs.shape != mine.shape or not (theirs - mine).norm() <= _TOLERANCE * mine.norm():
                 raise CheckpointError(
-                    f"{folder}: peft adds other numbers to {key} (matrix {expert}) than {module}.lora.A{suffix}"
+                    f"{folder}: peft adds different numbers to {key} (matrix {expert}) than {module}.lora.A{suffix}"
                 )
     if wanted:
         raise CheckpointError(

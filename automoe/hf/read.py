@@ -162,7 +162,7 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
     def compare(one: ReadItem, numbers: torch.Tensor, own: torch.Tensor) -> None:
         if not torch.equal(numbers.to(own.dtype), own.cpu()):
             raise CheckpointError(
-                f"{catalog.folder}: {one.key} has other numbers than the model's own tensor, which modules for "
+                f"{catalog.folder}: {one.key} differs from the model's own tensor, which modules for "
                 "multi-token prediction share. Set model.num_mtp_layers=0"
             )
 

@@ -363,7 +363,7 @@ def compare_beside(source: Catalog, written: Catalog, keys: Iterable[str]) -> No
 def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
     """Return the error for an export of NaN or infinite weights."""
     return CheckpointError(
-        f"{folder}: {count:,} numbers of {key} are NaN or infinite, and what is exported is finite. Mend them, or "
+        f"{folder}: {count:,} numbers of {key} are NaN or infinite, and an export must be finite. Correct them, or "
         "export an earlier checkpoint"
     )
 

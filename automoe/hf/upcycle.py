@@ -98,14 +98,14 @@ def upcycled(
     dense = model_config_from_hf(path)
     if is_wrapper(read_hf_config(path)):
         rule = "the mixture of a text model would not fit the parts beside it"
-        raise ConfigError("upcycle", path, rule, "Name a checkpoint of the text model alone")
+        raise ConfigError("upcycle", path, rule, "Name a checkpoint of only the text model")
     G = granularity
     width = dense.intermediate_size
 
     if dense.family not in TARGETS:
         there = ", ".join(f"{source} (to {target})" for source, target in TARGETS.items())
         rule = f"model_type={dense.family} has no family with the same attention and experts in place of the FFN"
-        raise ConfigError("upcycle", path, rule, f"Dense families that have: {there}")
+        raise ConfigError("upcycle", path, rule, f"Dense families that have one: {there}")
     if G < 1 or width % G:
         near = max(n for n in range(1, width + 1) if width % n == 0 and n <= max(G, 1))
         rule = f"an expert is one of G equal parts of the FFN's width {width}, and {width} % {G} is not 0"
@@ -115,7 +115,7 @@ def upcycled(
     counts = {"num_experts": num_experts, "num_experts_per_token": num_experts_per_token}
     for key, value in counts.items():
         if value < 1 or value % G:
-            rule = f"whole copies of the FFN have G={G} experts each, and {value} is no multiple of that"
+            rule = f"whole copies of the FFN have G={G} experts each, and {value} is not a multiple of that"
             near = max(1, math.ceil(value / G)) * G
             raise ConfigError(key, value, rule, f"Nearest valid choice: {near}")
     if num_experts_per_token > num_experts:

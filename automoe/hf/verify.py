@@ -268,13 +268,13 @@ def compare_with_dense(dense: Path, mixture: Path, rounded: bool) -> float | Non
         _run_transformers(folder, tokens, configs[folder]) for folder in configs
     )
     why = (
-        ". Where weights are in bfloat16 and the granularity is no power of two, down "
+        ". If weights are in bfloat16 and the granularity is not a power of two, down "
         "projections are rounded: write them with --dtype float32"
     )
     if rounded:
         why = (
-            ", as it was rounded from float32 to bfloat16: upcycle without --dtype, and round what "
-            "was compared with automoe convert --dtype bfloat16"
+            ", since it was rounded from float32 to bfloat16: upcycle without --dtype, and round the "
+            "result with automoe convert --dtype bfloat16"
         )
     return _relative_error(after, before, mixture, f"its logits are not those of {dense}", why)
 

@@ -64,7 +64,7 @@ def _experts(
 ) -> torch.Tensor:
     if weights.gate_up_proj_bias is not None or activation is not SWIGLU:
         raise BackendError(
-            "moe.experts=quack has SwiGLU experts without biases alone. Set moe.experts=grouped_mm"
+            "moe.experts=quack has only SwiGLU experts without biases. Set moe.experts=grouped_mm"
         )
     if x_TH.dtype not in DTYPES:
         raise BackendError(

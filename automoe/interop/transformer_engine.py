@@ -101,7 +101,7 @@ def experts() -> ExpertFn:
     ) -> torch.Tensor:
         if weights.gate_up_proj_bias is not None:
             raise BackendError(
-                "moe.experts=te has experts without biases alone. Set moe.experts=grouped_mm"
+                "moe.experts=te has only experts without biases. Set moe.experts=grouped_mm"
             )
         ends: list[int] = offsets_E.tolist()
         splits = [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -69,7 +69,7 @@ class ExternalLaunch:
         ):
             raise LaunchError(
                 f"the environment says {self.launcher} rank {self.rank} of {self.world_size}, {self.local_rank} of "
-                f"{self.local_world_size} on this node, port {self.master_port}: such numbers belong to no launch. "
+                f"{self.local_world_size} on this node, port {self.master_port}: these numbers contradict each other. "
                 "Start with torchrun or srun"
             )
 
@@ -131,7 +131,7 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
         return otherwise
     if not text.isdecimal():
         raise LaunchError(
-            f"{name}={text!r} is no number, as torchrun and srun set it. Start with one of the two"
+            f"{name}={text!r} is not a number, which torchrun and srun would set. Start with one of them"
         )
     return int(text)
 
@@ -213,7 +213,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
                 raise ConfigError(
                     "--multirun",
                     True,
-                    f"a sweep starts ranks of its own for every job, and {launch.launcher} has already started them: "
+                    f"a sweep starts its own ranks for every job, and {launch.launcher} has already started them: "
                     "they would all run every job, in one rendezvous that ends with the first",
                     f"Run the sweep without {launch.launcher}, or start one {launch.launcher} per job",
                 )
@@ -285,7 +285,7 @@ def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, D
             "mesh.dp_shard",
             config.mesh.dp_shard,
             f"{started}, and the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes} = {shape.world_size}",
-            f"Start {shape.world_size} ranks, or set mesh.dp_shard=-1 to fill those there are",
+            f"Start {shape.world_size} ranks, or set mesh.dp_shard=-1 to use all of them",
         )
     if device == "cuda":
         check_gpus(launch, visible_gpus())

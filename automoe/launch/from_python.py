@@ -85,7 +85,7 @@ def train(
     """
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError(
-            "automoe.train runs in the main thread alone: ranks end with the thread that started them"
+            "automoe.train runs only in the main thread: ranks end with the thread that started them"
         )
     external = detect_external(os.environ)
     if external is not None:
@@ -103,7 +103,7 @@ def train(
         if result.signum == signal.SIGINT:
             raise KeyboardInterrupt
         raise TrainingError(
-            f"stopped before the last step, by signal {result.signum}. The same call goes on",
+            f"stopped before the last step, by signal {result.signum}. The same call continues the run",
             run_dir,
         )
     if result.state != "done":

@@ -68,7 +68,7 @@ CHECKS = (
     Check("grouped-mm", 1, _BF16, "torch's grouped products", "bf16", 0.02),
     Check("triton", 1, f"{_BF16} moe.experts=triton kernels.rope=triton kernels.loss=triton",
           "our Triton kernels", "bf16", 0.02),
-    Check("fp8", 1, f"{_BF16} train.fp8=tensorwise", "8-bit kernels (compute capability 8.9 and later)", "bf16", 0.1),
+    Check("fp8", 1, f"{_BF16} train.fp8=tensorwise", "8-bit kernels (compute capability 9.0, Hopper)", "bf16", 0.1),
     Check("rows-in-8-bits", 1, f"{_BF16} moe.dispatch_dtype=fp8", "the kernel that rounds rows to 8 bits", "bf16", 0.05),
     Check("flex", 1, f"{_BF16} kernels.attention=flex", "FlexAttention by document borders", "bf16", 0.02),
     Check("compile", 1, f"{_BF16} train.compile=true", "torch.compile", "bf16", 0.02),

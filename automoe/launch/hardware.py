@@ -166,7 +166,7 @@ def missing_hardware(shape: MeshShape, device: str, asked: int | None = None) ->
         return None
     return (
         f"{ranks} CPU ranks on {num_cores()} cores: at most {limit} are started, {MAX_CPU_RANKS_PER_CORE} a core. "
-        f"launch.num_ranks={ranks} starts them all the same"
+        f"launch.num_ranks={ranks} starts them anyway"
     )
 
 
@@ -178,7 +178,7 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
         raise BackendError(why)
     if config.launch.numa and device != "cuda":
         raise BackendError(
-            "launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it false"
+            "launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it to false"
         )
     deepep = config.moe.dispatcher == "deepep" and shape.ep > 1
     if deepep and device != "cuda":
@@ -283,7 +283,7 @@ def _check_compiler(key: str, device: str, remedy: str) -> None:
         names = shlex.split(given)[:1] or names
     except ValueError as error:
         raise BackendError(
-            f"{key} on {device}: {variable}={given} is no command ({error}). Correct it, or {remedy}"
+            f"{key} on {device}: {variable}={given} is not a command ({error}). Correct it, or {remedy}"
         ) from None
     if not any(map(shutil.which, names)):
         raise BackendError(

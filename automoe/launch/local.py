@@ -319,7 +319,7 @@ class _Launch:
                 continue  # NCCL's watchdog aborts the ranks that outlive a failure
             what = f"killed by {signal.Signals(-rank.returncode).name}"
             if rank.returncode == -signal.SIGKILL:
-                what += ", often by the kernel for want of memory: see dmesg, or lower train.micro_batch_size"
+                what += ", often by the kernel when memory runs out: see dmesg, or lower train.micro_batch_size"
             return runs.error_report(LaunchError(what), number)
         return None
 

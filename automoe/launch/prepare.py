@@ -125,7 +125,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
         raise ConfigError(
             "data.kind",
             f"{kind}, by default",
-            f"the demonstration corpus is no text for model.hf_path={path} unless it is asked for",
+            f"the demonstration corpus is not used with model.hf_path={path} unless it is named",
             f"Set {_own_data(config)}, or data={kind} to train on it",
         )
     return replace(config, model=model)
@@ -168,7 +168,7 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
     own = checkpoint.rope
     scaled = own.scaling != "none" and f"are scaled already: {own.scaling}, factor={own.factor}"
     wrapped = (
-        is_wrapper(read_hf_config(str(checkpoint.hf_path))) and "stand in a wrapper's config.json"
+        is_wrapper(read_hf_config(str(checkpoint.hf_path))) and "are set in a wrapper's config.json"
     )
     if why := scaled or wrapped:
         rule = f"the rotary embeddings of model.hf_path={checkpoint.hf_path} {why}"
@@ -180,7 +180,7 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
             "model.rope.original_seq_len",
             original,
             f"YaRN stretches the rows that the checkpoint was trained on, and its max_position_embeddings={longest}",
-            f"Set model.rope.original_seq_len={longest}, or what it was trained on: half of that or more",
+            f"Set model.rope.original_seq_len={longest}, or to what it was trained on: half of that or more",
         )
     if not asked.factor * original > longest:
         raise ConfigError(
@@ -218,7 +218,7 @@ def missing_data(config: Config) -> ConfigError | None:
         return ConfigError(
             "lora.base",
             base,
-            "it is how the matrices of a checkpoint are stored, and the model begins from random weights",
+            "it says how a checkpoint's matrices are kept, and the model begins from random weights",
             "Set model.hf_path=DIR, or lora.base=weights",
         )
     parameters = count_params(config.model).total
@@ -231,7 +231,7 @@ def missing_data(config: Config) -> ConfigError | None:
             return ConfigError(
                 "data.kind",
                 source.kind,
-                f"the demonstration corpus, 10 MB of Python, is nothing for {what}",
+                f"the demonstration corpus, 10 MB of Python, is too small for {what}",
                 f"Set {_own_data(config)} and data.tokenizer=DIR, {speed}",
             )
     if tokenizer_of(config) == "byte":
@@ -325,7 +325,7 @@ def check_num_ranks(
         and given not in (None, num_ranks)
         and num_ranks > 0
     ):
-        remedy = "Set mesh.dp_shard=-1 to fill as many as you name"
+        remedy = "Set mesh.dp_shard=-1 to use as many as you name"
         if not chosen:
             remedy += f", set it to {num_ranks}, or leave it out"
         raise ConfigError("launch.num_ranks", given, f"{why}{chosen}: {num_ranks} ranks", remedy)

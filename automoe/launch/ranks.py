@@ -160,12 +160,12 @@ def bind_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) ->
         ranges = [[int(end) for end in part.split("-")] for part in listed.split(",")]
     except (OSError, ValueError) as error:
         raise LaunchError(
-            f"launch.numa=true: no list of CPU cores next to {pci_address}: {error}. Set it false"
+            f"launch.numa=true: no list of CPU cores next to {pci_address}: {error}. Set it to false"
         ) from None
     cores = {core for first, *last in ranges for core in range(first, (last or [first])[0] + 1)}
     if not (usable := cores & os.sched_getaffinity(0)):
         raise LaunchError(
-            f"launch.numa=true: cores {listed} are next to {pci_address}, and this process may use none. Set it "
+            f"launch.numa=true: cores {listed} are next to {pci_address}, and this process may use none. Set it to "
             "false, or give every task the cores next to its GPU"
         )
     os.sched_setaffinity(0, usable)

@@ -76,7 +76,7 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
             "run_dir",
             run_dir,
             f"cannot be written: {error.strerror} ({error.filename})",
-            "Name a directory that can",
+            "Name a directory that can be written",
         ) from None
 
     def lost() -> str | None:
@@ -128,7 +128,7 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
         raise ConfigError(
             "run_dir",
             run_dir,
-            f"holds a run, and whether it is this one cannot be read from {CONFIG_FILE}: {error}",
+            f"holds a run, and {CONFIG_FILE} does not say whether it is this one: {error}",
             f"Restore that file, name another run_dir, or {over}",
         ) from None
     # The newest checkpoint may be another run's, if a start over ended before it set the old
@@ -140,7 +140,7 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
         what = (
             "holds a run with other settings"
             if saved or not done
-            else "holds a finished run, no checkpoint of it"
+            else "holds a finished run and no checkpoint of it"
         )
         there = ""
         if saved and not any(map(is_fixed, refused)):

@@ -238,8 +238,8 @@ class StuckWatch:
 
     def _report(self, rank: int, message: str) -> None:
         message += (
-            " Where every rank was is in logs/rank*.stuck.json, and its last collectives, as torch "
-            "records them, in logs/flight_*; raise launch.timeout_s, or launch.init_timeout_s before and after the "
+            " logs/rank*.stuck.json says where every rank was, and logs/flight_* has its last "
+            "collectives, as torch records them; raise launch.timeout_s, or launch.init_timeout_s before and after the "
             "steps, if one was only slow"
         )
         failure = runs.error_report(LaunchError(message), rank)

@@ -145,7 +145,7 @@ def side_by_side(overrides: list[str]) -> list[str]:
             raise ConfigError(
                 PARALLEL,
                 count,
-                f"jobs are side by side by Hydra's joblib launcher, and {text} chooses or sets a launcher too",
+                f"Hydra's joblib launcher runs jobs side by side, and {text} also chooses or sets a launcher",
                 "Leave one of them out",
             )
     if not (find_spec("hydra_plugins") and find_spec("hydra_plugins.hydra_joblib_launcher")):
@@ -167,7 +167,7 @@ def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
         raise ConfigError(
             "run_dir",
             given[-1],
-            "a sweep has one directory, with a folder a job",
+            "a sweep has one directory, with a folder per job",
             "Give one directory",
         )
     base = "runs/sweep" if args.config_name == DEFAULT_PRIMARY else f"runs/sweep-{args.config_name}"
@@ -248,8 +248,8 @@ class Sweep:
                 raise ConfigError(
                     "run_dir",
                     directory,
-                    f"{file} is no file that can be read and written",
-                    "Mend its permissions, or move it away",
+                    f"{file} is not a file that can be read and written",
+                    "Correct its permissions, or move it away",
                 )
         replace_json(path, {"definition": now, "jobs": _records(directory)})
 
@@ -365,7 +365,7 @@ class Sweep:
                 missing = missing_hardware(shape, device, config.launch.num_ranks)
                 if missing is not None:
                     raise ConfigError(
-                        "mesh", meshes["default"], missing, "Run this job where there are as many"
+                        "mesh", meshes["default"], missing, "Run this job on a machine with as many"
                     )
             except ConfigError as error:
                 if error.key.startswith(NO_SHAPE):

@@ -168,7 +168,9 @@ def _write_result(config: Config, context: RunContext, objective: float | None) 
     outcome = None if objective is None else float(objective)
     state: runs.State = "preempted" if context.preempted else "done"
     if state == "done" and not math.isfinite(outcome or 0.0):
-        raise AutomoeError(f"the recipe {config.recipe} ended with {outcome}, which is no result")
+        raise AutomoeError(
+            f"the recipe {config.recipe} ended with {outcome}, which is not a result"
+        )
     facts = {"fell_back": context.fell_back} if context.fell_back else {}
     try:
         runs.write_status(context.run_dir, state, objective=outcome, **facts)
@@ -195,7 +197,7 @@ def _redirect(run_dir: Path, rank: int, terminal: TextIO) -> None:
     def lost(error: OSError, text: str) -> None:
         if not told:
             told.append(error)
-            what = f"{len(text):,} bytes have no room, and what follows may have none"
+            what = f"{len(text):,} bytes could not be written, and later output may be lost too"
             with suppress(OSError):
                 print(f"warning: {path}: {error.strerror}: {what}", file=terminal, flush=True)
 

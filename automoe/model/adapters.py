@@ -185,7 +185,7 @@ def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row
                    f"Leave it out of {key}, or write a pattern such as '*.router.*'")
     moved = [param.name for param in params if is_trained(param.name, config) and not param.spec.detached]
     yield ("train.freeze", config.train.indexer == "warmup" and (bool(moved) or config.lora.rank > 0),
-           f"train.indexer=warmup trains indexers alone, and {len(moved)} other parameters are trained "
+           f"train.indexer=warmup trains only indexers, and {len(moved)} other parameters are trained "
            f"(lora.rank={config.lora.rank})",
            "Set train.freeze=['*'], train.trainable=['*.indexer.*'] and lora.rank=0")
     how = config.parallel.expert_wgrad
@@ -194,13 +194,13 @@ def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row
            f"{how} is for gradients of the experts' matrices, and none is trained (train.freeze={config.train.freeze})",
            "Set parallel.expert_wgrad=autograd")
     yield ("train.trainable", bool(config.train.trainable) and not (config.train.freeze or config.lora.rank),
-           "it names exceptions from what is frozen, and nothing is", "Set train.freeze=['*'], or lora.rank")
+           "it names exceptions to what is frozen, and nothing is frozen", "Set train.freeze=['*'], or lora.rank")
     if config.lora.rank:
         yield from _lora_rows(config, params)
         if config.lora.base != "weights":
             yield from _base_rows(config, params, shape)
     else:
-        yield ("lora.base", config.lora.base != "weights", "frozen matrices stand beside adapters, and lora.rank=0",
+        yield ("lora.base", config.lora.base != "weights", "it packs frozen matrices beside adapters, and lora.rank=0",
                "Set lora.rank=16, or lora.base=weights")
         yield ("train.freeze", not any(is_trained(name, config) for name in names),
                "it leaves nothing to train", "Name fewer parameters, or set train.trainable=['*.router.*']")
@@ -218,8 +218,8 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
                "Set lora.targets=[attention,experts]")
     if config.model.family == TRANSFORMERS and "experts" in lora.targets:
         left = [param.name for param in params if _is_unknown_stack(param)]
-        yield ("lora.targets", bool(left), f"of experts, {config.model.architecture} has {', '.join(left[:2])}; adapters "
-               "are for stacks gate_up_proj and down_proj [experts, outputs, inputs]",
+        yield ("lora.targets", bool(left), f"{config.model.architecture} has experts {', '.join(left[:2])}; adapters "
+               "are only for stacks gate_up_proj and down_proj [experts, outputs, inputs]",
                "Set lora.targets=[attention,mlp,shared_experts]")
     if config.model.family == TRANSFORMERS:
         from automoe.model.hf_class import uncalled_layers  # imports torch
@@ -236,7 +236,7 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
            "Leave train.freeze out; train.trainable names what is trained beside the adapters")
     yield ("train.fp8", train.fp8 != "off", "adapters are multiplied in train.dtype, and have no scales",
            "Set train.fp8=off, or lora.rank=0")
-    yield "train.compile", train.compile, "what is compiled has no adapters", "Set train.compile=false"
+    yield "train.compile", train.compile, "compiled layers have no adapters", "Set train.compile=false"
     yield ("optim.master_weights", config.optim.master_weights == "stochastic",
            "adapters are few, and kept in float32", "Set optim.master_weights=float32, or lora.rank=0")
     yield ("optim.algorithm", config.optim.algorithm == "muon",
@@ -245,7 +245,7 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
            "adapters are few, and their moments are kept in float32", "Set optim.moments=float32, or lora.rank=0")
     stacks = [param for param in params if param.expert and is_target(param, lora)]
     yield ("moe.experts", bool(stacks) and moe.experts not in _BACKENDS,
-           f"{moe.experts} multiplies by no adapters, and lora.targets names routed experts",
+           f"{moe.experts} does not multiply by adapters, and lora.targets names routed experts",
            "Nearest valid choice: moe.experts=grouped_mm")
     step = ROW_BYTES // ELEMENT_BYTES[train.dtype]
     yield ("lora.rank", bool(stacks) and moe.experts == "grouped_mm" and lora.rank % step != 0,
@@ -255,10 +255,10 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
     yield ("train.trainable", bool(moved), f"{moved[0] if moved else ''} has an adapter, and routed experts have one "
            "or are trained themselves", "Leave experts out of lora.targets, or of train.trainable")
     yield ("lora.export", lora.export == "adapter" and bool(train.trainable),
-           f"an adapter does not hold what else is trained (train.trainable={train.trainable})",
+           f"an adapter does not hold other trained weights (train.trainable={train.trainable})",
            "Set lora.export=merged, or train.trainable=[]")
     yield ("lora.export", lora.export == "adapter" and config.checkpoint.export_hf and not config.model.hf_path,
-           "an adapter is for a checkpoint, and the model began from random weights (model.hf_path=null)",
+           "an adapter needs a checkpoint, and the model began from random weights (model.hf_path=null)",
            "Set lora.export=merged, or model.hf_path")
 
 
@@ -270,7 +270,7 @@ def _base_rows(config: Config, params: list[Param], shape: MeshShape | None) -> 
            f"{moe.experts} multiplies by weights as they are, and lora.base={base} packs those of routed experts",
            "Nearest valid choice: moe.experts=grouped_mm")
     yield ("model.upcycle", bool(config.model.upcycle),
-           f"lora.base={base} packs matrices of a checkpoint, and experts that are made of it are cut from those",
+           f"lora.base={base} packs matrices of a checkpoint, and upcycled experts are cut from those",
            "Export the upcycled model first (automoe upcycle), or set lora.base=weights")
     if shape is None:
         return
@@ -281,7 +281,7 @@ def _base_rows(config: Config, params: list[Param], shape: MeshShape | None) -> 
         columns = param.shape[-1]
         yield (f"mesh.{axis}", cut and ranks > 1 and (columns % ranks or columns // ranks % size) != 0,
                f"lora.base={base} has a scale for {size} numbers of a row, and {axis} would cut {param.name} inside "
-               f"them: {columns} / {ranks} = {columns / ranks:g}, no multiple of {size}",
+               f"them: {columns} / {ranks} = {columns / ranks:g}, not a multiple of {size}",
                f"Set mesh.{axis}=1, or lora.base=weights")
 
 # fmt: on

@@ -109,7 +109,7 @@ def only_kernels(
     if kernel == "cudnn" and not cudnn_serves(mask):
         raise BackendError(
             f"kernels.attention=cudnn: with a mask over {mask.shape[-1]} keys (mod 128 = 64) cuDNN's gradient of the "
-            "queries may be NaN. Set kernels.attention=sdpa, which leaves it out there, or another train.seq_len"
+            "queries may be NaN. Set kernels.attention=sdpa, which avoids cuDNN there, or another train.seq_len"
         )
     if kernel != "sdpa":
         return sdpa_kernel([FORCED[kernel]])
@@ -227,7 +227,7 @@ def attention_fn(kernel: str) -> AttentionFn:
         version = torch.backends.cudnn.version() if torch.cuda.is_available() else _MIN_CUDNN
         if version is None or version < _MIN_CUDNN:
             raise BackendError(
-                f"kernels.attention=cudnn: this torch has cuDNN {version}, which is wrong where the length of a row is "
+                f"kernels.attention=cudnn: this torch has cuDNN {version}, which is wrong if the length of a row is "
                 f"not a multiple of 128; {_MIN_CUDNN} or later is not. Set kernels.attention=sdpa"
             )
     return partial(attend, kernel=kernel)

@@ -52,7 +52,7 @@ def refused(path: object, what: str, remedy: str = "Choose another checkpoint") 
 
     ``what`` names the obstacle.
     """
-    rule = f"automoe has no native family for it, nor does the class of transformers serve: {what}"
+    rule = f"automoe has no native family for it, and its transformers class cannot serve: {what}"
     return ConfigError("model.hf_path", path, rule, remedy)
 
 
@@ -97,7 +97,7 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
         with torch.device("meta"):
             model = made(config)
         if one_way and experts != "eager" and experts_modules(model):
-            raise ValueError(f"it computes experts in one way alone, and not as {experts}")
+            raise ValueError(f"it computes experts in only one way, not as {experts}")
         _remove_beside(model)
     except Exception as error:  # a configuration class or a model's may raise any exception
         what = "" if type(error) is ValueError else f"{type(error).__name__}: "

@@ -196,8 +196,8 @@ class TransformersModel(CausalLM):
         ours = chosen != "loop" and all(map(are_swiglu, modules))
         wide = torch.get_default_dtype() == torch.float64
         if not ours and (chosen == "triton" or (wide and chosen == "grouped_mm")):
-            rule = f"{type(modules[0]).__name__} is no SwiGLU of two stacks, and transformers' own {EXPERTS[chosen]} "
-            rule += "stands for no kernel and has no float64"
+            rule = f"{type(modules[0]).__name__} is not SwiGLU of two stacks, and transformers' own {EXPERTS[chosen]} "
+            rule += "is not a Triton kernel and has no float64"
             raise ConfigError("moe.experts", chosen, rule, "Set moe.experts=loop")
         if ours:
             backend = self.backend.experts or partial(expert_backend, chosen)
@@ -223,7 +223,7 @@ class TransformersModel(CausalLM):
             ]
             if len(found) != 1 or not hasattr(recorder, "index"):
                 rule = (
-                    f"{self.config.architecture} does not give one module's router logits a layer"
+                    f"{self.config.architecture} does not give one module's router logits per layer"
                 )
                 raise ConfigError(f"moe.{key}", coefficient, rule, f"Set moe.{key}=0")
             found[0].register_forward_hook(partial(self._moe[unit.experts].router.keep, recorder))
@@ -286,8 +286,8 @@ class TransformersModel(CausalLM):
             raise ConfigError(
                 "data.document_mask",
                 True,
-                f"{self.config.architecture} does not keep the documents of a row apart: what another document "
-                f"changes reaches the next one to {float(marked / unmarked):.0%} of what it does without a mask",
+                f"{self.config.architecture} does not keep the documents of a row apart: a change in one document "
+                f"reaches the next one at {float(marked / unmarked):.0%} of its size without a mask",
                 "Set data.document_mask=false; for conversations data.chat.pack=false, too",
             )
 

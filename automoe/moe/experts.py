@@ -96,7 +96,7 @@ def expert_backend(name: str, foreign: dict[str, Callable[[], ExpertFn]] | None 
     backends = BACKENDS | (foreign or {})
     if name not in backends:
         raise BackendError(
-            f"moe.experts={name}: no such expert backend. There are: {', '.join(backends | plugins)}"
+            f"moe.experts={name}: no such expert backend. Available: {', '.join(backends | plugins)}"
         )
     return backends[name]()
 

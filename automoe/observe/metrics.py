@@ -180,7 +180,7 @@ class AppendLog:
             self._fd = -1
         if self._pending:
             size = len(self._pending)
-            raise OSError(errno.ENOSPC, f"its last {size:,} bytes have no room", str(self.path))
+            raise OSError(errno.ENOSPC, f"no room for its last {size:,} bytes", str(self.path))
 
     def replace(self, lines: Iterable[bytes]) -> None:
         """Replace the content of the file by ``lines``, atomically."""
@@ -215,7 +215,7 @@ class AppendLog:
             aside = free_name(self.path, f"{self.path.stem}.damaged")
             shutil.copyfile(self.path, aside)
             self.replace(line.raw for line in kept)
-            told.append(f"the file as it was is kept as {aside.name}")
+            told.append(f"the original file is kept as {aside.name}")
         if told:
             self._warn(f"{self.path}: {'; '.join(told)}")
 
@@ -259,13 +259,13 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._stride = statistics.mode(np.diff(steps[1:]).tolist() or [1])
             if steps and steps[-1] < (due := (resume_step or 0) // self._stride * self._stride):
                 warn(
-                    f"{self._load.path}: it ends after step {steps[-1]} and went to {due} at least"
+                    f"{self._load.path}: it ends after step {steps[-1]} but had reached step {due} at least"
                 )
             # Newest counts between two snapshots; ``close`` writes them.
             self._last_load: Record | None = None
         except OSError as error:
             path = error.filename2 or error.filename
-            remedy = "Mend its permissions, or move it away"
+            remedy = "Correct its permissions, or move it away"
             raise ConfigError(
                 "run_dir", run_dir, f"{path} cannot be opened: {error.strerror}", remedy
             ) from None

@@ -169,7 +169,7 @@ def _read_json(path: Path) -> Record:
 
 
 def _warn(path: Path, problem: object) -> None:
-    print(f"automoe: the report does without {path}: {problem}", file=sys.stderr)
+    print(f"automoe: the report omits {path}: {problem}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

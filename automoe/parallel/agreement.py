@@ -139,4 +139,4 @@ def save_error(error: OSError, step: int, newest: str | None) -> SaveError:
     else:
         kept = f"{newest} stays the newest checkpoint" if newest else "there is no checkpoint yet"
         outcome = f"the checkpoint of step {step} was not saved: {reason}; {kept}"
-    return SaveError(f"{outcome}. Free space or mend the disk")
+    return SaveError(f"{outcome}. Free space or repair the disk")

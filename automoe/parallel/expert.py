@@ -99,7 +99,7 @@ def _check_one_machine(node: dist.ProcessGroup, gpus_per_node: int) -> None:
     dist.all_reduce(seen, dist.ReduceOp.MAX, group=node)
     if seen.tolist() != [here, -here]:
         raise BackendError(
-            f"moe.dispatcher=hierarchical takes {gpus_per_node} consecutive ranks for a node "
+            f"moe.dispatcher=hierarchical takes {gpus_per_node} consecutive ranks as a node "
             f"(cluster.gpus_per_node), and those around rank {dist.get_rank()}, on {socket.gethostname()}, are on "
             "several machines. Number the ranks machine by machine and set cluster.gpus_per_node to how many each "
             "has, or set moe.dispatcher=alltoall"
@@ -157,7 +157,7 @@ class ExpertParallel(ParallelStyle):
         dispatchers = DISPATCHERS | registered("moe.dispatcher")
         if dispatcher not in dispatchers:
             raise BackendError(
-                f"moe.dispatcher={dispatcher}: no such dispatcher. There are: {', '.join(dispatchers)}"
+                f"moe.dispatcher={dispatcher}: no such dispatcher. Available: {', '.join(dispatchers)}"
             )
         if gpus_per_node < 1:
             raise ConfigError(
@@ -165,7 +165,7 @@ class ExpertParallel(ParallelStyle):
             )
         if in_8_bits and dispatcher not in DISPATCHERS:
             raise BackendError(
-                f"moe.dispatch_dtype=fp8: the dispatcher {dispatcher} of a plugin sends tokens in a format of its own. "
+                f"moe.dispatch_dtype=fp8: the dispatcher {dispatcher} of a plugin sends tokens in its own format. "
                 "Set moe.dispatch_dtype=auto"
             )
         self._make = dispatchers[dispatcher]
@@ -333,7 +333,7 @@ class RoutedCall(nn.Module):
             raise ConfigError(
                 "module",
                 type(self.module).__name__,
-                f"it was called with {shapes}, and ExpertParallel knows calls with rows [T, H], chosen experts [T, K] "
+                f"it was called with {shapes}, and ExpertParallel takes calls with rows [T, H], chosen experts [T, K] "
                 "as int32 or int64 and their weights [T, K]",
                 "Compute these three before the call. A mask over all experts names no choices",
             )
@@ -345,7 +345,7 @@ class RoutedCall(nn.Module):
                 raise ConfigError(
                     "module",
                     type(self.module).__name__,
-                    f"experts {least} to {most} were chosen, and it has those from 0 to {self.num_experts - 1}",
+                    f"experts {least} to {most} were chosen, and it has experts 0 to {self.num_experts - 1}",
                     "Give each of the K choices an expert; one that should not count has weight 0",
                 )
         # Dispatchers send ids and weights as words of one type; a narrow one would round ids.

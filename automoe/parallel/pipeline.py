@@ -160,9 +160,9 @@ def checked_loss(loss: Loss | None, name: str) -> Loss | None:
             or one.startswith("val_")
             or names.count(one) > 1
         ):
-            rule = f"it reports {one!r}, and the record has that name, or its val_ form, for another number"
+            rule = f"it reports {one!r}, and the record uses that name, or its val_ form, for another number"
             raise ConfigError(
-                "train.loss", name, rule, "Name it otherwise in its metrics and where it reports"
+                "train.loss", name, rule, "Use another name in its metrics and where it reports"
             )
     if (over := getattr(loss, "mean_over", "tokens")) not in ("tokens", "documents"):
         raise ConfigError(

@@ -144,7 +144,7 @@ def calibrate(folder: Path, args: Arguments) -> int:
     ranks = gpus or CPU_RANKS
     path = folder / "cluster" / f"measured_{'cpu' if bench.device == 'cpu' else 'gpu'}.yaml"
     if os.path.lexists(path):
-        raise ConfigError("out", str(folder), f"{path} is there", "Remove it, or set out=FOLDER")
+        raise ConfigError("out", str(folder), f"{path} exists", "Remove it, or set out=FOLDER")
     pool = RankPool(max_ranks=ranks)
     print(f"measuring {bench.device}, {bench.dtype}: about half a minute", flush=True)
     alone, *_ = pool.run(measure_alone, 1, bench, config.model, config.cluster.peak_flops)

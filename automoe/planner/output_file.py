@@ -21,7 +21,7 @@ def write_out(path: Path, text: str, out: str, what: str, instead: str) -> None:
     try:
         # Reading a FIFO would wait for its other end.
         if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):
-            rule = f"{what} is there, and another one"
+            rule = f"{what} exists with other content"
             raise ConfigError("out", out, rule, f"Remove it, or set {instead}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -185,15 +185,15 @@ def _memory_warnings(config: Config, plan: Plan) -> list[str]:
         if plan.full_at is None or plan.full_at >= ROOM:
             return []
         return [
-            f"buffers of the experts are full where a rank gets {plan.full_at:.1f} times its even share of tokens, "
-            "which routers that have learnt little may ask for. Lower train.micro_batch_size, or bound it with "
+            f"buffers of the experts are full if a rank gets {plan.full_at:.1f} times its even share of tokens, "
+            "which routers that have learnt little may send. Lower train.micro_batch_size, or bound it with "
             "moe.capacity_factor"
         ]
     if need <= limit:
         need = plan.uneven_needed
         peak = plan.uneven_peak
         where = "a rank whose experts get twice their even share of tokens"
-    verdict = "does not fit" if peak > limit else "leaves too little for what no tensor explains"
+    verdict = "does not fit" if peak > limit else "leaves too little for the reserve"
     had = f"the {gib(limit)} that {config.cluster.name} has"
     text = [f"{where} needs {gib(need)}, the reserve included, of {had}: {verdict}"]
     if plan.combination:
@@ -206,7 +206,7 @@ def _memory_warnings(config: Config, plan: Plan) -> list[str]:
         # List first the changes that fit. The sort is stable, so both groups stay ordered by speed.
         shown = sorted(plan.single_changes, key=lambda one: one.needed > limit)[:SHOWN]
         text.append(f"single changes that need less: {'; '.join(map(str, shown))}")
-    text.append("All with experts at twice their even share")
+    text.append("All this is with experts at twice their even share")
     return [
         ". ".join(
             part[0].upper() + part[1:] if number else part for number, part in enumerate(text)
@@ -227,7 +227,7 @@ def _speed_warnings(config: Config, plan: Plan) -> list[str]:
     warnings = []
     if unknown := missing_speeds(config.cluster, plan.mesh.world_size):
         warnings.append(
-            f"cluster {config.cluster.name} has no {', '.join(unknown)}, and what a CPU has is taken: the times mean "
+            f"cluster {config.cluster.name} has no {', '.join(unknown)}, and a CPU's speeds are used: the times mean "
             "nothing. Set them in its file"
         )
     if plan.bubble > 0.25:

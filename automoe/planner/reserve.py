@@ -104,7 +104,7 @@ def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[
 
         why = class_layers(config, mesh.ep, batch.expert_rows_per_rank)
         if isinstance(why, str):
-            yield f"{config.model.architecture}: counted as native layers this wide, for {why}"
+            yield f"{config.model.architecture}: counted as native layers this wide, because {why}"
     if config.moe.dispatcher == "deepep":
         yield "moe.dispatcher=deepep: DeepEP's own buffers for NVLink and RDMA"
     if config.moe.experts in ("te", "quack"):
@@ -121,4 +121,4 @@ def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[
     if config.train.fp8 != "off":
         yield f"train.fp8={config.train.fp8}: scales, and codes of the product at work, a byte a number"
     if config.train.compile:
-        yield "train.compile: activations are counted as without"
+        yield "train.compile: activations are counted as without it"

@@ -77,7 +77,7 @@ def question_of(own: dict[str, str]) -> Question | None:
         rule = "a plan is exported for torchtitan"
         raise ConfigError("export", own["export"], rule, "Write export=torchtitan")
     if exports and own.keys() & {"search", CALIBRATE}:
-        rule = "a plan is exported, and a search is none"
+        rule = "only a plan is exported, not a search"
         raise ConfigError("export", "torchtitan", rule, "Export what was found with mesh=found_...")
     kind = own.get("search", "")
     number = own.get("world", "")
@@ -90,16 +90,18 @@ def question_of(own: dict[str, str]) -> Question | None:
     if not kind:
         for key in ("world",) if exports else ("world", "out"):
             if own.get(key):
-                raise ConfigError(key, own[key], "that is for a search", "Add search=true")
+                raise ConfigError(key, own[key], "this is for a search", "Add search=true")
         return None
     if kind not in KINDS:
-        raise ConfigError("search", kind, f"there are {', '.join(KINDS)}", "Write search=true")
+        raise ConfigError(
+            "search", kind, f"the searches are {', '.join(KINDS)}", "Write search=true"
+        )
     most = 8 * MAX_GPUS
     if number and not (number.isdecimal() and len(number) < 10 and 0 < int(number) <= most):
-        rule = f"a number of ranks, of at most {most:,}"
+        rule = f"must be a number of ranks, at most {most:,}"
         raise ConfigError("world", brief(number), rule, "Write world=1024")
     if (kind == "fewest_gpus") == bool(number):
-        rule = "a search is over the meshes of so many ranks"
+        rule = "a search needs the number of ranks"
         remedy = "Add world=1024"
         if number:
             rule = "search=fewest_gpus finds the number itself"
@@ -135,7 +137,7 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     fixed = sorted(keys)
     if "mesh" in keys:
         raise ConfigError(
-            "mesh", "", "a search looks for it", "Leave mesh= out, or fix single axes: mesh.tp=2"
+            "mesh", "", "the search chooses it", "Leave mesh= out, or fix single axes: mesh.tp=2"
         )
     if unknown := missing_speeds(config.cluster, question.world or MAX_GPUS):
         rule = (
@@ -244,9 +246,9 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
         typed = [*others, f"train.{key}={getattr(best.config.train, key)}"]
     composed = compose_config(args.config_name, [*typed, f"mesh={name}"], str(folder))
     if any(getattr(composed.mesh, axis) != size for axis, size in values["mesh"].items()):
-        rule = f"{path} is there, but {args.config_name} sets other sizes after it"
+        rule = f"{path} exists, but {args.config_name} sets other sizes after it"
         raise ConfigError(
-            "mesh", name, rule, "In that file, move - mesh: null behind _self_ in its defaults"
+            "mesh", name, rule, "In that file, move - mesh: null after _self_ in its defaults"
         )
     for section in values:
         ours = asdict(getattr(best.config, section))

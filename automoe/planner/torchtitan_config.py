@@ -89,17 +89,17 @@ def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     unit = mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1)
     stages = stage_layers(config, mesh)
     yield ("mesh.etp", routed and mesh.etp != (mesh.tp if mesh.ep == 1 else 1),
-           "torchtitan shares experts out over ep or, with ep=1, cuts all over tp", "Set mesh.etp=1, with mesh.ep")
+           "torchtitan distributes experts over ep or, with ep=1, cuts all over tp", "Set mesh.etp=1, with mesh.ep")
     yield ("mesh.ep_replicate", routed and mesh.ep_replicate != mesh.dp_replicate,
            f"torchtitan replicates experts as often as the rest, mesh.dp_replicate={mesh.dp_replicate}",
            "Make the two equal")
-    yield ("mesh.tp", kv_heads % mesh.tp != 0, f"torchtitan shares {kv_heads} heads of keys out evenly",
+    yield ("mesh.tp", kv_heads % mesh.tp != 0, f"torchtitan divides {kv_heads} heads of keys evenly",
            f"Set it to a divisor of {kv_heads}")
     yield ("train.seq_len", train.seq_len % unit != 0, f"torchtitan cuts rows into {unit} equal parts",
            f"Set a multiple of {unit}")
     yield ("parallel.layers_per_stage", not all(stages[1:-1]), "torchtitan has no stage without a module",
            "Give every stage between the ends a layer")
-    yield ("mesh.pp", mesh.pp > 1 and model.tie_embeddings, "torchtitan ties no embedding in a pipeline",
+    yield ("mesh.pp", mesh.pp > 1 and model.tie_embeddings, "torchtitan cannot tie the embedding in a pipeline",
            "Set mesh.pp=1")
     yield ("optim.master_weights", config.optim.master_weights != "float32", "torchtitan does not round stochastically",
            "Set optim.master_weights=float32")
@@ -129,7 +129,7 @@ def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
     losses = "seq_balance_coef", "global_balance_coef", "micro_batch_balance_coef", "z_loss_coef"
     yield "data: the corpus c4 stands in for yours, set dataloader and hf_assets_path (its tokenizer)"
     if not _folder(config.model):
-        yield f"first weights: torchtitan's own; model.hf_path={config.model.hf_path} is no folder here"
+        yield f"first weights: torchtitan's own; model.hf_path={config.model.hf_path} is not a folder here"
     if config.model.num_moe_layers:
         yield "experts are multiplied in bfloat16 whatever train.dtype says"
     for key, value, instead in (
@@ -145,7 +145,7 @@ def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
         (
             "parallel.recompute",
             FULL not in names and names,
-            "SelectiveAC, by operators: its memory is another",
+            "SelectiveAC, by operators: its memory differs",
         ),
         ("parallel.recompute_layers", parallel.recompute_layers, "every layer"),
         (
@@ -270,7 +270,7 @@ def write_titan(config: Config, mesh: MeshShape, config_name: str, out: str) -> 
         raise ConfigError(
             "out",
             str(path),
-            "torchtitan imports it: the file's name is a Python name",
+            "torchtitan imports it: the file's name must be a Python name",
             "Set out=NAME.py",
         )
     text = titan_module(config, mesh, name)

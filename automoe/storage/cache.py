@@ -79,7 +79,7 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
             f"writable, or set XDG_CACHE_HOME to a directory that is."
         ) from failed
     raise DataError(
-        f"{entry}: what was just written reads back differently ({found}). Check this disk."
+        f"{entry}: the entry just written reads back differently ({found}). Check this disk."
     )
 
 

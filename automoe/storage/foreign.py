@@ -55,7 +55,7 @@ def open_inside(folder: Path, name: str) -> int:
         handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except ValueError as error:  # a zero byte, half a surrogate pair
         raise CheckpointError(
-            f"{folder}: {name!r} is no name of a file ({error}). Copy the checkpoint again"
+            f"{folder}: {name!r} is not a file name ({error}). Copy the checkpoint again"
         ) from None
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(folder / name)) from None
@@ -76,7 +76,7 @@ def _real_path(folder: Path, name: str) -> str:
     real = os.path.realpath(os.path.join(here, name))
     if not any(real.startswith(os.path.join(place, "")) for place in places):
         raise CheckpointError(
-            f"{folder / name} leads out of the checkpoint's folder, to {real}. Files are read that lie in it, or, in "
+            f"{folder / name} leads out of the checkpoint's folder, to {real}. Only files inside it are read, or, in "
             "HuggingFace's cache, in blobs/ of the same repository. If you trust it, put the file itself there "
             "(cp -L)"
         )
@@ -85,7 +85,7 @@ def _real_path(folder: Path, name: str) -> str:
 
 def _check_regular(file: Path, opened: str | int) -> None:
     if (kind := wrong_kind(opened)) is not None:
-        raise CheckpointError(f"{file} is {kind} and no file. Copy the checkpoint again")
+        raise CheckpointError(f"{file} is {kind}, not a file. Copy the checkpoint again")
 
 
 def read_bytes(folder: Path, name: str) -> bytes:
@@ -157,7 +157,7 @@ def compose_yaml(raw: bytes) -> tuple[yaml.SafeLoader, yaml.Node | None]:
         if node is not None:
             count, levels = _written_out(node, {}, 0, "")
             if count > MAX_YAML_NODES:
-                rule = f"{count:,} values where its aliases are written out"
+                rule = f"{count:,} values once its aliases are expanded"
                 raise ValueError(f"{rule}, and at most {MAX_YAML_NODES:,} are read")
             if levels > MAX_DEPTH:
                 raise RecursionError
@@ -199,7 +199,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = set()
         twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {brief(twice)} is in it twice")
+        raise ValueError(f"the key {brief(twice)} occurs twice in it")
     return found
 
 
@@ -328,7 +328,7 @@ def parse_settings(raw: bytes) -> dict[str, Any]:
     """
     content = parse_json(raw)
     if not isinstance(content, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     _check_settings(content, "")
     return content
 
@@ -337,7 +337,7 @@ def _check_settings(content: dict[str, Any], prefix: str) -> None:
     for key, value in content.items():
         words, test = _SETTINGS.get(key, ("", None))
         if test is not None and value is not None and not test(value):
-            raise ValueError(f"{prefix}{key}={brief(value)}, which has to be {words}")
+            raise ValueError(f"{prefix}{key}={brief(value)}, which must be {words}")
         if value != value:
             raise ValueError(f"{prefix}{key} is NaN")
         if isinstance(value, dict):

@@ -103,7 +103,7 @@ def guarded(what: str, work: Callable[[], T]) -> T:
     else:
         name = signal.Signals(ended).name if ended > 0 else f"status {-ended}"
         said = f"ends the process that reads it ({name})"
-    raise DataError(f"{now}: this {said}. Correct it, or take another file")
+    raise DataError(f"{now}: this {said}. Correct it, or use another file")
 
 
 def _text_of(place: mmap.mmap | None) -> str:
@@ -125,7 +125,7 @@ def _work(what: str, work: Callable[[], Any], writing: int, parent: int) -> NoRe
             error.add_note("".join(traceback.format_exception(error)))
         # Native code of tokenizers raises a bare ``Exception``, or panics, which are none.
         if type(error) is Exception or not isinstance(error, Exception):
-            error = DataError(f"{_text_of(_place)}: {error}. Correct it, or take another file")
+            error = DataError(f"{_text_of(_place)}: {error}. Correct it, or use another file")
         answer = None, error
     with suppress(BaseException):
         signal.setitimer(signal.ITIMER_PROF, 0)

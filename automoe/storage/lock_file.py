@@ -97,6 +97,6 @@ def _open_lock(path: Path) -> int:
         ) from None
     if os.fstat(handle).st_nlink > 1:
         os.close(handle)
-        what = "a lock file with another name too (a hard link) locks two places: remove it"
+        what = "a lock file with a second name (a hard link) locks two places: remove it"
         raise OSError(errno.EINVAL, what, str(path))
     return handle

@@ -38,11 +38,11 @@ def unsealed(text: bytes) -> dict[str, Any]:
     """
     content = parse_json(text)
     if not isinstance(content, dict):
-        raise ValueError(f"a mapping was written, and this is {type(content).__name__}")
+        raise ValueError(f"expected a mapping, got {type(content).__name__}")
     if SEAL in content:
         seal = _SEAL.search(text)
         if seal is None or zlib.crc32(text[: seal.start()]) != int(seal[1]):
-            raise ValueError("it is not what was written (another CRC-32)")
+            raise ValueError("it is not what was written (its CRC-32 differs)")
         del content[SEAL]
     return content
 

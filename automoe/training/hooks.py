@@ -44,7 +44,7 @@ class Hooks:
                 value = value.item() if hasattr(value, "item") else value
                 if key in record or key in found or is_taken(str(key)):
                     raise ConfigError(
-                        "run.step", name, f"{key!r} is in the record already", "Name it otherwise"
+                        "run.step", name, f"{key!r} is in the record already", "Use another name"
                     )
                 if not isinstance(value, (int, float)):
                     rule = f"{key!r} is {type(value).__name__}, and metrics are numbers"

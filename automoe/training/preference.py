@@ -164,11 +164,11 @@ def open_reference(
         if context.rank == 0:
             if values is not None:
                 print(
-                    f"warning: {path}: {values}; what the starting weights say of the pairs is computed anew",
+                    f"warning: {path}: {values}; log-probabilities under the starting weights are computed again",
                     flush=True,
                 )
             print(
-                f"one pass over {loader.num_pairs:,} pairs: what the starting weights say of them",
+                f"one pass over {loader.num_pairs:,} pairs for log-probabilities under the starting weights",
                 flush=True,
             )
         table = _compute(config, runner, loader, meshes, context, splits)
@@ -207,7 +207,7 @@ def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | s
         return f"it is damaged ({error})"
     then = content.get("belongs")
     if not isinstance(then, dict) or content.get("checksum") != zlib.crc32(values.tobytes()):
-        return f"it is damaged (no {SEAL} of what was written)"
+        return f"it is damaged (its {SEAL} differs)"
     differing = sorted(
         key for key in belongs.keys() | then.keys() if belongs.get(key) != then.get(key)
     )

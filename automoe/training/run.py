@@ -113,7 +113,7 @@ class Run:
                 f"already at step {state.step} of {config.train.steps}: nothing is left to train"
             )
             self.note(
-                f"train.steps={2 * config.train.steps} goes on; checkpoint.resume=never starts over"
+                f"train.steps={2 * config.train.steps} continues; checkpoint.resume=never starts over"
             )
 
     def describe_start(self, loaded: Loaded | None) -> None:
@@ -305,10 +305,10 @@ class Run:
         self._first_step = self.state.step
         self._save_is_due = False
         self.context.fell_back.append(
-            f"no step from {before.step + 1} to {earlier} could be taken, gone back to step {self.state.step}"
+            f"no step from {before.step + 1} to {earlier} could be taken, went back to step {self.state.step}"
         )
         self._record.warn(
-            f"{self.context.fell_back[-1]}. Give the run a lower optim.lr if it comes to the same end"
+            f"{self.context.fell_back[-1]}. Lower optim.lr if the run ends the same way again"
         )
         self._record.rewind(self.state.step)
         return True
@@ -322,7 +322,7 @@ class Run:
         set_timeouts(self.config.launch.init_timeout_s)
         if self.state.step >= self.config.train.steps and not math.isfinite(self.objective or 0.0):
             raise AutomoeError(
-                f"the run came to step {self.state.step}, and its last loss is {self.objective}: no result. Lower "
+                f"the run reached step {self.state.step}, but its last loss is {self.objective}: no result. Lower "
                 f"optim.lr ({self.config.optim.lr}), or look at the last records in metrics.jsonl"
             )
 

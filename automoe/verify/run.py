@@ -200,7 +200,7 @@ def make_runnable(
             here.model.hf_path,
             f"{here.model.architecture} has {size:,} parameters, verification holds up to {MAX_PARAMETERS:,}, and a "
             "class of transformers has no proxy",
-            "Name a folder with its config.json, of fewer layers and experts and narrower",
+            "Name a folder with its config.json, with fewer layers and experts, and narrower",
         )
     assert check(here, None, device) == shape
     if device == "cuda":

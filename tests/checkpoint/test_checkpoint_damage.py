@@ -118,7 +118,7 @@ def test_latest_points_nowhere(ranks: RankPool, text: Path, run_dir: Path) -> No
     (folder / "LATEST").write_text("step-9\n")
     resumed = run(ranks, config(text), run_dir, until=3)
     assert resumed.resumed_at == 3
-    assert "LATEST names 'step-9', which is not there" in resumed.said
+    assert "LATEST names 'step-9', which does not exist" in resumed.said
     assert (folder / "LATEST").read_text() == "step-3\n"
 
 
@@ -127,7 +127,7 @@ def test_a_lost_newest_step_is_noticed(ranks: RankPool, text: Path, run_dir: Pat
     shutil.rmtree(run_dir / "checkpoints" / "step-3")
     resumed = run(ranks, config(text), run_dir, until=2)
     assert resumed.resumed_at == 2
-    assert "LATEST names 'step-3', which is not there" in resumed.said
+    assert "LATEST names 'step-3', which does not exist" in resumed.said
 
 
 @pytest.mark.parametrize("latest", ["step-2\n", None], ids=["behind", "absent"])
@@ -162,7 +162,7 @@ def test_no_valid_step_left_is_an_error_on_every_rank(ranks: RankPool, text: Pat
     assert names(folder) == before
     for step in folder.glob("step-*"):
         shutil.rmtree(step)
-    assert "LATEST names 'step-3', and there is none" in ranks.run(refusal, 1, config(text), run_dir)[0]
+    assert "LATEST names 'step-3', which is missing" in ranks.run(refusal, 1, config(text), run_dir)[0]
 
 
 def rewrite(step: Path, **changes: object) -> None:
@@ -192,7 +192,7 @@ def test_a_step_of_an_earlier_version_is_held_to_its_sha256(run_dir: Path) -> No
     rewrite(step, format=2, files=files)
     assert damage(step) is None
     flip_a_byte(one(step, "*.distcp"))
-    assert "has another digest than when it was written" in str(damage(step))
+    assert "has a different digest from when it was written" in str(damage(step))
 
 
 TOMORROW = {"automoe": "7.1", "torch": "3.5"}

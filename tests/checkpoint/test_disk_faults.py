@@ -270,7 +270,7 @@ def test_a_folder_that_can_be_written_is_left_as_it_was(ranks: RankPool, text: P
 
 def test_nothing_to_resume_from_is_found_first(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for path, reason in ((tmp_path / "gone", "is not there"), (tmp_path / "empty", "has no checkpoint in it")):
+    for path, reason in ((tmp_path / "gone", "does not exist"), (tmp_path / "empty", "has no checkpoint in it")):
         messages = ranks.run(refused, 2, tmp_path / "run", text, str(path))
         assert len(set(messages)) == 1
         assert f"checkpoint.resume={path} {reason}" in messages[0]

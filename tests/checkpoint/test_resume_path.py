@@ -45,7 +45,7 @@ def test_a_run_goes_on_from_another_and_then_from_itself(
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["LATEST", "step-3"]
     second = run(ranks, settings, tmp_path / "run", until=4)
     assert second.resumed_at == 3
-    assert "has checkpoints of its own and goes on from step-3" in second.said
+    assert "has its own checkpoints and goes on from step-3" in second.said
     assert second.losses == pytest.approx(original.losses[3:], rel=1e-10)
 
 

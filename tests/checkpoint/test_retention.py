@@ -121,7 +121,7 @@ def test_a_link_whose_disk_is_away_is_no_damage(ranks: RankPool, text: Path, tmp
     link = run_dir / "checkpoints" / "step-2"
     link.symlink_to(tmp_path / "away")
     (said,) = ranks.run(refusal, 1, config(text), run_dir)
-    assert f"{link} cannot be read: is a link to {tmp_path}/away, which is not there. It is left as it is" in said
+    assert f"{link} cannot be read: it is a link to {tmp_path}/away, which does not exist. It is left as it is" in said
     assert sorted(path.name for path in link.parent.iterdir()) == ["LATEST", "step-1", "step-2"]
 
 

@@ -191,7 +191,7 @@ def test_freezing_keeps_what_yaml_would_bend() -> None:
 
 
 def test_a_directory_without_a_frozen_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config.yaml in it"):
+    with pytest.raises(ConfigError, match="it has no config.yaml"):
         load_config(tmp_path)
 
 
@@ -235,7 +235,7 @@ def test_a_checkpoint_says_what_the_model_is(tmp_path: Path) -> None:
         compose(Arguments(overrides=[f"model.hf_path={tmp_path}", "model.hidden_size=192"]))
     error = caught.value
     assert error.key == "model.hidden_size" and f"model.hf_path={tmp_path} has model.hidden_size=128" in error.rule
-    with pytest.raises(ConfigError, match="no folder that is there"):
+    with pytest.raises(ConfigError, match="there is no such folder"):
         compose(Arguments(overrides=["model.hf_path=/nowhere"]))
 
 

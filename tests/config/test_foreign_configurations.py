@@ -40,7 +40,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "needles"),
     [
-        (BOMB, ["x.yaml", "values where its aliases are written out"]),
+        (BOMB, ["x.yaml", "values once its aliases are expanded"]),
         ("a: &a [*a]\n", ["x.yaml", "nested deeper than 100"]),
         ("a: &a {b: *a}\n", ["x.yaml", "nested deeper than 100"]),
         (f"a: {DEEP}\n", ["x.yaml", "nested deeper than 100"]),
@@ -120,4 +120,4 @@ def test_a_path_with_brackets_is_looked_for_before_it_is_a_pattern(tmp_path: Pat
 def test_commands_take_no_path_of_no_file(command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     more = {"generate": ["hi"], "eval": ["--tasks", "x"]}.get(command, ["--out", "y"])
     assert cli.main([command, path, *more]) == 2
-    assert "there is no home directory" in (said := capsys.readouterr().err) or "255 bytes" in said
+    assert "~nobody9 has no home directory" in (said := capsys.readouterr().err) or "255 bytes" in said

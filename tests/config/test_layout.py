@@ -105,7 +105,7 @@ def test_modules_are_where_the_layout_has_them() -> None:
         ),
         (["parallel.layout='E|t|tt|tttL'"], "add up to 6, and model.num_layers is 4"),
         (["parallel.layout='Etttt||L'", "mesh.pp=3", "parallel.schedule=1F1B"], "rank 1 are all empty"),
-        (["parallel.layout='Ett|t|t|L'", "parallel.schedule=1F1B"], "only Interleaved1F1B and its like run several"),
+        (["parallel.layout='Ett|t|t|L'", "parallel.schedule=1F1B"], "only Interleaved1F1B and the like run several"),
         (
             ["parallel.layout='Ett|t||t||L'", "mesh.pp=2", "parallel.schedule=ZBVZeroBubble"],
             "2 stages a rank: down .* up",
@@ -127,7 +127,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(overrides: list[
     ("layout", "others", "says", "then"),
     [
         # What has as many stages and layers as it should is not told to have them.
-        ("E|||ttttL", ["parallel.schedule=ZBVZeroBubble"], "Write 4 t, and something in a stage of each rank: [[0, 3], [1, 2]]", ["E|t||tttL"]),
+        ("E|||ttttL", ["parallel.schedule=ZBVZeroBubble"], "Write 4 t, and fill at least one stage of each rank: [[0, 3], [1, 2]]", ["E|t||tttL"]),
         ("E||t|tt||tL", ["mesh.pp=3", "parallel.schedule=DualPipeV", "train.global_batch_size=12"], "each rank: [[0, 5], [1, 4], [2, 3]]",
          ["E|t|t|t||tL"]),
         ("Ett|tttL", ["parallel.schedule=1F1B"], "Write 4 t", ["Ett|ttL"]),

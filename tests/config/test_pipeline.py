@@ -109,17 +109,23 @@ def test_a_file_is_the_order_that_it_says(tmp_path: Path, monkeypatch: pytest.Mo
     [
         (
             lambda text: text.replace("0F0,", "0F0,0SEND_F0,", 1),
-            "'0SEND_F0' is no computation.*adds sends.*compute_only",
+            "'0SEND_F0' is not a computation.*adds sends.*compute_only",
         ),
-        (lambda text: text.replace("0F0,", "0X0,", 1), "'0X0' is no computation"),
-        (lambda text: text.replace("1F1", "(0F1;1F1)OVERLAP_F_B", 1), "OVERLAP_F_B' is no computation"),
-        (lambda text: text.replace("0F0,", "", 1), "stage 0 has not one F and one B.* of micro-batch 0.* 8 a step"),
+        (lambda text: text.replace("0F0,", "0X0,", 1), "'0X0' is not a computation"),
+        (lambda text: text.replace("1F1", "(0F1;1F1)OVERLAP_F_B", 1), "OVERLAP_F_B' is not a computation"),
+        (
+            lambda text: text.replace("0F0,", "", 1),
+            "stage 0 does not have one F and one B.* of micro-batch 0.* 8 a step",
+        ),
         (lambda text: text.replace("0F0,", "0F0,0F0,", 1), "an action twice"),
         (lambda text: text.replace("0F0,", "0F0,1F0,", 1), "stage 1 is in the rows of ranks 0 and 1"),
         (lambda text: text.split("\n")[0], "it has 1 rows, and mesh.pp=2"),
-        (lambda text: text.replace("1W7", "1W8"), "stage 1 has not one F"),
-        (lambda text: text.replace("0F0,", "").replace("0F1,", "0F1,0F0,").replace("3F0", "0F0x", 1), "no computation"),
-        (lambda text: _swapped(text, "3F0", "3I0"), "it waits for itself: rank 0 before .*'I', 3, 0.*rank 1"),
+        (lambda text: text.replace("1W7", "1W8"), "stage 1 does not have one F"),
+        (
+            lambda text: text.replace("0F0,", "").replace("0F1,", "0F1,0F0,").replace("3F0", "0F0x", 1),
+            "not a computation",
+        ),
+        (lambda text: _swapped(text, "3F0", "3I0"), "it deadlocks: rank 0 before .*'I', 3, 0.*rank 1"),
     ],
 )
 def test_a_file_that_cannot_run_is_refused(tmp_path: Path, change: Any, needle: str) -> None:

@@ -133,7 +133,7 @@ def test_a_recipe_that_is_a_module_imports_its_neighbours(tmp_path: Path, monkey
     (tmp_path / "house_recipes" / "dpo.py").write_text(f"{text}@dataclass\nclass Args:\n    beta: float = BETA\n")
     assert compose_config(overrides=["recipe=house_recipes.dpo"]).recipe_args.beta == 0.5
     (tmp_path / "house_recipes" / "plain.py").write_text("class Args:\n    beta = 1\n")
-    with pytest.raises(ConfigError, match="is no dataclass"):
+    with pytest.raises(ConfigError, match="is not a dataclass"):
         compose_config(overrides=["recipe=house_recipes.plain"])
 
 

@@ -45,7 +45,7 @@ def test_what_each_layer_recomputes(overrides: list[str], chosen: list[tuple[str
     [
         (["parallel.recompute=[moe,attention]"], ["'attention'", *MODULES, "full"]),
         (["parallel.recompute=[moe,core_attn,moe]"], ["twice", "parallel.recompute=[moe,core_attn]"]),
-        (["parallel.recompute=[full,moe]"], ["stands alone", "parallel.recompute=full"]),
+        (["parallel.recompute=[full,moe]"], ["covers all modules by itself", "parallel.recompute=full"]),
         (["parallel.recompute=2"], ["a list of text or text", "int 2"]),
         (["parallel.recompute=null"], ["a list of text or text", "null"]),
         (["parallel.recompute=[mlp]", "model.first_k_dense=0"], ["mlp", "model.first_k_dense=0"]),
@@ -60,11 +60,11 @@ def test_what_each_layer_recomputes(overrides: list[str], chosen: list[tuple[str
         ),
         (
             ["parallel.recompute=[moe_act]", "moe.experts=loop"],
-            ["moe_act", "moe.experts=loop keeps the activation", "grouped_mm, triton, quack never do"],
+            ["moe_act", "moe.experts=loop keeps the activation", "grouped_mm, triton, quack do not"],
         ),
         (["parallel.recompute=[moe_act]", "model.first_k_dense=4"], ["moe_act", "4 of 4 layers"]),
         (["parallel.recompute=[moe,moe_act]"], ["moe runs the experts again", "Set parallel.recompute=[moe]"]),
-        (["parallel.recompute=[full,layernorm]"], ["stands alone", "parallel.recompute=full"]),
+        (["parallel.recompute=[full,layernorm]"], ["covers all modules by itself", "parallel.recompute=full"]),
         (["parallel.recompute_layers=[0]"], ["parallel.recompute_layers", "names nothing to recompute"]),
         (
             ["parallel.recompute=full", "parallel.recompute_layers=[0,4]"],

@@ -39,7 +39,7 @@ def pipeline(num_layers: int, num_stages: int, sizes: list[int] | None = None) -
         (6, 3, [3, 3], "3 stages, 2 sizes"),
         (6, 3, [], "3 stages, 0 sizes"),
         (6, 3, [3, 0, 3], r"the stages of rank 1 are all empty"),
-        (6, 3, [3, -1, 4], "no stage has -1 layers"),
+        (6, 3, [3, -1, 4], "a stage cannot have -1 layers"),
         (6, 3, [1, 2, 2], "add up to 5"),
     ],
 )

@@ -108,7 +108,7 @@ BAD = [
         "mesh.pp=1",
         "parallel.stages_per_rank=1",
     ),
-    (2, ["mesh.pp=2", "parallel.schedule=1f1b"], "parallel.schedule", "there are GPipe", "schedule=1F1B"),
+    (2, ["mesh.pp=2", "parallel.schedule=1f1b"], "parallel.schedule", "the schedules are GPipe", "schedule=1F1B"),
     (2, ["mesh.pp=2", "parallel.schedule=a.csv"], "parallel.schedule", "cannot be read", "Correct the file"),
     (
         2,
@@ -214,8 +214,8 @@ BAD = [
         "at most 1",
         "model.rope.partial_rotary_factor=1",
     ),
-    (1, ["model.rope.partial_rotary_factor=0.5"], "model.rope.partial_rotary_factor", "gqa alone", "=1.0"),
-    (1, ["model.attention.qkv_bias=true"], "model.attention.qkv_bias", "gqa alone", "qkv_bias=false"),
+    (1, ["model.rope.partial_rotary_factor=0.5"], "model.rope.partial_rotary_factor", "kind gqa has it", "=1.0"),
+    (1, ["model.attention.qkv_bias=true"], "model.attention.qkv_bias", "kind gqa has it", "qkv_bias=false"),
     (
         1,
         ["model=small_llama", "model.rope.scaling=llama3", "model.rope.high_freq_factor=1"],
@@ -306,7 +306,7 @@ BAD = [
         1,
         ["model.router.expert_bias=false"],
         "model.router.expert_bias",
-        "a deepseek_v3 checkpoint can only say True",
+        "a deepseek_v3 checkpoint can only have True",
         "model.router.expert_bias=True",
     ),
     (1, ["recipe=no.such.recipe"], "recipe", "no such recipe", "Name one of "),
@@ -345,14 +345,14 @@ BAD = [
         1,
         ["moe.record_routing=/dev/null/routing"],
         "moe.record_routing",
-        "/dev/null is no directory",
+        "/dev/null is not a directory",
         "another moe.record_routing",
     ),
     (
         1,
         ["data.path=my.txt"],
         "data.path",
-        "data.path is set and data.kind=stdlib reads none",
+        "data.path is set and data.kind=stdlib does not read it",
         "data=text|jsonl|parquet",
     ),
     (4, ["mesh=pp2_ep2", "mesh.tp=4"], "mesh.dp_shard", "2*1*1*4 = 8", "to 8, or mesh.pp=1 or mesh.tp=2"),
@@ -440,7 +440,7 @@ def test_a_tokenizer_larger_than_the_embedding(tmp_path: Path) -> None:
 
 def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"run_dir=.*file is no directory"):
+    with pytest.raises(ConfigError, match=r"run_dir=.*file is not a directory"):
         check(1, f"run_dir={tmp_path}/file/run")
     check_writable(str(tmp_path / "a" / "b"))
     assert not (tmp_path / "a").exists(), "checking makes nothing"

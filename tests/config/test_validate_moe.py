@@ -40,7 +40,7 @@ def config(router: dict[str, Any] | None = None, experts: int = 8, top_k: int = 
         ),
         (config(top_k=8, gate="empty"), "moe.gate", "8 of 7"),
         (config(pad_to_capacity=True), "moe.pad_to_capacity", "dropless"),
-        (config(dispatcher="of a plugin", dispatch_dtype="fp8"), "moe.dispatch_dtype", "format of its own"),
+        (config(dispatcher="of a plugin", dispatch_dtype="fp8"), "moe.dispatch_dtype", "in its own format"),
         (config(replay_routing="/nonexistent"), "moe.replay_routing", "no recorded steps"),
         (config(replay_routing="a", gate="zipf"), "moe.replay_routing", "gate=zipf"),
         (config(replay_routing="a", record_routing="./a"), "moe.record_routing", "same directory"),

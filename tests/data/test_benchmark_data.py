@@ -64,7 +64,7 @@ def test_it_is_labelled_wherever_it_could_be_taken_for_training_on_text(tmp_path
     ("overrides", "message"),
     [
         (["data.tokenizer=byte"], r"data.tokenizer=byte: data.kind=benchmark has no text"),
-        (["data.path=README.md"], r"data.path=README.md: data.path is set and data.kind=benchmark reads none"),
+        (["data.path=README.md"], r"data.path=README.md: data.path is set and data.kind=benchmark does not read it"),
         (["data.sources=[{kind: benchmark, name: a}]"], r"data.sources=.*a: kind=benchmark is synthetic"),
         (["lora.rank=4", "lora.export=adapter"], r"lora.export=adapter: data.kind=benchmark trains nothing"),
     ],
@@ -80,7 +80,7 @@ def test_large_models_ask_for_text_and_a_tokenizer_and_small_ones_do_not(tmp_pat
 
     text, tokenizer = ["data=text", f"data.path={tmp_path}"], f"data.tokenizer={tmp_path}"
     assert missing("qwen3_30b_a3b").startswith(
-        "data.kind=stdlib: the demonstration corpus, 10 MB of Python, is nothing"
+        "data.kind=stdlib: the demonstration corpus, 10 MB of Python, is too small"
     )
     assert "for a model of 30.5 B parameters" in missing("qwen3_30b_a3b", tokenizer)
     assert missing("qwen3_30b_a3b", *text).startswith("data.tokenizer=byte: bytes are 258 of 151,936 ids, too few")

@@ -51,7 +51,7 @@ def test_the_three_formats_say_the_same(tmp_path: Path) -> None:
     assert read(own) == read(sharegpt, format="sharegpt") == read(alpaca, format="alpaca") == [[system, *ASKED]]
     twice = [{"from": "system", "value": "Be long."}, *turns]
     twice = write(tmp_path / "twice.jsonl", {"conversations": twice, "system": "Be brief."})
-    with pytest.raises(DataError, match=r"twice.jsonl:1: a system prompt in 'system' and another one"):
+    with pytest.raises(DataError, match=r"twice.jsonl:1: there is a system prompt in 'system' and another one"):
         read(twice, format="sharegpt")
     more = write(tmp_path / "more.jsonl", {"instruction": "Add.", "input": "2+2", "output": "4"})
     assert read(more, format="alpaca")[0][0]["content"] == "Add.\n\n2+2"
@@ -86,18 +86,18 @@ def test_calls_of_sharegpt_are_tool_calls(tmp_path: Path) -> None:
 
 BAD = {
     '{"messages": [': r"a\.jsonl:2: not valid JSON",
-    '{"text": "x"}': r"a\.jsonl:2: no key 'messages'; there is text .*data\.chat\.keys=\{messages: NAME\}",
+    '{"text": "x"}': r"a\.jsonl:2: no key 'messages'; it has text .*data\.chat\.keys=\{messages: NAME\}",
     '{"messages": []}': r"a\.jsonl:2: 'messages' is an empty list where a list of messages is needed",
     '{"messages": "hello"}': r"a\.jsonl:2: 'messages' is str where",
     '{"messages": ["hello"]}': r"a\.jsonl:2: message 1 is str where an object is needed",
-    '{"messages": [{"role": "user"}]}': r"a\.jsonl:2: message 1: no key 'content'; there is role",
+    '{"messages": [{"role": "user"}]}': r"a\.jsonl:2: message 1: no key 'content'; it has role",
     '{"messages": [{"role": "user", "content": 3}]}': r"a\.jsonl:2: message 1's content is int where text is needed",
     '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}': r"a\.jsonl:2: message 1 has weight: 0\.5, and",
     '{"messages": [{"role": "assistant", "content": "a", "train": "false"}]}': r"message 1 has train: 'false', and an",
     '{"messages": [{"role": "user", "content": []}]}': r"a\.jsonl:2: message 1's content is an empty list",
     '{"messages": [{"role": "user", "content": ["a"]}]}': r"a\.jsonl:2: part 1 of message 1's content is of type 'str'",
     '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]}': (
-        r"a\.jsonl:2: part 2 of message 1's content is of type 'image_url', and text alone is trained"
+        r"a\.jsonl:2: part 2 of message 1's content is of type 'image_url', and only text is trained"
     ),
     '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': r"part 1 of message 1's content is NoneType where",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': r"a\.jsonl:2: half of a surrogate pair \(\\ud800\)",
@@ -275,7 +275,7 @@ def test_what_would_train_nothing_or_leak_is_refused(make: Make) -> None:
     validate(checked, 1)
     for key, value, message in [
         ("on_long", "split", r"half a conversation answers no question.*data=chat"),
-        ("document_mask", False, r"samples that share a row attend to themselves alone.*data\.chat\.pack=false"),
+        ("document_mask", False, r"samples that share a row attend only to themselves.*data\.chat\.pack=false"),
     ]:
         with pytest.raises(ConfigError, match=message):
             validate(replace(checked, data=replace(checked.data, **{key: value})), 1)
@@ -331,5 +331,5 @@ def test_no_token_to_stop_at_is_an_error_for_people(make: Make) -> None:
     folder = Path(config.data.tokenizer or "")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
-    with pytest.raises(ConfigError, match=r"names no eos_token.*Set eos_token in its tokenizer_config\.json"):
+    with pytest.raises(ConfigError, match=r"has no eos_token.*Set eos_token in its tokenizer_config\.json"):
         Loader(config, 0, 1)

@@ -219,7 +219,7 @@ def test_directory_with_no_tokenizer_at_all(tmp_path):
 
 def test_no_end_of_text_token(byte_level_dir, tmp_path):
     shutil.copy(byte_level_dir / "tokenizer.json", tmp_path)
-    with pytest.raises(ConfigError, match=r"end-of-text token, and this tokenizer names none.*Set eos_token"):
+    with pytest.raises(ConfigError, match=r"end-of-text token, and this tokenizer has none.*Set eos_token"):
         load_tokenizer(str(tmp_path))
 
 

@@ -118,7 +118,9 @@ def test_what_changed_of_which_source_is_said(config):
         steps(config, 1, state=state)
     config.data.sources[0].weight = 2.0
     Path(config.data.sources[1].path, "3.txt").write_text("another text of other words")
-    with pytest.raises(DataError, match=r"cannot go on.*: web: content was \w+, is \w+; web: text_bytes was"):
+    with pytest.raises(
+        DataError, match=r"cannot continue from it.*: web: content was \w+, is \w+; web: text_bytes was"
+    ):
         steps(config, 1, state=state)
 
 
@@ -175,9 +177,9 @@ def test_sources_on_a_command_line(tmp_path):
         ([{"path": ".", "name": "x", "kind": "csv"}], "x: kind=csv is not known"),
         ([{"name": "x"}], "x: data.kind=text reads files, and no path is given"),
         ([{"path": "/nowhere/x.txt"}], "x: nothing there: /nowhere/x.txt"),
-        ([{"path": ".", "name": "x", "split": "test"}], "x: split: that is for data sets of the Hub"),
+        ([{"path": ".", "name": "x", "split": "test"}], "x: split: this is for data sets of the Hub"),
         ([{"path": ".", "name": "x", "format": "alpaca"}], "x: format, keys and roles are for conversations"),
-        ([{"path": ".", "name": "x", "kind": "stdlib"}], "x: data.path is set and data.kind=stdlib reads none"),
+        ([{"path": ".", "name": "x", "kind": "stdlib"}], "x: data.path is set and data.kind=stdlib does not read it"),
     ],
 )
 def test_sources_that_cannot_be_mixed(sources, says):
@@ -216,7 +218,7 @@ def test_a_saved_data_set_is_read_by_split(saved):
         list(read_documents(data, find_files(data).values()))
     with pytest.raises(DataError, match=r"data\.split=train\[:5%\] is a part of a split"):
         find_files(DataConfig(kind="hub", path=str(saved), split="train[:5%]"))
-    with pytest.raises(DataError, match=r"no split 'dev'; there are train, test\. Set data\.split"):
+    with pytest.raises(DataError, match=r"no split 'dev'; its splits are train, test\. Set data\.split"):
         find_files(DataConfig(kind="hub", path=str(saved), split="dev"))
 
 

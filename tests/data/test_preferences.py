@@ -68,13 +68,19 @@ def test_what_trl_documents_and_what_people_have_says_the_same(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("record", "rule"),
     [
-        ({"prompt": ASKED, "chosen": GOOD}, "no key 'rejected'; there is chosen, prompt"),
+        ({"prompt": ASKED, "chosen": GOOD}, "no key 'rejected'; it has chosen, prompt"),
         ({"chosen": "4", "rejected": "5"}, "no key 'prompt'"),
-        ({"prompt": ASKED, "chosen": PAIR[0], "rejected": PAIR[1]}, "what follows it begins with no answer"),
+        (
+            {"prompt": ASKED, "chosen": PAIR[0], "rejected": PAIR[1]},
+            "the messages after it do not begin with an answer",
+        ),
         ({"prompt": ASKED, "chosen": [], "rejected": BAD}, r"'chosen' is \[\] where text or messages are needed"),
         ({"prompt": ASKED, "chosen": 4, "rejected": BAD}, "'chosen' is 4 where"),
-        ({"prompt": ASKED, "chosen": GOOD, "rejected": ASKED}, "'rejected' is no answer: .* 'user'"),
-        ({"chosen": PAIR[0], "rejected": messages("3+3?", "6")}, "behind the 0 messages that both share is no answer"),
+        ({"prompt": ASKED, "chosen": GOOD, "rejected": ASKED}, "'rejected' is not an answer: .* 'user'"),
+        (
+            {"chosen": PAIR[0], "rejected": messages("3+3?", "6")},
+            "after the 0 messages that both share is not an answer",
+        ),
         ({"prompt": ASKED, "chosen": GOOD, "rejected": [{"role": "bot"}]}, "rejected: message 1 has the role 'bot'"),
         ({"prompt": "\ud800", "chosen": "4", "rejected": "5"}, "half of a surrogate pair"),
     ],

@@ -103,7 +103,7 @@ def test_every_block_of_the_page_in_one_run_that_equals_one_with_what_is_built_i
         assert record["loss"] == pytest.approx(loss, rel=1e-12)
         assert record["grad_norm"] == pytest.approx(grad_norm, rel=1e-10)
         assert record["unsure"] == pytest.approx(1.0)
-    with pytest.raises(ConfigError, match=r"no reason to import code.*--plugins house"):
+    with pytest.raises(ConfigError, match=r"alone does not make automoe import code.*--plugins house"):
         load_config(from_python[0])  # as `automoe export` does
 
 
@@ -190,7 +190,7 @@ def test_a_family_from_outside_is_read_and_equals_transformers(
 
 @pytest.mark.parametrize(
     ("key", "name", "rule"),
-    [("moe.experts", "loop", "taken by automoe itself"), ("optim.lr", "mine", "nothing can be registered")],
+    [("moe.experts", "loop", "automoe itself uses this name"), ("optim.lr", "mine", "nothing can be registered")],
 )
 def test_names_that_cannot_be_registered(key: str, name: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):

@@ -94,10 +94,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["model.rope.factor=1.5", "model.rope.original_seq_len=32"], r"1.5 \* 32 = 48 .* Set model.rope.factor=4, or"),
         (["model.random_weights=true"], "model.rope.extends=True: .* neither model.upcycle nor model.random_weights"),
         (["model.rope.extends=false", "model.rope={factor: 2}"], r"rope.factor=2: .* model.rope.extends=true"),
-        (["model.rope.scaling=llama3"], "model.rope.scaling=llama3: a checkpoint is extended by YaRN"),
+        (["model.rope.scaling=llama3"], "model.rope.scaling=llama3: only YaRN extends a checkpoint"),
         (["model.rope.original_seq_len=31"], r"original_seq_len=31: .*max_position_embeddings=64. Set .*=64, or"),
         (["model.rope.original_seq_len=65"], "original_seq_len=65: .*max_position_embeddings=64"),
-        (["model.rope.mscale_all_dim=1"], "a qwen3_moe checkpoint can only say 0.0"),
+        (["model.rope.mscale_all_dim=1"], "a qwen3_moe checkpoint can only have 0.0"),
         (
             ["lora.rank=4", "lora.export=adapter"],
             "lora.export=adapter: peft loads an adapter onto .* Set lora.export=merged",
@@ -141,7 +141,7 @@ def test_checkpoints_that_are_scaled_already_wrapped_or_not_there(tmp_path: Path
     with pytest.raises(ConfigError, match=r"model.rope.extends=True: .* are scaled already: yarn, factor="):
         extended(tmp_path / "yarn")
     save_wrapper("qwen3_5_moe", tmp_path / "wrapped")
-    with pytest.raises(ConfigError, match="stand in a wrapper's config.json. Leave it out"):
+    with pytest.raises(ConfigError, match="are set in a wrapper's config.json. Leave it out"):
         extended(tmp_path / "wrapped")
     with pytest.raises(ConfigError, match="model.rope.extends=True: .* Set model.hf_path=DIR"):
         validate(quick_config("config", ["experiment=yarn"]), 4, "cpu")

@@ -208,7 +208,7 @@ def test_existing_directories_are_not_overwritten_unasked(source: Path, tmp_path
     (tmp_path / "thesis" / "chapter1.tex").write_text("...")
     with pytest.raises(CheckpointError, match="exists"):
         automoe.to_hf(model, source)
-    with pytest.raises(CheckpointError, match="no checkpoint directory"):
+    with pytest.raises(CheckpointError, match="not a checkpoint directory"):
         automoe.to_hf(model, tmp_path / "thesis", overwrite=True)
     assert entries(tmp_path / "thesis") == ["chapter1.tex"]
 

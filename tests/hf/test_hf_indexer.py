@@ -33,7 +33,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"index_topk": 0}, "index_topk=0, and a query sees 1 key or more"),
+        ({"index_topk": 0}, "index_topk=0, and a query sees at least 1 key"),
         ({"index_topk": -3}, "index_topk=-3"),
         ({"index_n_heads": 0}, "index_n_heads=0"),
         ({"index_head_dim": 6}, "index_head_dim=6.*needs 8 or more"),
@@ -53,10 +53,10 @@ def test_what_is_refused(source: Path, changes: dict[str, Any], said: str) -> No
 
 def test_a_family_without_indexers_cannot_say_that_there_are_some() -> None:
     config = quick_config(overrides=["model=small_dsv32"]).model
-    with pytest.raises(ConfigError, match=r"index_topk=32.*deepseek_v3 checkpoint can only say 0"):
+    with pytest.raises(ConfigError, match=r"index_topk=32.*deepseek_v3 checkpoint can only have 0"):
         family_of(replace(config, family="deepseek_v3")).write_config(replace(config, family="deepseek_v3"))
     shared = replace(config, attention=replace(config.attention, index_shared_layers=[1]))
-    with pytest.raises(ConfigError, match=r"index_shared_layers=\[1\].*deepseek_v32 checkpoint can only say"):
+    with pytest.raises(ConfigError, match=r"index_shared_layers=\[1\].*deepseek_v32 checkpoint can only have"):
         family_of(shared).write_config(shared)
 
 

@@ -155,7 +155,7 @@ def test_layers_of_another_count(single: Path) -> None:
 def test_wrong_shape(single: Path) -> None:
     config = replace(model_config_from_hf(single), moe_intermediate_size=24)
     message = refused(single, config)
-    assert "96 tensors have another shape" in message  # 4 layers, 8 experts, 3 projections
+    assert "96 tensors differ from the model's in shape" in message  # 4 layers, 8 experts, 3 projections
     assert "is [16, 32], not [24, 32]" in message
 
 
@@ -202,14 +202,14 @@ def test_a_tied_head_with_numbers_of_its_own_stays_apart_as_in_transformers(chan
 
     edit(tmp_path / "in", add)
     assert not model_config_from_hf(tmp_path / "in").tie_embeddings
-    with pytest.warns(UserWarning, match="tie_word_embeddings=true.*lm_head.weight.*stay apart, as in transformers"):
+    with pytest.warns(UserWarning, match="tie_word_embeddings=true.*lm_head.weight.*stay separate, as in transformers"):
         model = from_hf(tmp_path / "in")
     tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(0))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32).eval()
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
     written = convert_hf(tmp_path / "in", tmp_path / "out")
-    assert any("stay apart" in note for note in written.notes)
+    assert any("stay separate" in note for note in written.notes)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
@@ -222,7 +222,7 @@ def test_a_class_that_ties_a_head_with_numbers_of_its_own_says_to_untie_it(
     """The head was taken for a copy where the class calls its embedding otherwise than most."""
     save_class(model_type, tmp_path, tie_word_embeddings=True)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[f"{embedding}.weight"] + 1}))
-    with pytest.raises(CheckpointError, match="Set tie_word_embeddings to false there: transformers, too") as caught:
+    with pytest.raises(CheckpointError, match="Set tie_word_embeddings to false there: transformers also") as caught:
         check_catalog(tmp_path, model_config_from_hf(tmp_path))
     assert "1 are not the model's: lm_head.weight" in str(caught.value)
     stated = json.loads((tmp_path / "config.json").read_text())
@@ -241,7 +241,7 @@ def test_of_a_tensor_in_two_files_the_one_that_the_index_names_counts(sharded: P
     assert catalog.sources[name].file == home
     del index[name]
     (sharded / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
-    assert "which one counts is not said" in refused(sharded)
+    assert "nothing says which one counts" in refused(sharded)
 
 
 @pytest.mark.parametrize("name", ["dsv3", "glm4_moe"])

@@ -137,7 +137,7 @@ def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) ->
             QWEN3_NEXT_80B | {"layer_types": ["linear_attention", "full_attention"] * 23 + ["full_attention"] * 2},
             ["layer_types[46]=full_attention", "every 2 layers", "linear_attention"],
         ),
-        ([1, 2], ["it is no JSON object"]),
+        ([1, 2], ["it is not a JSON object"]),
         (DSV3 | {"num_hidden_layers": "61"}, ["DeepseekV3Config of transformers", "'num_hidden_layers'", "'61'"]),
         (DSV3 | {"n_routed_experts": None}, ["of transformers refuses", "'n_routed_experts'"]),
         (DSV3 | {"norm_topk_prob": 1}, ["of transformers refuses", "'norm_topk_prob'"]),
@@ -174,7 +174,7 @@ def test_config_missing_or_not_json(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         model_config_from_hf(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match=r"model\.safetensors: this is no folder"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors: there is no such folder"):
         model_config_from_hf(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ConfigError, match="git lfs pull"):
@@ -215,7 +215,7 @@ def test_parts_that_a_family_does_not_have_are_not_written(family: str, key: str
     config = preset(f"small_{family}")
     group, _, name = key.rpartition(".")
     setattr(getattr(config, group) if group else config, name, value)
-    with pytest.raises(ConfigError, match=rf"model\.{key}={value}.*{config.family} checkpoint can only say"):
+    with pytest.raises(ConfigError, match=rf"model\.{key}={value}.*{config.family} checkpoint can only have"):
         family_of(config).write_config(config)
 
 
@@ -304,7 +304,9 @@ def test_a_shared_expert_of_any_width(tmp_path: Path) -> None:
     assert family_of(odd).write_config(odd)["shared_expert_intermediate_size"] == 20000
     even = model_config_from_hf(write(tmp_path, QWEN2_57B))
     assert (even.num_shared_experts, even.shared_intermediate_size, even.shared_width) == (8, 0, 20480)
-    with pytest.raises(ConfigError, match=r"model\.shared_intermediate_size=64.*deepseek_v3 checkpoint can only say 0"):
+    with pytest.raises(
+        ConfigError, match=r"model\.shared_intermediate_size=64.*deepseek_v3 checkpoint can only have 0"
+    ):
         family_of(preset("small_dsv3")).write_config(replace(preset("small_dsv3"), shared_intermediate_size=64))
 
 

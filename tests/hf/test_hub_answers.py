@@ -65,7 +65,7 @@ ANSWERS: dict[str, tuple[Fault, str]] = {
         answer(200, Content_Length="5000", ETag='"a"', X_Repo_Commit="COMMIT"),
         "(received 2 bytes|disconnected).*Start again",
     ),
-    "nowhere": (answer(302, Location="http://127.0.0.1:9/"), "Start again; where the Hub cannot be reached"),
+    "nowhere": (answer(302, Location="http://127.0.0.1:9/"), "Start again; if the Hub cannot be reached"),
     "loop": (answer(302, Location="/lab/tiny/resolve/loop"), "redirects.*Open .* in a browser"),
     "silence": (silence, "(timed out|time-?out).*Start again"),
 }
@@ -184,9 +184,9 @@ def test_a_certificate_that_is_not_the_hubs_is_said_and_the_remedy_helps(
         monkeypatch.setattr(datasets.config, name, value)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # of tries that change nothing
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"{NAME}.*CERTIFICATE_VERIFY_FAILED.*Let SSL_CERT_FILE name"):
+    with pytest.raises(ConfigError, match=f"{NAME}.*CERTIFICATE_VERIFY_FAILED.*Set SSL_CERT_FILE to"):
         pinned(KEY, NAME)
-    with pytest.raises(DataError, match=f"{NAME}.*CERTIFICATE_VERIFY_FAILED.*Let SSL_CERT_FILE name"):
+    with pytest.raises(DataError, match=f"{NAME}.*CERTIFICATE_VERIFY_FAILED.*Set SSL_CERT_FILE to"):
         hub_files(DataConfig(kind="hub", path=NAME))
     assert not list((tmp_path / "cache").rglob("*.json"))
     close_session()

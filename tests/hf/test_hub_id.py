@@ -140,7 +140,7 @@ def test_a_commit_of_which_another_program_cached_a_part_is_completed(
     shutil.copy(folders[0] / "config.json", part)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert pinned(KEY, spec) == spec and not (part / "tokenizer.json").exists()
-    assert "is used as it is: the Hub cannot be asked" in capsys.readouterr().err
+    assert "is used as it is: the Hub did not say" in capsys.readouterr().err
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     assert pinned(KEY, spec) == spec and (part / "tokenizer.json").is_file()
     assert (part / "generation_config.json").is_file()
@@ -170,7 +170,7 @@ def test_what_a_cache_holds_in_place_of_files_is_named_at_once(
     place = tmp_path / "cache" / "models--lab--tiny"
     (place / "refs").mkdir(parents=True)
     os.mkfifo(place / "refs" / "main")
-    with pytest.raises(ConfigError, match=r"refs/main is a FIFO and no file"):
+    with pytest.raises(ConfigError, match=r"refs/main is a FIFO, not a file"):
         pinned(KEY, f"{NAME}@main")
     folder = place / "snapshots" / hub.main
     shutil.copytree(folders[0], folder)
@@ -231,7 +231,7 @@ def test_a_list_in_the_cache_deletes_no_file_elsewhere(outside: str, hub: Hub, t
     whole = json.loads(listing.read_text())
     listing.write_text(json.dumps(whole | {"files": whole["files"] | {name: {"size": 1, "blob_id": "x"}}}))
     _tree_cache._IN_MEMORY_TREE_CACHE.clear()
-    with pytest.raises(ConfigError, match="the Hub lists other sizes of"):
+    with pytest.raises(ConfigError, match="the Hub lists other sizes for"):
         pinned(KEY, f"{NAME}@main")
     assert precious.read_text() == "mine"
     assert pinned(KEY, f"{NAME}@main") == f"{NAME}@{hub.main}"  # the list was what was wrong

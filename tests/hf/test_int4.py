@@ -200,7 +200,7 @@ def test_eight_numbers_of_a_word_count_as_eight(tmp_path: Path) -> None:
 
 def test_int4_of_other_families_and_sizes_is_refused(tmp_path: Path) -> None:
     for name, sizes, says in (
-        ("qwen3_moe", {}, "model.family=qwen3_moe: INT4 is written as deepseek_v3 is published"),
+        ("qwen3_moe", {}, "model.family=qwen3_moe: INT4 is written in the format of published deepseek_v3 files"),
         ("dsv3", {"moe_intermediate_size": 24}, "model.moe_intermediate_size=24: INT4 has .* 24 % 32 = 24"),
     ):
         save_small_hf(name, tmp_path / name, other_sizes={"hidden_size": 64} | sizes)
@@ -274,7 +274,7 @@ def test_wrong_shapes_are_refused_by_name(int4: tuple[Path, dict[str, torch.Tens
     old = load_file(folder / "model.safetensors")
     for changed, says in (
         ({f"{key}_shape": torch.tensor([64, 95])}, f"{key}_shape says [64, 95], and {key}_packed holds [64, 96]"),
-        ({f"{key}_scale": torch.ones(64, 2)}, "has scales [64, 3]"),
+        ({f"{key}_scale": torch.ones(64, 2)}, "needs scales [64, 3]"),
         ({f"{key}_packed": old[f"{key}_packed"][:, :8].contiguous(), f"{key}_shape": None}, f"{key} is [64, 64], not"),
         ({f"{key}_packed": old[f"{key}_packed"].long()}, "with scales [64, 3]"),
         ({f"{key}_scale": None}, f"1 tensors are missing: {key}; 2 are not the model's: {key}_packed, {key}_shape"),

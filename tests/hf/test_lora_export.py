@@ -136,7 +136,7 @@ def test_an_adapter_that_peft_loads_otherwise_is_no_adapter(tmp_path: Path) -> N
     assert verify_peft(tmp_path / "out", config, LORA, ours)["experts"] == 6
     shared = next(key for key in good if "shared_experts.up_proj.lora_B" in key)
     for change, said in (
-        ({shared: good[shared] + 1}, r"other numbers to model\.layers\.\d\.mlp\.shared_experts\.up_proj"),
+        ({shared: good[shared] + 1}, r"different numbers to model\.layers\.\d\.mlp\.shared_experts\.up_proj"),
         ({shared: None}, "peft says"),
     ):
         folder = tmp_path / "bad"
@@ -181,7 +181,7 @@ def test_a_run_that_left_an_adapter_alone_is_merged_with_its_own_base(tmp_path: 
         save_config(replace(config, **changed), run_dir)
         assert export() == 2
         said = capsys.readouterr().err
-        assert "adapter_model.safetensors belongs to crc32:" in said and "Name what it was trained with" in said
+        assert "adapter_model.safetensors belongs to crc32:" in said and "Use what it was trained with" in said
     save_config(config, run_dir)
     whole = (run_dir / "adapter" / WEIGHTS_FILE).read_bytes()
     (run_dir / "adapter" / WEIGHTS_FILE).write_bytes(whole[:-8])
@@ -204,7 +204,7 @@ def test_a_run_that_left_an_adapter_alone_is_merged_with_its_own_base(tmp_path: 
     (run_dir / "adapter" / WEIGHTS_FILE).unlink()
     os.mkfifo(run_dir / "adapter" / WEIGHTS_FILE)
     with ends_within(60):
-        assert export() == 2 and "is a FIFO and no file" in capsys.readouterr().err
+        assert export() == 2 and "is a FIFO, not a file" in capsys.readouterr().err
     (run_dir / "adapter" / WEIGHTS_FILE).unlink()
     (run_dir / "adapter" / WEIGHTS_FILE).write_bytes(whole)
     assert export("--ema") == 2 and not (tmp_path / "merged").exists()

@@ -197,7 +197,7 @@ def test_every_mesh_writes_the_same_bytes(mesh: MeshConfig, source: Path, tmp_pa
 @pytest.mark.parametrize(
     ("name", "sizes", "says"),
     [
-        ("qwen3_moe", {}, "model.family=qwen3_moe: MXFP4 is written as gpt_oss is published"),
+        ("qwen3_moe", {}, "model.family=qwen3_moe: MXFP4 is written in the format of published gpt_oss files"),
         ("gpt_oss", {"hidden_size": 80}, "model.hidden_size=80: MXFP4 has one scale per 32 .* 80 % 32 = 16"),
         ("gpt_oss", {"intermediate_size": 72}, "model.moe_intermediate_size=72: MXFP4 has .* 72 % 32 = 8"),
     ],

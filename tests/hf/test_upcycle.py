@@ -138,7 +138,7 @@ def test_rounding_that_was_asked_for_is_named_as_the_reason(tmp_path: Path, caps
 def test_a_mixture_is_not_upcycled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_small_hf("qwen3_moe", tmp_path / "in")
     assert upcycle.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--experts", "8", "--top-k", "2"]) == 2
-    assert "Dense families that have: llama (to mixtral), qwen3 (to qwen3_moe)" in capsys.readouterr().err
+    assert "Dense families that have one: llama (to mixtral), qwen3 (to qwen3_moe)" in capsys.readouterr().err
 
 
 def test_what_is_upcycled_while_loading_is_written_with_the_dense_dtypes(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_the_recipes_target_is_looked_at_first(tmp_path: Path) -> None:
     check(config, 1, "cpu")
     (tmp_path / "run" / "hf").mkdir(parents=True)
     (tmp_path / "run" / "hf" / "thesis.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="run/hf is no checkpoint directory"):
+    with pytest.raises(CheckpointError, match="run/hf is not a checkpoint directory"):
         check(config, 1, "cpu")
 
 

@@ -245,7 +245,9 @@ def test_an_adapter_has_the_names_of_the_wrappers_class(kind: str, saved: dict[s
     """peft applies it to the text model alone: vision has layers of the same last names."""
     lora = LoraConfig(rank=4, alpha=6.0)
     model = trained(saved[kind], lora, seed=5)
-    with pytest.raises(ConfigError, match="no such adapter of a checkpoint with vision or audio. Use fused"):
+    with pytest.raises(
+        ConfigError, match="cannot load such an adapter of a checkpoint with vision or audio. Use fused"
+    ):
         to_peft(model, tmp_path / "none", lora, layout="published")
     assert "of attention" in to_peft(model, tmp_path / "out", lora)
     assert all("language_model.layers." in key for key in load_file(tmp_path / "out" / WEIGHTS_FILE))

@@ -56,7 +56,7 @@ def test_rank_0_composes_and_every_rank_runs_the_same(command: Command) -> None:
             ("mesh=fsdp", "mesh.dp_shard=4"),
             "torchrun started WORLD_SIZE=2 ranks, and the mesh holds pp*dp_replicate*dp_shard*cp*tp = 1*1*4*1*1 = 4",
         ),
-        pytest.param(("-m", "mesh.ep=1,2"), "a sweep starts ranks of its own for every job, and torchrun has already"),
+        pytest.param(("-m", "mesh.ep=1,2"), "a sweep starts its own ranks for every job, and torchrun has already"),
         pytest.param(("launch.max_restarts=1",), "torchrun started the ranks, so only it can start them again"),
     ],
     ids=["wrong world size", "multirun", "restarts"],
@@ -148,15 +148,15 @@ def test_tasks_of_a_node_are_those_of_its_own_and_not_of_the_first() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (AGENT | {"RANK": "one"}, "RANK='one' is no number"),
+        (AGENT | {"RANK": "one"}, "RANK='one' is not a number"),
         (AGENT | {"RANK": "4"}, "torchrun rank 4 of 4"),
         (AGENT | {"LOCAL_RANK": "2"}, "2 of 2 on this node"),
         (AGENT | {"MASTER_PORT": "65536"}, "port 65536"),
-        (SRUN | {"SLURM_LOCALID": "0"}, "SLURM_PROCID='' is no number"),
+        (SRUN | {"SLURM_LOCALID": "0"}, "SLURM_PROCID='' is not a number"),
         (SRUN | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}, "srun rank 2 of 2"),
         (SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}, "0 of 4 on this node"),
         (SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": ""}, "names no host"),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS='two' is no number"),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS='two' is not a number"),
     ],
 )
 def test_numbers_of_no_launch_are_refused(wrong: dict[str, str], says: str) -> None:

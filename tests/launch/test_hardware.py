@@ -150,7 +150,7 @@ LAUNCHING_TRITON = pytest.mark.parametrize(
 def test_cores_next_to_a_gpu_want_a_gpu() -> None:
     config = Config(launch=LaunchConfig(numa=True))
     hardware.check_backends(config, resolve_mesh(MeshConfig(), 1), "cuda")
-    with pytest.raises(BackendError, match="launch.numa=true .* on cpu. Set it false"):
+    with pytest.raises(BackendError, match="launch.numa=true .* on cpu. Set it to false"):
         hardware.check_backends(config, resolve_mesh(MeshConfig(), 1), "cpu")
 
 
@@ -218,7 +218,7 @@ def test_compilation_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CXX", "my-c++ -O1")
     assert "on cpu compiles with my-c++" in refusal("cpu")
     monkeypatch.setenv("CXX", "g++ 'x")
-    assert "CXX=g++ 'x is no command (No closing quotation)" in refusal("cpu")
+    assert "CXX=g++ 'x is not a command (No closing quotation)" in refusal("cpu")
     monkeypatch.setenv("CXX", "my-c++ -O1")
     (tmp_path / "my-c++").touch(mode=0o755)
     hardware.check_backends(COMPILED, one_rank, "cpu")

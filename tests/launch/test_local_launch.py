@@ -68,12 +68,12 @@ def test_a_rank_killed_by_a_signal_is_named_although_its_peers_complain_first(co
 @pytest.mark.faults
 def test_a_run_without_a_result_is_not_done(command: Command) -> None:
     code, _, err = command.run("recipe_falls_back", *TWO_RANKS, "train.steps=1")
-    assert code == 1 and "recipe_falls_back ended with nan, which is no result" in err
+    assert code == 1 and "recipe_falls_back ended with nan, which is not a result" in err
     assert read_status(command.run_dir)["state"] == "failed"
     code, _, err = command.run("recipe_falls_back", *TWO_RANKS, "train.steps=2")
     assert code == 0, err
     status = read_status(command.run_dir)
-    assert (status["state"], status["objective"], status["fell_back"]) == ("done", 2.0, ["gone back to step 2"])
+    assert (status["state"], status["objective"], status["fell_back"]) == ("done", 2.0, ["went back to step 2"])
 
 
 @pytest.mark.faults

@@ -51,7 +51,7 @@ def test_a_folder_in_the_place_of_the_export_is_refused_before_training(tmp_path
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine.txt").touch()
     words = [f"run_dir={tmp_path}", "launch.device=cpu"]
-    with pytest.raises(CheckpointError, match="hf is no checkpoint directory"):
+    with pytest.raises(CheckpointError, match="hf is not a checkpoint directory"):
         check_here(compose(Arguments(overrides=words)))
     check_here(compose(Arguments(overrides=[*words, "checkpoint.export_hf=false"])))
     words[0] = f"run_dir='{tmp_path}/a\udcff'"

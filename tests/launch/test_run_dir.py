@@ -194,7 +194,9 @@ def test_what_a_run_may_go_on_with_is_said(tmp_path: Path, state: runs.State, sa
     left_by(tmp_path, state, saved)
     longer = Config(train=TrainConfig(steps=300), data=DataConfig(path="moved"))
     if state == "done" and not saved:  # its results would be replaced
-        with pytest.raises(ConfigError, match="holds a finished run, no checkpoint of it: train.steps was 200, is 300"):
+        with pytest.raises(
+            ConfigError, match="holds a finished run and no checkpoint of it: train.steps was 200, is 300"
+        ):
             runs.check_same_run(tmp_path, longer)
         return
     (note,) = runs.check_same_run(tmp_path, longer)
@@ -229,7 +231,7 @@ def test_a_run_whose_configuration_cannot_be_read_is_not_overwritten(tmp_path: P
     left_by(tmp_path, "done", saved=True)
     path = tmp_path / "config.yaml"
     path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(ConfigError, match="cannot be read from config.yaml"):
+    with pytest.raises(ConfigError, match="config.yaml does not say whether it is this one"):
         runs.check_same_run(tmp_path, Config())
 
 

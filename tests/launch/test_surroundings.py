@@ -83,4 +83,4 @@ def test_a_working_directory_that_is_gone(module: str, tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-P", "-c", script], cwd=gone, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "error: the working directory is gone. Change to one that is there" in done.stderr
+    assert "error: the working directory is gone. Change to one that exists" in done.stderr

@@ -216,9 +216,9 @@ def test_jobs_side_by_side_are_those_of_joblib() -> None:
         with pytest.raises(ConfigError, match=r"^sweep.parallel.*side by side: one number, 1 or more"):
             side_by_side([f"sweep.parallel={value}"])
     for launcher in ("hydra/launcher=submitit_slurm", "hydra.launcher.n_jobs=4"):
-        with pytest.raises(ConfigError, match=f"{launcher} chooses or sets a launcher too"):
+        with pytest.raises(ConfigError, match=f"{launcher} also chooses or sets a launcher"):
             side_by_side(["sweep.parallel=2", launcher])
-    with pytest.raises(ConfigError, match="a sweep's.*Add -m"):
+    with pytest.raises(ConfigError, match="only a sweep runs jobs side by side.*Add -m"):
         check_overrides(["sweep.parallel=2"])
     with pytest.raises(ConfigError, match="the same GPUs"):
         check_alone("cuda", 2)

@@ -172,7 +172,7 @@ def test_what_cannot_be_adapted_is_refused(saved: dict[str, Path]) -> None:
         check_rows(config, adapter_rows(config))
     for model_type in ("jetmoe", "dbrx", "nemotron_h"):
         config = lora_config(saved[model_type])
-        with pytest.raises(ConfigError, match=r"lora\.targets.* has .*; adapters are for stacks gate_up_proj"):
+        with pytest.raises(ConfigError, match=r"lora\.targets.* has .*; adapters are only for stacks gate_up_proj"):
             check_rows(config, adapter_rows(config))
         if model_type != "dbrx":  # its one matrix of queries, keys and values is in no group
             some = replace(config, lora=replace(LORA, targets=["attention"]))

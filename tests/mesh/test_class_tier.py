@@ -247,17 +247,17 @@ def test_the_plan_says_which_class_it_cannot_count(tmp_path: Path) -> None:
     config = run_config(tmp_path, MeshConfig(dp_shard=1))
     shape = validate(config, None)
     [said] = not_modelled(config, shape, plan_batch(config, shape))
-    assert "counted as native layers this wide, for its code needs numbers" in said
+    assert "counted as native layers this wide, because its code needs numbers" in said
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (lambda x: x[x > 0], "for its code needs numbers"),
-        (lambda x: torch.repeat_interleave(x, x.long().flatten()), "for its code needs numbers"),
-        (lambda x: x.bogus, "for its code failed without numbers: AttributeError("),
-        (lambda x: x.view(-1, 7), "for its code failed without numbers: RuntimeError("),
-        (lambda x: {}["width"], "for its code failed without numbers: KeyError('width')"),
+        (lambda x: x[x > 0], "because its code needs numbers"),
+        (lambda x: torch.repeat_interleave(x, x.long().flatten()), "because its code needs numbers"),
+        (lambda x: x.bogus, "because its code failed without numbers: AttributeError("),
+        (lambda x: x.view(-1, 7), "because its code failed without numbers: RuntimeError("),
+        (lambda x: {}["width"], "because its code failed without numbers: KeyError('width')"),
     ],
 )
 def test_the_plan_tells_a_class_that_needs_numbers_from_one_that_fails(
@@ -290,7 +290,7 @@ def test_experts_of_another_kind_run_by_the_code_of_transformers(saved: dict[str
     config = tier_config(saved["nemotron_h"])  # one matrix and relu squared
     made = TransformersModel(config, MoEConfig(experts="grouped_mm"))
     assert made.experts_by == "experts by transformers' own grouped_mm"
-    with pytest.raises(ConfigError, match="NemotronHExperts is no SwiGLU of two stacks"):
+    with pytest.raises(ConfigError, match="NemotronHExperts is not SwiGLU of two stacks"):
         TransformersModel(config, MoEConfig(experts="triton"))
     with default_dtype(torch.float64), pytest.raises(ConfigError, match="has no float64"):
         TransformersModel(config, MoEConfig(experts="grouped_mm"))
@@ -343,8 +343,12 @@ def test_what_only_native_families_have_is_refused_before_ranks_start(
         ("flex_olmo", {"attention_dropout": 0.1}, "attention_dropout=0.1 draws random numbers"),
         ("granitemoe", {"attention_dropout": 1}, "attention_dropout=1 draws random numbers"),
         ("dbrx", {"attn_config": {"kv_n_heads": 2, "attn_pdrop": 0.1}}, "attn_pdrop=0.1 draws random numbers"),
-        ("flex_olmo", {"num_experts_per_tok": 9}, "a token has 9 experts of 8"),
-        ("flex_olmo", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, and no model has more than 10000"),
+        ("flex_olmo", {"num_experts_per_tok": 9}, "a token chooses 9 experts of 8"),
+        (
+            "flex_olmo",
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers=1000000000, and a model has at least 1 and at most 10000",
+        ),
         ("gemma4_text", {"final_logit_softcapping": 3.0}, "no multiple of hidden states times the head"),
     ],
 )

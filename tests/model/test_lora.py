@@ -109,9 +109,9 @@ def test_frozen_experts_get_no_gradient() -> None:
         (config_with(rank=4, train=dict(compile=True)), "train.compile=false"),
         (config_with(train=dict(freeze=["*.routr.*"])), "'*.routr.*' matches no parameter"),
         (config_with(train=dict(freeze=["*"])), "nothing to train"),
-        (config_with(train=dict(trainable=["*norm*"])), "exceptions from what is frozen"),
+        (config_with(train=dict(trainable=["*norm*"])), "exceptions to what is frozen"),
         (replace(config_with(rank=3), moe=MoEConfig()), "3 % 4 = 3.*lora.rank=4"),
-        (replace(config_with(rank=4), moe=MoEConfig(experts="triton")), "triton multiplies by no adapters"),
+        (replace(config_with(rank=4), moe=MoEConfig(experts="triton")), "triton does not multiply by adapters"),
         (config_with(rank=4, export="adapter"), "random weights"),
         (
             replace(config_with(train=dict(freeze=["*.experts.*"])), parallel=ParallelConfig(expert_wgrad="fused")),

@@ -190,7 +190,7 @@ def test_a_load_record_cut_at_the_end_of_a_line_is_said(tmp_path, capsys, kept):
     lines = (tmp_path / LOAD_FILE).read_bytes().splitlines(keepends=True)
     (tmp_path / LOAD_FILE).write_bytes(b"".join(lines[:kept]))
     MetricsLog(tmp_path, resume_step=last - 1).close()
-    assert f"{LOAD_FILE}: it ends after step {2 * kept - 2} and went to" in capsys.readouterr().err
+    assert f"{LOAD_FILE}: it ends after step {2 * kept - 2} but had reached step" in capsys.readouterr().err
 
 
 def test_load_summary_against_hand_computed_numbers():
@@ -249,20 +249,36 @@ def at(place: int, new: bytes | None = None, old: bytes = b"", rest: bytes = b""
 @pytest.mark.parametrize(
     "edit, lost, says",
     [
-        (at(2, old=b'"loss": 3', rest=b'"loss": 7'), {3}, "damaged lines: 3; no record of steps: 3; the file as it"),
-        (at(2, old=b'"step": 3', rest=b'"step": 6'), {3}, "damaged lines: 3; no record of steps: 3; the file as it"),
-        (at(2, old=b"loss", rest=b"lo\xffs"), {3}, "damaged lines: 3; no record of steps: 3; the file as it"),
-        (at(2, old=b"loss", rest=b"lo\nss"), {3}, "damaged lines: 3-4; no record of steps: 3; the file as it"),
-        (at(2, old=b"\n", rest=b" "), {3, 4}, "damaged lines: 3; no record of steps: 3-4; the file as it"),
-        (at(2, ZEROS), {3, 4}, "damaged lines: 3; no record of steps: 3-4; the file as it"),
-        (at(2, b"[3]\n"), {3}, "damaged lines: 3; no record of steps: 3; the file as it"),
-        (at(2, b'{"step": "3"}\n'), {3}, "damaged lines: 3; no record of steps: 3; the file as it"),
+        (
+            at(2, old=b'"loss": 3', rest=b'"loss": 7'),
+            {3},
+            "damaged lines: 3; no record of steps: 3; the original file is kept",
+        ),
+        (
+            at(2, old=b'"step": 3', rest=b'"step": 6'),
+            {3},
+            "damaged lines: 3; no record of steps: 3; the original file is kept",
+        ),
+        (
+            at(2, old=b"loss", rest=b"lo\xffs"),
+            {3},
+            "damaged lines: 3; no record of steps: 3; the original file is kept",
+        ),
+        (
+            at(2, old=b"loss", rest=b"lo\nss"),
+            {3},
+            "damaged lines: 3-4; no record of steps: 3; the original file is kept",
+        ),
+        (at(2, old=b"\n", rest=b" "), {3, 4}, "damaged lines: 3; no record of steps: 3-4; the original file is kept"),
+        (at(2, ZEROS), {3, 4}, "damaged lines: 3; no record of steps: 3-4; the original file is kept"),
+        (at(2, b"[3]\n"), {3}, "damaged lines: 3; no record of steps: 3; the original file is kept"),
+        (at(2, b'{"step": "3"}\n'), {3}, "damaged lines: 3; no record of steps: 3; the original file is kept"),
         (at(2, b""), {3}, "no record of steps: 3"),
-        (at(0, b"{}\n"), {1}, "damaged lines: 1; no record of steps: 1; the file as it"),
+        (at(0, b"{}\n"), {1}, "damaged lines: 1; no record of steps: 1; the original file is kept"),
         (at(5, b"\n"), {6}, "damaged lines: 6; no record of steps: 6"),  # the last one that stays
         (lambda lines: lines.clear(), set(range(1, 7)), "no record of steps: 1-6"),
         (lambda lines: lines.__delitem__(slice(4, None)), {5, 6}, "no record of steps: 5-6"),
-        (lambda lines: lines.insert(3, lines[2]), set(), "the file as it was is kept as metrics.damaged.1.jsonl"),
+        (lambda lines: lines.insert(3, lines[2]), set(), "the original file is kept as metrics.damaged.1.jsonl"),
         (lambda lines: lines.append(ZEROS), set(), ""),  # past the step: run again
         (at(7, b'{"step": 8, "lo'), set(), ""),
         (at(6, b"\xff\n"), set(), ""),

@@ -56,7 +56,7 @@ def test_html_replaces_a_page_and_no_other_file(tmp_path: Path, capsys: pytest.C
     mesh = ["mesh.pp=1", "mesh.ep=4"]
     assert main([f"html={path}", *mesh]) == 2
     said = capsys.readouterr()
-    assert "no page of a plan" in said.err and not said.out and path.read_text() == "<p>a letter</p>"
+    assert "not a page of a plan" in said.err and not said.out and path.read_text() == "<p>a letter</p>"
     path.unlink()
     for twice in range(2):
         assert main([f"html={path}", "--json", *mesh]) == 0, twice

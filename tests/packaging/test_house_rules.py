@@ -8,6 +8,7 @@ import sys
 import tokenize
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -65,10 +66,15 @@ def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
         waiting += [child for child in ast.iter_child_nodes(node) if child not in skipped]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> set[str]:
     """Dotted names that a file imports, in functions too; of ``from a import b`` both ``a`` and ``a.b``."""
     names: set[str] = set()
-    for node in run_time_nodes(ast.parse(path.read_text())):
+    for node in run_time_nodes(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -250,7 +256,7 @@ def private_uses(tree: ast.AST, own: set[str]) -> list[str]:
 
 
 def test_private_parts_of_torch_are_named_in_their_two_files_alone() -> None:
-    trees = {name: ast.parse(path.read_text()) for name, path in MODULES.items() if name not in PRIVATE_TO_TORCH}
+    trees = {name: tree_of(path) for name, path in MODULES.items() if name not in PRIVATE_TO_TORCH}
     # Of transformers: classes of models declare them, and nothing public tells them.
     own = own_names(list(trees.values())) | {"_keep_in_fp32_modules_strict", "_no_split_modules", "_init_weights"}
     own |= {
@@ -262,7 +268,7 @@ def test_private_parts_of_torch_are_named_in_their_two_files_alone() -> None:
     found = [f"{name}: {use}" for name, tree in trees.items() for use in private_uses(tree, own)]
     assert not found, "\n".join(found)
     for name in PRIVATE_TO_TORCH:
-        assert private_uses(ast.parse(MODULES[name].read_text()), set()), f"{name} names none and can go"
+        assert private_uses(tree_of(MODULES[name]), set()), f"{name} names none and can go"
         assert OWN[name] == set()
 
 
@@ -289,7 +295,7 @@ def test_a_private_part_of_torch_elsewhere_is_found(code: str, use: str) -> None
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """Name and lines of each function, without signature and docstring."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             documented = ast.get_docstring(node) is not None and len(node.body) > 1
@@ -338,7 +344,7 @@ def test_code_is_not_packed() -> None:
     nested = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.IfExp) and sum(isinstance(inner, ast.IfExp) for inner in ast.walk(node)) > 1
     ]
     assert not nested
@@ -377,7 +383,7 @@ def third_party_imports(folder: str) -> set[str]:
     own = {path.stem for path in (ROOT / folder).rglob("*.py")} | {"automoe", "recipes", "tests", "benchmarks"}
     modules: set[str] = set()
     for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 modules |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

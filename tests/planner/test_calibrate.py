@@ -116,7 +116,7 @@ def test_constants_of_a_cluster_are_in_place_of_those_that_ship(tmp_path: Path, 
 
 def test_constants_that_may_be_given_are_those_that_there_are() -> None:
     assert {*SPEEDS, *DELAYS} == {field.name for field in fields(Constants)}
-    for given, rule in (({"speed": 1.0}, "there are gemm, grouped"), ({"gemm": 0.0}, "gemm, grouped, attention")):
+    for given, rule in (({"speed": 1.0}, "its keys are gemm, grouped"), ({"gemm": 0.0}, "gemm, grouped, attention")):
         config = Config(cluster=ClusterConfig(constants=given))
         with pytest.raises(ConfigError, match=rule):
             check_rows(config, number_rows(config))
@@ -126,7 +126,7 @@ def test_another_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "measured_cpu.yaml").write_text("mine")
     assert plan.main(["calibrate=true", f"out={tmp_path}"]) == 2
-    assert "measured_cpu.yaml is there" in capsys.readouterr().err
+    assert "measured_cpu.yaml exists" in capsys.readouterr().err
     assert plan.main(["calibrate=true", "world=4"]) == 2 and CPU_RANKS >= 2
 
 

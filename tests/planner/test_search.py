@@ -169,7 +169,7 @@ def test_a_schedule_that_this_torch_refuses_is_found_with_a_note(
     [
         (["search=true"], "Add world=1024"),
         (["search=fewest_gpus", "world=8"], "Leave world= out"),
-        (["search=best", "world=8"], "there are true, fewest_gpus, longest_context, largest_batch"),
+        (["search=best", "world=8"], "the searches are true, fewest_gpus, longest_context, largest_batch"),
         (["search=true", "world=0"], "a number of ranks"),
         (["world=8"], "Add search=true"),
         (["search=true", "world=8", "mesh=ep2"], "Leave mesh= out"),
@@ -225,7 +225,7 @@ def test_a_place_that_cannot_be_written_is_named_before_the_work(
         for place in ("file", "nowhere"):
             assert plan.main([*words, f"out={tmp_path / place}"]) == 2
             told = capsys.readouterr()
-            assert f"{place} is no directory" in " ".join(told.err.split()) and not told.out
+            assert f"{place} is not a directory" in " ".join(told.err.split()) and not told.out
 
 
 def test_where_no_mesh_passes_the_rules_that_are_broken_are_named(

@@ -167,6 +167,6 @@ def test_the_command_writes_it_once_and_says_how_to_take_it(tmp_path: Path, caps
     said = capsys.readouterr().out
     assert "--nnodes 2" in said and "--module torchtitan_qwen3_30b_a3b_16 --config qwen3_30b_a3b" in said
     assert main([*words, "train.steps=7"]) == 2
-    assert "another one" in capsys.readouterr().err
+    assert "exists with other content" in capsys.readouterr().err
     assert main(["export=other"]) == 2 and main(["search=true", "world=8", *words]) == 2
     assert main(["out=here"]) == 2

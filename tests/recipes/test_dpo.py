@@ -491,5 +491,5 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_numbers(ranks: RankPool, f
 def test_another_loss_beside_that_of_the_recipe_is_refused(folder: Path) -> None:
     config = config_of(folder)
     config.train.loss = "focal"
-    with pytest.raises(ConfigError, match="train.loss=focal: recipe=dpo has a loss of its own"):
+    with pytest.raises(ConfigError, match="train.loss=focal: recipe=dpo has its own loss"):
         dpo.Args().check(config)

@@ -73,7 +73,7 @@ def test_a_run_whose_last_loss_is_no_number_is_not_done(tmp_path: Path) -> None:
     settings = config(tmp_path, steps=2)
     for objective in (math.nan, math.inf):
         over = SimpleNamespace(state=SimpleNamespace(step=2), config=settings, objective=objective)
-        with pytest.raises(AutomoeError, match=f"came to step 2, and its last loss is {objective}: no result"):
+        with pytest.raises(AutomoeError, match=f"reached step 2, but its last loss is {objective}: no result"):
             Run.check_result(over)  # type: ignore[arg-type]
 
 

@@ -74,7 +74,11 @@ def wrong(world: World, one: Written, number: int, call: str, once: bool, folder
     told &= os.strerror(number) in said
     if number == errno.ENOSPC and call == "write" and not cached:
         told &= bool(
-            re.search(r"\(\d[\d,]* bytes to write, \d[\d,]* bytes and \d[\d,]* files free\)|bytes have no room", said)
+            re.search(
+                r"\(\d[\d,]* bytes to write, \d[\d,]* bytes and \d[\d,]* files free\)|bytes could not be written"
+                r"|no room for its last \d",
+                said,
+            )
         )
     if code == 0:
         if read_status(run_dir)["state"] != "done" or record(run_dir) != record(world.straight):

@@ -71,10 +71,10 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("generate", {"intermediate_size": 10**9}, "parameters, and its files hold"),
     ("generate", {"head_dim": 10**8, "num_hidden_layers": 1}, "parameters, and its files hold"),
     ("train", {"is_causal": False}, "is_causal=False"),
-    ("train", {"vocab_size": 2**64}, "no model has such a number"),
+    ("train", {"vocab_size": 2**64}, "which is too large for any model"),
     ("train", {"configuration_files": ["config.4.0.0.json"]}, "configuration_files"),
     ("train", {"_attn_implementation_internal": "who/kernel"}, "_attn_implementation_internal='who/kernel'"),
-    ("convert", {"dtype": "os"}, "dtype='os', which has to be the name of a dtype"),
+    ("convert", {"dtype": "os"}, "dtype='os', which must be the name of a dtype"),
 ]
 
 
@@ -107,10 +107,10 @@ def test_a_class_without_files_that_takes_for_ever_to_make(attempt: Tries, tmp_p
 @pytest.mark.parametrize(
     ("words", "needle"),
     [
-        (("generate", "HF", "--temperature", "1e-320", "Who?"), "1e-320 is no temperature"),
+        (("generate", "HF", "--temperature", "1e-320", "Who?"), "1e-320 is not a temperature"),
         (("plan", "html=/dev/full"), "html=/dev/full: it is a device"),
         (("plan", "html=PIPE"), "it is a FIFO"),
-        (("plan", "search=true", "world=100000000000000000000"), "a number of ranks, of at most"),
+        (("plan", "search=true", "world=100000000000000000000"), "must be a number of ranks, at most"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -161,7 +161,7 @@ TASKS: dict[str, tuple[str, str]] = {
         "regex_pattern: '(.?.?.?)*(.?.?)*(.*)*(.*)*(.*)*(.*)*zq$'}, {function: take_first}]}]\n",
         "apply_filters takes more than",
     ),
-    "a pipe": ("include: pipe.yaml\n" + TASK, "is a FIFO and no file"),
+    "a pipe": ("include: pipe.yaml\n" + TASK, "is a FIFO, not a file"),
     "repeats": (TASK + "repeats: 1000000000\n", "takes more than"),
 }  # fmt: skip
 

@@ -141,7 +141,7 @@ def test_a_full_disk_is_told_with_the_path_and_the_bytes(tmp_path: Path) -> None
         assert " bytes and " in said and said.endswith(" files free). Make room there")
     with pytest.raises(OSError) as broken, named(path, 1):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
-    assert str(in_words(broken.value)) == f"{path}: Input/output error. See to that disk, or to that file"
+    assert str(in_words(broken.value)) == f"{path}: Input/output error. Check that disk, or that file"
     other = KeyError("x")
     assert in_words(other) is other
 
@@ -156,7 +156,7 @@ def test_records_that_have_no_room_at_the_end_are_no_success(tmp_path: Path) -> 
             log.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "metrics.jsonl: its last " in str(in_words(lost.value))
+    assert "metrics.jsonl: no room for its last " in str(in_words(lost.value))
 
 
 def test_a_status_is_written_over_where_there_is_no_more_room(tmp_path: Path) -> None:

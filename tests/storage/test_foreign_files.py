@@ -89,7 +89,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def test_settings_of_wrong_types(name: str, key: str, value: str, tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "t", None)
     (folder / name).write_text(f'{{"{key}": {value}}}')
-    refused(lambda: check_tokenizer(str(folder)), f"{folder / name}", f"{key}=", "which has to be")
+    refused(lambda: check_tokenizer(str(folder)), f"{folder / name}", f"{key}=", "which must be")
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"])
@@ -99,10 +99,10 @@ def test_settings_of_wrong_types(name: str, key: str, value: str, tmp_path: Path
         (f'{{"x": {DEEP}}}', "nested deeper than 100"),
         (f'{{"x": {DEEPER}}}', "nested deeper than 100"),
         (f'{{"eos_token_id": {DIGITS}}}', "Exceeds the limit"),
-        ("[]", "no JSON object"),
-        ("null", "no JSON object"),
+        ("[]", "not a JSON object"),
+        ("null", "not a JSON object"),
         ("", "Expecting value"),
-        ('{"a": 1, "a": 2}', "'a' is in it twice"),
+        ('{"a": 1, "a": 2}', "'a' occurs twice in it"),
         (b'\xff\xfe{"a": 1}', "can't decode"),
         (b"\xef\xbb\xbf{}", "BOM"),
     ],
@@ -251,7 +251,7 @@ def test_templates_that_are_not_text(tmp_path: Path) -> None:
     refused(lambda: stored_template(ChatConfig(), str(folder)), f"{folder}/chat_template.jinja", "can't decode")
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").mkdir()
-    refused(lambda: stored_template(ChatConfig(), str(folder)), "chat_template.jinja is a folder and no file")
+    refused(lambda: stored_template(ChatConfig(), str(folder)), "chat_template.jinja is a folder, not a file")
     (folder / "chat_template.jinja").rmdir()
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").symlink_to("/etc/passwd")
@@ -287,7 +287,7 @@ def same_names() -> bytes:
 RECORDS: dict[str, tuple[str | bytes, str]] = {
     "twice.jsonl": (
         json.dumps({"messages": [{"role": "user"}]}).replace('"role"', '"role": "tool", "role"'),
-        "'role' is in it twice",
+        "'role' occurs twice in it",
     ),
     "many.jsonl": (
         json.dumps({"messages": messages("q", "a") * 10_000}),
@@ -301,11 +301,11 @@ RECORDS: dict[str, tuple[str | bytes, str]] = {
     "deeper.jsonl": (f'{{"messages": {DEEPER}}}', ":1: not valid JSON"),
     "digits.jsonl": (f'{{"messages": {DIGITS}}}', ":1: not valid JSON (Exceeds"),
     "inner.jsonl": (json.dumps({"messages": DEEPER}), ":1: 'messages' is str"),
-    "tools.jsonl": (json.dumps({"messages": messages("q", "a"), "tools": [{"function": "f"}]}), ":1: tools are no"),
-    "tool.jsonl": (json.dumps({"messages": messages("q", "a"), "tools": ["f"]}), ":1: tools are no"),
-    "calls.jsonl": (call(tool_calls="f"), ":1: message 2 has tool_calls that are no"),
-    "called.jsonl": (call(tool_calls=["f"]), ":1: message 2 has tool_calls that are no"),
-    "call.jsonl": (call(tool_calls=[{"function": [1]}]), ":1: message 2 has tool_calls that are no"),
+    "tools.jsonl": (json.dumps({"messages": messages("q", "a"), "tools": [{"function": "f"}]}), ":1: tools are not a"),
+    "tool.jsonl": (json.dumps({"messages": messages("q", "a"), "tools": ["f"]}), ":1: tools are not a"),
+    "calls.jsonl": (call(tool_calls="f"), ":1: message 2 has tool_calls that are not a"),
+    "called.jsonl": (call(tool_calls=["f"]), ":1: message 2 has tool_calls that are not a"),
+    "call.jsonl": (call(tool_calls=[{"function": [1]}]), ":1: message 2 has tool_calls that are not a"),
     "cut.jsonl.gz": (gzip.compress(call().encode())[:-9], "cannot be read"),
     "none.jsonl.zst": (b"(\xb5/\xfd" + b"\xff" * 50, "cannot be read"),
     "none.parquet": (b"PAR1" + b"\xff" * 50 + b"PAR1", "not a readable parquet"),
@@ -428,7 +428,7 @@ def test_settings_of_generation_that_are_not_followed_are_named(
     assert cli.main(["generate", str(folder), "--max-new-tokens", "2", "Who?"]) == 0
     written = capsys.readouterr()
     assert written.out == expected
-    assert "not followed here: forced_eos_token_id, stop_strings, watermarking_config" in written.err
+    assert "settings not followed: forced_eos_token_id, stop_strings, watermarking_config" in written.err
     (folder / "chat_template.jinja").write_text(NEST)
     assert cli.main(["generate", str(folder), "Who?"]) == 2
     assert "takes more than 1 seconds of processor time" in capsys.readouterr().err

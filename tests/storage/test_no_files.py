@@ -35,7 +35,7 @@ def limits() -> Iterator[None]:
 def test_what_is_no_file_is_not_read(key: str, kind: str, tmp_path: Path) -> None:
     (path := tmp_path / "cluster" / "x.yaml").parent.mkdir()
     os.mkfifo(path) if kind == "a FIFO" else path.symlink_to("/dev/zero")
-    said = "is there, and another one" if key == "out=" else f"it is {kind}, where a file belongs"
+    said = "exists with other content" if key == "out=" else f"it is {kind}, where a file belongs"
     refused(lambda: READERS[key](path), key, said)
 
 

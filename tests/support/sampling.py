@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-DAYS = 10
+DAYS = 14
 VARIABLE = "AUTOMOE_SAMPLE_SEED"
 
 

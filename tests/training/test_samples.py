@@ -94,8 +94,8 @@ def test_every_mesh_says_what_transformers_generates(ranks: RankPool, tmp_path: 
 @pytest.mark.parametrize(
     ("samples", "length", "says"),
     [
-        (["x" * 45], 20, "45 tokens, of 1 to train.seq_len - observe.sample_tokens = 44"),
-        (["fine", ""], 20, "0 tokens, of 1 to"),
+        (["x" * 45], 20, "45 tokens, not 1 to train.seq_len - observe.sample_tokens = 44"),
+        (["fine", ""], 20, "0 tokens, not 1 to"),
         ("nowhere.txt", 20, "a text file with one on each line; it cannot be read"),
         (["fine"], 64, "a prompt and its answer share a row of train.seq_len=64 tokens"),
     ],
@@ -110,7 +110,7 @@ def test_prompts_that_cannot_be_answered_are_refused_before_ranks_start(
 
 def test_ids_that_are_no_text_answer_no_prompt() -> None:
     data, observe = DataConfig(kind="benchmark"), ObserveConfig(samples=["Who?"], sample_tokens=4)
-    with pytest.raises(ConfigError, match="stand for none"):
+    with pytest.raises(ConfigError, match="stand for no text"):
         check(replace(CONFIG, data=data, observe=observe), 1, "cpu")
 
 

@@ -80,7 +80,7 @@ def config_of_class(hf: HFConfig, path: str) -> Any:
         return None
     make = CONFIG_MAPPING[model_type]
     if TEXT in make.sub_configs and not is_wrapper(hf):
-        raise damaged(path, f"no {TEXT}, and that is the part that is trained")
+        raise damaged(path, f"no {TEXT}, which is the part that is trained")
     with _without_warnings():
         try:
             # This function decodes numbers that JSON lacks, such as infinity.
@@ -99,7 +99,7 @@ def _check_keys(hf: HFConfig, path: str, *keys: str) -> None:
     for key in keys:
         computed = _EVERYWHERE[key]
         if key in hf and hf[key] not in computed:
-            what = f"{key}={brief(hf[key])}, and every family here computes {computed[0]} alone"
+            what = f"{key}={brief(hf[key])}, and every family here computes only {computed[0]}"
             raise not_computed(path, what)
 
 
@@ -108,10 +108,10 @@ def check_layers(hf: HFConfig, path: str) -> None:
     for part in (hf, hf.get("text_config")):
         for key, size in part.items() if isinstance(part, dict) else ():
             if key in _LAYERS and isinstance(size, int) and not 0 < size <= _MOST_LAYERS:
-                rule = f"{key}={size}, and no model has more than {_MOST_LAYERS}, or none"
+                rule = f"{key}={size}, and a model has at least 1 and at most {_MOST_LAYERS}"
                 raise damaged(path, rule)
             if isinstance(size, int) and abs(size) >= 1 << 63:
-                raise damaged(path, f"{key}={brief(size)}, and no model has such a number")
+                raise damaged(path, f"{key}={brief(size)}, which is too large for any model")
 
 
 def number_of(config: Any, key: str) -> int | None:

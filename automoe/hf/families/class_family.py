@@ -91,7 +91,7 @@ class ClassFamily(Family):
                 what = f"none of {', '.join(_TOP_K)} says how many experts a token has"
                 raise refused(path, what)
             if top_k > min(numbers):
-                raise refused(path, f"a token has {top_k} experts of {min(numbers)}")
+                raise refused(path, f"a token chooses {top_k} experts of {min(numbers)}")
             widths = [size for p in experts[0].parameters() for size in p.shape[1:]]
             config.num_experts = numbers.pop()
             config.num_experts_per_token = top_k

@@ -20,7 +20,7 @@ def _read_turning(dims: int, theirs: Any) -> int:
     angles = getattr(theirs, "head_dim", dims) or theirs.hidden_size // theirs.num_attention_heads
     if angles != dims:
         raise not_computed(
-            theirs.name_or_path, f"head_dim={angles}, and here it is qk_rope_head_dim={dims}"
+            theirs.name_or_path, f"head_dim={angles}, and here it must be qk_rope_head_dim={dims}"
         )
     return dims
 

@@ -14,7 +14,7 @@ def _read_topk(topk: int, theirs: Any) -> int:
     """Return ``index_topk``; refuse 0, which stands for attention without an indexer here."""
     if topk < 1:
         raise not_computed(
-            theirs.name_or_path, f"index_topk={topk}, and a query sees 1 key or more"
+            theirs.name_or_path, f"index_topk={topk}, and a query sees at least 1 key"
         )
     return topk
 

@@ -130,7 +130,7 @@ class Family:
             found = "silu" if key == "hidden_act" and found == "swish" else found
             if found != value:
                 raise not_computed(
-                    path, f"{key}={found}, and {self.model_type} here computes {key}={value} alone"
+                    path, f"{key}={found}, and {self.model_type} here computes only {key}={value}"
                 )
         config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
         values = {
@@ -141,7 +141,7 @@ class Family:
             setattr(value_of(config, group) if group else config, name, value)
         if self.dense:
             config.first_k_dense = config.num_layers
-        with _readable("numbers of rotary embeddings that are none", path):
+        with _readable("values of rotary embeddings that are not numbers", path):
             rope = self._read_rope(theirs, path)
         return replace(config, rope=replace(rope, interleaved=config.rope.interleaved))
 
@@ -169,7 +169,7 @@ class Family:
                 raise ConfigError(
                     f"model.{ours}",
                     value_of(config, ours),
-                    f"a {self.model_type} checkpoint can only say {value}",
+                    f"a {self.model_type} checkpoint can only have {value}",
                     f"Set model.{ours}={value}, or export as another model.family",
                 )
         hidden = config.hidden_size
@@ -178,7 +178,7 @@ class Family:
             raise ConfigError(
                 "model.hidden_size",
                 hidden,
-                f"transformers loads no {self.model_type} checkpoint unless model.attention.num_heads divides it: "
+                f"transformers loads a {self.model_type} checkpoint only if model.attention.num_heads divides it: "
                 f"{hidden} % {heads} = {hidden % heads}",
                 f"Nearest valid choice: model.hidden_size={hidden - hidden % heads or heads}, or "
                 "checkpoint.export_hf=false",
@@ -228,7 +228,7 @@ class Family:
         elif not self.partial_rotary and partial not in (1, None):
             refused = f"partial_rotary_factor {partial}"
         if refused:
-            here = f"{self.model_type} here has none, plain yarn or llama3"
+            here = f"{self.model_type} here takes none, plain yarn or llama3"
             raise not_computed(path, f"{refused} for rotary embeddings, and {here}")
         rope = RopeConfig(
             theta=float(params["rope_theta"]),
@@ -364,8 +364,8 @@ def layer_types(other: str) -> Field:
             odd = next(layer for layer in range(len(layers)) if layers[layer] != expected[layer])
             raise not_computed(
                 theirs.name_or_path,
-                f"layer_types[{odd}]={layers[odd]}, and here every {interval} layers (the "
-                f"first is layer {interval - 1}) one has full_attention, the others {other}",
+                f"layer_types[{odd}]={layers[odd]}, and here one in every {interval} layers (the "
+                f"first is layer {interval - 1}) has full_attention, the others {other}",
             )
         return interval
 
@@ -377,7 +377,7 @@ def layer_types(other: str) -> Field:
 def _read_full(layers: list[str], theirs: Any) -> int:
     if odd := [kind for kind in layers if kind != "full_attention"]:
         raise not_computed(
-            theirs.name_or_path, f"layers with {odd[0]}, and here all have full_attention"
+            theirs.name_or_path, f"layers with {odd[0]}, and here all layers have full_attention"
         )
     return 1
 

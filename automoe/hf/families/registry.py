@@ -94,7 +94,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         return parse_settings(read_bytes(local_folder(path), "config.json"))
     except (FileNotFoundError, NotADirectoryError):
         there = local_folder(path).is_dir()
-        rule = "there is no config.json in it" if there else "this is no folder that is there"
+        rule = "there is no config.json in it" if there else "there is no such folder"
         remedy = "Name a HuggingFace checkpoint directory, or a Hub id (OWNER/NAME@main)"
     except OSError as error:
         rule = f"its config.json cannot be read: {error.strerror}"

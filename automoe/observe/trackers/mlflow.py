@@ -104,7 +104,7 @@ def start(config: Config, about: About) -> MlflowTracker:
             return MlflowTracker(client, client.get_run(about.earlier), shown)
         except mlflow.exceptions.MlflowException as error:
             about.warn(
-                f"MLflow does not have run {about.earlier} ({one_line(error, config)}); it begins another one"
+                f"MLflow does not have run {about.earlier} ({one_line(error, config)}); it begins a new one"
             )
     title = config.observe.mlflow_experiment
     experiment = client.get_experiment_by_name(title)

@@ -37,7 +37,7 @@ def check_page(path: Path) -> None:
         raise ConfigError(
             "html",
             str(path),
-            "it is there, and no page of a plan",
+            "it exists and is not a page of a plan",
             "Remove it, or give another name",
         )
     if not path.parent.is_dir():
@@ -85,7 +85,7 @@ def _verdict(config: Config, plan: Plan) -> tuple[str, str]:
     if plan.needed > limit:
         return "failed", "does not fit"
     if plan.uneven_needed > limit:
-        return "running", "fits at even load alone"
+        return "running", "fits only at even load"
     return "done", "fits"
 
 
@@ -129,7 +129,7 @@ def _pictures(config: Config, plan: Plan) -> list[tuple[str, dict[str, Any]]]:
         (
             "Memory",
             draw_memory(config, plan),
-            "Bytes of a rank by what they are, at the moment of a step when they are most",
+            "Bytes of a rank by component, at the moment of a step when they are most",
         ),
     ]
     if plan.mesh.pp > 1:

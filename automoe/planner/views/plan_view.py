@@ -144,7 +144,7 @@ def _summary(config: Config, plan: Plan) -> Rows:
         yield (
             "FP8",
             f"{train.fp8} products, emulated in float32 on a CPU; MFU is of the bfloat16 peak, and activations are "
-            "counted as without",
+            "counted as without it",
         )
 
 
@@ -200,7 +200,7 @@ def _rank_rows(config: Config, plan: Plan) -> Rows:
     limit = config.cluster.memory_bytes
     yield "peak", gib(rank.peak), f"the sum, {_MOMENTS[rank.moment]}"
     if plan.uneven_peak > rank.peak:
-        yield "", gib(plan.uneven_peak), "where experts get twice their even share of tokens"
+        yield "", gib(plan.uneven_peak), "if experts get twice their even share of tokens"
     held = plan.reserve
     if held.total:
         parts = f"CUDA context {gib(held.context)}, communicators {gib(held.communicators)}, fragmentation"

@@ -96,4 +96,4 @@ def _account(search: Search) -> Iterator[str]:
     if search.too_large:
         yield f"too large for the memory, the reserve included: {search.too_large:,}"
     if search.bound:
-        yield f"what was not looked at cannot exceed {search.bound:,.0f} tokens/s"
+        yield f"candidates not looked at cannot exceed {search.bound:,.0f} tokens/s"

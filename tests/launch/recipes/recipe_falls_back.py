@@ -2,5 +2,5 @@
 
 
 def main(config, shape, context):
-    context.fell_back.append("gone back to step 2")
+    context.fell_back.append("went back to step 2")
     return 2.0 if config.train.steps > 1 else float("nan")
