@@ -65,7 +65,7 @@ SYNTHETIC = "# Trained on synthetic ids\n\nRandom numbers (data=benchmark), no t
 
 def check_target(path: Path, overwrite: bool) -> None:
     """Raise ``CheckpointError`` if an export may not be written to ``path``; create nothing."""
-    if path.exists() and not overwrite:
+    if os.path.lexists(path) and not overwrite:
         raise CheckpointError(
             f"{path} exists. Name another directory, or overwrite it (--overwrite)"
         )
@@ -74,7 +74,7 @@ def check_target(path: Path, overwrite: bool) -> None:
             f"{path} is not UTF-8, and safetensors opens no such path. Name another directory"
         )
     ours = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if path.exists() and not ours and (not path.is_dir() or any(path.iterdir())):
+    if os.path.lexists(path) and not ours and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(
             f"{path} is not a checkpoint directory, so it is not replaced. Name another one"
         )

@@ -54,6 +54,10 @@ def test_a_folder_in_the_place_of_the_export_is_refused_before_training(tmp_path
     with pytest.raises(CheckpointError, match="hf is not a checkpoint directory"):
         check_here(compose(Arguments(overrides=words)))
     check_here(compose(Arguments(overrides=[*words, "checkpoint.export_hf=false"])))
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "hf").symlink_to("gone")
+    with pytest.raises(CheckpointError, match="linked/hf is not a checkpoint directory"):
+        check_here(compose(Arguments(overrides=[f"run_dir={tmp_path}/linked", "launch.device=cpu"])))
     words[0] = f"run_dir='{tmp_path}/a\udcff'"
     with pytest.raises(CheckpointError, match="hf is not UTF-8, and safetensors opens no such path"):
         check_here(compose(Arguments(overrides=words)))
