@@ -11,7 +11,6 @@ import argparse
 import codecs
 import io
 import logging
-import resource
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from automoe.errors import (
 from automoe.launch.run_dir import read_status
 from automoe.storage.files import read_file
 from automoe.storage.foreign import read_settings
-from automoe.storage.guarded import guarded, limit_memory
+from automoe.storage.guarded import guarded, limited_memory
 
 # Keys of generation_config.json that answers follow, and keys that this command sets itself.
 FOLLOWED = set(
@@ -191,6 +190,8 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     Raises:
         CheckpointError: the checkpoint has no tokenizer, is damaged, has parameters that are NaN
             or infinite, or ``transformers`` cannot load it without the checkpoint's own code.
+        ConfigError: its class is too large for its files.
+        DataError: building the class, or its first forward pass, takes too long or too much memory.
     """
     import torch
     from transformers import AutoConfig, AutoTokenizer
@@ -237,12 +238,8 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         )
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         # A chunk of a state space model, which config.json sets, is computed whole for two tokens.
-        limit = limit_memory()
-        try:
-            with torch.inference_mode():
-                logits = model(torch.zeros(1, 2, dtype=torch.long, device=model.device)).logits
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, limit)
+        with torch.inference_mode(), limited_memory(f"{folder}: a forward pass of its model"):
+            logits = model(torch.zeros(1, 2, dtype=torch.long, device=model.device)).logits
     except AutomoeError:
         raise
     except Exception as error:  # the folder's content may make transformers raise any error

@@ -155,7 +155,7 @@ def damage(step_dir: Path, content: bool = True) -> str | None:
 
 
 def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> None:
-    """Compare the model in a manifest's configuration with the model to load it into.
+    """Compare model and optimizer in a manifest's configuration with those to load it into.
 
     A field that the manifest lacks was added later; the manifest's model has the field's default.
 

@@ -462,7 +462,9 @@ def folder_name(overrides: Iterable[str]) -> str:
     text = "-".join(f"{key}{'' if value[:1].isdigit() else '-'}{value}" for key, value in words)
     text = re.sub(r"[\[\]]", "", text).replace(",", "-")
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-")[:MAX_NAME]
-    return name if name == text else f"{name}-{zlib.crc32(os.fsencode(text)):08x}"
+    return (
+        name if name == text else f"{name}-{zlib.crc32(text.encode(errors='surrogateescape')):08x}"
+    )
 
 
 def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:

@@ -251,7 +251,7 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
                "Set moe.experts=grouped_mm, or train.fp8=off")
         yield ("moe.pad_to_capacity", not blockwise and config.moe.pad_to_capacity,
                f"padding repeats the first token of each rank, and train.fp8={mode} would compute its scales "
-               "from other tokens on every mesh", "Set moe.pad_to_capacity=false, or train.fp8=blockwise")
+               "from different tokens on each mesh", "Set moe.pad_to_capacity=false, or train.fp8=blockwise")
         width = config.model.moe_intermediate_size
         etp = shape.etp
         yield ("model.moe_intermediate_size", blockwise and width % (BLOCK * etp) != 0,

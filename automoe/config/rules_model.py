@@ -66,8 +66,8 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield ("cluster.gpus_per_node", config.moe.dispatcher == "hierarchical" and not shape.ep_per_node(nodes),
                f"moe.dispatcher=hierarchical needs equal numbers of an ep group's ranks on its nodes of {nodes}, and "
                f"mesh.ep*mesh.etp = {shape.ep}*{shape.etp} = {ranks} consecutive ranks form a group",
-               f"Set cluster.gpus_per_node={gcd(nodes, ranks)}, a mesh.ep that divides it or is a multiple, or "
-               "moe.dispatcher=alltoall")
+               f"Set cluster.gpus_per_node={gcd(nodes, ranks)}, a mesh.ep*mesh.etp that divides {nodes} or is its multiple, "
+               "or moe.dispatcher=alltoall")
         yield ("model.hidden_size", config.train.dtype == "bfloat16" and hidden % 2 != 0,
                f"float32 weights travel at the end of a row, so a bfloat16 row must hold whole ones: {hidden} % 2 = 1",
                f"Nearest valid choices: {hidden - 1} or {hidden + 1}")
@@ -248,7 +248,7 @@ def _indexer_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            "Leave the others out")
     context = config.parallel.context
     yield ("parallel.context", shape.cp > 1 and context != "gather",
-           f"{context} has no mask for single queries, and a query sees only chosen keys {given}",
+           f"{context} takes no mask that differs between ranks, and a query sees only chosen keys {given}",
            "Set parallel.context=gather")
 
 

@@ -423,7 +423,7 @@ def _chat_rows(config: Config) -> Iterator[Row]:
         yield ("data.on_long", data.on_long in ("drop", "truncate"),
                f"this is for conversations, and data.kind={data.kind} is text", "Set data.on_long=split, or error")
         return
-    yield ("data.on_long", data.on_long == "split", "half a conversation answers no question, so each stays whole",
+    yield ("data.on_long", data.on_long == "split", "half a conversation answers no question, so none is split",
            "Set data=chat (or data.on_long=error), data.on_long=drop or data.on_long=truncate")
     yield ("data.chat.date", not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d", data.chat.date or "2026-11-23"),
            "it is not a date", "Write it as 2026-11-23")

@@ -178,12 +178,17 @@ def _read_all(folder: Path, last: bool) -> dict[str, StoredTensor]:
             differ = last and not are_equal(folder, tensors[name], folder, found[name])
             if differ or counts not in (tensors[name].file, file):
                 raise CheckpointError(
-                    f"{folder}: {brief(name)} is in {tensors[name].file} and in {file}, and nothing says which one "
-                    "counts, or transformers does not ask. Copy the checkpoint again"
+                    f"{folder}: {brief(name)} is in {tensors[name].file} and in {file}. Either nothing says which one "
+                    "counts, or transformers takes the last, which has other numbers. Copy the checkpoint again"
                 )
             if counts != file:
                 del found[name]
         tensors |= found
+    if SINGLE_FILE not in files and is_there(folder, SINGLE_FILE):
+        raise CheckpointError(
+            f"{folder}: {SINGLE_FILE} is there, and {INDEX_FILE} names other files. transformers reads only the first, "
+            "and automoe what the index names. Remove the one that does not count"
+        )
     index = index or {}
     remedy = "The index belongs to other files: copy the checkpoint again"
     if lost := [name for name in index if name not in tensors]:
@@ -303,9 +308,7 @@ def check_numbers(folder: Path, params: int, tensors: dict[str, StoredTensor]) -
     per_word = {"U8": 2, "I8": 2, "I32": 8}
     numbers = sum(math.prod(one.shape) * per_word.get(one.dtype, 1) for one in tensors.values())
     if params > 2 * numbers:
-        raise _too_large(
-            folder, f"a model of {params:,} parameters, and its files hold {numbers:,} numbers"
-        )
+        raise _too_large(folder, f"a model of {params:,} numbers, and its files hold {numbers:,}")
 
 
 def _too_large(folder: Path, what: str) -> ConfigError:

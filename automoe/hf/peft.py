@@ -166,7 +166,11 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
             f"{path} belongs to {written}, and the run has {belongs}. Use what it was trained with"
         )
     wanted = {key: (filled.dtype, place.shape) for key, place in found.items()}
-    theirs = {key: (one.dtype, one.shape) for key, one in stored.items() if is_finite(one)}
+    theirs = {
+        key: (one.dtype, one.shape)
+        for key, one in stored.items()
+        if one.dtype != filled.dtype or is_finite(one)
+    }
     if odd := [key for key in wanted | stored if wanted.get(key) != theirs.get(key)]:
         raise CheckpointError(
             f"{path} is not as the run wrote it: tensors are missing, of another shape or dtype, not the run's, or not "
@@ -224,9 +228,11 @@ def _weightless(config: ModelConfig) -> Any:
     """Return transformers' model of the checkpoint at ``config.hf_path``, on the meta device."""
     from transformers import AutoConfig
 
-    stated = AutoConfig.from_pretrained(local_folder(str(config.hf_path)), local_files_only=True)
+    own = {"trust_remote_code": False}
+    folder = local_folder(str(config.hf_path))
+    stated = AutoConfig.from_pretrained(folder, local_files_only=True, **own)
     with torch.device("meta"):
-        return loading_class(stated, whole=True).from_config(stated)
+        return loading_class(stated, whole=True).from_config(stated, **own)
 
 
 def _names(config: ModelConfig) -> Names:

@@ -8,7 +8,6 @@ harness imports or unpickles, and its templates run in a plain Jinja environment
 from __future__ import annotations
 
 import os
-import resource
 import signal
 from collections.abc import Callable
 from functools import wraps
@@ -151,13 +150,10 @@ def in_time(what: str, work: Callable[..., T]) -> Callable[..., T]:
         before = signal.signal(signal.SIGPROF, stop)
         # The signal repeats, since Jinja's optimizer swallows errors.
         left = signal.setitimer(signal.ITIMER_PROF, *[guarded.MAX_SECONDS] * 2)
-        limit = guarded.limit_memory()
         try:
-            return work(*args, **options)
-        except MemoryError:
-            raise DataError(f"{what} takes more memory than there is. Correct it") from None
+            with guarded.limited_memory(what):
+                return work(*args, **options)
         finally:
-            resource.setrlimit(resource.RLIMIT_DATA, limit)
             signal.setitimer(signal.ITIMER_PROF, *left)
             signal.signal(signal.SIGPROF, before)
 

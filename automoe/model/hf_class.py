@@ -135,7 +135,7 @@ def num_parameters(config: Any) -> int:
     Of buffers, such as tables of positions, what exceeds 1 GiB counts in numbers of 4 bytes.
     """
     with torch.device("meta"):
-        model = loading_class(config).from_config(config)
+        model = loading_class(config).from_config(config, trust_remote_code=False)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     return model.num_parameters() + max(0, buffers - (1 << 30)) // 4
 

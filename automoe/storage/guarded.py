@@ -16,8 +16,8 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
 from automoe.errors import AutomoeError, DataError, in_words
@@ -142,8 +142,32 @@ def limit_memory() -> tuple[int, int]:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/status") as file:
         now = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (now + MAX_BYTES, before[1]))
+    # A limit that the user has set stays.
+    least = min([now + MAX_BYTES, *(one for one in before if one != resource.RLIM_INFINITY)])
+    resource.setrlimit(resource.RLIMIT_DATA, (least, before[1]))
     return before
+
+
+@contextmanager
+def limited_memory(what: str) -> Iterator[None]:
+    """Limit the memory that a block adds to this process to ``MAX_BYTES``.
+
+    Memory of a GPU is not limited.
+
+    Raises:
+        DataError: the block takes more; the error begins with ``what``.
+    """
+    before = limit_memory()
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch raises a RuntimeError if its allocator gets no memory.
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        said = f"{what} takes more than {MAX_BYTES / 1e9:,.1f} GB of memory"
+        raise DataError(f"{said}. Correct it, or take another file") from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def die_with_parent(parent: int) -> None:

@@ -29,7 +29,7 @@ from automoe.model.loss import LossInputs
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import Inputs, StepRunner
 from automoe.storage.files import read_file
-from automoe.storage.sealed import SEAL, replace_json, unsealed
+from automoe.storage.sealed import replace_json, unsealed
 from automoe.training.context import RunContext
 from automoe.training.step import prepare_inputs, send
 
@@ -207,7 +207,7 @@ def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | s
         return f"it is damaged ({error})"
     then = content.get("belongs")
     if not isinstance(then, dict) or content.get("checksum") != zlib.crc32(values.tobytes()):
-        return f"it is damaged (its {SEAL} differs)"
+        return "it is damaged (its checksum differs, or what it belongs to is missing)"
     differing = sorted(
         key for key in belongs.keys() | then.keys() if belongs.get(key) != then.get(key)
     )

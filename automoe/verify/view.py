@@ -41,7 +41,7 @@ def show_start(
             table.add_row(*map(str, cut))
         console.print(table, "")
     train = config.train
-    eight = "; with FP8 in the mesh's micro-batches" if train.fp8 != "off" else ""
+    eight = "; with FP8, in the mesh's micro-batches instead" if train.fp8 != "off" else ""
     schedule = f"; schedule {config.parallel.schedule}" if shape.pp > 1 else ""
     micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
     facts = [

@@ -212,7 +212,14 @@ def test_one_tensor_in_two_files(sharded: Path) -> None:
             assert read_headers(sharded, last=True)[name].file == first.name
         else:
             refused(lambda: read_headers(sharded, last=True), f"'{name}' is in {first.name} and in {last.name}")
-            refused(lambda: load_checkpoint(sharded), f"in {last.name}, and nothing says which one counts, or transf")
+            refused(
+                lambda: load_checkpoint(sharded), f"in {last.name}. Either nothing says which one counts, or transf"
+            )
+    save_file({name: tensor}, sharded / "model.safetensors")
+    refused(
+        lambda: read_headers(sharded), "model.safetensors is there, and model.safetensors.index.json names other files"
+    )
+    (sharded / "model.safetensors").unlink()
     with_index(sharded, lambda index: index.pop(name))
     with pytest.raises(CheckpointError, match=f"'{name}' is in {first.name} and in {last.name}"):
         read_headers(sharded)
@@ -368,7 +375,7 @@ def test_what_the_arithmetic_says(single: Path) -> None:
     for change, needle in [
         ({"num_layers": 10**9}, r"1,000,000,000 layers, and its files hold \d+ tensors"),
         ({"num_experts": 10**9}, r"3,000,000,000 experts, and its files hold \d+ tensors"),
-        ({"hidden_size": 10**9}, r"a model of [\d,]+ parameters, and its files hold [\d,]+ numbers"),
+        ({"hidden_size": 10**9}, r"a model of [\d,]+ numbers, and its files hold [\d,]+"),
     ]:
         wrong = model_config_from_hf(single)
         for key, value in change.items():

@@ -193,6 +193,7 @@ def test_a_run_that_left_an_adapter_alone_is_merged_with_its_own_base(tmp_path: 
         {key: tensors[key][:1]},  # torch would copy the row to all others
         {key: tensors[key].T.contiguous()},
         {key: tensors[key].long()},
+        {key: tensors[key].to(torch.float8_e4m3fn)},
         {key: tensors[key] / 0},
         {key: None, "more": tensors[key]},
     ):

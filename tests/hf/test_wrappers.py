@@ -144,7 +144,7 @@ def test_other_prefixes(source: Path, tmp_path: Path) -> None:
         (lambda hf: hf.update(text_config=[1]), "its config.json has no text_config"),
         (lambda hf: hf["text_config"].pop("num_experts_per_tok"), "equal"),
         (lambda hf: hf["text_config"].update(num_hidden_layers=10**9), "num_hidden_layers=1000000000"),
-        (lambda hf: hf["text_config"].update(vocab_size=10**9), "parameters, and its files hold"),
+        (lambda hf: hf["text_config"].update(vocab_size=10**9), "numbers, and its files hold"),
         (lambda hf: hf["text_config"].update(hidden_act="nothing"), "nothing"),
     ],
 )

@@ -31,6 +31,7 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, None),
     "per_layer_config": (None,),
     "configuration_files": (None,),
+    "transformers_weights": (None,),
 }
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _MOST_LAYERS = 10_000  # the class makes a list with an item per layer
@@ -74,7 +75,7 @@ def config_of_class(hf: HFConfig, path: str) -> Any:
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    _check_keys(hf, path, "is_causal", "configuration_files")
+    _check_keys(hf, path, "is_causal", "configuration_files", "transformers_weights")
     check_layers(hf, path)
     if (model_type := hf.get("model_type")) not in CONFIG_MAPPING:
         return None
@@ -111,7 +112,7 @@ def check_layers(hf: HFConfig, path: str) -> None:
                 rule = f"{key}={size}, and a model has at least 1 and at most {_MOST_LAYERS}"
                 raise damaged(path, rule)
             if isinstance(size, int) and abs(size) >= 1 << 63:
-                raise damaged(path, f"{key}={brief(size)}, which is too large for any model")
+                raise damaged(path, f"{key}={brief(size)}, which is out of range for any model")
 
 
 def number_of(config: Any, key: str) -> int | None:
