@@ -155,7 +155,7 @@ TASKS: dict[str, tuple[str, str]] = {
     "globals": (asks("\"{{ cycler.__init__.__globals__.os.system('touch $CANARY') }}\""), "SecurityError"),
     "endless": (asks(f'"{NEST}"'), "a template of a task takes more than"),
     "power": (asks('"{{ 9 ** (9 ** 9) }}"'), "a template of a task takes more than"),
-    "memory": (asks("\"{{ 'a' * 9000000000 }}\""), "more memory than there is"),
+    "memory": (asks("\"{{ 'a' * 9000000000 }}\""), "takes more than 2.1 GB of memory"),
     "expression": (
         LONG + "generation_kwargs: {max_gen_toks: 30, until: ['zzzz']}\nfilter_list: [{name: f, filter: [{function: regex, "
         "regex_pattern: '(.?.?.?)*(.?.?)*(.*)*(.*)*(.*)*(.*)*zq$'}, {function: take_first}]}]\n",
