@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import resource
 import shutil
 import signal
 import struct
@@ -446,6 +447,16 @@ def test_a_child_where_sigchld_is_ignored() -> None:
         refused(lambda: guarded.guarded("work", lambda: signal.raise_signal(signal.SIGSEGV)), "work: this ends")
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_lower_limit_of_memory_that_the_user_has_set_stays() -> None:
+    before = guarded.limit_memory()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)[0] - guarded.MAX_BYTES // 2, before[1]
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        assert guarded.guarded("work", lambda: resource.getrlimit(resource.RLIMIT_DATA)) == (soft, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def test_errors_of_a_child_are_those_of_its_work() -> None:
