@@ -22,6 +22,7 @@ TOP = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security-policy.md",  # docs/security.md is another page
     "AGENTS.md": "agents.md",
+    "tests/README.md": "tests.md",
 }
 FLAGSHIPS = {
     "dsv3_671b": "DeepSeek-V3 671B",
