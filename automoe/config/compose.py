@@ -282,7 +282,7 @@ def _glob(pattern: str, config_dir: str | None) -> Iterator[Path]:
 
 
 def _check_files(config_dir: str) -> None:
-    """Refuse files of a user's tree that grow without end where Hydra reads them."""
+    """Refuse YAML files of the user whose aliases expand beyond the limit, before Hydra reads them."""
     from yaml import YAMLError
 
     for pattern in ("*.yaml", "*/*.yaml"):

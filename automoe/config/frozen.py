@@ -212,7 +212,7 @@ def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, An
 
 
 def is_free(key: str) -> bool:
-    """Return True if changing ``key`` (or the config group ``key``) never makes another run."""
+    """Return True if ``key`` (or a whole section) may change between starts of one run directory."""
     return key != "checkpoint.resume" and key.split(".")[0] in FREE
 
 

@@ -40,7 +40,7 @@ _PAIR = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 
 
 def nearest(schedule: str) -> str:
-    """Return the remedy for a name that does not exist."""
+    """Return the sentence of remedy for an unknown schedule name: the nearest one."""
     same = [name for name in NAMES if schedule.lower() in name.lower()]
     return f"Nearest valid choice: {KEY}={(same or NAMES)[0]}"
 
@@ -51,7 +51,7 @@ def is_csv(schedule: str) -> bool:
 
 
 def merges(schedule: str) -> bool:
-    """Return True if the order has pairs of a forward and a backward pass."""
+    """Return True if the schedule overlaps a forward with a backward pass (``OVERLAP_F_B``)."""
     return schedule in MERGES or _has(schedule, lambda entry: len(entry) == 2)
 
 

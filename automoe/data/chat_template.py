@@ -253,7 +253,7 @@ class ChatTemplate(ChatRenderer):
     def _turn(
         self, before: str, through: str, prompt: list[int], ids: list[int], calls: bool
     ) -> Turn:
-        """Return one answer's tokens.
+        """Return the tokens and the mask of one answer, from the renders before and through it.
 
         Args:
             before, through: texts of ``_renders``.

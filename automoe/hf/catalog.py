@@ -95,7 +95,8 @@ def open_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = No
 
 @without_collection()
 def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = None) -> Catalog:
-    """Read and check all headers like ``open_catalog``, in this process alone."""
+    """Do the work of ``open_catalog`` without collectives: parse all headers, and compare keys,
+    shapes and dtypes with the model."""
     folder = local_folder(path)
     tensors = read_headers(folder)
     encoding, block = quantization_of(folder)

@@ -101,7 +101,7 @@ def join_heads(
     BLOCK_KEEP: tl.constexpr,
     BLOCK_TURN: tl.constexpr,
 ):
-    """Join keys; the grid is tokens x blocks of heads."""
+    """Join the nope part of MLA keys with the rotary part that heads share; grid: tokens x heads."""
     token = tl.program_id(0).to(tl.int64)
     row = token // seq_len
     place = token % seq_len

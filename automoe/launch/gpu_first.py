@@ -42,7 +42,7 @@ class Check:
     killed: bool = False
 
     def overrides(self, device: str) -> list[str]:
-        """Return the words of the command line, for ``cuda`` or, in tests, ``cpu``."""
+        """Return the command-line overrides of this check, with its device and number of ranks."""
         where = [f"launch.device={device if self.gpus else 'cpu'}"]
         return [*self.words.split(), *where, f"launch.num_ranks={max(1, self.gpus)}"]
 

@@ -151,7 +151,8 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 def index_scores(
     q_BcJD: torch.Tensor, k_BRD: torch.Tensor, w_BcJ: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores [B, c, R] of all keys (equation 1), and those of every head [B, c, J, R]."""
+    """Return DSA's scores [B, c, R] (DeepSeek-V3.2, equation 1) of c queries for R keys, and those
+    of each of J index heads [B, c, J, R]."""
     # One product for all queries of a row; a product per query would copy the keys each time.
     by_head_BcJR = F.relu(q_BcJD.flatten(1, 2) @ k_BRD.mT).unflatten(1, q_BcJD.shape[1:3])
     return (w_BcJ.unsqueeze(-2) @ by_head_BcJR).squeeze(-2), by_head_BcJR

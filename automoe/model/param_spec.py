@@ -124,7 +124,7 @@ class Param:
         return prod(self.shape)
 
     def bytes_each(self, size: int) -> int:
-        """Return the bytes of an entry of ``shape``, if a number takes ``size`` bytes."""
+        """Return the bytes per entry of ``shape``: 1 if packed, else ``size``."""
         return 1 if self.packed else size
 
     @property

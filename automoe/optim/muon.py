@@ -85,7 +85,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """One matrix of a round, of which this rank holds a block.
+    """A matrix of one round (matrices that are exchanged and orthogonalised together).
 
     Attributes:
         parameter: index of the parameter.

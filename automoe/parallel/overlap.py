@@ -26,7 +26,7 @@ BACKWARD_THREAD = "merged_backward"
 
 
 class _OtherPassFailed(Exception):
-    """Ends a pass whose peer has raised."""
+    """Raised in one of two overlapped passes after the other has failed."""
 
 
 class Turns:

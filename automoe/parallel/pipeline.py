@@ -232,7 +232,7 @@ class StepRunner(ABC):
         """
 
     def take_reported(self) -> dict[str, torch.Tensor]:
-        """Return this rank's shares of the losses' reported values since the last call, by name."""
+        """Return and reset this rank's contributions to the losses' extra metrics, by name."""
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         found = dict[str, torch.Tensor]()
         for part in self.model_parts.values():

@@ -137,7 +137,7 @@ class _View(torch.Tensor):
 
 @cache
 def _layouts(path: str, stated: bytes) -> KeyMap:
-    """Return the layout in which the class is published, with the other layouts in ``layouts``.
+    """Return the ``KeyMap`` of the layout in which the class is published; others in ``layouts``.
 
     The other layouts have the prefixes of a wrapper, or the class's own names.
 
@@ -205,7 +205,7 @@ def _published(
 
 
 def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
-    """Return the piece of ``tensor`` that ``view`` is, stored as ``key``; None if reshaped."""
+    """Return the slice of ``tensor`` behind ``view``, stored as ``key``; None if it is no slice."""
     at = view.storage_offset()
     select: list[int | None] = []
     origin = []

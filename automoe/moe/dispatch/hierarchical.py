@@ -50,7 +50,8 @@ class HierarchicalDispatcher:
 def _send(
     levels, num_experts: int, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert
 ) -> torch.Tensor:
-    """Dispatch over these ``levels``; an id outside 0 ... E - 1 is no choice."""
+    """Dispatch between the parts of the first level, then within it over the other ``levels``;
+    ids outside 0 ... E - 1 are dropped."""
     group, *inner = levels
     num_parts = group.num_ranks
     top_k = topk_ids_TK.shape[1]
