@@ -32,7 +32,6 @@ MIN_DISK = 5e9  # bytes of a few runs of the default model with its token cache
 OPTIONAL = {
     "triton": "moe.experts=triton",
     "transformer_engine_torch": "moe.experts=te",
-    "quack": "moe.experts=quack",
     "deep_ep": "moe.dispatcher=deepep",
     "bitsandbytes": "lora.base=nf4",
     "datasets": "data=hub",

@@ -193,7 +193,6 @@ def bmm_bound(shape: Shape, ids: torch.Tensor) -> Layer:
 PEERS: dict[str, Callable[[Shape, torch.Tensor], Layer]] = {
     "automoe triton": ours("triton"),
     "automoe grouped_mm": ours("grouped_mm"),
-    "automoe quack": ours("quack"),
     "automoe te": ours("te"),
     "transformers grouped_mm": transformers_grouped_mm,
     "three grouped_mm": three_products,

@@ -19,7 +19,7 @@ RERUN = ("core_attn", "mlp", "moe", "shared_experts")
 DISCARDED_OUTPUTS = ("layernorm", "mla_up_proj")
 MODULES = (*RERUN, "moe_act", *DISCARDED_OUTPUTS)
 # These backends always recompute the experts' activation from gate and up, as moe_act asks.
-RECOMPUTING_EXPERTS = ("grouped_mm", "triton", "quack")
+RECOMPUTING_EXPERTS = ("grouped_mm", "triton")
 FULL = "full"
 _EVERY = re.compile(r"every (\d*[1-9]\d*)")
 

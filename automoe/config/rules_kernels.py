@@ -30,8 +30,7 @@ MIN_FLEX_DIM = 16
 MLA_DIMS = (192, 128)  # of queries and keys, and of values: what cuDNN has beyond 128
 DIM_UNIT = 8
 # These backends have known limits; ``loop`` has none, and a plugin checks its own.
-_LIMITED_EXPERTS = ("grouped_mm", "triton", "te", "quack")
-FOREIGN_EXPERTS = {"te": "transformer-engine", "quack": "quack-kernels"}
+_LIMITED_EXPERTS = ("grouped_mm", "triton", "te")
 _FOREIGN_ATTENTION = {"cudnn": "cuDNN", "te": "transformer-engine"}
 CHUNK_TOKENS = 512  # of the head's logits, at least
 MOST_CHUNK_TOKENS = 4096
@@ -91,15 +90,10 @@ def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
         yield ("kernels.norm", "layernorm" in config.parallel.recompute,
                "transformer-engine frees what its backward pass has read, and with parallel.recompute=[layernorm] "
                "others read it too", "Set kernels.norm=torch, or leave layernorm out of parallel.recompute")
-    backend = config.moe.experts
-    if backend in FOREIGN_EXPERTS and config.model.num_moe_layers:
-        activation = config.model.expert_activation
-        quack = backend == "quack"
+    if config.moe.experts == "te" and config.model.num_moe_layers:
         for broken, rule in (
-            (device == "cpu", f"{FOREIGN_EXPERTS[backend]} needs CUDA, and this run is on cpu"),
+            (device == "cpu", "transformer-engine needs CUDA, and this run is on cpu"),
             (config.model.biased_experts, "it has experts without biases, and model.biased_experts=true"),
-            (quack and dtype != "bfloat16", f"it computes only in half precision, and train.dtype={dtype}"),
-            (quack and activation != "swiglu", f"it has only SwiGLU, and model.expert_activation={activation}"),
         ):
             yield "moe.experts", broken, rule, "Nearest valid choice: moe.experts=grouped_mm"
 

@@ -255,7 +255,7 @@ class MoEConfig:
     # CUDA: run the shared experts on their own stream, at the same time as the routed experts
     overlap_shared_experts: bool = True
     # implementation of the routed experts' matrix products (docs/kernels.md)
-    experts: Literal["grouped_mm", "loop", "triton", "te", "quack"] = "grouped_mm"
+    experts: Literal["grouped_mm", "loop", "triton", "te"] = "grouped_mm"
     # learned: the router chooses. The others are for benchmarks. balanced: round robin; zipf:
     # skewed; one_hot: every token to the first K experts; empty: round robin without the last
     # expert

@@ -212,8 +212,6 @@ def _packages(config: Config, device: str, deepep: bool) -> Iterator[tuple[bool,
            "index does not compile), or set moe.dispatcher=alltoall")
     yield (config.lora.base == "nf4", "lora.base=nf4", "bitsandbytes",
            "pip install bitsandbytes, or set lora.base=weights")
-    yield (experts == "quack", "moe.experts=quack", "quack",
-           "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm")
     for key, value, instead in (
         ("kernels.attention", config.kernels.attention, "sdpa"),
         ("kernels.norm", config.kernels.norm, "torch"),

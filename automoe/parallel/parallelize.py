@@ -11,7 +11,7 @@ from automoe.config.pipeline import stages_of_ranks
 from automoe.config.plugins import registered
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
-from automoe.interop import quack, transformer_engine
+from automoe.interop import transformer_engine
 from automoe.model.attention_kernels import attend_in_blocks, attention_fn
 from automoe.model.attention_masks import block_masks, dense_masks
 from automoe.model.backend import BackendConfig
@@ -42,7 +42,7 @@ from automoe.parallel.ring import cpu_ring, ring_masks
 from automoe.parallel.tensor import apply_tensor_parallel
 
 # constructors of expert backends from other packages, by value of ``moe.experts``
-FOREIGN_EXPERTS = {"te": transformer_engine.experts, "quack": quack.experts}
+FOREIGN_EXPERTS = {"te": transformer_engine.experts}
 
 
 def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertParallel) -> None:

@@ -107,13 +107,9 @@ def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[
             yield f"{config.model.architecture}: counted as native layers this wide, because {why}"
     if config.moe.dispatcher == "deepep":
         yield "moe.dispatcher=deepep: DeepEP's own buffers for NVLink and RDMA"
-    if config.moe.experts in ("te", "quack"):
-        kept = (
-            "the gathered rows and both factors of the activation"
-            if config.moe.experts == "te"
-            else "scratch"
-        )
-        yield f"moe.experts={config.moe.experts}: counted as grouped_mm, without {kept}"
+    if config.moe.experts == "te":
+        kept = "the gathered rows and both factors of the activation"
+        yield f"moe.experts=te: counted as grouped_mm, without {kept}"
     if config.kernels.attention == "te" or config.kernels.norm == "te":
         yield "transformer-engine's workspaces: its kernels are counted as torch's"
     if config.kernels.attention == "flex":

@@ -255,7 +255,7 @@ def _in_plain_torch(config: Config, keep_triton: bool) -> Config:
     kernels = replace(config.kernels, norm="torch")
     if moe.dispatcher == "deepep":  # alltoall sums the same rows
         moe.dispatcher = "alltoall"
-    if moe.experts in ("te", "quack") or (moe.experts == "triton" and not keep_triton):
+    if moe.experts == "te" or (moe.experts == "triton" and not keep_triton):
         moe.experts = "grouped_mm"
     # On CUDA torch's flash kernel computes in half precision alone.
     if kernels.attention in ("cudnn", "flex", "te") or config.launch.device == "cuda":

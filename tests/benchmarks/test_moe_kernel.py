@@ -43,7 +43,7 @@ def test_quick_run_compares_every_peer_that_is_here_and_says_why_others_are_not(
                 differences = peers[peer]["differences"]
                 assert differences.keys() == {"out", "x", "weights", "gate_up_proj", "down_proj"}
                 assert 0 < max(differences.values()) <= report["tolerance"]
-            for peer in ("automoe triton", "automoe quack", "automoe te", "liger", "sonicmoe"):
+            for peer in ("automoe triton", "automoe te", "liger", "sonicmoe"):
                 assert "CUDA" in peers[peer]["absent"]
             kept = {peer: peers[peer]["saved_bytes_a_token"] for peer in HERE_TOO}
             assert kept["automoe grouped_mm"] == min(kept.values())

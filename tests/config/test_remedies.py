@@ -144,7 +144,7 @@ MORE: dict[str, tuple[int, list[str], Any]] = {
     "fp8": (1, ["train.fp8=blockwise", "moe.experts=loop"], "config"),
     "fp8 compiled": (1, ["train.fp8=tensorwise", "train.compile=true"], "config"),
     "kernels": (1, ["kernels.attention=te", "kernels.norm=te"], "config"),
-    "experts": (1, ["moe.experts=quack"], "config"),
+    "experts": (1, ["moe.experts=te"], "config"),
 }  # fmt: skip
 
 

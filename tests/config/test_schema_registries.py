@@ -9,7 +9,7 @@ import pytest
 
 from automoe.config import schema
 from automoe.config.data_schema import CHAT_KINDS
-from automoe.config.rules_kernels import ELEMENT_BYTES, FOREIGN_EXPERTS
+from automoe.config.rules_kernels import ELEMENT_BYTES
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.data.corpora import _SOURCES
 from automoe.hf.families.registry import FAMILIES
@@ -18,6 +18,7 @@ from automoe.moe.experts import BACKENDS
 from automoe.moe.router import GATES, ROUTER_DTYPES
 from automoe.parallel.expert import DISPATCHERS
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES
+from automoe.parallel.parallelize import FOREIGN_EXPERTS
 from automoe.planner.step_memory import DTYPE_BYTES
 from automoe.verify.run import TOLERANCES
 

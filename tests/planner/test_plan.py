@@ -240,7 +240,6 @@ def test_a_plan_that_the_reserve_alone_breaks_is_warned_of() -> None:
     [
         ("moe.dispatcher=deepep", "DeepEP's own buffers"),
         ("moe.experts=te", "gathered rows"),
-        ("moe.experts=quack", "counted as grouped_mm"),
         ("kernels.norm=te", "transformer-engine's workspaces"),
         ("train.fp8=blockwise", "codes of the product at work"),
     ],

@@ -305,7 +305,6 @@ NEED_CUDA = {
     ("kernels.attention", "te"): "sdpa",
     ("kernels.norm", "te"): "torch",
     ("moe.experts", "te"): "grouped_mm",
-    ("moe.experts", "quack"): "grouped_mm",
 }
 NEED_AN_INTERPRETER = {
     ("kernels.rope", "triton"): "torch",
