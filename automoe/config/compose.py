@@ -27,6 +27,7 @@ from automoe.config.convert import (
     from_environment,
     nearest,
 )
+from automoe.config.data_schema import PREFERENCE_KINDS
 from automoe.config.frozen import is_free
 from automoe.config.paths import checked_path
 from automoe.config.plugins import load_plugins
@@ -43,6 +44,14 @@ MAX_NAME = 80  # letters of a folder's name
 # Prefix of Optuna's search space: hydra.sweeper.params.optim.lr='interval(1e-4,1e-2)'
 SWEPT_BY_SWEEPER = "hydra.sweeper.params."
 PARALLEL = "sweep.parallel"  # how many jobs of a sweep run side by side
+# Values by job, for ``_by_job``: random weights, a checkpoint, its adapters, preferences, and
+# preferences by adapters. Rate and decay are those of optim=finetune and of the shipped recipes.
+BY_JOB = {
+    "optim.lr": "${by_job:0.003,1e-5,2e-4,5e-7,5e-6}",
+    "optim.weight_decay": "${by_job:0.1,0.0}",
+    "train.steps": "${by_job:200}",
+    "train.epochs": "${by_job:0,3,3,1}",
+}
 
 
 # Options and the field of ``Arguments`` that each sets: flags, then options with a value.
@@ -202,12 +211,28 @@ def resolved_container(composed: Any, overrides: Iterable[str]) -> dict[str, Any
     Text that contains environment variables becomes ``FromEnvironment``. A recipe that ``overrides``
     name may become a file of the working directory (``named_recipe``).
 
+    ``${by_job:...}`` becomes the value of the job: a run that begins from a checkpoint takes other
+    defaults than one from random weights (``BY_JOB``). A value that a file or an override names
+    stands in its place, and ``optim=NAME`` names the values of the group, whatever the job.
+
     Raises:
         OmegaConfBaseException: an interpolation that cannot be resolved, or a missing value.
     """
+    from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
     used: set[str] = set()
+    named = {key_of(text) for text in overrides if "={" not in text}
+
+    def by_job(*values: Any, _root_: Any, _parent_: Any) -> Any:
+        begun = _root_.model.hf_path is not None and not _root_.model.random_weights
+        length = _parent_ is _root_.train and not OmegaConf.is_interpolation(_parent_, "steps")
+        if not begun or length or _parent_._key() in named:
+            return values[0]
+        job = 1 + (_root_.lora.rank > 0) + 2 * (_root_.data.kind in PREFERENCE_KINDS)
+        return values[min(job, len(values) - 1)]
+
+    OmegaConf.register_new_resolver("by_job", by_job, replace=True)
 
     def content(name: str, *default: Any) -> Any:
         used.add(name)
@@ -218,7 +243,7 @@ def resolved_container(composed: Any, overrides: Iterable[str]) -> dict[str, Any
         return f"${{oc.env:{name}}}" if name in os.environ else oc.env(name, *default)
 
     raw = _resolve(composed, content)
-    if "recipe" in map(key_of, overrides) and isinstance(raw["recipe"], str):
+    if "recipe" in named and isinstance(raw["recipe"], str):
         raw["recipe"] = named_recipe(raw["recipe"])
     if not used:
         return raw
@@ -257,6 +282,8 @@ def register_base() -> None:
 
     base = OmegaConf.create(config_to_dict(Config()))
     base.model.rope.original_seq_len = RopeConfig.original_seq_len  # unsaid until settled
+    for key, values in BY_JOB.items():
+        OmegaConf.update(base, key, values)
     OmegaConf.set_struct(base[SECTION], False)  # the recipe, not the schema, declares these keys
     ConfigStore.instance().store(name="base", node=base)
 

@@ -19,8 +19,8 @@ from automoe.config.schema import Config
 from automoe.data.chat_corpus import describe_chat
 from automoe.data.chat_template import chat_template_of
 from automoe.data.mixture import Mixture
-from automoe.data.packing import PackedRows, Rows, SampleRows
-from automoe.data.prepare import Split, fitting_documents, prepare_data
+from automoe.data.packing import PackedRows, Rows
+from automoe.data.prepare import Split, pack, prepare_data
 from automoe.errors import ConfigError, DataError
 from automoe.moe.tokens import IGNORE
 
@@ -302,21 +302,7 @@ class Loader:
         ]
 
     def _pack(self, split: Split, source: int) -> PackedRows:
-        corpus = self.corpora[source]
-        one = self._sources[source]
-        starts, lengths = fitting_documents(corpus, one, split)
-        options = {
-            "seq_len": one.train.seq_len,
-            "seed": one.train.seed if split == "train" else 0,
-            "pad_id": self.tokenizer.pad_id,
-            "document_mask": one.data.document_mask,
-        }
-        if corpus.trained is None:
-            return PackedRows(corpus.tokens, starts, lengths, **options)
-        options |= {"trained": corpus.trained, "pack": one.data.chat.pack}
-        if corpus.firsts is not None:
-            options["firsts"] = corpus.firsts[np.searchsorted(corpus.starts, starts)]
-        return SampleRows(corpus.tokens, starts, lengths, **options)
+        return pack(self.corpora[source], self._sources[source], split, self.tokenizer.pad_id)
 
     def _batch(
         self, split: Split, first_row: int, sources: np.ndarray, indices: np.ndarray

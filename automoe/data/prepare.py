@@ -17,12 +17,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from automoe.config.batch import steps_for
 from automoe.config.data_schema import DataConfig, sources_of
+from automoe.config.rules import check_rows
 from automoe.config.schema import Config
+from automoe.config.validate import settings_rows
 from automoe.data.chat import read_conversations
 from automoe.data.chat_corpus import tokenise_chat
 from automoe.data.chat_template import ChatTemplate, chat_template_of
 from automoe.data.corpora import find_files, read_documents, reader_digest
+from automoe.data.packing import PackedRows, SampleRows
 from automoe.data.tokenise import place_of, tokenise_documents
 from automoe.data.tokenizer import Tokenizer, fitting_tokenizer
 from automoe.errors import DataError
@@ -183,6 +187,42 @@ def prepare_data(
         corpora.append(open_corpus(source, tokenizer, cache_dir, chat_template_of(one)))
         _check_corpus(one, corpora[-1])
     return tokenizer, corpora
+
+
+def with_steps(config: Config) -> Config:
+    """Return ``config`` with the ``train.steps`` that ``train.epochs`` gives, if it is set.
+
+    Raises:
+        ConfigError, DataError: as ``prepare_data``, or a rule on the number of steps is broken.
+    """
+    tokenizer, corpora = prepare_data(config)
+    train = config.train
+    if not train.epochs:
+        return config
+    rows = 0
+    for corpus, (_, _, source) in zip(corpora, sources_of(config.data), strict=True):
+        rows += pack(corpus, replace(config, data=source), "train", tokenizer.pad_id).num_rows
+    steps = steps_for(train, train.epochs * rows)
+    config = replace(config, train=replace(train, steps=steps))
+    check_rows(config, settings_rows(config))
+    return config
+
+
+def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> PackedRows:
+    """Return the rows of one split of a source, whose settings are ``config.data``."""
+    starts, lengths = fitting_documents(corpus, config, split)
+    options = {
+        "seq_len": config.train.seq_len,
+        "seed": config.train.seed if split == "train" else 0,
+        "pad_id": pad_id,
+        "document_mask": config.data.document_mask,
+    }
+    if corpus.trained is None:
+        return PackedRows(corpus.tokens, starts, lengths, **options)
+    options |= {"trained": corpus.trained, "pack": config.data.chat.pack}
+    if corpus.firsts is not None:
+        options["firsts"] = corpus.firsts[np.searchsorted(corpus.starts, starts)]
+    return SampleRows(corpus.tokens, starts, lengths, **options)
 
 
 def synthetic_corpus(vocab_size: int, seq_len: int) -> TokenCorpus:
