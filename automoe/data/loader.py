@@ -21,6 +21,7 @@ from automoe.data.chat_template import chat_template_of
 from automoe.data.mixture import Mixture
 from automoe.data.packing import PackedRows, Rows
 from automoe.data.prepare import Split, pack, prepare_data
+from automoe.data.outlook import describe_length, describe_unlearned
 from automoe.errors import ConfigError, DataError
 from automoe.moe.tokens import IGNORE
 
@@ -262,12 +263,20 @@ class Loader:
         return found
 
     def describe(self) -> list[str]:
-        """Return lines for the user about conversations and their rows; [] for other data."""
-        return [
+        """Return lines for the user: conversations and their rows, the length of the run, warnings."""
+        lines = [
             line
             for source, corpus in enumerate(self.corpora)
             if corpus.chat
             for line in self._describe(source)
+        ]
+        lines += describe_length(self.config, self.rows_per_epoch)
+        lines += describe_unlearned(self.config, self.tokenizer, self.corpora)
+        # With the margin of a note, lines are 80 columns wide.
+        return [
+            part
+            for line in lines
+            for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False)
         ]
 
     def _describe(self, source: int) -> list[str]:
@@ -294,12 +303,7 @@ class Loader:
         lines.append(
             f"{len(rows.lengths):,} {what} in {rows.num_rows:,} rows an epoch, {full:.1%} full"
         )
-        # With the margin of a note, lines are 80 columns wide.
-        return [
-            part
-            for line in lines
-            for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False)
-        ]
+        return lines
 
     def _pack(self, split: Split, source: int) -> PackedRows:
         return pack(self.corpora[source], self._sources[source], split, self.tokenizer.pad_id)

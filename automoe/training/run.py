@@ -15,7 +15,6 @@ import torch
 
 from automoe.checkpoint.store import CheckpointStore, Resumed
 from automoe.checkpoint.train_state import TrainState
-from automoe.config.batch import rows_of_run
 from automoe.config.mesh_shape import MeshShape, exchanges_heads
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config
@@ -59,28 +58,13 @@ def open_run(
         store.attach(record.note, record.warn, lambda folder: hooks.call("run.save", run, folder))
         run = Run(config, shape, context, state, store, resumed, record, hooks)
         # Printed here and not in a recipe, which could leave it out.
-        if (loader := state.loader) is not None:
-            for line in loader.describe():
-                record.note(line)
-            _describe_length(config, loader.rows_per_epoch, record)
+        for line in state.loader.describe() if state.loader is not None else ():
+            record.note(line)
         if context.world_size > 1:
             record.note(str(open_groups(exchanges_heads(config, shape))))
         opened.push(lambda error, *_: record.close("failed" if error else "done"))
         hooks.call("run.start", run)
         yield run
-
-
-def _describe_length(config: Config, rows: int, record: RunRecord) -> None:
-    optim = config.optim
-    steps = config.train.steps
-    epochs = rows_of_run(config.train) / rows
-    record.note(
-        f"optim.lr={optim.lr:g}, weight decay {optim.weight_decay:g}, {steps:,} steps: {epochs:.3g} epochs of {rows:,} rows"
-    )
-    if 2 * optim.warmup_steps > steps:
-        record.warn(
-            f"optim.warmup_steps={optim.warmup_steps} is more than half of the {steps:,} steps: lower it, or train longer"
-        )
 
 
 class Run:
