@@ -27,8 +27,8 @@ from automoe.config.convert import (
     from_environment,
     nearest,
 )
-from automoe.config.data_schema import PREFERENCE_KINDS
 from automoe.config.frozen import is_free
+from automoe.config.jobs import BY_JOB, register_jobs
 from automoe.config.paths import checked_path
 from automoe.config.plugins import load_plugins
 from automoe.config.recipe_args import SECTION, check_args
@@ -44,14 +44,6 @@ MAX_NAME = 80  # letters of a folder's name
 # Prefix of Optuna's search space: hydra.sweeper.params.optim.lr='interval(1e-4,1e-2)'
 SWEPT_BY_SWEEPER = "hydra.sweeper.params."
 PARALLEL = "sweep.parallel"  # how many jobs of a sweep run side by side
-# Values by job, for ``_by_job``: random weights, a checkpoint, its adapters, preferences, and
-# preferences by adapters. Rate and decay are those of optim=finetune and of the shipped recipes.
-BY_JOB = {
-    "optim.lr": "${by_job:0.003,1e-5,2e-4,5e-7,5e-6}",
-    "optim.weight_decay": "${by_job:0.1,0.0}",
-    "train.steps": "${by_job:200}",
-    "train.epochs": "${by_job:0,3,3,1}",
-}
 
 
 # Options and the field of ``Arguments`` that each sets: flags, then options with a value.
@@ -211,28 +203,16 @@ def resolved_container(composed: Any, overrides: Iterable[str]) -> dict[str, Any
     Text that contains environment variables becomes ``FromEnvironment``. A recipe that ``overrides``
     name may become a file of the working directory (``named_recipe``).
 
-    ``${by_job:...}`` becomes the value of the job: a run that begins from a checkpoint takes other
-    defaults than one from random weights (``BY_JOB``). A value that a file or an override names
-    stands in its place, and ``optim=NAME`` names the values of the group, whatever the job.
+    ``${by_job:...}`` becomes the value of the job (``automoe.config.jobs``).
 
     Raises:
         OmegaConfBaseException: an interpolation that cannot be resolved, or a missing value.
     """
-    from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
     used: set[str] = set()
     named = {key_of(text) for text in overrides if "={" not in text}
-
-    def by_job(*values: Any, _root_: Any, _parent_: Any) -> Any:
-        begun = _root_.model.hf_path is not None and not _root_.model.random_weights
-        length = _parent_ is _root_.train and not OmegaConf.is_interpolation(_parent_, "steps")
-        if not begun or length or _parent_._key() in named:
-            return values[0]
-        job = 1 + (_root_.lora.rank > 0) + 2 * (_root_.data.kind in PREFERENCE_KINDS)
-        return values[min(job, len(values) - 1)]
-
-    OmegaConf.register_new_resolver("by_job", by_job, replace=True)
+    register_jobs(named)
 
     def content(name: str, *default: Any) -> Any:
         used.add(name)

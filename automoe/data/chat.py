@@ -282,15 +282,27 @@ class _Reader:
                 raise self._wrong(
                     f"message {number} is not a call with a name and arguments", "Correct it"
                 )
+            self._check_call(call, number)
             calls = [{"type": "function", "function": call}]
             return {"role": "assistant", "content": "", "tool_calls": calls}
         if not _are_functions(message.get("tool_calls", [])):
             rule = f"message {number} has tool_calls that are not a list of objects"
             raise self._wrong(rule, "Write each as a function with its name and arguments")
+        for call in message.get("tool_calls", []):
+            self._check_call(call.get("function", call), number)
         if content is None and role == "assistant" and message.get("tool_calls"):
             return message | {"content": ""}
         content = self._value(raw, "content", f"message {number}: ")
         return message | {"content": self._content(content, f"message {number}'s content")}
+
+    def _check_call(self, function: Record, number: int) -> None:
+        arguments = function.get("arguments", {})
+        if not isinstance(_parsed(arguments), dict):
+            raise self._wrong(
+                f"message {number} calls {function.get('name')!r} with arguments {arguments!r:.60}, which are not an "
+                "object of names and values, or its JSON text",
+                "Correct them; a call without arguments has {}",
+            )
 
     def tools(self, record: Record) -> list[Record] | None:
         """Return the tools of a record; None if it has none."""

@@ -19,9 +19,9 @@ from automoe.config.schema import Config
 from automoe.data.chat_corpus import describe_chat
 from automoe.data.chat_template import chat_template_of
 from automoe.data.mixture import Mixture
+from automoe.data.outlook import describe_length, describe_unlearned
 from automoe.data.packing import PackedRows, Rows
 from automoe.data.prepare import Split, pack, prepare_data
-from automoe.data.outlook import describe_length, describe_unlearned
 from automoe.errors import ConfigError, DataError
 from automoe.moe.tokens import IGNORE
 
@@ -291,15 +291,15 @@ class Loader:
             len(corpus.lengths),
             lambda file, line: f"{corpus.paths[file]}:{line}",
         )
+        what = "samples" if corpus.firsts is None else "pairs"
         if long := int((corpus.lengths > rows.seq_len).sum()):
             done = "cut, or left out if no answer begins before the cut"
             if self.config.data.on_long == "drop":
                 done = "left out"
             lines.append(
-                f"warning: {long:,} of them are longer than train.seq_len={rows.seq_len}: {done}"
+                f"warning: {long:,} {what} are longer than train.seq_len={rows.seq_len}: {done}"
             )
         full = rows.num_tokens / (rows.num_rows * rows.seq_len)
-        what = "samples" if corpus.firsts is None else "pairs"
         lines.append(
             f"{len(rows.lengths):,} {what} in {rows.num_rows:,} rows an epoch, {full:.1%} full"
         )

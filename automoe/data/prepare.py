@@ -70,6 +70,11 @@ class TokenCorpus:
     trained: np.ndarray | None = None
     chat: dict[str, Any] | None = None
 
+    def num_places(self, chosen: Any = slice(None)) -> int:
+        """Return how many lines, or files, documents come from: a conversation may be several."""
+        places = np.stack((self.file_ids[chosen], self.lines[chosen]))
+        return np.unique(places, axis=1).shape[1]
+
     def where(self, index: int) -> str:
         """Return ``file`` or ``file:line`` of a document."""
         return place_of(self.paths[self.file_ids[index]], int(self.lines[index]))
@@ -268,8 +273,8 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
             counted = ""
         raise DataError(
             f"{corpus.where(too_long[0])}: a {what} of {corpus.lengths[too_long[0]]} tokens{counted} does not fit "
-            f"train.seq_len={config.train.seq_len} under data.on_long=error ({len(too_long)} of "
-            f"{len(corpus.lengths)} {what}s do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
+            f"train.seq_len={config.train.seq_len} under data.on_long=error ({corpus.num_places(too_long)} of "
+            f"{corpus.num_places()} {what}s do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
             f"train.seq_len, or set data.on_long={others}."
         )
     fitting_documents(corpus, config, "train")
@@ -303,7 +308,7 @@ def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> Docu
         if config.data.on_long == "truncate":
             why = ", and no answer begins before that"
         raise DataError(
-            f"No {what} is left for the {split} split: all {len(lengths)} are longer than train.seq_len={seq_len}{why}"
+            f"No {what} is left for the {split} split: each is longer than train.seq_len={seq_len}{why}"
             f", under data.on_long={config.data.on_long}. Raise train.seq_len."
         )
     return starts[kept], lengths[kept]

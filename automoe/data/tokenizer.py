@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,14 @@ from automoe.config.data_schema import NO_TOKENIZER, ChatConfig
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
 from automoe.config.shipped import shipped_folder
-from automoe.data.tokenizer_files import check_files, named_parts, settings_of, text_of, unreadable
+from automoe.data.tokenizer_files import (
+    byte_lengths,
+    check_files,
+    named_parts,
+    settings_of,
+    text_of,
+    unreadable,
+)
 from automoe.errors import ConfigError, one_line
 from automoe.storage.files import read_file
 from automoe.storage.foreign import MAX_ID, is_there
@@ -220,7 +226,7 @@ class HFTokenizer(Tokenizer):
         self.digest = f"{hashed.hexdigest()}-eos{eos_id}"
         spec = json.loads(self._backend.to_str())
         self._named = named_parts(directory / "tokenizer.json", spec)
-        self.byte_lengths = _byte_lengths(spec, vocab, self.vocab_size)
+        self.byte_lengths = byte_lengths(spec, vocab, self.vocab_size)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         doing(f"{self._named}, of {len(texts)} texts that begin {texts[:1]!r:.60}")
@@ -418,9 +424,7 @@ def _transformers(tokenizer: str, rule: str, remedy: str) -> Iterator[Callable[[
         raise ConfigError("data.tokenizer", tokenizer, why, remedy) from error
 
 
-def _load_with_transformers(
-    directory: Path,
-) -> tuple[tokenizers.Tokenizer, dict[str, int | None]]:
+def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, int | None]]:
     rule = "there is no tokenizer.json in it, and transformers cannot make one"
     remedy = (
         "Point data.tokenizer at a directory with a tokenizer.json (save_pretrained of a fast "
@@ -429,31 +433,6 @@ def _load_with_transformers(
     with _transformers(str(directory), rule, remedy) as load:
         loaded = load(str(directory))
         return loaded.backend_tokenizer, {key: getattr(loaded, key) for key in SPECIAL_IDS}
-
-
-def _byte_lengths(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -> np.ndarray:
-    """Return the UTF-8 bytes of each id, [vocab_size], from the decoder's spelling of pieces.
-
-    Args:
-        spec: content of a tokenizer.json.
-    """
-    decoder = json.dumps(spec["decoder"])
-    added = {token["id"]: token for token in spec["added_tokens"]}
-    lengths = np.zeros(vocab_size, dtype=np.int64)
-    for piece, index in vocab.items():
-        if index in added:
-            lengths[index] = 0 if added[index]["special"] else len(piece.encode())
-        elif '"ByteLevel"' in decoder:
-            lengths[index] = len(piece)  # GPT-2's alphabet has one character for each byte.
-        elif '"ByteFallback"' in decoder and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
-            lengths[index] = 1
-        elif '"WordPiece"' in decoder:
-            # A piece continues a word after "##", and follows a space otherwise.
-            lengths[index] = len(piece.encode()) + (-2 if piece.startswith("##") else 1)
-        else:
-            # SentencePiece writes a space as U+2581.
-            lengths[index] = len(piece.replace("\u2581", " ").encode())
-    return lengths
 
 
 # ---------------------------------------------------------------- chat templates

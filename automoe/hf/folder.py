@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Any
 from automoe.config.data_schema import NO_TOKENIZER
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
-from automoe.data.tokenizer import (
-    SPECIAL_IDS,
-    ByteTokenizer,
-    load_tokenizer,
-    tokenizer_beside,
-)
+from automoe.data.tokenizer import SPECIAL_IDS, ByteTokenizer, load_tokenizer, tokenizer_beside
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
@@ -347,6 +342,8 @@ def _fitting(
             if _IDS.search(key):
                 kept = [one for one in _listed(value) if all(map(unchanged, _listed(one)))]
                 found[key] = kept if kept and isinstance(value, list) else next(iter(kept), None)
-        return found | own | {"eos_token_id": _with_stop(found["eos_token_id"], own["eos_token_id"])}
+        return (
+            found | own | {"eos_token_id": _with_stop(found["eos_token_id"], own["eos_token_id"])}
+        )
 
     return fit

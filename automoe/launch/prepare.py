@@ -7,6 +7,7 @@ load torch; reading a ``config.json`` does.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -17,7 +18,7 @@ from automoe.config.compose import Arguments, compose_config, key_of, parse_over
 from automoe.config.convert import FromEnvironment, leaf_keys
 from automoe.config.data_schema import sources_of
 from automoe.config.frozen import Device, flat
-from automoe.config.hub import pinned
+from automoe.config.hub import local_folder, pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset, preset_choice
 from automoe.config.rules import check_rows
 from automoe.config.rules_kernels import BASE_BLOCKS
@@ -25,7 +26,7 @@ from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, ModelConfig, RopeConfig, export_name, tokenizer_of
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
-from automoe.errors import ConfigError
+from automoe.errors import ConfigError, listed
 from automoe.launch.hardware import default_num_ranks, resolve_device
 from automoe.launch.run_dir import read_config
 from automoe.model.adapters import adapter_rows
@@ -36,6 +37,7 @@ LARGE = 1e9  # parameters
 # Fields of a model that the configuration sets, whatever the checkpoint has.
 _KEPT = ("initializer_range", "random_weights", "num_mtp_layers")
 _OWN_ROPE = ("theta", "interleaved", "partial_rotary_factor")  # stay the checkpoint's own
+_MTP = re.compile(r"(^|\.)mtp\.")  # in names of tensors
 # Fields that must be those of the checkpoint if an override names the group ``model``.
 _TELLING = ("family", "num_layers", "hidden_size", "num_experts")
 
@@ -195,6 +197,15 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
 
 
 def _check_modules(asked: int, there: ModelConfig) -> None:
+    from automoe.hf.headers import complete_headers
+
+    path = str(there.hf_path)
+    beside = [name for name in complete_headers(local_folder(path)) if _MTP.search(name)]
+    if beside and not there.num_mtp_layers:
+        what = there.architecture or there.family
+        rule = f"{path} holds {len(beside)} tensors of such modules ({listed(beside)}), and those of {what} cannot be "
+        rule += "trained here; an export copies them"
+        raise ConfigError("model.num_mtp_layers", asked, rule, "Leave model.num_mtp_layers out")
     if asked > there.num_mtp_layers:
         raise ConfigError(
             "model.num_mtp_layers",

@@ -44,6 +44,8 @@ STUCK_FILE = "stuck"  # exists while a rank asks all ranks for their positions
 LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
 SWEEP_FILE = "sweep.json"
+# Keys that change the rows of a single source, whatever its files hold.
+_ROWS = "data.kind data.val_fraction data.document_mask train.seq_len train.seed".split()
 # Error reports leave out the frames between the start of a rank and the recipe.
 _LOADERS = ("automoe/launch/worker.py", "automoe/config/shipped.py")
 _IMPORTS = ("<frozen importlib", os.path.dirname(importlib.__file__) + os.sep)
@@ -117,6 +119,8 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
     except (OSError, ValueError):
         done = True  # an unreadable status may be that of a finished run
     used = done or saved or (metrics.is_file() and metrics.stat().st_size)
+    if not saved:
+        _check_source(config)
     if not used or config.checkpoint.resume == "never":
         return []
     over = (
@@ -152,6 +156,22 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
             f"Set them back, name another run_dir{there}, or {over}",
         )
     return [f"note: unlike the last start in {run_dir}: {describe(changed)}"] if changed else []
+
+
+def _check_source(config: Config) -> None:
+    """Refuse to begin from the checkpoint of a run with other rows, before the data is read."""
+    source = Path(config.checkpoint.resume).expanduser()
+    if str(source) in ("auto", "never") or config.data.sources:
+        return
+    then = _newest_config(source.parent.parent if source.name.startswith("step-") else source)
+    changed = differences(then, config) if then else {}
+    if rows := {key: changed[key] for key in _ROWS if key in changed}:
+        raise ConfigError(
+            "checkpoint.resume",
+            source,
+            f"a run goes on with the rows of the checkpoint, whose run had others: {describe(rows)}",
+            "Begin from its weights: automoe export RUN --out DIR, then model.hf_path=DIR",
+        )
 
 
 def _newest_config(run_dir: Path) -> dict[str, Any] | None:

@@ -114,9 +114,7 @@ class Run:
             )
             key = "train.epochs" if config.train.epochs else "train.steps"
             more = config.train.epochs or config.train.steps
-            self.note(
-                f"{key}={2 * more:g} continues; checkpoint.resume=never starts over"
-            )
+            self.note(f"{key}={2 * more:g} continues; checkpoint.resume=never starts over")
 
     def describe_start(self, loaded: Loaded | None) -> None:
         """Print the source of the initial weights and, for conversations, a sample row.

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from automoe.config.data_schema import ChatConfig
 from automoe.config.schema import Config, LoraConfig, MoEConfig
 from automoe.data.chat_template import ChatTemplate
-from automoe.config.data_schema import ChatConfig
 from automoe.hf.catalog import open_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.folder import write_settings
@@ -27,7 +27,14 @@ from tests.support.hf_models import save_small_hf
 from tests.support.wrappers import save_wrapper
 
 END, START, STOP, USER = range(4)  # ids of <|endoftext|>, <|im_start|>, <|im_end|>, <|user|>
-SETTINGS = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "pad_token_id": END, "bos_token_id": START}
+SETTINGS = {
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "pad_token_id": END,
+    "bos_token_id": START,
+}
 SETTINGS |= {"eos_token_id": [STOP, END], "suppress_tokens": [USER, 293], "bad_words_ids": [[USER, 9], [9]]}
 
 
