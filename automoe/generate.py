@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import io
+import json
 import logging
 import sys
 import tempfile
@@ -22,10 +23,10 @@ from typing import Any
 
 from automoe.config.frozen import CONFIG_FILE, flat, read_mapping
 from automoe.config.paths import user_path
+from automoe.data.chat import are_functions
 from automoe.errors import (
     AutomoeError,
     CheckpointError,
-    ConfigError,
     exit_status,
     listed,
     number_option,
@@ -79,11 +80,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--tools",
+        type=number_option(_json_file, are_functions, "file with a JSON list of tools"),
         metavar="FILE",
         help="JSON list of the tools that the model may call, as in training",
     )
     parser.add_argument(
         "--template-args",
+        type=number_option(json.loads, lambda given: isinstance(given, dict), "JSON object"),
+        default={},
         metavar="JSON",
         help="""arguments of the chat template, such as '{"enable_thinking": false}'""",
     )
@@ -109,16 +113,9 @@ def main(argv: list[str] | None = None) -> int:
         "--seed", type=seed, default=0, help="seed of sampling with a temperature (default: 0)"
     )
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
-    given = _json("--template-args", args.template_args, dict)
-    if args.tools is not None:
-        given["tools"] = _json("--tools", args.tools, list)
-    if args.text and given:
-        raise ConfigError(
-            "--text",
-            True,
-            "it uses no chat template, which takes --tools and --template-args",
-            "Leave it out",
-        )
+    given = args.template_args | {"tools": args.tools}
+    if args.text and (args.tools or args.template_args):
+        parser.error("--text uses no chat template: leave out --tools and --template-args")
     with checkpoint_of(user_path("WHERE", args.where)) as folder:
         speaker = Speaker(folder, args.max_new_tokens, args.temperature, args.seed, given)
         system = [{"role": "system", "content": args.system}] if args.system else []
@@ -141,22 +138,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _json(option: str, given: str | None, kind: type) -> Any:
-    """Return the JSON of an option, or of the file that it names; an empty ``kind`` without it."""
-    if given is None:
-        return kind()
-    try:
-        found = parse_json(given.encode() if kind is dict else read_file(Path(given).expanduser()))
-        if not isinstance(found, kind):
-            raise ValueError(f"it is {type(found).__name__}")
-        return found
-    except (OSError, ValueError) as error:
-        what = "an object with the template's arguments"
-        if kind is list:
-            what = "a file with a list of tools (JSON schemas of functions)"
-        raise ConfigError(
-            option, given, f"{what} is needed: {one_line(error)}", "Correct it"
-        ) from None
+def _json_file(path: str) -> Any:
+    return parse_json(read_file(Path(path).expanduser()))
 
 
 def _lines() -> Iterator[str]:

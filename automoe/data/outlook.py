@@ -14,7 +14,7 @@ from automoe.errors import listed
 from automoe.model.adapters import is_trained
 from automoe.model.params import model_params
 
-_PART = 1 << 24  # tokens that are counted at once
+_MOST = 1 << 28  # tokens of a source that are looked at
 
 
 def describe_length(config: Config, rows: int) -> Iterator[str]:
@@ -44,27 +44,26 @@ def describe_unlearned(
     Rows are those of the embedding and of the output head.
     """
     model = config.model
-    base = None if model.random_weights or config.data.is_synthetic else model.hf_path
-    ends = [p.name for p in model_params(model) if p.spec.part in ("embedding", "head")]
-    frozen = [name for name in ends if not is_trained(name, config)]
-    theirs = tokenizer_beside(base) if frozen and tokenizer_of(config) != base else None
+    frozen = [
+        param.name
+        for param in model_params(model)
+        if param.spec.part in ("embedding", "head") and not is_trained(param.name, config)
+    ]
+    known = (
+        model.random_weights or config.data.is_synthetic or tokenizer_of(config) == model.hf_path
+    )
+    theirs = None if known or not frozen else tokenizer_beside(model.hf_path)
     if theirs is None:
         return
-    counts = np.zeros(model.vocab_size, np.int64)
+    seen = np.zeros(model.vocab_size, np.bool_)
     for corpus in corpora:
-        for at in range(0, len(corpus.tokens), _PART):
-            part = corpus.tokens[at : at + _PART]
-            if corpus.trained is not None:
-                part = part[corpus.trained[at : at + _PART]]
-            counts += np.bincount(part, minlength=len(counts))
-    new = [
-        f"{tokenizer.token(number)} (id {number}, {counts[number]:,} times)"
-        for number in np.flatnonzero(counts).tolist()
-        if not tokenizer.shares(number, theirs)
-    ]
+        part = corpus.tokens[:_MOST]
+        seen[part if corpus.trained is None else part[corpus.trained[:_MOST]]] = True
+    new = [n for n in np.flatnonzero(seen).tolist() if not tokenizer.shares(n, theirs)]
     if new:
         yield (
-            f"warning: {len(new)} tokens are trained and cannot be learned, since the tokenizer of {base} does "
-            f"not have them and their rows of {listed(frozen)} are frozen: {listed(new)}. Set "
-            f"train.trainable=[{','.join(frozen)}], or train all weights (lora.rank=0, train.freeze=[])"
+            f"warning: {len(new)} tokens are trained and cannot be learned, since the tokenizer of {model.hf_path} "
+            f"does not have them and their rows of {listed(frozen)} are frozen: "
+            f"{listed(tokenizer.decode([n]) for n in new)}. Set train.trainable=[{','.join(frozen)}], or train all "
+            "weights (lora.rank=0, train.freeze=[])"
         )

@@ -77,14 +77,10 @@ class Tokenizer:
     byte_lengths: np.ndarray
     special_ids: dict[str, int | None] = field(default_factory=dict)
 
-    def token(self, number: int) -> str | None:
-        """Return the token of an id, and of which tokenizer; None if it has none."""
-        return f"{self.digest} {number}"
-
     def shares(self, number: int, other: Tokenizer | None) -> bool:
         """Return whether an id stands for the same token in both."""
-        token = self.token(number)
-        return other is not None and token is not None and token == other.token(number)
+        text = self.decode([number]) if number >= 0 and other is not None else ""
+        return other is not None and text != "" and text == other.decode([number])
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of ``text``, [T] int64, without any special token."""
@@ -298,9 +294,6 @@ class HFTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
-
-    def token(self, number: int) -> str | None:
-        return self._backend.id_to_token(number)
 
 
 def _cuts(text: str, end: int) -> Iterator[int]:

@@ -239,7 +239,7 @@ def is_strided_shard(placement: Any) -> bool:
     return isinstance(placement, _StridedShard)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a shard. Collective.
 
     2.11 to 2.15: ``torch.distributed.tensor._redistribute`` warns that a dim which two axes shard is

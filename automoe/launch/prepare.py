@@ -7,7 +7,6 @@ load torch; reading a ``config.json`` does.
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -37,7 +36,6 @@ LARGE = 1e9  # parameters
 # Fields of a model that the configuration sets, whatever the checkpoint has.
 _KEPT = ("initializer_range", "random_weights", "num_mtp_layers")
 _OWN_ROPE = ("theta", "interleaved", "partial_rotary_factor")  # stay the checkpoint's own
-_MTP = re.compile(r"(^|\.)mtp\.")  # in names of tensors
 # Fields that must be those of the checkpoint if an override names the group ``model``.
 _TELLING = ("family", "num_layers", "hidden_size", "num_experts")
 
@@ -199,12 +197,11 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
 def _check_modules(asked: int, there: ModelConfig) -> None:
     from automoe.hf.headers import complete_headers
 
-    path = str(there.hf_path)
-    beside = [name for name in complete_headers(local_folder(path)) if _MTP.search(name)]
+    tensors = complete_headers(local_folder(str(there.hf_path)))
+    beside = [name for name in tensors if "mtp." in name]
     if beside and not there.num_mtp_layers:
-        what = there.architecture or there.family
-        rule = f"{path} holds {len(beside)} tensors of such modules ({listed(beside)}), and those of {what} cannot be "
-        rule += "trained here; an export copies them"
+        rule = f"{there.hf_path} holds {len(beside)} tensors of modules ({listed(beside)}), and automoe trains none of "
+        rule += f"{there.architecture or there.family}; an export copies them"
         raise ConfigError("model.num_mtp_layers", asked, rule, "Leave model.num_mtp_layers out")
     if asked > there.num_mtp_layers:
         raise ConfigError(

@@ -25,6 +25,7 @@ from automoe.config.frozen import (
     CONFIG_FILE,
     describe,
     differences,
+    flat,
     goes_on,
     is_fixed,
     read_mapping,
@@ -44,8 +45,6 @@ STUCK_FILE = "stuck"  # exists while a rank asks all ranks for their positions
 LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
 SWEEP_FILE = "sweep.json"
-# Keys that change the rows of a single source, whatever its files hold.
-_ROWS = "data.kind data.val_fraction data.document_mask train.seq_len train.seed".split()
 # Error reports leave out the frames between the start of a rank and the recipe.
 _LOADERS = ("automoe/launch/worker.py", "automoe/config/shipped.py")
 _IMPORTS = ("<frozen importlib", os.path.dirname(importlib.__file__) + os.sep)
@@ -159,17 +158,15 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
 
 
 def _check_source(config: Config) -> None:
-    """Refuse to begin from the checkpoint of a run with other rows, before the data is read."""
+    """Refuse to begin from the checkpoint of a run on another kind of data, before it is read."""
     source = Path(config.checkpoint.resume).expanduser()
-    if str(source) in ("auto", "never") or config.data.sources:
-        return
     then = _newest_config(source.parent.parent if source.name.startswith("step-") else source)
-    changed = differences(then, config) if then else {}
-    if rows := {key: changed[key] for key in _ROWS if key in changed}:
+    kind = flat(then or {}).get("data.kind", config.data.kind)
+    if kind != config.data.kind and not config.data.sources:
         raise ConfigError(
             "checkpoint.resume",
             source,
-            f"a run goes on with the rows of the checkpoint, whose run had others: {describe(rows)}",
+            f"a run goes on with the rows of its checkpoint, whose data.kind is {kind} and not {config.data.kind}",
             "Begin from its weights: automoe export RUN --out DIR, then model.hf_path=DIR",
         )
 
