@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import ParamSpec, TextIO, TypeVar
 
 T = TypeVar("T")
-N = TypeVar("N", int, float)
+N = TypeVar("N")
 P = ParamSpec("P")
 
 # Errors that a network file system or a failing disk reports briefly; a second try may succeed.

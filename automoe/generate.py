@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import codecs
 import io
+import json
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
@@ -22,6 +23,7 @@ from typing import Any
 
 from automoe.config.frozen import CONFIG_FILE, flat, read_mapping
 from automoe.config.paths import user_path
+from automoe.data.chat import are_functions
 from automoe.errors import (
     AutomoeError,
     CheckpointError,
@@ -33,7 +35,7 @@ from automoe.errors import (
 )
 from automoe.launch.run_dir import read_status
 from automoe.storage.files import read_file
-from automoe.storage.foreign import read_settings
+from automoe.storage.foreign import parse_json, read_settings
 from automoe.storage.guarded import guarded, limited_memory
 
 # Keys of generation_config.json that answers follow, and keys that this command sets itself.
@@ -45,9 +47,13 @@ _OVERRIDDEN = set(
     "max_length max_new_tokens transformers_version use_cache _from_model_config".split()
 )
 
-# Loggers whose warnings need no action of the user: a kernel that is neither installed nor needed,
+# Loggers whose warnings need no action of the user: kernels that are neither installed nor needed,
 # a setting of the tokenizer that does not apply.
-_NOISY = ("bitsandbytes.backends.cpu.ops", "transformers.tokenization_utils_tokenizers")
+_NOISY = (
+    "bitsandbytes.backends.cpu.ops",
+    "transformers.integrations.hub_kernels",
+    "transformers.tokenization_utils_tokenizers",
+)
 
 
 @exit_status
@@ -73,6 +79,19 @@ def main(argv: list[str] | None = None) -> int:
         "--system", default="", metavar="TEXT", help="system prompt of every question"
     )
     parser.add_argument(
+        "--tools",
+        type=number_option(_json_file, are_functions, "file with a JSON list of tools"),
+        metavar="FILE",
+        help="JSON list of the tools that the model may call, as in training",
+    )
+    parser.add_argument(
+        "--template-args",
+        type=number_option(json.loads, lambda given: isinstance(given, dict), "JSON object"),
+        default={},
+        metavar="JSON",
+        help="""arguments of the chat template, such as '{"enable_thinking": false}'""",
+    )
+    parser.add_argument(
         "--max-new-tokens",
         type=number_option(int, lambda number: number > 0, "number of tokens, 1 or more"),
         default=256,
@@ -94,8 +113,11 @@ def main(argv: list[str] | None = None) -> int:
         "--seed", type=seed, default=0, help="seed of sampling with a temperature (default: 0)"
     )
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
+    given = args.template_args | {"tools": args.tools}
+    if args.text and (args.tools or args.template_args):
+        parser.error("--text uses no chat template: leave out --tools and --template-args")
     with checkpoint_of(user_path("WHERE", args.where)) as folder:
-        speaker = Speaker(folder, args.max_new_tokens, args.temperature, args.seed)
+        speaker = Speaker(folder, args.max_new_tokens, args.temperature, args.seed, given)
         system = [{"role": "system", "content": args.system}] if args.system else []
         for prompt in args.prompt:
             if not prompt:
@@ -114,6 +136,10 @@ def main(argv: list[str] | None = None) -> int:
             messages.append({"role": "assistant", "content": speaker.answer(messages)})
             print(spelled_out(messages[-1]["content"]), flush=True)
     return 0
+
+
+def _json_file(path: str) -> Any:
+    return parse_json(read_file(Path(path).expanduser()))
 
 
 def _lines() -> Iterator[str]:
@@ -148,6 +174,8 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
     Raises:
         CheckpointError, ConfigError: ``where`` is none of these, or the run has no weights.
     """
+    from automoe.hf.families.registry import read_hf_config
+    from automoe.hf.headers import ADAPTER
     from automoe.hf.identity import checkpoint_folder
 
     done = read_status(where).get("state") == "done"
@@ -158,6 +186,8 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
     elif not where.exists() and (folder := checkpoint_folder(where, "WHERE")) != where:
         yield folder
     elif not (where / "config.yaml").is_file():
+        if (where / ADAPTER).is_file():
+            read_hf_config(where, "WHERE")  # which says what to do with it
         raise CheckpointError(
             f"{where} is neither a run directory (config.yaml) nor a HuggingFace checkpoint (config.json). Name one"
         )
@@ -303,15 +333,22 @@ class Speaker:
         max_new_tokens: limit of an answer, in tokens.
         temperature: sampling temperature; 0 takes the likeliest token.
         seed: seed of sampling; without effect at temperature 0.
+        given: arguments of the chat template, ``tools`` among them.
     """
 
     def __init__(
-        self, folder: Path, max_new_tokens: int, temperature: float = 0.0, seed: int = 0
+        self,
+        folder: Path,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         from transformers import set_seed
 
         set_seed(seed)
         self.folder = folder
+        self.given = given or {}
         self.model, self.tokenizer = load_checkpoint(folder)
         self.max_new_tokens = max_new_tokens
         # Greedy means the model's likeliest token: switch off the penalties that the checkpoint's
@@ -384,7 +421,7 @@ class Speaker:
             )
         try:
             return self.tokenizer.apply_chat_template(
-                said, add_generation_prompt=True, return_dict=True
+                said, add_generation_prompt=True, return_dict=True, **self.given
             )["input_ids"]
         except MemoryError:
             raise

@@ -118,6 +118,70 @@ def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys, m
     (tmp_path / "aside").rename(checkpoint / "chat_template.jinja")
 
 
+def test_tools_and_template_arguments_reach_the_prompt(checkpoint: Path, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(checkpoint, folder)
+    template = "{% for t in tools or [] %}{{ t.function.name + ' ' }}{% endfor %}{{ tone }} {{ messages[0].content }}"
+    (folder / "chat_template.jinja").write_text(template)
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}]))
+    words = ["generate", str(folder), "--max-new-tokens", "4"]
+    for options, prompt in (
+        (["--template-args", '{"tone": "kind"}'], "kind Who?"),
+        (["--template-args", '{"tone": "kind"}', "--tools", str(tools)], "add kind Who?"),
+        (["--tools", str(tools)], "add  Who?"),
+    ):
+        assert cli.main([*words, *options, "Who?"]) == 0
+        assert capsys.readouterr().out == f"> Who?\n{spelled_out(expected(folder, prompt, 4))}\n"
+    tools.write_text('{"name": "add"}')
+    for options, said in (
+        (["--template-args", "tone=kind"], "argument --template-args: tone=kind is not a JSON object"),
+        (["--template-args", "[1]"], "[1] is not a JSON object"),
+        (["--tools", str(tools)], f"{tools} is not a file with a JSON list of tools"),
+        (["--template-args", '{"tone": 1}', "--text"], "--text uses no chat template"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main([*words, *options, "Who?"])
+        assert said in capsys.readouterr().err
+    for missing, said in (("none", "No such file"), (".", "Is a directory")):
+        assert cli.main([*words, "--tools", str(tmp_path / missing), "Who?"]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_kernels_that_are_not_installed_are_no_news(tmp_path: Path) -> None:
+    """Answers, scores and exports: what a class computes without a kernel of another package is right."""
+    save_small_hf("qwen3_next", tmp_path / "hf", other_sizes={"vocab_size": 304})
+    save_tokenizer(tmp_path / "hf", "chatml")
+    code = (
+        "import sys; from automoe import cli; from automoe.convert import main\n"
+        "assert not main([sys.argv[1], '--out', sys.argv[2]])\n"
+        "assert not cli.main(['generate', sys.argv[2], '--max-new-tokens', '2', '--text', 'a'])"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "hf"), str(tmp_path / "out")]
+    ran = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "implementation" not in ran.stderr and "fall" not in ran.stderr, ran.stderr
+
+
+@pytest.mark.parametrize("named", ["model.hf_path", "SRC", "WHERE"])
+def test_an_adapter_is_no_model_and_says_what_to_name(
+    named: str, checkpoint: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    """One of peft for a base on the Hub, and a damaged one; in each command that takes a model."""
+    monkeypatch.chdir(tmp_path)
+    words = {
+        "model.hf_path": ["train", "model.hf_path=adapter", "data=chat", "data.path=x.jsonl"],
+        "SRC": ["convert", "adapter", "--out", "out"],
+        "WHERE": ["generate", "adapter", "Who?"],
+    }[named]
+    (tmp_path / "adapter").mkdir()
+    for content, base in (('{"base_model_name_or_path": "owner/base"}', "'owner/base'"), ("{", "None")):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(content)
+        assert cli.main(words) == 2
+        said = capsys.readouterr().err
+        assert f"{named}=adapter: it is an adapter of peft, not a model; its adapter_config.json names {base}" in said
+        assert "Name the base" in said and "merge_and_unload" in said
+
+
 NOTE = (
     "not read: adapter_config.json beside the weights. Only the weights are used, in train, convert, generate and eval"
 )

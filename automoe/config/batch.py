@@ -48,6 +48,14 @@ def rows_of_run(train: TrainConfig) -> int:
     return rows + (train.steps - step) * train.global_batch_size
 
 
+def steps_for(train: TrainConfig, rows: float) -> int:
+    """Return the steps, at least one, whose global batches hold ``rows`` rows."""
+    taken, step = 0, 0
+    while not step or taken < rows:
+        taken, step = taken + rows_of_step(train, taken), step + 1
+    return step
+
+
 def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
     """Return rows, tokens and micro-batches of a validated ``config`` on ``mesh``."""
     train = config.train

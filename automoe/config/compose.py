@@ -28,6 +28,7 @@ from automoe.config.convert import (
     nearest,
 )
 from automoe.config.frozen import is_free
+from automoe.config.jobs import BY_JOB, register_jobs
 from automoe.config.paths import checked_path
 from automoe.config.plugins import load_plugins
 from automoe.config.recipe_args import SECTION, check_args
@@ -202,12 +203,16 @@ def resolved_container(composed: Any, overrides: Iterable[str]) -> dict[str, Any
     Text that contains environment variables becomes ``FromEnvironment``. A recipe that ``overrides``
     name may become a file of the working directory (``named_recipe``).
 
+    ``${by_job:...}`` becomes the value of the job (``automoe.config.jobs``).
+
     Raises:
         OmegaConfBaseException: an interpolation that cannot be resolved, or a missing value.
     """
     from omegaconf.resolvers import oc
 
     used: set[str] = set()
+    named = {key_of(text) for text in overrides if "={" not in text}
+    register_jobs(named)
 
     def content(name: str, *default: Any) -> Any:
         used.add(name)
@@ -218,7 +223,7 @@ def resolved_container(composed: Any, overrides: Iterable[str]) -> dict[str, Any
         return f"${{oc.env:{name}}}" if name in os.environ else oc.env(name, *default)
 
     raw = _resolve(composed, content)
-    if "recipe" in map(key_of, overrides) and isinstance(raw["recipe"], str):
+    if "recipe" in named and isinstance(raw["recipe"], str):
         raw["recipe"] = named_recipe(raw["recipe"])
     if not used:
         return raw
@@ -257,6 +262,8 @@ def register_base() -> None:
 
     base = OmegaConf.create(config_to_dict(Config()))
     base.model.rope.original_seq_len = RopeConfig.original_seq_len  # unsaid until settled
+    for key, values in BY_JOB.items():
+        OmegaConf.update(base, key, values)
     OmegaConf.set_struct(base[SECTION], False)  # the recipe, not the schema, declares these keys
     ConfigStore.instance().store(name="base", node=base)
 

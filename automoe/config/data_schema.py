@@ -63,6 +63,7 @@ class ChatConfig:
 
 PREFERENCE_KINDS = ("preference", "stdlib_preference")
 CHAT_KINDS = ("chat", "stdlib_chat", *PREFERENCE_KINDS)
+IGNORE = -100  # label of a position that is not trained
 NO_TOKENIZER = "none"  # name of the tokenizer of data without text
 
 

@@ -44,11 +44,12 @@ GOES_ON = (
     "moe.dispatcher moe.experts moe.overlap_shared_experts moe.record_routing recipe plugins model.hf_path data.path "
     "data.sources data.tokenizer optim.ema_decay checkpoint.resume"
 ).split()
+LENGTH = ("train.steps", "train.epochs")  # may grow; without epochs the steps count
 # Keys that decide which tensors a checkpoint has, besides those of the model.
 TENSORS = "lora.rank lora.targets train.freeze train.trainable optim.algorithm".split()
 # Keys that must also stay where another run starts from a checkpoint: the model and the order of its
 # rows. With fewer steps nothing may be left to train.
-_FIXED = [*TENSORS, "model", "data", "train.seq_len", "train.seed", "train.steps"]
+_FIXED = [*TENSORS, *LENGTH, "model", "data", "train.seq_len", "train.seed"]
 
 
 def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
@@ -201,6 +202,8 @@ def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, An
         # Neither "auto" nor "never" takes weights from elsewhere, as a path does.
         if values["checkpoint.resume"] == "never":
             values["checkpoint.resume"] = "auto"
+    if new["train.epochs"]:  # they give the steps, once the data is known
+        new["train.steps"] = old["train.steps"]
     # The recipe may have removed or renamed a key since.
     own_keys = (key for key in old | new if key.startswith(f"{SECTION}."))
     changed = {}
@@ -218,7 +221,7 @@ def is_free(key: str) -> bool:
 
 def goes_on(key: str, then: Any, now: Any) -> bool:
     """Return True if training may resume with ``key`` changed from ``then`` to ``now``."""
-    longer = key == "train.steps" and isinstance(then, int) and now > then
+    longer = key in LENGTH and isinstance(then, (int, float)) and (now > then or not now)
     return longer or key in GOES_ON or key.split(".")[0] in GOES_ON
 
 

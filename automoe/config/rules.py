@@ -61,7 +61,7 @@ def divides(key: str, value: int, divisor: int, rule: str, other: str = "") -> R
 # Smallest valid value -> the keys that it bounds.
 _AT_LEAST = {
     0: (
-        "train.seed train.grad_clip train.spike_factor train.val_every model.first_k_dense "
+        "train.seed train.epochs train.grad_clip train.spike_factor train.val_every model.first_k_dense "
         "model.num_shared_experts model.num_mtp_layers train.mtp_loss_weight "
         "model.attention.index_topk model.shared_intermediate_size model.norm_eps optim.lr optim.weight_decay "
         "optim.warmup_steps optim.decay_steps optim.min_lr_ratio optim.qk_clip checkpoint.every checkpoint.every_minutes "

@@ -14,6 +14,8 @@ class TrainConfig:
     """Length, batch, precision, loss, frozen parameters and validation."""
 
     steps: int = 200  # optimizer steps
+    # passes over the rows of the training split, in whole batches: they replace steps; 0: steps counts
+    epochs: float = 0.0
     seq_len: int = 256  # tokens per row
     global_batch_size: int = 16  # rows per optimizer step, over all ranks
     # [start, increment, rows]: the global batch begins with start rows and grows by increment rows

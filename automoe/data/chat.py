@@ -282,22 +282,34 @@ class _Reader:
                 raise self._wrong(
                     f"message {number} is not a call with a name and arguments", "Correct it"
                 )
-            calls = [{"type": "function", "function": call}]
-            return {"role": "assistant", "content": "", "tool_calls": calls}
-        if not _are_functions(message.get("tool_calls", [])):
+            message = {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}
+            content = None
+        calls = message.get("tool_calls", [])
+        if not are_functions(calls):
             rule = f"message {number} has tool_calls that are not a list of objects"
             raise self._wrong(rule, "Write each as a function with its name and arguments")
-        if content is None and role == "assistant" and message.get("tool_calls"):
+        for call in calls:
+            self._check_call(call.get("function", call), number)
+        if content is None and calls and message["role"] == "assistant":
             return message | {"content": ""}
         content = self._value(raw, "content", f"message {number}: ")
         return message | {"content": self._content(content, f"message {number}'s content")}
+
+    def _check_call(self, function: Record, number: int) -> None:
+        arguments = function.get("arguments", {})
+        if not isinstance(_parsed(arguments), dict):
+            raise self._wrong(
+                f"message {number} calls {function.get('name')!r} with arguments {arguments!r:.60}, which are not an "
+                "object of names and values, or its JSON text",
+                "Correct them; a call without arguments has {}",
+            )
 
     def tools(self, record: Record) -> list[Record] | None:
         """Return the tools of a record; None if it has none."""
         tools = _parsed(record.get(self.keys.get("tools", "tools")))
         if not tools:
             return None
-        if not _are_functions(tools):
+        if not are_functions(tools):
             raise self._wrong("tools are not a list of objects", "Write them as JSON schemas")
         return self._checked(tools)
 
@@ -353,7 +365,7 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _are_functions(value: Any) -> bool:
+def are_functions(value: Any) -> bool:
     """Return True for a list of tools or calls, which are objects with objects as ``function``."""
     return isinstance(value, list) and all(
         isinstance(one, dict) and isinstance(one.get("function", one), dict) for one in value

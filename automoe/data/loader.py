@@ -19,8 +19,9 @@ from automoe.config.schema import Config
 from automoe.data.chat_corpus import describe_chat
 from automoe.data.chat_template import chat_template_of
 from automoe.data.mixture import Mixture
-from automoe.data.packing import PackedRows, Rows, SampleRows
-from automoe.data.prepare import Split, fitting_documents, prepare_data
+from automoe.data.outlook import describe_length, describe_unlearned
+from automoe.data.packing import PackedRows, Rows
+from automoe.data.prepare import Split, pack, prepare_data
 from automoe.errors import ConfigError, DataError
 from automoe.moe.tokens import IGNORE
 
@@ -262,12 +263,20 @@ class Loader:
         return found
 
     def describe(self) -> list[str]:
-        """Return lines for the user about conversations and their rows; [] for other data."""
-        return [
+        """Return lines for the user: conversations and their rows, the length of the run, warnings."""
+        lines = [
             line
             for source, corpus in enumerate(self.corpora)
             if corpus.chat
             for line in self._describe(source)
+        ]
+        lines += describe_length(self.config, self.rows_per_epoch)
+        lines += describe_unlearned(self.config, self.tokenizer, self.corpora)
+        # With the margin of a note, lines are 80 columns wide.
+        return [
+            part
+            for line in lines
+            for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False)
         ]
 
     def _describe(self, source: int) -> list[str]:
@@ -282,41 +291,22 @@ class Loader:
             len(corpus.lengths),
             lambda file, line: f"{corpus.paths[file]}:{line}",
         )
+        what = "samples" if corpus.firsts is None else "pairs"
         if long := int((corpus.lengths > rows.seq_len).sum()):
             done = "cut, or left out if no answer begins before the cut"
             if self.config.data.on_long == "drop":
                 done = "left out"
             lines.append(
-                f"warning: {long:,} of them are longer than train.seq_len={rows.seq_len}: {done}"
+                f"warning: {long:,} {what} are longer than train.seq_len={rows.seq_len}: {done}"
             )
         full = rows.num_tokens / (rows.num_rows * rows.seq_len)
-        what = "samples" if corpus.firsts is None else "pairs"
         lines.append(
             f"{len(rows.lengths):,} {what} in {rows.num_rows:,} rows an epoch, {full:.1%} full"
         )
-        # With the margin of a note, lines are 80 columns wide.
-        return [
-            part
-            for line in lines
-            for part in textwrap.wrap(line, 66, break_long_words=False, break_on_hyphens=False)
-        ]
+        return lines
 
     def _pack(self, split: Split, source: int) -> PackedRows:
-        corpus = self.corpora[source]
-        one = self._sources[source]
-        starts, lengths = fitting_documents(corpus, one, split)
-        options = {
-            "seq_len": one.train.seq_len,
-            "seed": one.train.seed if split == "train" else 0,
-            "pad_id": self.tokenizer.pad_id,
-            "document_mask": one.data.document_mask,
-        }
-        if corpus.trained is None:
-            return PackedRows(corpus.tokens, starts, lengths, **options)
-        options |= {"trained": corpus.trained, "pack": one.data.chat.pack}
-        if corpus.firsts is not None:
-            options["firsts"] = corpus.firsts[np.searchsorted(corpus.starts, starts)]
-        return SampleRows(corpus.tokens, starts, lengths, **options)
+        return pack(self.corpora[source], self._sources[source], split, self.tokenizer.pad_id)
 
     def _batch(
         self, split: Split, first_row: int, sources: np.ndarray, indices: np.ndarray

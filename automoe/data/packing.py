@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from automoe.moe.tokens import IGNORE
+from automoe.config.data_schema import IGNORE
 
 # Order of documents (or samples), the documents' ends in the stream (or the rows' starts in the
 # samples), and order of rows.

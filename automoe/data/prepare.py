@@ -17,12 +17,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from automoe.config.batch import steps_for
 from automoe.config.data_schema import DataConfig, sources_of
+from automoe.config.rules import check_rows
 from automoe.config.schema import Config
+from automoe.config.validate import settings_rows
 from automoe.data.chat import read_conversations
 from automoe.data.chat_corpus import tokenise_chat
 from automoe.data.chat_template import ChatTemplate, chat_template_of
 from automoe.data.corpora import find_files, read_documents, reader_digest
+from automoe.data.packing import PackedRows, SampleRows
 from automoe.data.tokenise import place_of, tokenise_documents
 from automoe.data.tokenizer import Tokenizer, fitting_tokenizer
 from automoe.errors import DataError
@@ -65,6 +69,11 @@ class TokenCorpus:
     firsts: np.ndarray | None = None
     trained: np.ndarray | None = None
     chat: dict[str, Any] | None = None
+
+    def num_places(self, chosen: Any = slice(None)) -> int:
+        """Return how many lines, or files, documents come from: a conversation may be several."""
+        places = np.stack((self.file_ids[chosen], self.lines[chosen]))
+        return np.unique(places, axis=1).shape[1]
 
     def where(self, index: int) -> str:
         """Return ``file`` or ``file:line`` of a document."""
@@ -185,6 +194,42 @@ def prepare_data(
     return tokenizer, corpora
 
 
+def with_steps(config: Config) -> Config:
+    """Return ``config`` with the ``train.steps`` that ``train.epochs`` gives, if it is set.
+
+    Raises:
+        ConfigError, DataError: as ``prepare_data``, or a rule on the number of steps is broken.
+    """
+    tokenizer, corpora = prepare_data(config)
+    train = config.train
+    if not train.epochs:
+        return config
+    rows = 0
+    for corpus, (_, _, source) in zip(corpora, sources_of(config.data), strict=True):
+        rows += pack(corpus, replace(config, data=source), "train", tokenizer.pad_id).num_rows
+    steps = steps_for(train, train.epochs * rows)
+    config = replace(config, train=replace(train, steps=steps))
+    check_rows(config, settings_rows(config))
+    return config
+
+
+def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> PackedRows:
+    """Return the rows of one split of a source, whose settings are ``config.data``."""
+    starts, lengths = fitting_documents(corpus, config, split)
+    options = {
+        "seq_len": config.train.seq_len,
+        "seed": config.train.seed if split == "train" else 0,
+        "pad_id": pad_id,
+        "document_mask": config.data.document_mask,
+    }
+    if corpus.trained is None:
+        return PackedRows(corpus.tokens, starts, lengths, **options)
+    options |= {"trained": corpus.trained, "pack": config.data.chat.pack}
+    if corpus.firsts is not None:
+        options["firsts"] = corpus.firsts[np.searchsorted(corpus.starts, starts)]
+    return SampleRows(corpus.tokens, starts, lengths, **options)
+
+
 def synthetic_corpus(vocab_size: int, seq_len: int) -> TokenCorpus:
     """Return documents of one row each with uniformly random ids, equal on every machine."""
     count = max(SYNTHETIC_ROWS[0], min(SYNTHETIC_ROWS[1], SYNTHETIC_TOKENS // seq_len))
@@ -228,8 +273,8 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
             counted = ""
         raise DataError(
             f"{corpus.where(too_long[0])}: a {what} of {corpus.lengths[too_long[0]]} tokens{counted} does not fit "
-            f"train.seq_len={config.train.seq_len} under data.on_long=error ({len(too_long)} of "
-            f"{len(corpus.lengths)} {what}s do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
+            f"train.seq_len={config.train.seq_len} under data.on_long=error ({corpus.num_places(too_long)} of "
+            f"{corpus.num_places()} {what}s do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
             f"train.seq_len, or set data.on_long={others}."
         )
     fitting_documents(corpus, config, "train")
@@ -263,7 +308,7 @@ def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> Docu
         if config.data.on_long == "truncate":
             why = ", and no answer begins before that"
         raise DataError(
-            f"No {what} is left for the {split} split: all {len(lengths)} are longer than train.seq_len={seq_len}{why}"
+            f"No {what} is left for the {split} split: each is longer than train.seq_len={seq_len}{why}"
             f", under data.on_long={config.data.on_long}. Raise train.seq_len."
         )
     return starts[kept], lengths[kept]

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,14 @@ from automoe.config.data_schema import NO_TOKENIZER, ChatConfig
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
 from automoe.config.shipped import shipped_folder
-from automoe.data.tokenizer_files import check_files, named_parts, settings_of, text_of, unreadable
+from automoe.data.tokenizer_files import (
+    byte_lengths,
+    check_files,
+    named_parts,
+    settings_of,
+    text_of,
+    unreadable,
+)
 from automoe.errors import ConfigError, one_line
 from automoe.storage.files import read_file
 from automoe.storage.foreign import MAX_ID, is_there
@@ -36,6 +42,7 @@ PIECE = 1 << 17  # characters of a long text that are encoded as one piece
 BATCH = 1 << 20  # characters of the texts, or pieces of a text, that are encoded together
 TEMPLATE = "chat_template.jinja"
 OTHER_TEMPLATES = "additional_chat_templates"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _CONTEXT = 512  # characters on each side of a cut that show whether the cut changes an id
 
 # Files that determine how text becomes ids, for the digest of a directory without tokenizer.json.
@@ -59,6 +66,8 @@ class Tokenizer:
         pad_id: id of padding, which is never trained.
         digest: name or hash of everything that determines the ids of a text.
         byte_lengths: [vocab_size] int64, UTF-8 bytes that each id stands for; 0 for special tokens.
+        special_ids: the ids of ``SPECIAL_IDS`` that its files name; an export has them. ``pad_id``
+            may be another: rows are padded without a token for it, too.
     """
 
     vocab_size: int
@@ -66,6 +75,12 @@ class Tokenizer:
     pad_id: int
     digest: str
     byte_lengths: np.ndarray
+    special_ids: dict[str, int | None] = field(default_factory=dict)
+
+    def shares(self, number: int, other: Tokenizer | None) -> bool:
+        """Return whether an id stands for the same token in both."""
+        text = self.decode([number]) if number >= 0 and other is not None else ""
+        return other is not None and text != "" and text == other.decode([number])
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of ``text``, [T] int64, without any special token."""
@@ -94,7 +109,8 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         lengths = np.array([1] * 256 + [0, 0], dtype=np.int64)
-        super().__init__(BYTE_VOCAB_SIZE, 256, 257, "byte", lengths)
+        special = {"eos_token_id": 256, "pad_token_id": 257}
+        super().__init__(BYTE_VOCAB_SIZE, 256, 257, "byte", lengths, special)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
@@ -177,15 +193,16 @@ class HFTokenizer(Tokenizer):
                 "Set data.tokenizer=byte, the path of a directory with a tokenizer.json, or OWNER/NAME@main.",
             )
         if is_there(directory, "tokenizer.json"):
-            self._backend, eos_id = _load_fast(directory)
+            self._backend, self.special_ids = _load_fast(directory)
             files = ["tokenizer.json"]
         else:
-            self._backend, eos_id = _load_with_transformers(directory)
+            self._backend, self.special_ids = _load_with_transformers(directory)
             files = [name for name in _VOCAB_FILES if (directory / name).is_file()]
         # Truncation or padding of the saved tokenizer would cut documents or add tokens.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
+        eos_id = self.special_ids["eos_token_id"]
         if eos_id is None:
             raise ConfigError(
                 "data.tokenizer",
@@ -205,7 +222,7 @@ class HFTokenizer(Tokenizer):
         self.digest = f"{hashed.hexdigest()}-eos{eos_id}"
         spec = json.loads(self._backend.to_str())
         self._named = named_parts(directory / "tokenizer.json", spec)
-        self.byte_lengths = _byte_lengths(spec, vocab, self.vocab_size)
+        self.byte_lengths = byte_lengths(spec, vocab, self.vocab_size)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         doing(f"{self._named}, of {len(texts)} texts that begin {texts[:1]!r:.60}")
@@ -309,6 +326,14 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return ByteTokenizer()
 
 
+def tokenizer_beside(weights: str | Path | None) -> Tokenizer | None:
+    """Return the tokenizer in a checkpoint's folder; None without one that can be read."""
+    try:
+        return load_tokenizer(str(weights)) if weights is not None else None
+    except ConfigError:
+        return None
+
+
 def check_tokenizer(spec: str) -> None:
     """Check and try a tokenizer's files; call this once before ranks start, not on every rank.
 
@@ -349,7 +374,7 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
     return tokenizer
 
 
-def _load_fast(directory: Path) -> tuple[tokenizers.Tokenizer, int | None]:
+def _load_fast(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, int | None]]:
     from tokenizers import Tokenizer as Backend
 
     text = text_of(directory, "tokenizer.json")
@@ -357,17 +382,18 @@ def _load_fast(directory: Path) -> tuple[tokenizers.Tokenizer, int | None]:
         backend = Backend.from_str(text)
     except Exception as error:  # tokenizers raises a bare Exception for a malformed file.
         raise unreadable(directory / "tokenizer.json", str(error)) from error
-    return backend, _find_eos(directory, backend)
+    return backend, {key: _find_special(directory, backend, key) for key in SPECIAL_IDS}
 
 
-def _find_eos(directory: Path, backend: tokenizers.Tokenizer) -> int | None:
-    """Return the end-of-text id that the directory names, in transformers' order; None if none."""
+def _find_special(directory: Path, backend: tokenizers.Tokenizer, key: str) -> int | None:
+    """Return the special id that the directory names, in transformers' order; None if none."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = settings_of(directory, name).get("eos_token")
+        token = settings_of(directory, name).get(key.removesuffix("_id"))
         token = token["content"] if isinstance(token, dict) else token
-        if token is not None and (eos_id := backend.token_to_id(token)) is not None:
-            return eos_id
-    for name in ("generation_config.json", "config.json"):
+        if token is not None and (number := backend.token_to_id(token)) is not None:
+            return number
+    # The model's own settings may name a padding that the tokenizer lacks; a text needs its end.
+    for name in ("generation_config.json", "config.json") if key == "eos_token_id" else ():
         eos_id = settings_of(directory, name).get("eos_token_id")
         if isinstance(eos_id, list):
             eos_id = next(iter(eos_id), None)
@@ -391,7 +417,7 @@ def _transformers(tokenizer: str, rule: str, remedy: str) -> Iterator[Callable[[
         raise ConfigError("data.tokenizer", tokenizer, why, remedy) from error
 
 
-def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, int | None]:
+def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, int | None]]:
     rule = "there is no tokenizer.json in it, and transformers cannot make one"
     remedy = (
         "Point data.tokenizer at a directory with a tokenizer.json (save_pretrained of a fast "
@@ -399,32 +425,7 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, int 
     )
     with _transformers(str(directory), rule, remedy) as load:
         loaded = load(str(directory))
-        return loaded.backend_tokenizer, loaded.eos_token_id
-
-
-def _byte_lengths(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -> np.ndarray:
-    """Return the UTF-8 bytes of each id, [vocab_size], from the decoder's spelling of pieces.
-
-    Args:
-        spec: content of a tokenizer.json.
-    """
-    decoder = json.dumps(spec["decoder"])
-    added = {token["id"]: token for token in spec["added_tokens"]}
-    lengths = np.zeros(vocab_size, dtype=np.int64)
-    for piece, index in vocab.items():
-        if index in added:
-            lengths[index] = 0 if added[index]["special"] else len(piece.encode())
-        elif '"ByteLevel"' in decoder:
-            lengths[index] = len(piece)  # GPT-2's alphabet has one character for each byte.
-        elif '"ByteFallback"' in decoder and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
-            lengths[index] = 1
-        elif '"WordPiece"' in decoder:
-            # A piece continues a word after "##", and follows a space otherwise.
-            lengths[index] = len(piece.encode()) + (-2 if piece.startswith("##") else 1)
-        else:
-            # SentencePiece writes a space as U+2581.
-            lengths[index] = len(piece.replace("\u2581", " ").encode())
-    return lengths
+        return loaded.backend_tokenizer, {key: getattr(loaded, key) for key in SPECIAL_IDS}
 
 
 # ---------------------------------------------------------------- chat templates

@@ -6,8 +6,11 @@ Importing this module does not load tokenizers.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from automoe.errors import ConfigError
 from automoe.storage.foreign import is_there, read_bytes, read_settings
@@ -91,3 +94,28 @@ def named_parts(path: Path, spec: dict[str, Any]) -> str:
     there = [part for part in _PARTS if spec[part]]
     parts = [part for part in there if "Regex" in json.dumps(spec[part])] or there
     return f"{path}: {' and '.join(parts) or 'model'}"
+
+
+def byte_lengths(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -> np.ndarray:
+    """Return the UTF-8 bytes of each id, [vocab_size], from the decoder's spelling of pieces.
+
+    Args:
+        spec: content of a tokenizer.json.
+    """
+    decoder = json.dumps(spec["decoder"])
+    added = {token["id"]: token for token in spec["added_tokens"]}
+    lengths = np.zeros(vocab_size, dtype=np.int64)
+    for piece, index in vocab.items():
+        if index in added:
+            lengths[index] = 0 if added[index]["special"] else len(piece.encode())
+        elif '"ByteLevel"' in decoder:
+            lengths[index] = len(piece)  # GPT-2's alphabet has one character for each byte.
+        elif '"ByteFallback"' in decoder and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+            lengths[index] = 1
+        elif '"WordPiece"' in decoder:
+            # A piece continues a word after "##", and follows a space otherwise.
+            lengths[index] = len(piece.encode()) + (-2 if piece.startswith("##") else 1)
+        else:
+            # SentencePiece writes a space as U+2581.
+            lengths[index] = len(piece.replace("\u2581", " ").encode())
+    return lengths

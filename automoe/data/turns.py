@@ -115,13 +115,10 @@ def joined(turns: list[Turn]) -> Iterator[Sample]:
 
 def as_tool_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
     """Return a tool call with its arguments as JSON text, or as an object."""
-    function = dict(call.get("function", call))
-    arguments = function.get("arguments", {})
+    function = {"arguments": {}} | call.get("function", call)
+    arguments = function["arguments"]
     if as_text and not isinstance(arguments, str):
         function["arguments"] = json.dumps(arguments, ensure_ascii=False)
     elif not as_text and isinstance(arguments, str):
-        try:
-            function["arguments"] = json.loads(arguments)
-        except (ValueError, RecursionError):  # Arguments that are not JSON stay text.
-            pass
+        function["arguments"] = json.loads(arguments)
     return {"type": "function"} | call | {"function": function} if "function" in call else function

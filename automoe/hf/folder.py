@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from automoe.config.data_schema import NO_TOKENIZER
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
-from automoe.data.tokenizer import ByteTokenizer, load_tokenizer
+from automoe.data.tokenizer import SPECIAL_IDS, ByteTokenizer, load_tokenizer, tokenizer_beside
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
@@ -27,6 +29,7 @@ from automoe.storage.files import write_text
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.foreign import (
     copy_file,
+    is_there,
     open_inside,
     parse_json,
     parse_settings,
@@ -58,6 +61,8 @@ _TOKENIZER_FILES = (  # patterns
     "chat_template.json",
 )
 _PROCESSOR_FILES = ("*processor_config.json",)  # of images, videos and sound
+GENERATION = "generation_config.json"
+_IDS = re.compile("(_token_id|_ids|suppress_tokens)$")  # keys of token ids among settings
 _MTP = ("num_nextn_predict_layers",)  # key of config.json that counts copied, untrained modules
 
 SYNTHETIC = "# Trained on synthetic ids\n\nRandom numbers (data=benchmark), no text: these weights know nothing.\n"
@@ -192,8 +197,12 @@ def write_settings(
         text = hf[TEXT]
     if source is not None and any("mtp." in one or "layers." in one for one in source.parts_beside):
         text |= {key: value for key, value in text_config(base or {}).items() if key in _MTP}
+    fit = None
     if base is None or not _is_own(tokenizer, own):
-        text |= _token_ids(tokenizer)
+        fit = _fitting(tokenizer, own)
+        stated = [key for key in SPECIAL_IDS if key in hf]
+        text |= {key: fit(text)[key] for key in SPECIAL_IDS}
+        hf |= {key: fit(hf)[key] for key in stated}
     hf["dtype"] = text["dtype"] = str(dtype).removeprefix("torch.")
     if quantization is not None:
         hf["quantization_config"] = (
@@ -201,11 +210,13 @@ def write_settings(
         )
     _write_json(folder / "config.json", hf)
     files = copied_files(config, tokenizer)
-    if all(name != "generation_config.json" for _, name in files):
-        ids = {key: text.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
     for where, name in files:
         copy_file(where, name, folder / name)
+    ids = {key: text.get(key) for key in SPECIAL_IDS}
+    if not is_there(folder, GENERATION):
+        _write_json(folder / GENERATION, {"_from_model_config": True} | ids)
+    elif fit is not None:
+        _write_json(folder / GENERATION, fit(ids | read_settings(folder, GENERATION)))
     if tokenizer == "byte":
         for name, content in ByteTokenizer.files().items():
             write_text(folder / name, content)
@@ -229,9 +240,9 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
             or is called JSON but holds something else.
     """
     source = local_folder(config.hf_path) if config.hf_path is not None else None
-    patterns = {} if source is None else {source: _PROCESSOR_FILES}
+    patterns = {} if source is None else {source: (*_PROCESSOR_FILES, GENERATION)}
     if _is_own(tokenizer, source):
-        patterns = {source: (*_TOKENIZER_FILES, *_PROCESSOR_FILES, "generation_config.json")}
+        patterns = {source: (*_TOKENIZER_FILES, *_PROCESSOR_FILES, GENERATION)}
     elif tokenizer not in ("byte", NO_TOKENIZER):
         patterns[local_folder(str(tokenizer))] = _TOKENIZER_FILES
     found = []
@@ -288,28 +299,51 @@ def _write_chat(folder: Path, chat: ChatTemplate) -> None:
     for name, template in chat.exported().items():
         (folder / name).parent.mkdir(exist_ok=True)
         write_text(folder / name, template)
-    file = folder / "generation_config.json"
-    stop_id = chat.stop_id()
-    settings = read_settings(folder, file.name)
-    known = settings.get("eos_token_id")
-    if not isinstance(known, list):
-        known = [] if known is None else [known]
+    settings = read_settings(folder, GENERATION)
     # With a base model's ids alone, generation would not stop at the end of an answer.
-    if stop_id not in known:
-        _write_json(file, settings | {"eos_token_id": [stop_id, *known]})
+    stops = _with_stop(settings.get("eos_token_id"), chat.stop_id())
+    _write_json(folder / GENERATION, settings | {"eos_token_id": stops})
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _with_stop(known: Any, stop_id: int | None) -> Any:
+    """Return the ids that end generation, ``known`` and ``stop_id``: one, or a list."""
+    if stop_id is None or stop_id in _listed(known):
+        return known
+    return [stop_id, *_listed(known)] if _listed(known) else stop_id
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     write_text(file, json.dumps(content, indent=2) + "\n")
 
 
-def _token_ids(tokenizer: str | None) -> dict[str, int | None]:
-    """Return the tokenizer's special token ids, with None for those it lacks.
+def _fitting(
+    tokenizer: str | None, base: Path | None
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function that fits the settings of the checkpoint ``base`` to another tokenizer.
 
-    transformers replaces an absent key by the family's published id.
+    Its own ids, with None for those it lacks, replace the checkpoint's: transformers would take the
+    family's published id for an absent key, and give the row of a padding no gradient. The stops of
+    generation, and other ids, stay if they are of tokens that did not change.
     """
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    if tokenizer not in (None, NO_TOKENIZER):
+    own: dict[str, int | None] = dict.fromkeys(SPECIAL_IDS)
+    unchanged: Callable[[int], bool] = own.__contains__  # no id is
+    if tokenizer is not None and tokenizer != NO_TOKENIZER:
         loaded = load_tokenizer(tokenizer)
-        ids |= {"eos_token_id": loaded.eos_id, "pad_token_id": loaded.pad_id}
-    return ids
+        own |= loaded.special_ids
+        unchanged = partial(loaded.shares, other=tokenizer_beside(base))
+
+    def fit(settings: dict[str, Any]) -> dict[str, Any]:
+        found = {"eos_token_id": None} | settings
+        for key, value in found.items():
+            if _IDS.search(key):
+                kept = [one for one in _listed(value) if all(map(unchanged, _listed(one)))]
+                found[key] = kept if kept and isinstance(value, list) else next(iter(kept), None)
+        return (
+            found | own | {"eos_token_id": _with_stop(found["eos_token_id"], own["eos_token_id"])}
+        )
+
+    return fit

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from automoe.config.hub import id_and_commit, local_folder
 from automoe.config.rules_model import NO_MODULES
@@ -32,6 +31,7 @@ from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
 from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
+from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
 from automoe.model.hf_class import loading_class, names_in_class
 from automoe.model.params import model_params
@@ -190,7 +190,7 @@ def _belongs(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
 def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
     """Return the full adapters of this rank's stages, on the CPU, by name. Collective."""
     return {
-        name: (p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()).cpu()
+        name: full_tensor(p.detach()).cpu()
         for part in parts.values()
         for name, p in part.named_parameters()
         if ".lora." in name

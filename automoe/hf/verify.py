@@ -11,9 +11,8 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,6 +22,7 @@ from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog, open_catalog
+from automoe.hf.families.as_transformers import without_warnings
 from automoe.hf.families.family import differing_values, value_of
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.folder import float32_copy, write_settings
@@ -299,6 +299,8 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
         yield folder
 
 
+# transformers would warn of tensors that are judged here, and of kernels that are not installed.
+@without_warnings()
 def _run_transformers(
     folder: Path, tokens: torch.Tensor, config: ModelConfig, beside: tuple[str, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,17 +312,9 @@ def _run_transformers(
     from transformers import AutoConfig, __version__
     from transformers.utils import logging as bars
 
-    quiet: AbstractContextManager[None] = nullcontext()
-    # transformers would warn that the tensors of these modules are unexpected.
-    if model_config_from_hf(folder, mtp=True).num_mtp_layers:
-        loud = partial(bars.set_verbosity, bars.get_verbosity())
-        quiet = switched_off(lambda: True, bars.set_verbosity_error, loud)
     # transformers' progress bars would overwrite this run's own line.
-    with (
-        quiet,
-        switched_off(
-            bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
-        ),
+    with switched_off(
+        bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
     ):
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
         model, info = loading_class(hf_config, whole=True).from_pretrained(

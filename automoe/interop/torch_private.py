@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 # before ``replace_gloo``; None on builds without it
 Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
@@ -235,6 +237,18 @@ def is_strided_shard(placement: Any) -> bool:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return isinstance(placement, _StridedShard)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a shard. Collective.
+
+    2.11 to 2.15: ``torch.distributed.tensor._redistribute`` warns that a dim which two axes shard is
+    gathered axis by axis. That is known, and exact.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    return tensor.full_tensor()
 
 
 def use_ring_attention() -> None:

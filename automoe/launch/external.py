@@ -227,6 +227,10 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             run_dir_lost = held.enter_context(runs.locked(run_dir))
             for note in start_notes(config) + runs.check_same_run(run_dir, frozen):
                 print(note, file=sys.stderr, flush=True)
+            if config.train.epochs:
+                from automoe.data.prepare import with_steps
+
+                frozen = with_steps(frozen)
             runs.start_run(run_dir)
             save_config(frozen, run_dir)
         except (AutomoeError, OSError) as error:

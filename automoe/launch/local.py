@@ -83,11 +83,11 @@ def train_here(
     ranks = "1 rank" if shape.world_size == 1 else f"{shape.world_size} ranks"
     print(f"starting {ranks} on {device} in {config.run_dir}", flush=True)
     with fork_server(_environment(config, shape.world_size), keep=another_follows) as server:
-        from automoe.data.prepare import prepare_data
+        from automoe.data.prepare import with_steps
         from automoe.hf.identity import complete
 
         complete(config)
-        prepare_data(config)  # reports a bad line or a missing file before ranks start
+        frozen = with_steps(frozen)  # reports a bad line or a missing file before ranks start
         result = launch_local(frozen, shape.world_size, server)
     if result.error is not None:
         error = runs.describe_error(result.error)

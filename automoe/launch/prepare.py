@@ -17,7 +17,7 @@ from automoe.config.compose import Arguments, compose_config, key_of, parse_over
 from automoe.config.convert import FromEnvironment, leaf_keys
 from automoe.config.data_schema import sources_of
 from automoe.config.frozen import Device, flat
-from automoe.config.hub import pinned
+from automoe.config.hub import local_folder, pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset, preset_choice
 from automoe.config.rules import check_rows
 from automoe.config.rules_kernels import BASE_BLOCKS
@@ -25,7 +25,7 @@ from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, ModelConfig, RopeConfig, export_name, tokenizer_of
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
-from automoe.errors import ConfigError
+from automoe.errors import ConfigError, listed
 from automoe.launch.hardware import default_num_ranks, resolve_device
 from automoe.launch.run_dir import read_config
 from automoe.model.adapters import adapter_rows
@@ -195,6 +195,14 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
 
 
 def _check_modules(asked: int, there: ModelConfig) -> None:
+    from automoe.hf.headers import complete_headers
+
+    tensors = complete_headers(local_folder(str(there.hf_path)))
+    beside = [name for name in tensors if "mtp." in name]
+    if beside and not there.num_mtp_layers:
+        rule = f"{there.hf_path} holds {len(beside)} tensors of modules ({listed(beside)}), and automoe trains none of "
+        rule += f"{there.architecture or there.family}; an export copies them"
+        raise ConfigError("model.num_mtp_layers", asked, rule, "Leave model.num_mtp_layers out")
     if asked > there.num_mtp_layers:
         raise ConfigError(
             "model.num_mtp_layers",

@@ -25,6 +25,7 @@ from automoe.config.frozen import (
     CONFIG_FILE,
     describe,
     differences,
+    flat,
     goes_on,
     is_fixed,
     read_mapping,
@@ -117,6 +118,8 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
     except (OSError, ValueError):
         done = True  # an unreadable status may be that of a finished run
     used = done or saved or (metrics.is_file() and metrics.stat().st_size)
+    if not saved:
+        _check_source(config)
     if not used or config.checkpoint.resume == "never":
         return []
     over = (
@@ -152,6 +155,20 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
             f"Set them back, name another run_dir{there}, or {over}",
         )
     return [f"note: unlike the last start in {run_dir}: {describe(changed)}"] if changed else []
+
+
+def _check_source(config: Config) -> None:
+    """Refuse to begin from the checkpoint of a run on another kind of data, before it is read."""
+    source = Path(config.checkpoint.resume).expanduser()
+    then = _newest_config(source.parent.parent if source.name.startswith("step-") else source)
+    kind = flat(then or {}).get("data.kind", config.data.kind)
+    if kind != config.data.kind and not config.data.sources:
+        raise ConfigError(
+            "checkpoint.resume",
+            source,
+            f"a run goes on with the rows of its checkpoint, whose data.kind is {kind} and not {config.data.kind}",
+            "Begin from its weights: automoe export RUN --out DIR, then model.hf_path=DIR",
+        )
 
 
 def _newest_config(run_dir: Path) -> dict[str, Any] | None:

@@ -11,9 +11,9 @@ from math import sqrt
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import Config, LoraConfig
+from automoe.interop.torch_private import full_tensor
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
 from automoe.model.causal_lm import CausalLM
@@ -179,7 +179,7 @@ def _merge(module: nn.Module, name: str, a: torch.Tensor, b: torch.Tensor, scale
         size = block_size(weight)
         spans[-2:] = [slice(blocks.start * size, blocks.stop * size)]
     *outer, columns = spans
-    whole_a, whole_b = (p.full_tensor() if isinstance(p, DTensor) else p for p in (a, b))
+    whole_a, whole_b = full_tensor(a), full_tensor(b)
     mine_b = whole_b[tuple(outer)].to(wide)
     mine_a = (whole_a[outer[0]] if a.dim() == 3 else whole_a)[..., columns].to(wide)
     if packed:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from automoe.config.data_schema import IGNORE as IGNORE
 from automoe.moe.process_groups import Communicator
-
-IGNORE = -100  # label of a position that is not trained
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,9 @@ class Run:
             self.note(
                 f"already at step {state.step} of {config.train.steps}: nothing is left to train"
             )
-            self.note(
-                f"train.steps={2 * config.train.steps} continues; checkpoint.resume=never starts over"
-            )
+            key = "train.epochs" if config.train.epochs else "train.steps"
+            more = config.train.epochs or config.train.steps
+            self.note(f"{key}={2 * more:g} continues; checkpoint.resume=never starts over")
 
     def describe_start(self, loaded: Loaded | None) -> None:
         """Print the source of the initial weights and, for conversations, a sample row.

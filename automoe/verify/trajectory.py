@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
+from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
 from automoe.moe.balance import LOSSES
 from automoe.moe.router import recorded_choices
@@ -57,7 +57,7 @@ class Trajectory:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor on the CPU. Collective if ``tensor`` is a DTensor."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+    return full_tensor(tensor).detach().cpu().clone()
 
 
 def named_parameters(parts: dict[int, CausalLM]) -> dict[str, nn.Parameter]:

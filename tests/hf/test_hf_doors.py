@@ -453,7 +453,7 @@ def test_files_that_are_copied_of_two_folders_are_each_read_where_they_are(
     (tmp_path / "other" / "tokenizer_config.json").write_text("{}")
     (single / name).write_text('{"size": 3}')
     config = model_config_from_hf(single)
-    wanted = [(single, name), (tmp_path / "other", "tokenizer_config.json")]
+    wanted = [(single, "generation_config.json"), (single, name), (tmp_path / "other", "tokenizer_config.json")]
     assert copied_files(config, str(tmp_path / "other")) == wanted
     (tmp_path / "other" / name).write_text('{"size": 3}')
     (single / name).write_text('{"size": ')

@@ -27,6 +27,7 @@ from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
+from tests.support.wrappers import save_wrapper
 
 DEPTHS = 2
 
@@ -163,6 +164,15 @@ def test_a_mesh_reads_and_writes_them(
     expected, found = stored(source), stored(tmp_path / "out")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_vl_moe"])
+def test_modules_that_are_copied_and_not_trained_are_counted(kind: str, tmp_path: Path) -> None:
+    """A native family and a class, with tensors ``mtp.*`` that config.json does not count."""
+    save_wrapper(kind, tmp_path)
+    with pytest.raises(ConfigError, match=r"holds 2 tensors of modules \(mtp.fc.weight, mtp.norm.weight\)") as error:
+        compose(parse_arguments([f"model.hf_path={tmp_path}", "data=stdlib", "model.num_mtp_layers=1"]))
+    assert error.value.remedy == "Leave model.num_mtp_layers out"
 
 
 def test_more_modules_than_a_checkpoint_has_are_refused_before_ranks_start(source: Path) -> None:

@@ -164,6 +164,22 @@ def test_another_configuration_is_refused_in_a_used_folder(tmp_path: Path, state
     assert runs.check_same_run(tmp_path, other) == []
 
 
+@pytest.mark.parametrize("step", ["", "checkpoints/step-5"])
+@pytest.mark.parametrize("kinds", [("stdlib_chat", "preference"), ("preference", "chat"), ("text", "stdlib_chat")])
+def test_the_checkpoint_of_a_run_on_other_data_is_refused_before_the_data_is_read(
+    tmp_path: Path, kinds: tuple[str, str], step: str
+) -> None:
+    left_by(tmp_path, "done", saved=True)
+    then, now = (compose_config(overrides=[f"data.kind={kind}", "data.path=x"]) for kind in kinds)
+    manifest = {"config": config_to_dict(then)}
+    (tmp_path / "checkpoints" / "step-5").mkdir(exist_ok=True)
+    (tmp_path / "checkpoints" / "step-5" / "manifest.json").write_text(json.dumps(manifest))
+    now.checkpoint.resume = then.checkpoint.resume = str(tmp_path / step)
+    with pytest.raises(ConfigError, match=rf"data.kind is {kinds[0]} and not {kinds[1]}. Begin from its weights"):
+        runs.check_same_run(tmp_path / "other", now)
+    assert runs.check_same_run(tmp_path / "other", then) == []
+
+
 @pytest.mark.parametrize(
     ("change", "starts"),
     [

@@ -51,7 +51,7 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
     _check_keys(hf, path, *_EVERYWHERE)
     check_layers(hf, path)
     make = _class_of(model_type)
-    with _without_warnings():  # the class warns of keys that it ignores
+    with without_warnings():  # the class warns of keys that it ignores
         try:
             config = make(
                 **deepcopy({key: value for key, value in hf.items() if key not in _OF_OTHERS})
@@ -82,7 +82,7 @@ def config_of_class(hf: HFConfig, path: str) -> Any:
     make = CONFIG_MAPPING[model_type]
     if TEXT in make.sub_configs and not is_wrapper(hf):
         raise damaged(path, f"no {TEXT}, which is the part that is trained")
-    with _without_warnings():
+    with without_warnings():
         try:
             # This function decodes numbers that JSON lacks, such as infinity.
             stated, _ = PreTrainedConfig.get_config_dict(local_folder(path))
@@ -138,7 +138,8 @@ def _class_of(model_type: str) -> type:
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
+    """Silence the warnings of ``transformers``."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -5,6 +5,7 @@ torch is not imported before a ``config.json`` is read.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -31,9 +32,9 @@ from automoe.hf.families import (
 )
 from automoe.hf.families.as_transformers import config_of_class, damaged, not_computed, number_of
 from automoe.hf.families.family import Family
-from automoe.hf.headers import check_holds, complete_headers, has_own_head
+from automoe.hf.headers import ADAPTER, check_holds, complete_headers, has_own_head
 from automoe.model.wrapper import ALONE, names_in, text_config
-from automoe.storage.foreign import parse_settings, read_bytes
+from automoe.storage.foreign import is_there, parse_settings, read_bytes, read_settings
 from automoe.storage.guarded import guarded
 
 FAMILIES: dict[str, Family] = {
@@ -82,8 +83,11 @@ def family_of(config: ModelConfig) -> Family:
     return known_families()[config.family]
 
 
-def read_hf_config(path: str | Path) -> dict[str, Any]:
+def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, Any]:
     """Return the content of ``config.json`` in a checkpoint directory.
+
+    Args:
+        key: what the user named the directory by, for the message.
 
     Raises:
         ConfigError: config.json is missing or is not a JSON object.
@@ -96,13 +100,22 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         there = local_folder(path).is_dir()
         rule = "there is no config.json in it" if there else "there is no such folder"
         remedy = "Name a HuggingFace checkpoint directory, or a Hub id (OWNER/NAME@main)"
+        if is_there(local_folder(path), ADAPTER):
+            base = None
+            with suppress(OSError, ValueError):
+                base = read_settings(local_folder(path), ADAPTER).get("base_model_name_or_path")
+            rule = f"it is an adapter of peft, not a model; its {ADAPTER} names {base!r:.200} as its base"
+            remedy = (
+                "Name the base. To go on from both, merge them: automoe export RUN for a run's adapter, else peft's "
+                "merge_and_unload and save_pretrained"
+            )
     except OSError as error:
         rule = f"its config.json cannot be read: {error.strerror}"
         remedy = "Make it readable"
     except ValueError as error:
         rule = f"its config.json cannot be read: {error}"
         remedy = "Copy it again; a Git LFS pointer in its place needs `git lfs pull`"
-    raise ConfigError("model.hf_path", path, rule, remedy)
+    raise ConfigError(key, path, rule, remedy)
 
 
 def check_model(folder: Path) -> None:

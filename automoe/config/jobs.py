@@ -1,0 +1,41 @@
+"""Defaults by job: a run that begins from a checkpoint takes others than one from random weights.
+
+A configuration file writes ``${by_job:A,B,...}``: A is for random weights, and the others, of which
+the last stands for those that are not written, for the weights of a checkpoint, for adapters on
+them, for preferences, and for preferences by adapters. What a file or an override names stands in
+its place; ``optim=NAME`` names the group's values for any job, and steps name the length of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from automoe.config.data_schema import PREFERENCE_KINDS
+
+# Rates are those of optim=finetune and of the shipped recipes for large models.
+BY_JOB = {
+    "optim.lr": "${by_job:0.003,1e-5,2e-4,5e-7,5e-6}",
+    "optim.weight_decay": "${by_job:0.1,0.0}",
+    "train.steps": "${by_job:200}",
+    "train.epochs": "${by_job:0,3,3,1}",
+}
+
+
+def register_jobs(named: Collection[str]) -> None:
+    """Register the resolver ``by_job`` for a configuration that is about to be resolved.
+
+    Args:
+        named: keys and groups of the overrides.
+    """
+    from omegaconf import OmegaConf
+
+    def by_job(*values: Any, _root_: Any, _parent_: Any) -> Any:
+        starts = _root_.model.hf_path is not None and not _root_.model.random_weights
+        length = _parent_._key() == "train" and not OmegaConf.is_interpolation(_parent_, "steps")
+        if not starts or length or _parent_._key() in named:
+            return values[0]
+        job = 1 + (_root_.lora.rank > 0) + 2 * (_root_.data.kind in PREFERENCE_KINDS)
+        return values[min(job, len(values) - 1)]
+
+    OmegaConf.register_new_resolver("by_job", by_job, replace=True)

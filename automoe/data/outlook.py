@@ -1,0 +1,69 @@
+"""Lines for the user before the first step: the length of a run, and tokens that it cannot learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from automoe.config.batch import rows_of_run
+from automoe.config.schema import Config, tokenizer_of
+from automoe.data.prepare import TokenCorpus
+from automoe.data.tokenizer import Tokenizer, tokenizer_beside
+from automoe.errors import listed
+from automoe.model.adapters import is_trained
+from automoe.model.params import model_params
+
+_MOST = 1 << 28  # tokens of a source that are looked at
+
+
+def describe_length(config: Config, rows: int) -> Iterator[str]:
+    """Yield the learning rate, the steps and the epochs of a run, and a warning on its warm-up.
+
+    Args:
+        rows: rows of an epoch.
+    """
+    optim = config.optim
+    steps = config.train.steps
+    yield (
+        f"optim.lr={optim.lr:g}, weight decay {optim.weight_decay:g}, {steps:,} steps: "
+        f"{rows_of_run(config.train) / rows:.3g} epochs of {rows:,} rows"
+    )
+    if 2 * optim.warmup_steps > steps:
+        yield (
+            f"warning: the learning rate rises for optim.warmup_steps={optim.warmup_steps}, more than half of "
+            f"the {steps:,} steps. Lower it, or train longer (train.epochs)"
+        )
+
+
+def describe_unlearned(
+    config: Config, tokenizer: Tokenizer, corpora: Iterable[TokenCorpus]
+) -> Iterator[str]:
+    """Yield a warning if tokens are trained that the checkpoint does not know, and rows are frozen.
+
+    Rows are those of the embedding and of the output head.
+    """
+    model = config.model
+    frozen = [
+        param.name
+        for param in model_params(model)
+        if param.spec.part in ("embedding", "head") and not is_trained(param.name, config)
+    ]
+    known = (
+        model.random_weights or config.data.is_synthetic or tokenizer_of(config) == model.hf_path
+    )
+    theirs = None if known or not frozen else tokenizer_beside(model.hf_path)
+    if theirs is None:
+        return
+    seen = np.zeros(model.vocab_size, np.bool_)
+    for corpus in corpora:
+        part = corpus.tokens[:_MOST]
+        seen[part if corpus.trained is None else part[corpus.trained[:_MOST]]] = True
+    new = [n for n in np.flatnonzero(seen).tolist() if not tokenizer.shares(n, theirs)]
+    if new:
+        yield (
+            f"warning: {len(new)} tokens are trained and cannot be learned, since the tokenizer of {model.hf_path} "
+            f"does not have them and their rows of {listed(frozen)} are frozen: "
+            f"{listed(tokenizer.decode([n]) for n in new)}. Set train.trainable=[{','.join(frozen)}], or train all "
+            "weights (lora.rank=0, train.freeze=[])"
+        )
