@@ -45,9 +45,8 @@ _OVERRIDDEN = set(
     "max_length max_new_tokens transformers_version use_cache _from_model_config".split()
 )
 
-# Loggers whose warnings need no action of the user: a kernel that is neither installed nor needed,
-# a setting of the tokenizer that does not apply.
-_NOISY = ("bitsandbytes.backends.cpu.ops", "transformers.tokenization_utils_tokenizers")
+# Logger whose warnings need no action of the user: a setting of the tokenizer that does not apply.
+_NOISY = "transformers.tokenization_utils_tokenizers"
 
 
 @exit_status
@@ -204,8 +203,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from automoe.model.hf_class import loading_class, num_parameters
 
     disable_progress_bar()
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger(_NOISY).setLevel(logging.ERROR)
     for note in unread_adapter(folder):
         print(f"note: {note}", file=sys.stderr, flush=True)
     # The folder is untrusted: check it before loading anything.
@@ -308,9 +306,9 @@ class Speaker:
     def __init__(
         self, folder: Path, max_new_tokens: int, temperature: float = 0.0, seed: int = 0
     ) -> None:
-        from transformers import set_seed
+        import torch
 
-        set_seed(seed)
+        torch.manual_seed(seed)
         self.folder = folder
         self.model, self.tokenizer = load_checkpoint(folder)
         self.max_new_tokens = max_new_tokens
