@@ -13,13 +13,13 @@ import threading
 import time
 import unicodedata
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import ParamSpec, TextIO, TypeVar
+from typing import Any, ParamSpec, TextIO, TypeVar
 
 T = TypeVar("T")
 N = TypeVar("N")
@@ -170,7 +170,8 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
         show_everything(sys.stdout)
         try:
             try:
-                status = command(*args, **kwargs)
+                with without("kernels"):
+                    status = command(*args, **kwargs)
             except SystemExit:  # argparse raises it after --help
                 _flush()
                 raise
@@ -260,6 +261,24 @@ def number_option(
     return parse
 
 
+@contextmanager
+def without(*packages: str) -> Iterator[None]:
+    """Make packages look absent to whatever a block imports, unless they are imported already.
+
+    Libraries import what they find installed: ``kernels``, which fetches compiled code from the
+    Hub, and bitsandbytes, which asks it to.
+    """
+    modules: dict[str, Any] = sys.modules  # None makes an import fail, and find_spec find nothing
+    hidden = [name for name in packages if name not in modules]
+    modules.update(dict.fromkeys(hidden))
+    try:
+        yield
+    finally:
+        for name in hidden:
+            if modules.get(name) is None:
+                modules.pop(name, None)
+
+
 def import_backend(module: str, choice: str, remedy: str) -> ModuleType:
     """Import a module of an optional package.
 
@@ -271,8 +290,12 @@ def import_backend(module: str, choice: str, remedy: str) -> ModuleType:
     Raises:
         BackendError: the module cannot be imported.
     """
+    package = module.partition(".")[0]
+    if sys.modules.get(package, package) is None:  # hidden by ``without``
+        del sys.modules[package]
     try:
-        return import_module(module)
+        with without("kernels"):
+            return import_module(module)
     # Without CUDA, its driver or a library, some packages raise RuntimeError, OSError and others.
     except Exception as error:
         raise BackendError(

@@ -160,7 +160,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     import torch
 
     from automoe.checkpoint.manifest import check_base, check_model, damage, read_manifest
-    from automoe.checkpoint.steps import FOLDER, committed_steps
+    from automoe.checkpoint.steps import FOLDER, committed_steps, misnamed
     from automoe.hf.families.registry import family_of
     from automoe.hf.headers import ADAPTER, check_holds, complete_headers
     from automoe.hf.identity import checkpoint_identity
@@ -180,6 +180,8 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
             f"{run_dir / FOLDER} cannot be read: {error.strerror}. Check its permissions"
         ) from None
     newest = run_dir / FOLDER / steps[-1] if steps else None
+    for warning in misnamed(run_dir / FOLDER, steps):
+        print(f"warning: {warning}", file=sys.stderr)
     if newest is not None:
         if (problem := damage(newest)) is not None:
             raise CheckpointError(

@@ -50,7 +50,6 @@ _OVERRIDDEN = set(
 # Loggers whose warnings need no action of the user: kernels that are neither installed nor needed,
 # a setting of the tokenizer that does not apply.
 _NOISY = (
-    "bitsandbytes.backends.cpu.ops",
     "transformers.integrations.hub_kernels",
     "transformers.tokenization_utils_tokenizers",
 )
@@ -234,8 +233,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from automoe.model.hf_class import loading_class, num_parameters
 
     disable_progress_bar()
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger(_NOISY).setLevel(logging.ERROR)
     for note in unread_adapter(folder):
         print(f"note: {note}", file=sys.stderr, flush=True)
     # The folder is untrusted: check it before loading anything.
@@ -344,9 +342,9 @@ class Speaker:
         seed: int = 0,
         given: Mapping[str, Any] | None = None,
     ) -> None:
-        from transformers import set_seed
+        import torch
 
-        set_seed(seed)
+        torch.manual_seed(seed)
         self.folder = folder
         self.given = given or {}
         self.model, self.tokenizer = load_checkpoint(folder)

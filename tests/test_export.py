@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -101,6 +102,11 @@ def test_newest_training_checkpoint_is_exported(
     assert main([str(run_dir), "--out", str(tmp_path / "out")]) == 0
     assert f"saved {tmp_path / 'out'} " in " ".join(capsys.readouterr().out.split())
     same_weights(tmp_path / "out", tensors)
+    folder = run_dir / "checkpoints"
+    shutil.copytree(folder / "step-3", folder / "step-20")
+    assert main([str(run_dir), "--out", str(tmp_path / "beside")]) == 0
+    assert f"warning: checkpoint {folder}/step-20 is step 3, as its manifest.json says" in capsys.readouterr().err
+    same_weights(tmp_path / "beside", tensors)
     bias = exported(tmp_path / "out")["model.layers.2.mlp.gate.e_score_correction_bias"]
     assert torch.equal(bias, torch.full((16,), 0.125 * 11))
 

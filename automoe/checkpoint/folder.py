@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from automoe.checkpoint.manifest import MANIFEST, read_manifest, verify_step
-from automoe.checkpoint.steps import FOLDER, committed_steps, step_number
+from automoe.checkpoint.manifest import read_manifest, verify_step
+from automoe.checkpoint.steps import FOLDER, MANIFEST, committed_steps, is_misnamed, step_number
 from automoe.config.schema import CheckpointConfig
 from automoe.errors import CheckpointError
 from automoe.parallel.agreement import Ranks
-from automoe.storage.files import flush, read_file, replace_durably, write_durably
+from automoe.storage.files import flush, read_file, replace_durably, set_aside, write_durably
 
 LATEST = "LATEST"
 
@@ -34,6 +34,14 @@ def promised_step(folder: Path) -> str | None:
 def point_to(folder: Path, name: str) -> None:
     """Make ``LATEST`` name a step, atomically."""
     replace_durably(folder / LATEST, f"{name}\n")
+
+
+def is_saved(step_dir: Path) -> bool:
+    """Return True if the step is there; another one under its name is set aside."""
+    if not step_dir.exists() or not is_misnamed(step_dir):
+        return step_dir.exists()
+    set_aside(step_dir, f"misnamed-{step_dir.name}")
+    return False
 
 
 def clean(folder: Path) -> None:
@@ -65,7 +73,8 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
 
     Nothing is deleted unless ``newest``, just written, has every file in its full size: otherwise
     an older step may be the only checkpoint left. Nothing is deleted either if ``newest`` was
-    written in a streak of skipped steps, because the cause of the streak may be in it.
+    written in a streak of skipped steps, because the cause of the streak may be in it. A step under
+    another step's name stays: a person put it there.
     """
     try:
         manifest, problem = verify_step(folder / newest, Ranks(alone=True), content=False)
@@ -75,7 +84,7 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
         return f"checkpoint {folder / newest} is damaged right after it was written ({problem}); nothing is deleted"
     if manifest["counters"]["skipped"]:
         return None
-    names = committed_steps(folder)
+    names = [name for name in committed_steps(folder) if not is_misnamed(folder / name)]
     losses = {}
     for name in names if checkpoint.keep_best else ():
         if (loss := (_manifest(folder / name) or {}).get("val_loss")) is not None:

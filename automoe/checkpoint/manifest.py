@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 from collections.abc import Mapping
 from itertools import chain
@@ -14,6 +13,7 @@ import torch
 
 from automoe import __version__
 from automoe.checkpoint.hashed_files import is_as_written
+from automoe.checkpoint.steps import MANIFEST, digest_of
 from automoe.config.convert import config_to_dict
 from automoe.config.frozen import GOES_ON, TENSORS, describe, flat
 from automoe.config.schema import Config
@@ -22,7 +22,6 @@ from automoe.parallel.agreement import Ranks
 from automoe.storage.files import read_file, write_durably
 from automoe.storage.foreign import parse_json
 
-MANIFEST = "manifest.json"
 FORMAT = 3
 _READ = (2, FORMAT)  # format 2 has SHA-256 digests of files, which are still compared
 # Keys of this version. A newer version may use another key to say that its files are read in
@@ -41,7 +40,7 @@ def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[st
     versions = {"automoe": __version__, "torch": str(torch.__version__)}
     manifest = {"format": FORMAT, "versions": versions, **content}
     manifest["files"] = dict(sorted(files.items()))
-    manifest["sha256"] = _digest(manifest)
+    manifest["sha256"] = digest_of(manifest)
     write_durably(step_dir / MANIFEST, json.dumps(manifest, indent=1))
 
 
@@ -66,8 +65,7 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
             raise _other_version(
                 step_dir, f"format {form}, and this version reads formats {_READ}", versions
             )
-        content = {key: manifest[key] for key in manifest if key != "sha256"}
-        if manifest["sha256"] != _digest(content):
+        if manifest["sha256"] != digest_of(manifest):
             return {}, f"{MANIFEST} has changed since it was written"
         if unknown := sorted(manifest.keys() - _KEYS):
             raise _other_version(
@@ -218,7 +216,3 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str
 def _with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved configuration by dotted key, with defaults for keys that were added later."""
     return flat(config_to_dict(Config())) | flat(saved)
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

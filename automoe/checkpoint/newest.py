@@ -8,6 +8,7 @@ from typing import Any
 
 from automoe.checkpoint import folder as folders
 from automoe.checkpoint.manifest import verify_step
+from automoe.checkpoint.steps import misnamed
 from automoe.errors import CheckpointError
 from automoe.parallel.agreement import Ranks
 from automoe.storage.files import set_aside
@@ -35,6 +36,8 @@ def newest_valid(
             f"{folder / folders.LATEST} names {promised!r}, which does not exist; looking for the newest checkpoint "
             "that does"
         )
+    for warning in ranks.lead(lambda: misnamed(folder, steps)):
+        warn(warning)
     damaged = []
     for name in reversed(steps):
         manifest, problem = verify_step(folder / name, ranks)

@@ -1,12 +1,21 @@
-"""Names of the steps in a checkpoint folder. This module does not import torch."""
+"""The steps in a checkpoint folder, in their order. This module does not import torch."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from automoe.storage.files import read_file
+from automoe.storage.foreign import parse_json
 
 FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
 
 
 def step_number(name: str) -> int:
@@ -14,8 +23,46 @@ def step_number(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
+def digest_of(manifest: Mapping[str, Any]) -> str:
+    """Return the digest that a manifest has under ``sha256``, which does not count."""
+    content = {key: manifest[key] for key in manifest if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def true_number(step_dir: Path) -> int:
+    """Return the step that a folder holds: what its manifest says, however the folder is named.
+
+    The name counts where the manifest is damaged or cannot be read; whoever reads it then says so.
+    """
+    named = step_number(step_dir.name)
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        raw = read_file(step_dir / MANIFEST)
+        if b'"step": %d,' % named not in raw:  # the usual folder is not parsed
+            manifest = parse_json(raw)
+            if manifest["sha256"] == digest_of(manifest):
+                return int(manifest["step"])
+    return named
+
+
+def is_misnamed(step_dir: Path) -> bool:
+    """Return True if a folder was copied or renamed to the name of another step."""
+    return true_number(step_dir) != step_number(step_dir.name)
+
+
+def misnamed(folder: Path, names: list[str]) -> list[str]:
+    """Return a warning for each of these steps whose name its manifest contradicts."""
+    return [
+        f"checkpoint {folder / name} is step {true_number(folder / name)}, as its {MANIFEST} says, "
+        "and counts as that step. Give copies names other than step-N"
+        for name in names
+        if is_misnamed(folder / name)
+    ]
+
+
 def committed_steps(folder: Path) -> list[str]:
-    """Return the names of the committed steps, oldest first; a link to a step counts as a step.
+    """Return the names of the committed steps, oldest first by what their manifests say.
+
+    A link to a step counts as a step. A step under its own name comes after its copies.
 
     Raises:
         OSError: the folder cannot be read, which does not mean that it is empty.
@@ -24,4 +71,5 @@ def committed_steps(folder: Path) -> list[str]:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((name for name in names if re.fullmatch(r"step-\d+", name)), key=step_number)
+    true = {name: true_number(folder / name) for name in names if re.fullmatch(r"step-\d+", name)}
+    return sorted(true, key=lambda name: (true[name], step_number(name) == true[name]))

@@ -317,7 +317,7 @@ class CheckpointStore:
         checkpoint = self.config.checkpoint
         try:
             with phase("save", step):
-                if self.ranks.lead(final.exists):
+                if self.ranks.lead(lambda: folders.is_saved(final), again=False):
                     return final
                 # A retry writes everything again: after a failed flush, a second flush can succeed
                 # although the data is lost.

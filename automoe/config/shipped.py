@@ -44,10 +44,15 @@ def working_directory_last() -> Iterator[None]:
         yield
         return
     known = set(sys.modules)
+    hidden = [name for name in ("kernels", "bitsandbytes") if sys.modules.get(name, "") is None]
+    for name in hidden:  # by ``automoe.errors.without``; what the user named may import it
+        del sys.modules[name]
     sys.path.append(here)
     try:
         yield
     finally:
+        for name in hidden:
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
         for name in set(sys.modules) - known:
             file = getattr(sys.modules[name], "__file__", None) or ""
             # In the directory itself, not in an environment somewhere below it.

@@ -23,7 +23,7 @@ import torch
 from automoe.config.hub import id_and_commit, local_folder
 from automoe.config.rules_model import NO_MODULES
 from automoe.config.schema import LoraConfig, ModelConfig
-from automoe.errors import CheckpointError, ConfigError, import_backend, listed
+from automoe.errors import CheckpointError, ConfigError, import_backend, listed, without
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.folder import new_folder
 from automoe.hf.headers import ADAPTER
@@ -50,6 +50,7 @@ _WEIGHTS = {"13": "gate_up_proj", "2": "down_proj", "": "weight"}  # by suffix o
 _GROUPS = {"attn.": "attention", ".experts": "experts", "shared": "shared_experts", "": "mlp"}
 
 
+@without("kernels", "bitsandbytes")
 def to_peft(
     model: Parts | CausalLM,
     path: str | Path,

@@ -26,7 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from automoe.errors import in_words
+from automoe.errors import in_words, without
 from automoe.launch.ranks import Imports, prepare_process
 from automoe.launch.worker import STOP_SIGNALS, end_process
 from automoe.storage.guarded import die_with_parent, fork
@@ -238,6 +238,7 @@ def _close_kept() -> None:
 # ---------------------------------------------------------------- the server's process
 
 
+@without("kernels")
 def main() -> int:
     """Serve a launcher until it closes the socket.
 

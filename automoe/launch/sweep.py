@@ -46,7 +46,7 @@ from automoe.config.frozen import CONFIG_FILE, Device, differences, is_free, res
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, ConfigError
+from automoe.errors import AutomoeError, ConfigError, without
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import missing_hardware
 from automoe.launch.local import train_here
@@ -294,6 +294,7 @@ class Sweep:
             return STOPPED
         return status
 
+    @without("kernels")
     def job(self, composed: Any) -> float:
         """Run one job in the process that Hydra's launcher chose, and return its objective.
 

@@ -20,7 +20,8 @@ import xxhash
 from checkpoint_runs import config, refusal, run, save_twice
 
 from automoe import errors
-from automoe.checkpoint.manifest import _digest, damage
+from automoe.checkpoint.manifest import damage
+from automoe.checkpoint.steps import committed_steps, digest_of
 from automoe.config.schema import Config
 from automoe.verify.pool import RankPool
 
@@ -96,6 +97,26 @@ def test_the_newest_valid_step_is_taken_loudly(
     assert (folder / "LATEST").read_text() == "step-2\n"
 
 
+def test_a_step_under_another_steps_name_counts_as_what_its_manifest_says(
+    ranks: RankPool, text: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    folder = run_dir / "checkpoints"
+    shutil.copytree(folder / "step-1", folder / "step-4")
+    (folder / "step-3").rename(folder / "step-0300")
+    (folder / "step-5").symlink_to(shutil.copytree(folder / "step-2", tmp_path / "elsewhere"))
+    assert committed_steps(folder) == ["step-4", "step-1", "step-5", "step-2", "step-0300"]
+    resumed = run(ranks, config(text, keep=1), run_dir, until=5, save_at=[4, 5])
+    assert resumed.resumed_at == 3
+    assert f"{folder}/step-4 is step 1" in resumed.said and f"{folder}/step-0300 is step 3" in resumed.said
+    # The new steps get their names, and what a person put there stays.
+    assert names(folder) == ["LATEST", "misnamed-step-4.1", "misnamed-step-5.1", "step-0300", "step-5"]
+    assert run(ranks, config(text), run_dir, until=5).resumed_at == 5
+    # A manifest that lies is damaged: its folder counts by its name, and is not passed over.
+    manifest = folder / "step-5" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 5,', '"step": 1,'))
+    assert committed_steps(folder) == ["step-0300", "step-5"]
+
+
 def test_two_damaged_steps(ranks: RankPool, text: Path, run_dir: Path) -> None:
     folder = run_dir / "checkpoints"
     flip_a_byte(one(folder / "step-3", "*.distcp"))
@@ -169,7 +190,7 @@ def rewrite(step: Path, **changes: object) -> None:
     """The manifest as an automoe of tomorrow would write it."""
     manifest = json.loads((step / "manifest.json").read_text())
     manifest |= changes
-    manifest["sha256"] = _digest({key: manifest[key] for key in manifest if key != "sha256"})
+    manifest["sha256"] = digest_of({key: manifest[key] for key in manifest if key != "sha256"})
     (step / "manifest.json").write_text(json.dumps(manifest))
 
 

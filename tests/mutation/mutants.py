@@ -358,7 +358,7 @@ _CHECKPOINT = [
     ("automoe/checkpoint/folder.py", 'step_dir.with_name(f".tmp-deleted-{step_dir.name}")', "step_dir", COMMIT),
     ("manifest.py", 'size != facts["bytes"]', 'size < facts["bytes"]', COMMIT),
     ("manifest.py", "content and not is_as_written(path, facts)", "False", COMMIT),
-    ("manifest.py", 'manifest["sha256"] != _digest', "not _digest", COMMIT),
+    ("manifest.py", 'manifest["sha256"] != digest_of', "not digest_of", COMMIT),
     ("newest.py", "reversed(steps)", "steps", DAMAGE),
     ("store.py", "math.isfinite(val_loss)", "True", RETENTION),
     ("store.py", "self.ranks.all(state.not_finite)", "[[]]", ["tests/checkpoint/test_disk_faults.py"]),

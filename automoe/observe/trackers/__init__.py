@@ -1,13 +1,15 @@
 """Experiment trackers: Weights & Biases, TensorBoard and MLflow, one module each.
 
 A run may have several trackers or none. During training, a failing service or network costs only a
-warning, because ``metrics.jsonl`` always has everything that trackers show. A missing package is an
-error before ranks start (``automoe.launch.hardware``). ``run_dir/trackers.json`` has the ids under
-which a resumed run continues.
+warning, because ``metrics.jsonl`` always has everything that trackers show: a resumed run hands on
+what a tracker lost at a kill, or missed while it was away. A missing package is an error before
+ranks start (``automoe.launch.hardware``). ``run_dir/trackers.json`` has the ids under which a
+resumed run continues.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 from automoe.config.convert import config_to_dict
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
-from automoe.observe.metrics import Warn, to_stderr
+from automoe.observe.metrics import SAMPLES_FILE, Warn, read_jsonl, read_metrics, to_stderr
 from automoe.observe.trackers.base import WITHOUT, About, Outcome, Texts, Tracker, one_line
 from automoe.storage.sealed import read_json, replace_json
 
@@ -38,12 +40,24 @@ class Trackers:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of a step's record (keys of ``metrics.jsonl``)."""
-        numbers = {
-            key: float(value)
-            for key, value in record.items()
-            if key != "step" and isinstance(value, (int, float))
-        }
-        self._each(lambda tracker: tracker.log(record["step"], numbers))
+        self._each(lambda tracker: tracker.log(record["step"], _numbers(record)))
+
+    def catch_up(self, run_dir: Path) -> None:
+        """Send what the trackers lack of the run's record: steps, and the samples of these steps."""
+        samples = {one["step"]: one["samples"] for one in read_jsonl(run_dir / SAMPLES_FILE)}
+        records = read_metrics(run_dir)
+
+        def send(tracker: Tracker) -> None:
+            held = tracker.held()
+            for record in records:
+                step, loss = record["step"], held.get(record["step"], math.nan)
+                if step in held and (loss is None or _same(loss, float(record["loss"]))):
+                    continue
+                tracker.log(step, _numbers(record))
+                if rows := samples.get(step):
+                    tracker.texts(step, "samples", rows)
+
+        self._each(send)
 
     def texts(self, step: int, name: str, rows: Texts) -> None:
         """Send a table of texts, such as answers to the prompts of ``observe.samples``."""
@@ -109,7 +123,25 @@ def make_trackers(
         replace_json(run_dir / IDS_FILE, ids)
     else:  # Remove the ids of an earlier run in this directory.
         (run_dir / IDS_FILE).unlink(missing_ok=True)
-    return Trackers(opened, config, warn)
+    trackers = Trackers(opened, config, warn)
+    if opened and resume_step is not None:
+        trackers.catch_up(run_dir)
+    return trackers
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record, which has those that are not finite as strings."""
+    names = ("NaN", "Infinity", "-Infinity")
+    return {
+        key: float(value)
+        for key, value in record.items()
+        if key != "step" and (isinstance(value, (int, float)) or value in names)
+    }
+
+
+def _same(ours: float, theirs: float) -> bool:
+    # TensorBoard keeps float32.
+    return math.isclose(ours, theirs, rel_tol=1e-6) or (math.isnan(ours) and math.isnan(theirs))
 
 
 def _selected(config: Config) -> Iterator[tuple[str, str]]:

@@ -49,6 +49,10 @@ class Tracker:
     id: str = ""
     places: dict[str, str]
 
+    def held(self) -> Mapping[int, float | None]:
+        """Return the steps that earlier starts left here, with their loss; None: it is not known."""
+        return {}
+
     def log(self, step: int, numbers: Numbers) -> None:
         """Record a step. After a return to a checkpoint steps repeat; the later record counts.
 

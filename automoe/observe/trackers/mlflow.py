@@ -66,6 +66,9 @@ class MlflowTracker(Tracker):
         self.id = str(run.info.run_id)
         self.places = {"MLflow": f"{place}, run {self.id}"}
 
+    def held(self) -> dict[int, float | None]:
+        return {one.step: one.value for one in self._client.get_metric_history(self.id, "loss")}
+
     def log(self, step: int, numbers: Numbers) -> None:
         from mlflow.entities import Metric
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +28,32 @@ class TensorBoardTracker(Tracker):
         library = import_backend(
             "torch.utils.tensorboard", "observe.tensorboard=true", "pip install tensorboard"
         )
+        self._earlier = sorted(folder.glob("events.*"))
         self._open = partial(library.SummaryWriter, str(folder))
         self.places = {"TensorBoard": str(folder)}
         self.events = self._open(purge_step=None if resume_step is None else resume_step + 1)
+
+    def held(self) -> Mapping[int, float | None]:
+        """Return the loss of each step in the files of earlier starts, as TensorBoard reads them."""
+        from google.protobuf.message import DecodeError
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        held: dict[int, float | None] = {}
+        for path in self._earlier:
+            data = path.read_bytes()
+            at = 0
+            while at < len(data):  # a record: its size (8 bytes), a checksum (4), itself, another
+                begin = at + 12
+                at = begin + int.from_bytes(data[at : at + 8], "little") + 4
+                event = Event()
+                with suppress(DecodeError):
+                    event.ParseFromString(data[begin : at - 4])
+                if event.HasField("session_log"):  # it takes these steps back
+                    held = {step: loss for step, loss in held.items() if step < event.step}
+                for value in event.summary.value:
+                    if value.tag == "loss":
+                        held[event.step] = value.simple_value
+        return held
 
     def log(self, step: int, numbers: Numbers) -> None:
         for key, value in numbers.items():
