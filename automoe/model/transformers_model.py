@@ -42,7 +42,9 @@ SMALL = 1 << 16  # the class itself initialises parameters of up to so many numb
 EXPERTS = {"loop": "eager", "grouped_mm": "grouped_mm", "triton": "grouped_mm"}
 # names of sizes that count positions, in configurations of classes
 _ROUNDING = 8  # units in the last place, of a token's last hidden states
-_SPANS = re.compile("block|chunk|compress|conv|kernel|rate|ratio|stride|topk|window")
+_LEAST, _ROW = 16, 2048  # tokens: see ``check_isolation``
+# in names of sizes that count positions, in configurations of classes
+_SPANS = re.compile("block|chunk|compress|index_topk|kernel|stride|window")
 
 
 @torch.no_grad()
@@ -151,7 +153,7 @@ class _MoELayer(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """What two passes of ``check_isolation`` share and leave.
+    """What the passes of ``check_isolation`` share and leave.
 
     Attributes:
         first: tokens of the first document.
@@ -162,6 +164,11 @@ class _Probe(NamedTuple):
     first: int
     choices: dict[nn.Module, torch.Tensor]
     states: list[torch.Tensor]
+
+    def choose(self, experts: nn.Module, ids_TK: torch.Tensor) -> torch.Tensor:
+        """Return the choices of this pass, in which the first document keeps those of the first."""
+        kept_TK = self.choices.setdefault(experts, ids_TK)
+        return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))
 
 
 def spans(config: Any, name: str = "") -> Iterator[int]:
@@ -294,48 +301,50 @@ class TransformersModel(CausalLM):
         return x
 
     @torch.no_grad()
-    def check_isolation(self, seq_len: int | None = None) -> None:
+    def check_isolation(self, seq_len: int = 0) -> None:
         """Check that a document does not change the next one in its row. Collective.
 
-        The first document of a row is changed, and keeps its experts, so that all products have the
-        same shapes. In a class that isolates documents the next one is then equal up to rounding.
-        It begins at two places, which are multiples of no block, window or stride.
+        The first document is changed, and keeps its experts, so that all products have the same
+        shapes. In a class that isolates documents the next one is then equal up to rounding. It
+        begins at two places, which are multiples of no block, window or stride.
 
         Args:
-            seq_len: positions of a row of training, beyond which no structure of the class acts.
-                Default: two documents, each twice as long as the longest that its configuration
-                names.
+            seq_len: positions of a row of training. The rows tried are at least so long, and hold
+                two documents, each twice as long as the longest block, window or rate of the
+                configuration, if they have room for that in ``_ROW`` positions. What is longer than
+                a row does not act in it.
 
         Raises:
             ConfigError: the change reaches the next document.
         """
         device = self.head_weight.device
-        length = seq_len or 4 * max(16, *spans(self._class[0].config.to_dict()))
-        index = torch.arange(length, device=device).unsqueeze(0)
+        longest = max(_LEAST, *spans(self._class[0].config.to_dict()))
+        length = max(seq_len, min(4 * longest, _ROW))
         drawn = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.config.vocab_size, (2, length), generator=drawn).to(device)
+        row, other = torch.randint(self.config.vocab_size, (2, 1, length), generator=drawn).to(device)
+        index = torch.arange(length, device=device).unsqueeze(0)
         trains = self.training
-        self.eval()
         for first in {_prime(length // 4), _prime(length // 2)}:
+            self.eval()
             later = index >= first
             given = {"positions": index - later * first, "doc_ids": later.long()}
             self._probe = _Probe(first, {}, [])
-            for row in (tokens[:1], tokens[:1].where(later, tokens[1:])):
-                self(row, next_token_at=later & False, **given)
-            one, other = (state[:, first:] for state in self._probe.states)
+            for tokens in (row, row.where(later, other)):
+                self(tokens, next_token_at=later & False, **given)
+            one, changed = (state[0, first:].double() for state in self._probe.states)
+            eps = torch.finfo(self._probe.states[0].dtype).eps
             self._probe = None
-            moved = float(((other - one).norm(dim=-1) / one.norm(dim=-1)).max())
-            rounding = _ROUNDING * torch.finfo(one.dtype).eps
-            if not moved <= rounding:
+            moved = float(((changed - one).norm(dim=-1) / one.norm(dim=-1)).max())
+            self.train(trains)
+            if not moved <= _ROUNDING * eps:
                 raise ConfigError(
                     "data.document_mask",
                     True,
                     f"{self.config.architecture} does not keep the documents of a row apart: in a row of {length}, "
-                    f"other tokens before position {first} move the document that begins there by {moved:.1%}, and "
-                    f"rounding moves it by {rounding:.0e}",
+                    f"other tokens before position {first} move a token of the document that begins there by "
+                    f"{moved:.1%} of its size, and rounding by {eps:.0e}",
                     "Set data.document_mask=false; for conversations data.chat.pack=false, too",
                 )
-        self.train(trains)
 
     def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
         if self._probe is not None:
@@ -351,8 +360,7 @@ class TransformersModel(CausalLM):
         assert tokens is not None
         x_TH, ids_TK, weights_TK = args
         if self._probe is not None:
-            kept_TK = self._probe.choices.setdefault(experts, ids_TK)
-            ids_TK = torch.cat((kept_TK[: self._probe.first], ids_TK[self._probe.first :]))
+            ids_TK = self._probe.choose(experts, ids_TK)
         ids_BSK, weights_BSK = (
             one.unflatten(0, tokens.index.shape) for one in (ids_TK, weights_TK)
         )
