@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from automoe.interop.torch_private import fsdp_parameters
+
 Works = list[dist.Work]
 # For every rank, entries of one or two actions (kind, stage, micro-batch).
 Order = Sequence[Sequence[tuple[tuple[str, int, int], ...]]]
@@ -31,13 +33,38 @@ def unshard_every_stage_once() -> None:
 
     By default torch keeps at most three stages unsharded and all-gathers the others again for every
     round of micro-batches: 39 all-gathers per step for DeepSeek-V3 with 4 stages per rank and 128
-    micro-batches, instead of 4. 2.11 to 2.15: ``schedules._add_unshard_reshard(compute_actions,
-    max_active_stages=3)``, which schedules call by its name in the module without the second
-    argument.
+    micro-batches, instead of 4. 2.11 to 2.15: schedules call ``schedules._add_unshard_reshard``,
+    which takes ``max_active_stages``, by its name in the module: without that argument, and since
+    2.15 with 3.
     """
-    vars(schedules)["_add_unshard_reshard"] = partial(
-        schedules._add_unshard_reshard, max_active_stages=sys.maxsize
-    )
+    add = schedules._add_unshard_reshard
+
+    def keep_all(actions: Any, *_: Any, **__: Any) -> Any:
+        return add(actions, max_active_stages=sys.maxsize)
+
+    vars(schedules)["_add_unshard_reshard"] = keep_all
+
+
+@contextmanager
+def errors_of_stages() -> Iterator[None]:
+    """Raise the error of a stage itself, not the one that torch makes of it.
+
+    Torch's has another type, and its message is a list of tensors that begins with an empty line.
+    2.11 to 2.15: ``raise RuntimeError(...) from error`` in modules of ``torch.distributed.pipelining``.
+    """
+    own = None
+    try:
+        yield
+    except RuntimeError as error:
+        last = error.__traceback__
+        while last is not None and last.tb_next is not None:
+            last = last.tb_next
+        name = last.tb_frame.f_globals["__name__"] if last is not None else ""
+        own = error.__cause__ if name.startswith("torch.distributed.pipelining.") else None
+        if own is None:
+            raise
+    if own is not None:
+        raise own
 
 
 def starts_sends_one_by_one(schedule: Any) -> bool:
@@ -117,7 +144,9 @@ def _run_weight_half(action: Any, context: Any) -> None:
 
     After a whole backward pass FSDP moves gradients to its accumulator, which has the dtype of the
     reduction. Torch's schedules do not do so after a weight half: gradients of all micro-batches
-    would be summed in the dtype of the parameters. 2.11 has one group of parameters per FSDP state.
+    would be summed in the dtype of the parameters. 2.11 to 2.14:
+    ``accumulate_unsharded_grad_if_needed`` and ``to_accumulated_grad_if_needed`` of
+    ``fsdp_parameters``. 2.15 has none: gradients have the dtype of the reduction from the start.
     """
     schedule = context.schedule_ref
     stage = next(one for one in schedule._stages if one.stage_index == action.stage_index)
@@ -127,9 +156,8 @@ def _run_weight_half(action: Any, context: Any) -> None:
     if not isinstance(stage.submod, FSDPModule):
         return
     for state in fully_shard.state(stage.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
-        one = getattr(state, "_fsdp_param_group", None)
-        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
-            for parameter in group.fsdp_params:
+        for parameter in fsdp_parameters(state):
+            if hasattr(parameter, "to_accumulated_grad_if_needed"):
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
 

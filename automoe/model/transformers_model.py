@@ -8,6 +8,8 @@ names. Code that comes with a checkpoint is never imported.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,8 +40,11 @@ from automoe.moe.tokens import Tokens
 SMALL = 1 << 16  # the class itself initialises parameters of up to so many numbers, on every rank
 # value of ``moe.experts``: transformers' own implementation, for experts that are not plain SwiGLU
 EXPERTS = {"loop": "eager", "grouped_mm": "grouped_mm", "triton": "grouped_mm"}
-_PROBE = 16  # tokens of each of two documents
-_LEAK = 0.05  # largest share of an unmasked change that passes; classes show 0, or 0.1 and more
+# names of sizes that count positions, in configurations of classes
+_ROUNDING = 8  # units in the last place, of a token's last hidden states
+_LEAST, _ROW = 16, 2048  # tokens: see ``check_isolation``
+# in names of sizes that count positions, in configurations of classes
+_SPANS = re.compile("block|chunk|compress|index_topk|kernel|stride|window")
 
 
 @torch.no_grad()
@@ -147,6 +152,42 @@ class _MoELayer(NamedTuple):
     experts: nn.Module
 
 
+class _Probe(NamedTuple):
+    """What the passes of ``check_isolation`` share and leave.
+
+    Attributes:
+        first: tokens of the first document.
+        choices: [T, K] of the first pass, by experts module.
+        states: last hidden states [1, S, H] of each pass.
+    """
+
+    first: int
+    choices: dict[nn.Module, torch.Tensor]
+    states: list[torch.Tensor]
+
+    def choose(self, experts: nn.Module, ids_TK: torch.Tensor) -> torch.Tensor:
+        """Return the choices of this pass, in which the first document keeps those of the first."""
+        kept_TK = self.choices.setdefault(experts, ids_TK)
+        return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))
+
+
+def spans(config: Any, name: str = "") -> Iterator[int]:
+    """Yield the blocks, windows, strides, rates and the like that a configuration has at any depth."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield from spans(value, key)
+    elif isinstance(config, list):
+        for value in config:
+            yield from spans(value, name)
+    elif type(config) is int and _SPANS.search(name):
+        yield config
+
+
+def _prime(least: int) -> int:
+    """Return the first prime from ``least`` on, or 1."""
+    return next(n for n in itertools.count(max(least, 1)) if all(n % k for k in range(2, n)))
+
+
 class TransformersModel(CausalLM):
     """The class of ``transformers`` for ``config.hf_path``, whole, with automoe's loss.
 
@@ -172,6 +213,7 @@ class TransformersModel(CausalLM):
         self._layers = decoder_layers(model)  # FSDP renames their class
         self._tokens: Tokens | None = None
         self._unchecked = True
+        self._probe: _Probe | None = None
         self._moe: dict[nn.Module, _MoELayer] = {}
         self.routers = nn.ModuleDict()
         self.experts_by = self._choose_experts(list(experts_modules(model).values()), moe.experts)
@@ -259,39 +301,54 @@ class TransformersModel(CausalLM):
         return x
 
     @torch.no_grad()
-    def check_isolation(self) -> None:
-        """Check that a document does not change the logits of the next one in its row. Collective.
+    def check_isolation(self, seq_len: int = 0) -> None:
+        """Check that a document does not change the next one in its row. Collective.
 
-        The first document is changed, with and without document ids. In a class that isolates
-        documents, the ids hide the change to the last bit.
+        The first document is changed, and keeps its experts, so that all products have the same
+        shapes. In a class that isolates documents the next one is then equal up to rounding. It
+        begins at two places, which are multiples of no block, window or stride.
+
+        Args:
+            seq_len: positions of a row of training. The rows tried are at least so long, and hold
+                two documents, each twice as long as the longest block, window or rate of the
+                configuration, if they have room for that in ``_ROW`` positions. What is longer than
+                a row does not act in it.
 
         Raises:
             ConfigError: the change reaches the next document.
         """
         device = self.head_weight.device
-        half = torch.arange(_PROBE, device=device)
-        doc_ids = half.new_zeros(2 * _PROBE).index_fill_(0, half + _PROBE, 1).unsqueeze(0)
-        positions = half.repeat(2).unsqueeze(0)
-        rows = [
-            torch.cat((half + shift, half)).remainder(self.config.vocab_size) for shift in (0, 1)
-        ]
+        longest = max(_LEAST, *spans(self._class[0].config.to_dict()))
+        length = max(seq_len, min(4 * longest, _ROW))
+        drawn = torch.Generator().manual_seed(0)
+        row, other = torch.randint(self.config.vocab_size, (2, 1, length), generator=drawn).to(device)
+        index = torch.arange(length, device=device).unsqueeze(0)
         trains = self.training
-        self.eval()
-        marked, unmarked = (
-            torch.sub(*(self(row.unsqueeze(0), **given)[:, _PROBE:] for row in rows)).abs().max()
-            for given in ({"positions": positions, "doc_ids": doc_ids}, {})
-        )
-        self.train(trains)
-        if marked > _LEAK * unmarked:
-            raise ConfigError(
-                "data.document_mask",
-                True,
-                f"{self.config.architecture} does not keep the documents of a row apart: a change in one document "
-                f"reaches the next one at {float(marked / unmarked):.0%} of its size without a mask",
-                "Set data.document_mask=false; for conversations data.chat.pack=false, too",
-            )
+        for first in {_prime(length // 4), _prime(length // 2)}:
+            self.eval()
+            later = index >= first
+            given = {"positions": index - later * first, "doc_ids": later.long()}
+            self._probe = _Probe(first, {}, [])
+            for tokens in (row, row.where(later, other)):
+                self(tokens, next_token_at=later & False, **given)
+            one, changed = (state[0, first:].double() for state in self._probe.states)
+            eps = torch.finfo(self._probe.states[0].dtype).eps
+            self._probe = None
+            moved = float(((changed - one).norm(dim=-1) / one.norm(dim=-1)).max())
+            self.train(trains)
+            if not moved <= _ROUNDING * eps:
+                raise ConfigError(
+                    "data.document_mask",
+                    True,
+                    f"{self.config.architecture} does not keep the documents of a row apart: in a row of {length}, "
+                    f"other tokens before position {first} move a token of the document that begins there by "
+                    f"{moved:.1%} of its size, and rounding by {eps:.0e}",
+                    "Set data.document_mask=false; for conversations data.chat.pack=false, too",
+                )
 
     def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
+        if self._probe is not None:
+            self._probe.states.append(x_BsH)
         return x_BsH if self.scale == 1 else x_BsH * self.scale
 
     def _route(self, router: ClassRouter, experts: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -302,6 +359,8 @@ class TransformersModel(CausalLM):
         tokens = self._tokens
         assert tokens is not None
         x_TH, ids_TK, weights_TK = args
+        if self._probe is not None:
+            ids_TK = self._probe.choose(experts, ids_TK)
         ids_BSK, weights_BSK = (
             one.unflatten(0, tokens.index.shape) for one in (ids_TK, weights_TK)
         )

@@ -26,6 +26,7 @@ from automoe.config.schema import Config
 from automoe.errors import ConfigError
 from automoe.interop.torch_pipelining import (
     BufferlessStage,
+    errors_of_stages,
     ordered_schedule,
     replaced_waits,
     starts_sends_one_by_one,
@@ -478,7 +479,7 @@ class PipelineRunner(StepRunner):
         kwargs = {name: tensor for name, tensor in inputs.items() if name != "tokens"}
         tokens = [inputs["tokens"]] if self.first else []
         labels = inputs["labels"] if self.last else None
-        with receives_in_time(self.stages[0].group, self.device):
+        with receives_in_time(self.stages[0].group, self.device), errors_of_stages():
             found = getattr(self.schedule, method)(*tokens, target=labels, losses=losses, **kwargs)
             for stage in self.stages:
                 stage.finish_sends()

@@ -37,7 +37,7 @@ def first_weights(
     loaded = _fill(model_parts, config, device)
     for part in model_parts.values():
         if isinstance(part, TransformersModel) and config.data.document_mask:
-            part.check_isolation()
+            part.check_isolation(config.train.seq_len)
             reshard([part])
     return model_parts, loaded
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, schedules
 
 from automoe.config.pipeline import pipeline_order, stages_of_ranks
+from automoe.errors import DataError
 from automoe.interop import torch_pipelining
 from automoe.verify.pool import RankPool
 
@@ -20,23 +21,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=[f"torch-{torch.__version__}"], autouse=True)
 def release(request: pytest.FixtureRequest) -> None:
     """Put the release into the name of every test."""
-
-
-def unsharded(lower) -> int:
-    """How often a rank with four stages gathers one in a step of 32 micro-batches on eight ranks."""
-    order = pipeline_order("Interleaved1F1B", 8, 4, 32)[0]
-    lowered = lower([schedules._Action(stage, schedules._ComputationType(kind), n) for [(kind, stage, n)] in order])
-    return sum(action.computation_type.name == "UNSHARD" for action in lowered)
-
-
-def test_stages_are_gathered_once_where_torch_would_gather_them_again() -> None:
-    ours = schedules._add_unshard_reshard
-    assert unsharded(ours) == 4 < unsharded(ours.func)
-    torch_pipelining.unshard_every_stage_once()
-    try:
-        assert unsharded(schedules._add_unshard_reshard) == 4
-    finally:
-        schedules._add_unshard_reshard = ours
 
 
 def test_interleaved_schedules_start_sends_one_by_one() -> None:
@@ -57,8 +41,12 @@ class Layer(nn.Module):
         return out.square().mean().reshape(1) if self.last else out
 
 
-def pipeline(kind: str, stages_per_rank: int) -> tuple[list[list[float]], int, set[str], int]:
-    """An evaluation and two steps on two ranks: gradients by stage, waits, devices of buffers, most real ones at once."""
+def pipeline(kind: str, stages_per_rank: int) -> tuple[list[list[float]], int, set[str], int, int]:
+    """An evaluation and two steps on two ranks.
+
+    Returns gradients by stage, waits, devices of buffers, most real ones at once, and gathered stages of a step.
+    """
+    torch_pipelining.unshard_every_stage_once()
     num_stages, rows, micro_batches = 2 * stages_per_rank, 2, 4
     torch.set_default_dtype(torch.float64)
     group = dist.new_group()
@@ -110,7 +98,9 @@ def pipeline(kind: str, stages_per_rank: int) -> tuple[list[list[float]], int, s
     # of each stage and micro-batch but those that warm up
     assert kind != "merged" or len(pairs) == 3 * (micro_batches * stages_per_rank - 3 - 2 * (1 - dist.get_rank()))
     gradients = [stage.submod.weight.grad.flatten().tolist() for stage in stages]
-    return gradients, len(waited), {buffer.device.type for buffer in infos()}, most
+    actions = getattr(run, "pipeline_order_with_comms", {dist.get_rank(): []})[dist.get_rank()]
+    gathered = sum(action.computation_type.name == "UNSHARD" for action in actions)
+    return gradients, len(waited), {buffer.device.type for buffer in infos()}, most, gathered
 
 
 def schedule_of(kind: str) -> str:
@@ -119,7 +109,7 @@ def schedule_of(kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "stages_per_rank"),
-    [("1F1B", 1), ("Interleaved1F1B", 2), ("merged", 2), ("InterleavedZeroBubble", 2), ("ZBVZeroBubble", 2)],
+    [("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 5), ("merged", 2), ("InterleavedZeroBubble", 2), ("ZBVZeroBubble", 2)],
 )
 def test_a_pipeline_keeps_no_buffers_and_waits_as_we_say(ranks: RankPool, kind: str, stages_per_rank: int) -> None:
     layers = [Layer(number, number == 2 * stages_per_rank - 1) for number in range(2 * stages_per_rank)]
@@ -130,10 +120,52 @@ def test_a_pipeline_keeps_no_buffers_and_waits_as_we_say(ranks: RankPool, kind: 
             for layer in layers:
                 rows = layer(rows)
             rows.sum().backward()
-    for rank, (gradients, waited, devices, most) in enumerate(ranks.run(pipeline, 2, kind, stages_per_rank)):
+    for rank, (gradients, waited, devices, most, gathered) in enumerate(ranks.run(pipeline, 2, kind, stages_per_rank)):
         mine = [layers[stage].weight.grad for stage in stages_of_ranks(2, stages_per_rank, schedule_of(kind))[rank]]
         for found, expected in zip(gradients, mine, strict=True):
             assert expected is not None and found == pytest.approx(expected.flatten().tolist(), rel=1e-12)
         assert waited > 0 and devices <= {"meta"}
+        assert gathered == (kind != "1F1B") * stages_per_rank, "torch's own keeps three at most"
         received = 4 * stages_per_rank * 2 - (rank == 0) * 4 - (rank == 1) * 4
         assert 0 < most < received, "torch's own stage has all of them at once"
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, fails: str) -> torch.Tensor:
+        if fails == "forward":
+            raise DataError("no such row")
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        raise DataError("no such row") from KeyError("row 7")
+
+
+class FailingLayer(Layer):
+    fails = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Failing.apply(super().forward(x), self.fails)
+
+
+def a_failing_step(fails: str) -> tuple[str, str, str]:
+    layer = FailingLayer(0, True).double()
+    layer.fails = fails
+    x = torch.ones(2, 4, dtype=torch.float64)
+    loss = torch.empty(1, device="meta", dtype=torch.float64, requires_grad=True)
+    stage = torch_pipelining.BufferlessStage(layer, 0, 1, CPU, input_args=x, output_args=loss)
+    run = Schedule1F1B(stage, n_microbatches=1, loss_fn=lambda loss, _: loss.sum())
+    with pytest.raises(DataError) as raised, torch_pipelining.errors_of_stages():
+        run.step(x, target=torch.zeros(1))
+    return str(raised.value), str(raised.value.__cause__), raised.traceback[-1].name
+
+
+@pytest.mark.parametrize(("fails", "cause"), [("forward", "None"), ("backward", "'row 7'")])
+def test_a_stage_raises_its_own_error(ranks: RankPool, fails: str, cause: str) -> None:
+    assert ranks.run(a_failing_step, 1, fails) == [("no such row", cause, fails)]
+
+
+def test_other_errors_stay() -> None:
+    with pytest.raises(RuntimeError, match="mine"), torch_pipelining.errors_of_stages():
+        raise RuntimeError("mine") from KeyError("theirs")
