@@ -31,7 +31,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"automoe needs Python 3.11 or later and {sys.executable} is {v.major}.{v.minor}: make setup PYTHON=python3.11")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV), gigabytes: a few minutes"
-	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) torch hatchling
+	@$(if $(CONSTRAINTS),$(PY) docker/cpu_torch.py $(CONSTRAINTS))
+	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) hatchling setuptools
 	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
