@@ -21,7 +21,12 @@ def installed(constraints: str, *where: str) -> bool:
     """Install torch alone, at the version that the constraints name, and return whether there is one."""
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     command = (*pip, "--no-deps", "--constraint", constraints, *where, "torch")
-    return subprocess.run(command, stderr=subprocess.DEVNULL if "--no-index" in where else None).returncode == 0
+    return (
+        subprocess.run(
+            command, stderr=subprocess.DEVNULL if "--no-index" in where else None
+        ).returncode
+        == 0
+    )
 
 
 def answers() -> bool:
@@ -35,7 +40,9 @@ def answers() -> bool:
 
 def main() -> None:
     [constraints] = sys.argv[1:]
-    if installed(constraints, "--no-index") or (answers() and installed(constraints, "--index-url", INDEX)):
+    if installed(constraints, "--no-index") or (
+        answers() and installed(constraints, "--index-url", INDEX)
+    ):
         return
     print(
         f"No CPU build of torch: {INDEX} does not answer within {SECONDS} seconds. "
