@@ -15,11 +15,17 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check
 STAMP := $(VENV)/setup-done
 # Compiled tests and modules are kept, whatever the environment says: each process would compile them anew.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
+# The newest datasets, peft, trl and wandb at work.
+NEWEST_PACKAGES := tests/data/test_mixture.py::test_a_saved_data_set_is_read_by_split \
+	tests/data/test_chat.py::test_data_sets_and_sources_of_other_formats_say_the_same \
+	'tests/hf/test_lora_export.py::test_adapters_leave_exactly[dsv3]' \
+	'tests/recipes/test_dpo.py::test_tokens_loss_rewards_and_gradients_are_trls[sigmoid]' \
+	tests/observe/test_trackers.py::test_offline_records_the_steps
 # `make train PY=python3` runs on what is installed there, and installs nothing.
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers test-mlx smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-convergence bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean demo dist site site-search lint-docker notebook gpu-first
+.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers test-mlx smoke-pinned smoke-floor smoke-latest resolve test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-convergence bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean demo dist site site-search lint-docker notebook gpu-first
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -31,7 +37,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"automoe needs Python 3.11 or later and {sys.executable} is {v.major}.{v.minor}: make setup PYTHON=python3.11")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV), gigabytes: a few minutes"
-	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) torch hatchling
+	@$(if $(CONSTRAINTS),$(PY) docker/cpu_torch.py $(CONSTRAINTS))
+	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) hatchling setuptools
 	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
@@ -50,12 +57,18 @@ test-floor: ## The tests with the oldest supported versions, in .venv-floor (5 G
 test-latest: ## The tests with the newest released versions, in .venv-latest (6 GB; remove it to take newer ones)
 	@$(MAKE) test VENV=.venv-latest CONSTRAINTS=
 
-smoke-floor: ## Start, kill, resume and export with the oldest supported versions, in an environment in ~/.cache (6 GB)
-smoke-latest: ## The same with the newest released versions, installed anew every week; has the table of classes all of them?
+smoke-pinned: $(SETUP) ## Start, kill, resume and export with the versions of .venv
+	@$(PYTEST) -n 0 -m smoke tests/smoke $(ARGS)
+
+smoke-floor: ## The same with the oldest supported versions on Python 3.12, in an environment in ~/.cache (6 GB)
+smoke-latest: ## The same with the newest released versions on Python 3.13, installed anew every week; has the table of classes all of them?
 smoke-floor smoke-latest: smoke-%:
 	@python="$$($(PYTHON) tests/smoke/environment.py $*)" && \
-	PYTHONDONTWRITEBYTECODE= PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu and not gpus' tests/interop/test_torch_private.py tests/interop/test_torch_pipelining.py tests/parallel/test_compile.py::test_every_release_of_torch_traces_attention_whole tests/smoke $(ARGS) \
+	PYTHONDONTWRITEBYTECODE= PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu and not gpus' tests/interop/test_torch_private.py tests/interop/test_torch_pipelining.py tests/parallel/test_compile.py::test_every_release_of_torch_traces_attention_whole tests/smoke $(if $(filter latest,$*),$(NEWEST_PACKAGES)) $(ARGS) \
 	$(if $(filter latest,$*),&& PYTHONPATH=. "$$python" benchmarks/class_tier.py --check)
+
+resolve: $(SETUP) ## Do the pins resolve on PyPI alone, for every Python? pip tries and installs nothing; 0.1 GB for each
+	@$(PYTEST) -n 0 -m index tests/packaging/test_resolution.py $(ARGS)
 
 test-gpu: $(SETUP) ## Run the tests that need one GPU, what proves most first (PY=python3: as installed, without setup)
 	@$(PY) -m pytest -m gpu $(ARGS)
@@ -81,7 +94,7 @@ test-mlx: $(SETUP) ## Load exports with the newest mlx-lm on the CPU, in an envi
 	@MLX_PYTHON="$$($(PYTHON) tests/smoke/environment.py mlx)" && export MLX_PYTHON && $(PYTEST) -n0 -m mlx tests/interop/test_mlx_lm.py $(ARGS)
 
 test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about half an hour on two cores
-	@$(PYTEST) -m 'not gpu and not gpus and not tokenizers and not mlx' $(ARGS)
+	@$(PYTEST) -m 'not gpu and not gpus and not tokenizers and not mlx and not index' $(ARGS)
 
 test-mutants: $(SETUP) ## Put 340 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
 	@$(PY) tests/mutation/run.py $(ARGS)

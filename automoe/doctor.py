@@ -16,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def examine() -> Iterator[Fact]:
     wrong = torch_note(torch) or "" if torch else "pip install torch"
     yield Fact("torch", f"{torch}, {build} build", wrong)
     found = [f"{name} {installed[name]}" for name in PACKAGES.split() if name in installed]
-    yield Fact("packages", ", ".join(found))
+    yield Fact("packages", ", ".join(found), _other_triton(installed))
     there = [name for package, name in OPTIONAL.items() if find_spec(package)]
     missing = [name for name in OPTIONAL.values() if name not in there]
     yield Fact("optional, here", ", ".join(there))
@@ -169,6 +169,26 @@ def check_gpus(folder: Path, facts: list[Fact]) -> int:
     )
     print(f"Send back {folder / RESULTS}; for failed checks also {folder}/NAME/logs")
     return EXIT_PROBLEM if failed else 0
+
+
+def _other_triton(installed: dict[str, str]) -> str:
+    """Return what to do if the installed torch asks for another Triton; empty if it asks for none."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    versions = {canonicalize_name(name): version for name, version in installed.items()}
+    try:
+        needed = [Requirement(line) for line in requires("torch") or ()]
+    except PackageNotFoundError:
+        return ""
+    for one in needed:
+        here = versions.get(canonicalize_name(one.name), "none")
+        if "triton" not in one.name or (one.marker and not one.marker.evaluate({"extra": ""})):
+            continue
+        if here == "none" or not one.specifier.contains(here, prereleases=True):
+            pair = f"torch {installed['torch']} needs {one.name}{one.specifier} and finds {here}"
+            return f"{pair}: pip install '{one.name}{one.specifier}'"
+    return ""
 
 
 def _gpu_names() -> str:

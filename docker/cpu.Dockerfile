@@ -6,9 +6,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 trainer
 
-COPY constraints-cpu.txt /build/
-RUN pip install --no-cache-dir --constraint /build/constraints-cpu.txt \
-        --index-url https://download.pytorch.org/whl/cpu torch
+COPY constraints-cpu.txt docker/cpu_torch.py /build/
+RUN PIP_NO_CACHE_DIR=1 python /build/cpu_torch.py /build/constraints-cpu.txt
 COPY . /build/automoe
 RUN pip install --no-cache-dir --constraint /build/constraints-cpu.txt /build/automoe \
     && rm -rf /build

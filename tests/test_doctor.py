@@ -83,3 +83,37 @@ def test_of_a_package_that_is_there_twice_the_imported_one_is_named(
     (tmp_path / "transformers-99.9.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 99.9\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert "transformers 99.9" in facts()["packages"].value
+
+
+def install(folder: Path, name: str, version: str, *needs: str) -> None:
+    """Write what pip writes of a package that has no files."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = "".join(f"Requires-Dist: {line}\n" for line in needs)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{lines}")
+
+
+LINUX = "; platform_system == 'Linux'"
+
+
+@pytest.mark.parametrize(
+    "needs, triton, problem",
+    [
+        (f"triton==3.7.1{LINUX} and python_version < '4'", ("triton", "3.9.0"), "triton==3.7.1 and finds 3.9.0"),
+        (f"triton<3.8,>=3.7{LINUX}", ("triton", "3.6.0"), "triton<3.8,>=3.7 and finds 3.6.0"),
+        ("pytorch-triton==3.8.0+git1", ("pytorch_triton", "3.7.0"), "pytorch-triton==3.8.0+git1 and finds 3.7.0"),
+        ("pytorch-triton==3.6.0", ("triton", "3.6.0"), "pytorch-triton==3.6.0 and finds none"),
+        ("triton==3.7.1", ("triton", "3.7.1+local"), ""),
+        ("triton==3.7.1; platform_system == 'Windows'", ("triton", "3.9.0"), ""),
+        ("triton==3.7.1; extra == 'kernels'", ("triton", "3.9.0"), ""),
+        ("sympy", ("triton", "3.9.0"), ""),  # a CPU build
+    ],
+)
+def test_a_triton_that_torch_does_not_ask_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs: str, triton: tuple[str, str], problem: str
+) -> None:
+    install(tmp_path, "torch", "2.13.0", "filelock", needs)
+    install(tmp_path, *triton)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = facts()["packages"].problem
+    assert (problem in said and "pip install" in said) if problem else said == ""

@@ -1,8 +1,9 @@
 """Make the environment of a smoke test, keep it between runs, and print the path of its Python.
 
-    python3 tests/smoke/environment.py floor     # the oldest versions, those of constraints-floor.txt
-    python3 tests/smoke/environment.py latest    # the newest released versions, made anew every week
+    python3 tests/smoke/environment.py floor     # the oldest versions, those of constraints-floor.txt, on Python 3.12
+    python3 tests/smoke/environment.py latest    # the newest released versions, made anew every week, on Python 3.13
     python3 tests/smoke/environment.py mlx       # mlx-lm alone, its newest release, made anew every week
+    python3 tests/smoke/environment.py 3.11      # no environment: that Python
 
 Environments lie in AUTOMOE_ENVS, by default in the user's cache folder, not in the checkout: a fresh clone finds them.
 The folder's name has a hash of all that decides what is installed. An environment gets that name when it is complete,
@@ -25,43 +26,66 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTED_WITH = ("pytest", "hypothesis", "psutil", "packaging", "datasets")  # what the tests themselves import
-# Of these ``latest`` has the newest releases, also where another package declares that it takes older ones alone
-# (torchtitan 0.3: datasets before 4.8).
-NEWEST = ("torch", "transformers", "datasets")
+# What people install beside automoe, of which ``latest`` has the newest releases, also where another package declares
+# that it takes older ones alone (torchtitan 0.3: datasets before 4.8).
+NEWEST = ("torch", "transformers", "datasets", "peft", "trl", "wandb")
+PYTHONS = {"floor": "3.12", "latest": "3.13"}  # `make test` and `make smoke-pinned` of CI run on 3.11
 MLX = ["mlx-lm", "mlx[cpu]"]  # mlx-lm, and a backend for machines that are no Mac
 KEPT_DAYS = 14
 
 
-def requirements() -> list[str]:
+def interpreter(release: str) -> tuple[str, str]:
+    """Return the path and the version of a Python of a release, and exit where there is none.
+
+    A ``python3.12`` on the path may be pyenv's, which starts nothing unless it was told to.
+    """
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    code = "import sys; print(sys.executable, sys.version, sep='\\n')"
+    for python in (sys.executable, f"python{release}", *pyenv.glob(f"{release}.*/bin/python")):
+        if shutil.which(python):
+            path, _, version = subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.partition(
+                "\n"
+            )
+            if version.startswith(f"{release}."):
+                return path, version
+    raise SystemExit(f"Python {release} is missing: install it, so that python{release} or pyenv finds it")
+
+
+def requirements(name: str) -> list[str]:
     """Return what the package declares, and of its extra ``dev`` what the smoke tests import."""
+    tested_with = TESTED_WITH + (NEWEST if name == "latest" else ())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     dev = project["optional-dependencies"]["dev"]
-    return project["dependencies"] + [line for line in dev if re.split(r"[^\w-]", line)[0] in TESTED_WITH]
+    return project["dependencies"] + [line for line in dev if re.split(r"[^\w-]", line)[0] in tested_with]
 
 
-def folder_name(name: str, needed: list[str], constraints: str) -> str:
+def folder_name(name: str, version: str, needed: list[str], constraints: str) -> str:
     """Return a name that differs whenever something else is to be installed; what is newest also has the week in it."""
-    decides = [sys.version, *needed, *NEWEST, constraints]
+    decides = [version, *needed, *NEWEST, constraints]
     if name != "floor":
         decides.append(datetime.date.today().strftime("%G-%V"))
     return f"{name}-{hashlib.sha256(chr(0).join(decides).encode()).hexdigest()[:12]}"
 
 
-def make(folder: Path, needed: list[str], constraints: list[str], newest: tuple[str, ...] = ()) -> None:
+def make(
+    folder: Path, needed: list[str], constraints: list[str], newest: tuple[str, ...] = (), python: str = sys.executable
+) -> None:
     """Install into a folder of another name and rename it.
 
     Args:
+        python: what the environment is made of.
         newest: packages to upgrade afterwards; pip only warns of those that declare to take older ones alone.
     """
     size = "0.5 GB" if needed == MLX else "6 GB"
     print(f"Installing into {folder}, {size}: one or two minutes", file=sys.stderr)
     temporary = folder.with_suffix(".part")
     shutil.rmtree(temporary, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", temporary], check=True)
+    subprocess.run([python, "-m", "venv", temporary], check=True)
     pip = [temporary / "bin" / "python", "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     subprocess.run([*pip, *constraints, *needed], check=True, stdout=sys.stderr)
     if newest:
-        subprocess.run([*pip, "--upgrade", *newest], check=True, stdout=sys.stderr)
+        env = os.environ | {"PIP_CONSTRAINT": os.devnull}  # a machine's own limits would decide what is newest
+        subprocess.run([*pip, "--upgrade", *newest], check=True, stdout=sys.stderr, env=env)
     temporary.rename(folder)
 
 
@@ -73,19 +97,23 @@ def remove_unused(folders: Path) -> None:
 
 def main() -> None:
     [name] = sys.argv[1:]
+    if name[0].isdigit():
+        print(interpreter(name)[0])
+        return
+    python, version = interpreter(PYTHONS[name]) if name in PYTHONS else (sys.executable, sys.version)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folders = Path(os.environ.get("AUTOMOE_ENVS") or cache / "automoe" / "envs")
     folders.mkdir(parents=True, exist_ok=True)
     pinned = {"floor": ROOT / "constraints-floor.txt", "latest": None, "mlx": None}[name]
-    needed = MLX if name == "mlx" else requirements()
-    folder = folders / folder_name(name, needed, pinned.read_text() if pinned else "")
+    needed = MLX if name == "mlx" else requirements(name)
+    folder = folders / folder_name(name, version, needed, pinned.read_text() if pinned else "")
     with (folders / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two runs at once one installs and the other waits
         if not folder.exists():
             if pinned:
-                make(folder, needed, ["--constraint", str(pinned)])
+                make(folder, needed, ["--constraint", str(pinned)], python=python)
             else:
-                make(folder, needed, [], () if name == "mlx" else NEWEST)
+                make(folder, needed, [], () if name == "mlx" else NEWEST, python)
         os.utime(folder)
         remove_unused(folders)
     print(folder / "bin" / "python")
