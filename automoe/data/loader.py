@@ -281,6 +281,10 @@ class Loader:
             len(corpus.tokens),
             len(corpus.lengths),
             lambda file, line: f"{corpus.paths[file]}:{line}",
+            any(
+                one.chat and one.chat["answers"] > one.chat.get("no_reasoning", 0)
+                for one in self.corpora
+            ),
         )
         if long := int((corpus.lengths > rows.seq_len).sum()):
             done = "cut, or left out if no answer begins before the cut"
