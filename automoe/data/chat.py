@@ -1,4 +1,5 @@
-"""Conversations read from files: messages, ShareGPT and Alpaca records, and pairs of answers.
+"""Conversations read from files: messages, prompts with completions, ShareGPT and Alpaca records,
+and pairs of answers.
 
 A pair is a prompt with a preferred and a rejected answer. This module also makes questions about
 this Python's own library.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ _KEYS = {
     | _same("tools", "system"),
     "alpaca": _same("instruction", "input", "output", "system"),
 }
+_COMPLETION = _same("prompt", "completion")
 _PAIR_KEYS = _same("prompt", "chosen", "rejected", "system")
+_ARGS = "chat_template_kwargs"
+SWITCHES = ("enable_thinking", "thinking")  # arguments of published templates for reasoning
 # Keys of a message; 0 or false at one of them leaves the answer out of training.
 WANTED = ("weight", "train", "training")
 _ROLES = _same("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -55,6 +59,7 @@ class Conversation:
         line: 1-based line or row.
         prompt: number of leading messages that are not trained; for a pair, the messages that both
             of its conversations share.
+        args: the record's own arguments of the template, which come before ``template_args``.
     """
 
     messages: list[Message]
@@ -63,6 +68,7 @@ class Conversation:
     file: int
     line: int
     prompt: int = 0
+    args: Record = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -92,11 +98,7 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
     records = read_files(paths, lambda path: _records(path, data), data.path is None)
     for file, path, line, record in records:
         reader = _Reader(data.chat, f"{path}:{line}", data.is_preference)
-        prompt = 0
-        if data.is_preference:
-            conversations, prompt = reader.read_pair(record)
-        else:
-            conversations = [reader.read(record)]
+        conversations, prompt = reader.read(record)
         if left is not None:
             left -= sum(num_bytes(message) for messages in conversations for message in messages)
             if left < 0 and not some:
@@ -108,8 +110,9 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
                 return
         some = True
         tools = reader.tools(record)
+        args = reader.args(record)
         for messages in conversations:
-            yield Conversation(messages, tools, path, file, line, prompt)
+            yield Conversation(messages, tools, path, file, line, prompt, args)
 
 
 def _records(path: Path, data: DataConfig) -> NumberedRecords:
@@ -147,29 +150,38 @@ class _Reader:
     pairs: bool
 
     def __post_init__(self) -> None:
-        own = _PAIR_KEYS if self.pairs else {}
+        own = _PAIR_KEYS if self.pairs else _COMPLETION
         self.keys = _KEYS[self.chat.format] | own | (self.chat.keys or {})
         roles = _SHAREGPT_ROLES if self.chat.format == "sharegpt" else {}
         self.roles = _ROLES | roles | (self.chat.roles or {})
 
-    def read(self, record: Record) -> list[Message]:
-        """Return the messages of a record, with the system prompt first."""
+    def read(self, record: Record) -> tuple[list[list[Message]], int]:
+        """Return the conversations of a record, system prompt first, and the size of their prompt.
+
+        A pair has two, the preferred one first; other records have one.
+        """
+        if self.pairs:
+            return self._answers(record, ("chosen", "rejected"))
+        if {self.keys[key] for key in _COMPLETION} <= record.keys():
+            return self._answers(record, ("completion",))
         if self.chat.format == "alpaca":
             messages = self._instruction(record)
         else:
             messages = [self._message(one, n) for n, one in enumerate(self._list(record), start=1)]
-        return self._checked([*self._system(record, messages), *messages])
+        return [self._checked([*self._system(record, messages), *messages])], 0
 
-    def read_pair(self, record: Record) -> tuple[list[list[Message]], int]:
-        """Return both conversations of a pair, the preferred one first, and the prompt's size.
+    def _answers(
+        self, record: Record, names: tuple[str, ...]
+    ) -> tuple[list[list[Message]], int]:
+        """Return a conversation for each column of ``names``, and the size of their prompt.
 
         The prompt's size is the number of messages before the answers. These messages come from the
-        column ``prompt`` (text there is a user's question), or both columns of answers begin with
+        column ``prompt`` (text there is a user's question), or both columns of a pair begin with
         them.
         """
-        answers = [self._turns(record, key, "assistant") for key in ("chosen", "rejected")]
+        answers = [self._turns(record, key, "assistant") for key in names]
         where = ""
-        if all(answer[0]["role"] != "assistant" for answer in answers):
+        if self.pairs and all(answer[0]["role"] != "assistant" for answer in answers):
             if not isinstance(record.get(self.keys["prompt"], ""), str):
                 raise self._wrong(
                     "there is a prompt, and the messages after it do not begin with an answer",
@@ -183,12 +195,12 @@ class _Reader:
             where = f"after the {shared} messages that both share "
         else:
             prompt = self._turns(record, "prompt", "user")
-        for key, answer in zip(("chosen", "rejected"), answers, strict=True):
+        for key, answer in zip(names, answers, strict=True):
             if answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
                 raise self._wrong(
                     f"{self.keys[key]!r} {where}is not an answer: it begins or ends with "
                     f"{answer[0]['role']!r}, {answer[-1]['role']!r}",
-                    "Both must end in an assistant message",
+                    "Each must end in an assistant message",
                 )
         before = [*self._system(record, prompt), *prompt]
         return [self._checked(before + answer) for answer in answers], len(before)
@@ -206,7 +218,7 @@ class _Reader:
             raise self._wrong(
                 f"{name!r} is {parsed!r:.40} where text or messages are needed", "Correct it"
             )
-        reader = _Reader(self.chat, f"{self.where}: {name}", pairs=True)
+        reader = _Reader(self.chat, f"{self.where}: {name}", self.pairs)
         return [reader._message(one, n) for n, one in enumerate(parsed, start=1)]
 
     def _system(self, record: Record, messages: list[Message]) -> list[Message]:
@@ -220,7 +232,7 @@ class _Reader:
             raise self._wrong(rule, "Leave one of them out")
         return [{"role": "system", "content": self._content(system, name)}]
 
-    def _checked(self, value: list[Record]) -> list[Record]:
+    def _checked(self, value: Any) -> Any:
         try:
             json.dumps(value, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as error:
@@ -312,6 +324,19 @@ class _Reader:
         if not are_functions(tools):
             raise self._wrong("tools are not a list of objects", "Write them as JSON schemas")
         return self._checked(tools)
+
+    def args(self, record: Record) -> Record:
+        """Return the template's arguments in a record, a column that TRL documents."""
+        name = self.keys.get(_ARGS, _ARGS)
+        args = _parsed(record.get(name, {}))
+        remedy = f'Write {name!r} as {{"enable_thinking": false}}'
+        if not isinstance(args, dict):
+            raise self._wrong(f"{name!r} is {args!r:.40} where an object is needed", remedy)
+        for key in SWITCHES:
+            if not isinstance(args.get(key, True), bool):
+                rule = f"{key} in {name!r} is {args[key]!r:.40}, neither true nor false"
+                raise self._wrong(rule, remedy)
+        return self._checked(args)
 
     def _value(self, record: Record, key: str, of: str = "") -> Any:
         name = self.keys[key]

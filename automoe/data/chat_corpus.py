@@ -38,6 +38,8 @@ _WARNINGS = {
     "no_reasoning": "the generation prompt opens reasoning, and {n:,} of {answers:,} answers have "
     "none{first}: a model is made to reason when it is asked, and does not learn that here. Give "
     "answers their reasoning_content, or set {off}",
+    "args_unread": "the chat template does not name an argument of chat_template_kwargs in {n:,} "
+    "conversations{first}",
     "special": "{n:,} special tokens are spelled out in messages, and become those tokens{first}. "
     "data.chat.special_text=text keeps them as text",
     "tools_unseen": "the chat template shows no tools, and {n:,} conversations have some{first}",
@@ -131,7 +133,11 @@ def _paired(
 
 
 def describe_chat(
-    chat: dict[str, Any], tokens: int, samples: int, where: Callable[[int, int], str]
+    chat: dict[str, Any],
+    tokens: int,
+    samples: int,
+    where: Callable[[int, int], str],
+    mixed: bool = False,
 ) -> Iterator[str]:
     """Yield lines for the user about the tokenised conversations.
 
@@ -139,6 +145,7 @@ def describe_chat(
         chat: ``chat`` of the facts that ``tokenise_chat`` returns.
         tokens, samples: size of the whole corpus.
         where: function of a file's index and a line that returns their place as text.
+        mixed: True if another source of the run has answers with reasoning.
     """
     count = Counter(chat)
     conversations = count["conversations"]
@@ -160,10 +167,17 @@ def describe_chat(
     for key, what in _REMARKS.items():
         if number := count[key]:
             yield f"{number:,} {what}"
-    numbers = {"off": "data.chat.template=FILE, whose prompt opens none"} | {
-        key: value for key, value in count.items() if value is not None
-    }
+    off = chat.get("off")
+    if mixed or count["no_reasoning"] < answers:
+        # template_args would change the prompts, and the export's default, of answers that reason.
+        remedy = f'"chat_template_kwargs": {{"{off}": false}} in the conversations that have none'
+        if off is None:
+            remedy = "data.chat.template=FILE, with a switch for chat_template_kwargs to turn"
+    elif off is None:
+        remedy = "data.chat.template=FILE, whose prompt opens none"
+    else:
+        remedy = f"data.chat.template_args={{{off}: false}}"
     for key, what in _WARNINGS.items():
         if number := count[key]:
             first = f", first {where(*chat['first'][key])}"
-            yield "warning: " + what.format(n=number, **numbers | {"first": first})
+            yield "warning: " + what.format(n=number, **dict(count) | {"first": first, "off": remedy})

@@ -87,7 +87,11 @@ class ChatRenderer:
         return self._hf.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def _render(
-        self, messages: list[Message], tools: list[Record] | None, prompt: bool = False, **args: Any
+        self,
+        messages: list[Message],
+        tools: list[Record] | None,
+        prompt: bool = False,
+        args: Record | None = None,
     ) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -96,7 +100,7 @@ class ChatRenderer:
         if self.chat.date is not None:
             day = date.fromisoformat(self.chat.date)
             template = _DATE.sub(lambda found: json.dumps(day.strftime(found[2])), template)
-        given = self._hf.special_tokens_map | (self.chat.template_args or {}) | args
+        given = self._hf.special_tokens_map | (self.chat.template_args or {}) | (args or {})
         [text], _ = render_jinja_template(
             conversations=[messages],
             tools=tools,

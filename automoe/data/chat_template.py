@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from automoe.config.data_schema import ChatConfig
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config, tokenizer_of
-from automoe.data.chat import Conversation, Message
+from automoe.data.chat import SWITCHES, Conversation, Message
 from automoe.data.chat_render import PROBE, TEXT, ChatRenderer, calling, refusing
 from automoe.data.corpora import Record
 from automoe.data.tokenizer import OTHER_TEMPLATES, TEMPLATE, stored_template
@@ -38,8 +38,7 @@ from automoe.data.turns import (
 from automoe.errors import ConfigError, DataError
 
 _OPEN = re.compile(r"<((?:\w+:)?think\w*)>\s*$")  # a generation prompt that opens reasoning
-_THINKS = ("enable_thinking", "thinking")  # arguments of published templates that switch it off
-_VERSION = 4  # Raise it if a change gives the same template and record other tokens or marks.
+_VERSION = 5  # Raise it if a change gives the same template and record other tokens or marks.
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _ASKING = ("system", "developer", "user")  # roles whose text a template should write unchanged
 
@@ -109,7 +108,7 @@ class ChatTemplate(ChatRenderer):
                 message names file and line.
         """
         texts = []
-        calling = []  # per conversation and answer: True if it calls tools
+        calling = []  # per conversation and answer: True if it calls tools, and the arguments
         for conversation in conversations:
             if self.chat.special_text == "token":
                 said = [conversation.messages, conversation.tools]
@@ -130,12 +129,15 @@ class ChatTemplate(ChatRenderer):
                 )
             if self.chat.turns == "last":
                 answers = answers[-1:]
-            calling.append([bool(messages[n].get("tool_calls")) for n in answers])
+            args = json.dumps(conversation.args)
+            calling.append([(bool(messages[n].get("tool_calls")), args) for n in answers])
             for n in answers:
                 texts += self._renders(conversation, messages, n)
             names = [
                 str(tool.get("function", tool).get("name")) for tool in conversation.tools or ()
             ]
+            unread = any(name not in self.stored for name in conversation.args)
+            self._count("args_unread", conversation, unread)
             self._count("tools_unseen", conversation, any(name not in texts[-2] for name in names))
             asking = [m["content"].strip() for m in messages[: answers[-1]] if m["role"] in _ASKING]
             self._count("unseen", conversation, sum(text not in texts[-2] for text in asking))
@@ -192,21 +194,21 @@ class ChatTemplate(ChatRenderer):
         self, conversation: Conversation, messages: list[Message], n: int
     ) -> tuple[str, str]:
         """Return the text before answer ``messages[n]``, with generation prompt, and to its end."""
-        tools = conversation.tools
+        render = partial(self._render, tools=conversation.tools, args=conversation.args)
         answer = messages[n]
         content = answer["content"] or ""
         said = {key: answer[key] for key in TEXTS if isinstance(answer.get(key), str)}
         with refusing(conversation.where):
-            plain = self._render(messages[:n], tools)
-            before = asked = self._render(messages[:n], tools, prompt=True)
-            through = self._render(messages[: n + 1], tools)
+            plain = render(messages[:n])
+            before = asked = render(messages[:n], prompt=True)
+            through = render(messages[: n + 1])
             if not through.startswith(before):
                 # The template writes the question differently after its answer is known (Mistral
                 # puts the system prompt into the last message), or another text between two
                 # answers, or less than its generation prompt. Inference has the text ``before``,
                 # so the answer is joined to it.
                 other = {key: "." if text.strip()[:1] != "." else ":" for key, text in said.items()}
-                changed = self._render([*messages[:n], answer | other], tools)
+                changed = render([*messages[:n], answer | other])
                 head = through[: num_shared(changed, through)]
                 begin, end = begin_of_answer(head, before, plain, num_shared(before, through))
                 before, through = before[:end], before[:end] + through[begin:]
@@ -251,14 +253,14 @@ class ChatTemplate(ChatRenderer):
             self.first.setdefault(key, (conversation.file, conversation.line))
 
     def _turn(
-        self, before: str, through: str, prompt: list[int], ids: list[int], calls: bool
+        self, before: str, through: str, prompt: list[int], ids: list[int], asked: tuple[bool, str]
     ) -> Turn:
         """Return the tokens and the mask of one answer, from the renders before and through it.
 
         Args:
             before, through: texts of ``_renders``.
             prompt, ids: their ids.
-            calls: True if the answer calls tools.
+            asked: as ``_find_ending`` takes it.
         """
         start = num_shared(prompt, ids)
         self.counts["answers"] += 1
@@ -268,9 +270,9 @@ class ChatTemplate(ChatRenderer):
             ids = prompt + self._encode_inside(through[len(before) :])
             start = len(prompt)
             self.counts["apart"] += 1
-        end = self._stop(ids, start, calls)
+        end = self._stop(ids, start, asked)
         if end is None:
-            return Turn([*ids, self._next_token(calls)], start)
+            return Turn([*ids, self._next_token(asked)], start)
         return Turn(ids[:end], start)
 
     def _encode_inside(self, text: str) -> list[int]:
@@ -287,25 +289,25 @@ class ChatTemplate(ChatRenderer):
                 return ids[len(head) :]
         return self._encode([text])[0]
 
-    def _stop(self, ids: list[int], start: int, calls: bool) -> int | None:
+    def _stop(self, ids: list[int], start: int, asked: tuple[bool, str]) -> int | None:
         """Return the end of the special token that ends an answer; None if there is none.
 
         After that token comes only the text that the template writes after every answer.
         """
         ends = [end for end in range(len(ids), start, -1) if ids[end - 1] in self._special]
         behind = {end: self.decode(ids[end:]).strip() for end in ends}
-        if closing := self._ending(calls)[0].strip():
+        if closing := self._ending(*asked)[0].strip():
             for end in ends:
                 if behind[end] == closing:
                     return end
         return ends[0] if ends and not behind[ends[0]] else None
 
-    def _next_token(self, calls: bool) -> int:
+    def _next_token(self, asked: tuple[bool, str]) -> int:
         """Return the token that ends an answer if the template writes none.
 
         It is the token that opens the next turn, else EOS.
         """
-        opener_id = self._ending(calls)[1]
+        opener_id = self._ending(*asked)[1]
         if opener_id is not None:
             return opener_id
         if self._hf.eos_token_id is None:
@@ -316,13 +318,18 @@ class ChatTemplate(ChatRenderer):
         self.counts["eos_added"] += 1
         return self._hf.eos_token_id
 
-    def _find_ending(self, calls: bool) -> tuple[str, int | None]:
+    def _find_ending(self, calls: bool, args: str) -> tuple[str, int | None]:
         """Return the text after the token that ends a last answer, and the next turn's first token.
 
         Several special tokens may follow the text of an answer. Tokens that also follow it inside
         a conversation belong to the turn (two for Command-R). Other tokens close the conversation
         (Phi-3 writes end of text after end of turn), unless they replace the turn's own (GPT-OSS).
+
+        Args:
+            calls: True if the answer calls tools.
+            args: the conversation's arguments of the template, as JSON.
         """
+        render = partial(self._render, tools=None, args=json.loads(args))
 
         def texts(said: str) -> tuple[str, str]:
             answer = {"role": "assistant", "content": said}
@@ -330,7 +337,7 @@ class ChatTemplate(ChatRenderer):
                 answer = calling("", {PROBE[1]: PROBE[2] + said})
             messages = self._normal([{"role": "user", "content": "q"}, answer], "a probe")
             more = [*messages, {"role": "tool" if calls else "user", "content": "x"}]
-            return self._render(messages, None), self._render(more, None)
+            return render(messages), render(more)
 
         try:
             (through, more), (other, other_more) = texts("a"), texts("b")
@@ -366,15 +373,15 @@ class ChatTemplate(ChatRenderer):
         return through == asked and not more.startswith(through)
 
     def reasoning_off(self) -> str | None:
-        """Return the argument that keeps the generation prompt from opening reasoning, if any."""
+        """Return the name of the switch that keeps a generation prompt from opening reasoning."""
         question = [{"role": "user", "content": "q"}]
-        for name in _THINKS:
+        for name in SWITCHES:
             try:
-                prompt = self._render(question, None, prompt=True, **{name: False})
+                prompt = self._render(question, None, prompt=True, args={name: False})
             except Exception:  # A template may require more than a question.
                 continue
             if not _OPEN.search(prompt):
-                return f"data.chat.template_args={{{name}: false}}"
+                return name
         return None
 
 

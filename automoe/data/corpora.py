@@ -324,9 +324,7 @@ def jsonl_records(path: Path) -> NumberedRecords:
                     f"file {command}."
                 )
             try:
-                record = json.loads(line, object_pairs_hook=unique)
-                if line.count("{") + line.count("[") > MAX_DEPTH:
-                    check_depth(record)
+                record = _parsed(line)
             except (ValueError, RecursionError) as error:
                 why = str(error)
                 if isinstance(error, json.JSONDecodeError):  # Its "line 1" would mislead.
@@ -343,6 +341,14 @@ def jsonl_records(path: Path) -> NumberedRecords:
             yield number, record
 
 
+def _parsed(text: str) -> Any:
+    """Parse JSON with unique keys and bounded depth; anything else is a ValueError or RecursionError."""
+    value = json.loads(text, object_pairs_hook=unique)
+    if text.count("{") + text.count("[") > MAX_DEPTH:
+        check_depth(value)
+    return value
+
+
 def parquet_records(
     path: Path, columns: list[str] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -353,7 +359,8 @@ def parquet_records(
         columns: columns to read; None: all.
 
     Raises:
-        DataError: the file is damaged, lacks a column, or has text that is not UTF-8.
+        DataError: the file is damaged, lacks a column, or has text that is not UTF-8, or a value of
+            a JSON column is not valid JSON.
     """
     import pyarrow
 
@@ -382,7 +389,7 @@ def parquet_records(
                     raise DataError(
                         f"{path}: row {row} has {size:,} bytes; at most {MAX_RECORD_BYTES:,} are read. Write it again."
                     )
-                yield row, {name: array[place].as_py() for name, array in arrays.items()}
+                yield row, {name: _python(array[place]) for name, array in arrays.items()}
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: row {row}: text is not UTF-8 ({error.reason}). Write the row again."
@@ -390,6 +397,10 @@ def parquet_records(
     except pyarrow.ArrowException as error:
         raise DataError(
             f"{path}: not a readable {kind} file, after row {row} ({error}). Copy or write the file again."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: row {row}: its JSON cannot be read ({error}). Write the row again."
         ) from error
 
 
@@ -403,6 +414,29 @@ def _open_table(path: Path, columns: list[str] | None) -> tuple[list[str], Itera
         return stream.schema.names, map(_valid, stream)
     table = pyarrow.parquet.ParquetFile(path)
     return table.schema_arrow.names, table.iter_batches(batch_size=1024, columns=columns)
+
+
+def _python(value: Any) -> Any:
+    """Return an Arrow scalar as Python's own value; JSON, at any depth, is what its text says.
+
+    ``datasets`` stores values of several types or keys in JSON columns. The type decides, never the
+    text: text that happens to be JSON stays text.
+    """
+    import pyarrow
+
+    while isinstance(value, (pyarrow.DictionaryScalar, pyarrow.RunEndEncodedScalar, pyarrow.UnionScalar)):
+        value = value.value
+    if value is None or not value.is_valid:
+        return None
+    if isinstance(value, pyarrow.MapScalar):
+        return dict(map(_python, one.values()) for one in value.values)
+    if isinstance(value, pyarrow.StructScalar):
+        return {name: _python(one) for name, one in value.items()}
+    if isinstance(value, pyarrow.ListScalar):
+        return [_python(one) for one in value.values]
+    if isinstance(value, pyarrow.JsonScalar):
+        return _parsed(value.as_py())
+    return value.as_py()
 
 
 def _valid(batch: Any) -> Any:

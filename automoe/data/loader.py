@@ -290,6 +290,10 @@ class Loader:
             len(corpus.tokens),
             len(corpus.lengths),
             lambda file, line: f"{corpus.paths[file]}:{line}",
+            any(
+                one.chat and one.chat["answers"] > one.chat.get("no_reasoning", 0)
+                for one in self.corpora
+            ),
         )
         what = "samples" if corpus.firsts is None else "pairs"
         if long := int((corpus.lengths > rows.seq_len).sum()):
