@@ -233,7 +233,8 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from automoe.model.hf_class import loading_class, num_parameters
 
     disable_progress_bar()
-    logging.getLogger(_NOISY).setLevel(logging.ERROR)
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     for note in unread_adapter(folder):
         print(f"note: {note}", file=sys.stderr, flush=True)
     # The folder is untrusted: check it before loading anything.
