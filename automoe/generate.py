@@ -49,10 +49,7 @@ _OVERRIDDEN = set(
 
 # Loggers whose warnings need no action of the user: kernels that are neither installed nor needed,
 # a setting of the tokenizer that does not apply.
-_NOISY = (
-    "transformers.integrations.hub_kernels",
-    "transformers.tokenization_utils_tokenizers",
-)
+_NOISY = ("transformers.integrations.hub_kernels", "transformers.tokenization_utils_tokenizers")
 
 
 @exit_status

@@ -293,8 +293,8 @@ class MoEConfig:
 class ParallelConfig:
     """Pipeline schedule, FSDP, context parallelism and activation recomputation."""
 
-    # with mesh.pp > 1: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, LoopedBFS, ZBVZeroBubble,
-    # DualPipeV, or the path of a .csv file with the actions of every rank
+    # with mesh.pp > 1: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, LoopedBFS, ZBVZeroBubble
+    # or DualPipeV
     schedule: str = "1F1B"
     # pipeline stages per rank; GPipe and 1F1B: 1, ZBVZeroBubble and DualPipeV: 2, others: more
     stages_per_rank: int = 1

@@ -29,8 +29,6 @@ from automoe.config.pipeline import (
     NAMES,
     SINGLE,
     V_SHAPED,
-    is_csv,
-    merges,
     misfit,
     nearest,
     runs_halves,
@@ -186,8 +184,6 @@ def _rampup_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]
            f"from start to train.global_batch_size={train.global_batch_size} it grows by whole increments, at least one: "
            f"{train.global_batch_size} - {start} = {grows}", example)
     yield key, over < grows // increment, f"{over} rows are too few for {grows // increment} increments", example
-    yield (key, is_csv(config.parallel.schedule), "a .csv file has one number of micro-batches",
-           "Set parallel.schedule=Interleaved1F1B")
     for rows in (start, start + increment):  # the others differ by more increments
         one = replace(config, train=replace(train, global_batch_size=rows, rampup_batch_size=None))
         for _, broken, rule, _ in mesh_rows(one, shape, device):
@@ -204,8 +200,8 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         key = LAYOUT
         ranks = max(2, -(-pp * stages // each))
         remedy = f"Set mesh.pp={ranks}" + f" and write {ranks * each} stages" * (ranks * each != pp * stages)
-    yield ("parallel.schedule", schedule not in NAMES and not is_csv(schedule),
-           f"the schedules are {', '.join(NAMES)}, or the path of a .csv file", nearest(schedule))
+    yield ("parallel.schedule", schedule not in NAMES, f"the schedules are {', '.join(NAMES)}",
+           nearest(schedule))
     yield (key, pp == 1 and stages > 1, "with mesh.pp=1 the model is one stage",
            remedy + ("" if shape.world_size % 2 or key == LAYOUT else ", or mesh.pp=2 or more"))
     yield (key, stages > 1 and schedule in SINGLE,
@@ -233,8 +229,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         f"({shape.dp_replicate}*{shape.dp_shard}*{micro}) = {micro_batches} micro-batches")
     least = 2 * pp if schedule == "DualPipeV" else pp
     some = "2 * mesh.pp" if least > pp else "mesh.pp"
-    free = is_csv(schedule) or schedule in ALL_FORWARDS_FIRST
-    yield ("train.global_batch_size", not free and micro_batches < least,
+    yield ("train.global_batch_size", schedule not in ALL_FORWARDS_FIRST and micro_batches < least,
            f"{schedule} needs at least {some}={least} micro-batches in flight; {arithmetic}",
            f"Nearest valid choice: train.global_batch_size={least * unit}, or a smaller micro_batch_size")
     if schedule in IN_ROUNDS:
@@ -242,7 +237,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
             f"{schedule} runs its micro-batches in rounds of mesh.pp={pp}; {arithmetic}, "
             f"{micro_batches} % {pp} = {micro_batches % pp}")
     rule = misfit(schedule, pp, stages, micro_batches)
-    yield "parallel.schedule", bool(rule), rule, "Correct the file, or the numbers that it disagrees with"
+    yield "parallel.schedule", bool(rule), rule, remedy
     yield from _halves_rows(config, shape)
     yield from _step_rows(
         config, f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step", "or mesh.pp=1")
@@ -307,8 +302,8 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     for name, is_compiled, instead in (("train.compile", train.compile, "train.compile=false"),
         ("kernels.attention", config.kernels.attention == "flex", "kernels.attention=sdpa")):
         yield name, is_compiled, f"compiled layers cannot run in two threads ({key})", f"Set {instead}, {off}"
-    yield ("parallel.schedule", shape.pp > 1 and not merges(parallel.schedule),
-           f"{key} with mesh.pp={shape.pp} merges the passes of {' and '.join(MERGES)}, and of files with OVERLAP_F_B",
+    yield ("parallel.schedule", shape.pp > 1 and parallel.schedule not in MERGES,
+           f"{key} with mesh.pp={shape.pp} merges the passes of {' and '.join(MERGES)}",
            f"Set parallel.schedule=Interleaved1F1B with parallel.stages_per_rank=2 or more, {off}")
     micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
     yield ("train.micro_batch_size", micro_batches < 2,

@@ -170,9 +170,7 @@ class _Reader:
             messages = [self._message(one, n) for n, one in enumerate(self._list(record), start=1)]
         return [self._checked([*self._system(record, messages), *messages])], 0
 
-    def _answers(
-        self, record: Record, names: tuple[str, ...]
-    ) -> tuple[list[list[Message]], int]:
+    def _answers(self, record: Record, names: tuple[str, ...]) -> tuple[list[list[Message]], int]:
         """Return a conversation for each column of ``names``, and the size of their prompt.
 
         The prompt's size is the number of messages before the answers. These messages come from the

@@ -119,7 +119,7 @@ def ordered_schedule(
     For an entry of two actions ``run_both`` is called with the backward and the forward pass, and
     returns the result of the forward pass.
 
-    2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` publicly takes an order only as a CSV file;
+    2.11 to 2.15: ``schedules._PipelineScheduleRuntime`` publicly takes an order only as a CSV file, and
     its ``_prepare_schedule_with_comms`` takes actions. ``register_custom_function`` sets the
     function for ``OVERLAP_F_B``, an action of two others.
     """

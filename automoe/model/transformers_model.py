@@ -321,7 +321,9 @@ class TransformersModel(CausalLM):
         longest = max(_LEAST, *spans(self._class[0].config.to_dict()))
         length = max(seq_len, min(4 * longest, _ROW))
         drawn = torch.Generator().manual_seed(0)
-        row, other = torch.randint(self.config.vocab_size, (2, 1, length), generator=drawn).to(device)
+        row, other = torch.randint(self.config.vocab_size, (2, 1, length), generator=drawn).to(
+            device
+        )
         index = torch.arange(length, device=device).unsqueeze(0)
         trains = self.training
         for first in {_prime(length // 4), _prime(length // 2)}:

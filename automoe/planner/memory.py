@@ -15,13 +15,7 @@ from functools import cache
 
 from automoe.config.batch import BatchPlan
 from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers, stays_unsharded
-from automoe.config.pipeline import (
-    ALL_FORWARDS_FIRST,
-    Entry,
-    is_csv,
-    pipeline_order,
-    stages_of_ranks,
-)
+from automoe.config.pipeline import ALL_FORWARDS_FIRST, Entry, pipeline_order, stages_of_ranks
 from automoe.config.schema import Config
 from automoe.model.adapters import as_stored, with_adapters
 from automoe.model.params import Param, num_states, stage_params
@@ -213,8 +207,7 @@ def _pipeline_moments(
     stages = list(held_stages.values())
     local = {stage: i for i, stage in enumerate(held_stages)}
     num_micro_batches = batch.num_micro_batches
-    repeats = schedule not in ALL_FORWARDS_FIRST and not is_csv(schedule)
-    if repeats and num_micro_batches % mesh.pp == 0:
+    if schedule not in ALL_FORWARDS_FIRST and num_micro_batches % mesh.pp == 0:
         # After the warm-up, every round repeats the previous one.
         num_micro_batches = min(num_micro_batches, 4 * mesh.pp)
     gathered = sum(stage.weights for stage in stages)

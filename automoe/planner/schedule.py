@@ -10,13 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from automoe.config.pipeline import (
-    ALL_FORWARDS_FIRST,
-    IN_ROUNDS,
-    is_csv,
-    pipeline_order,
-    rank_of_stage,
-)
+from automoe.config.pipeline import ALL_FORWARDS_FIRST, IN_ROUNDS, pipeline_order, rank_of_stage
 
 # Share of an all-to-all that the computation of another micro-batch hides: 93%, less the 20% that
 # matmuls lose to the multiprocessors that send (both from Megatron-Core's report on DeepSeek-V3).
@@ -161,8 +155,7 @@ def stretch(
     for index, stage in enumerate(scaled):
         busy[rank_of_stage(index, pp, schedule)] += stage.work
     odd = schedule in IN_ROUNDS and num_micro_batches % pp
-    whole = schedule in ALL_FORWARDS_FIRST or is_csv(schedule)
-    if whole or odd or num_micro_batches <= steady + pp:
+    if schedule in ALL_FORWARDS_FIRST or odd or num_micro_batches <= steady + pp:
         seconds = _simulated(schedule, scaled, pp, num_micro_batches, near, overlap)
     else:
         start, end = (

@@ -22,7 +22,6 @@ from automoe import __version__
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, stage_layers
 from automoe.config.paths import user_path
-from automoe.config.pipeline import is_csv
 from automoe.config.recompute import FULL, recomputed_names
 from automoe.config.rules import Row, check_rows
 from automoe.config.schema import Config, ModelConfig
@@ -153,7 +152,6 @@ def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
             deferred and "step",
             "weights and gradients move every micro-batch",
         ),
-        ("parallel.schedule", is_csv(parallel.schedule) and parallel.schedule, "Interleaved1F1B"),
         ("parallel.context", mesh.cp > 1 and parallel.context, "FlexAttention with gathered keys"),
         ("data.document_mask", not config.data.document_mask and "false", "documents are masked"),
         ("train.compile", train.compile, "experts as well"),
@@ -207,9 +205,7 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
             nothing="\n".join(
                 fill(f"- {x}", 116, subsequent_indent="  ") for x in not_expressed(config, mesh)
             ),
-            schedule="Interleaved1F1B"
-            if is_csv(config.parallel.schedule)
-            else config.parallel.schedule,
+            schedule=config.parallel.schedule,
             registry=f'model_registry("{flavour}", attn_backend="flex"{experts})',
             bias=config.moe.bias_update_rate if model.router.expert_bias else None,
             assets=repr(model.hf_path or f"./assets/hf/{flavour}"),

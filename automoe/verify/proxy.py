@@ -1,8 +1,8 @@
 """Proxy of a configuration that is too large to run here: the same structure with small sizes.
 
-The proxy keeps every mesh axis, kind of layer, routing rule and backend, and the schedule unless it
-is a CSV file. ``list_cuts`` lists the changed keys, so that nobody takes the proxy for the
-configuration itself. This module does not import torch.
+The proxy keeps every mesh axis, kind of layer, routing rule, backend and the schedule. ``list_cuts``
+lists the changed keys, so that nobody takes the proxy for the configuration itself. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from automoe.config.mesh_shape import (
     largest_divisor,
     resolve_mesh,
 )
-from automoe.config.pipeline import is_csv
 from automoe.config.rules_kernels import BLOCK
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import (
@@ -86,9 +85,6 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     small = resolve_mesh(MeshConfig(**(sizes | {"ep_shard": -1})), None)
     parallel = replace(config.parallel)
     parallel.stages_per_rank = min(parallel.stages_per_rank, MAX_AXIS)
-    if is_csv(parallel.schedule):  # the file is for other numbers of ranks and micro-batches
-        parallel.schedule = "Interleaved1F1B" if parallel.stages_per_rank > 1 else "1F1B"
-        parallel.overlap_all_to_all &= small.pp == 1 or parallel.stages_per_rank > 1
     num_stages = small.pp * parallel.stages_per_rank
     blocked = config.train.fp8 == "blockwise"
     model = config.model

@@ -109,7 +109,7 @@ BAD = [
         "parallel.stages_per_rank=1",
     ),
     (2, ["mesh.pp=2", "parallel.schedule=1f1b"], "parallel.schedule", "the schedules are GPipe", "schedule=1F1B"),
-    (2, ["mesh.pp=2", "parallel.schedule=a.csv"], "parallel.schedule", "cannot be read", "Correct the file"),
+    (2, ["mesh.pp=2", "parallel.schedule=a.csv"], "parallel.schedule", "the schedules are GPipe", "Nearest valid"),
     (
         2,
         [
