@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measuring import HERE, commit, cpu_model
+from measuring import HERE, cpu_model
 
 OUT = HERE / "results" / "install.json"
 COMMANDS = {
@@ -73,7 +73,8 @@ def main() -> None:
                 json.loads(OUT.read_text()) if OUT.exists() else {"reading": "seconds depend on the load", "runs": {}}
             )
             report |= {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0))}
-            took["commit"] = commit("../automoe", "../tests", "../Makefile", "../docker", "../pyproject.toml")
+            head = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+            took["commit"] = head.stdout.strip()
             report["runs"].setdefault(version.stdout.decode().strip(), {})[name] = took
             OUT.write_text(json.dumps(report, indent=1) + "\n")
             print(name, took, flush=True)
