@@ -88,6 +88,7 @@ QUESTIONS = {
     "sft_step": "Does fine-tuning have the losses of TRL's SFTTrainer, and how fast is it beside it?",
     "checkpoint": "What do saving and loading cost beside a raw write and plain torch.distributed.checkpoint?",
     "hf_load": "How many bytes, how much memory and time does loading a HuggingFace checkpoint take?",
+    "install": "What do the first commands of a new user take and download, with PyPI alone? (a path of Python)",
     "starts": "What does a user wait for: a short run, the documented commands, the default run?",
     "plan_correlation": "Are CPU-seconds of a step on 18 meshes as a calibrated plan predicts?",
     "fit_time": "How far are predicted step times from published runs? (--fit writes the constants)",

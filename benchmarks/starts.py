@@ -11,13 +11,11 @@ process and all that it started.
     python benchmarks/starts.py --rounds 1         # this checkout alone, once
     python benchmarks/starts.py --job              # minutes, on a machine at rest; writes benchmarks/results/main_job.json
     python benchmarks/starts.py --job --quick      # a small run of a few steps: checks the script itself
-    python benchmarks/starts.py --install          # an empty environment to the end of the demo; first_minutes.json
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import platform
@@ -236,88 +234,6 @@ def measure_job(quick: bool, rounds: int) -> dict[str, Any]:
     return report
 
 
-def measure_install(torch: str) -> dict[str, Any]:
-    """From an empty environment to the end of ``automoe demo``: seconds of every step, torch's download apart.
-
-    Args:
-        torch: what pip installs first, such as ``torch==2.13.0+cpu``.
-    """
-    report: dict[str, Any] = {"what": "an empty environment, torch, the wheel and what it needs, automoe demo"}
-    report |= {"commit": commit("../automoe", "../pyproject.toml"), "cpu": cpu_model(), "cores": os.cpu_count()}
-    report |= {"load_average_before": os.getloadavg(), "python": platform.python_version(), "torch": torch}
-    report["reading"] = (
-        "other work shares the cores as the load averages say, and seconds with them; CPU-seconds are the commands' own"
-    )
-    adopt_orphans()
-    with tempfile.TemporaryDirectory(prefix="automoe_install_") as folder:
-        tmp = Path(folder)
-        python = str(tmp / "env" / "bin" / "python")
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-        build = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
-        subprocess.run([sys.executable, "-c", build, folder], cwd=HERE.parent, check=True)
-        (wheel,) = tmp.glob("automoe-*.whl")
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        environment |= {"XDG_CACHE_HOME": str(tmp / "cache")}
-        steps = {
-            "environment": [sys.executable, "-m", "venv", str(tmp / "env")],
-            "torch": [*pip, torch],
-            "automoe": [*pip, str(wheel)],
-            "demo": [str(tmp / "env" / "bin" / "automoe"), "demo", "--no-open"],
-        }
-        report["seconds"] = {}
-        for name, command in steps.items():
-            started = time.perf_counter()
-            before = os.times()
-            done = subprocess.run(command, cwd=tmp, env=environment, capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(f"{name} failed, nothing was written:\n{done.stdout}{done.stderr}")
-            reap_orphans()
-            cpu = os.times().children_user + os.times().children_system - before.children_user - before.children_system
-            report["seconds"][name] = {"seconds": time.perf_counter() - started, "cpu_seconds": cpu}
-        size = sum(path.stat().st_size for path in (tmp / "env").rglob("*") if path.is_file())
-        apart = sum(
-            path.stat().st_size for path in tmp.glob("env/lib/python*/site-packages/torch/**/*") if path.is_file()
-        )
-    report |= {"bytes": size, "bytes_of_torch": apart}
-    apart_from_torch = [taken for name, taken in report["seconds"].items() if name != "torch"]
-    for key in ("seconds", "cpu_seconds"):
-        report[f"{key}_without_torch"] = sum(taken[key] for taken in apart_from_torch)
-    report["load_average_after"] = os.getloadavg()
-    return report
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of what its children leave behind, as the ranks of the run that the demo kills."""
-    pr_set_child_subreaper = 36
-    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
-
-
-def reap_orphans() -> None:
-    """Wait for all that is left, so that its CPU-seconds count."""
-    while True:
-        try:
-            os.wait()
-        except ChildProcessError:
-            return
-
-
-@contextmanager
-def checkout(revision: str) -> Iterator[tuple[str, Path]]:
-    """The whole hash of a commit, and a folder with its files, for a while."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(HERE), *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    whole = git("rev-parse", "--verify", f"{revision}^{{commit}}")
-    with tempfile.TemporaryDirectory() as folder:
-        git("worktree", "add", "--detach", f"{folder}/files", whole)
-        try:
-            yield whole, Path(folder, "files")
-        finally:
-            git("worktree", "remove", "--force", f"{folder}/files")
-
-
 def timed(root: Path, arguments: tuple[str, ...], tmp: Path) -> dict[str, float]:
     """Seconds and CPU-seconds of ``automoe train`` from the files in ``root``; the run must end well."""
     with tempfile.TemporaryDirectory(dir=tmp) as folder:
@@ -370,22 +286,17 @@ def main() -> None:
     parser.add_argument("--before", help="a commit of this repository to take turns with")
     parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be repeated")
     parser.add_argument("--job", action="store_true", help="the documented commands and the default run instead")
-    parser.add_argument(
-        "--install", nargs="?", const="torch==2.13.0+cpu", metavar="TORCH", help="from an empty environment"
-    )
     parser.add_argument("--quick", action="store_true", help="with --job: a small run, each command once")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count (default 5)")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     args = parser.parse_args()
-    if args.install:
-        report = measure_install(args.install)
-    elif args.job:
+    if args.job:
         report = measure_job(args.quick, 1 if args.quick else args.rounds)
         print_table(report)
     else:
         report = measure_starts(args.before, args.case or list(CASES), args.rounds)
     name = "main_job" if args.job else "starts"
-    out = args.out or HERE / "results" / f"{'first_minutes' if args.install else name}.json"
+    out = args.out or HERE / "results" / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written to {out}")

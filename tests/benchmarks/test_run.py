@@ -32,7 +32,7 @@ def test_the_table_is_that_of_the_stored_result(runner: ModuleType) -> None:
 
 def test_every_stored_result_is_of_a_question_that_is_asked_or_closed_in_the_notes(runner: ModuleType) -> None:
     stored = {path.stem.rstrip("_0123456789") for path in runner.RESULT.parent.glob("*.json")}
-    others = {"short", "main_job", "first_minutes", "published_runs"}  # of run, starts --job, --install and fit_time
+    others = {"short", "main_job", "published_runs"}  # of run, starts --job and fit_time
     others |= {"cpu_step_epyc", "cpu_step_small", "soak_cp", "soak_training"}  # other runs of what is there
     others |= {"pipeline_schedules", "gpu_first"}  # of plan_correlation --schedules, and of automoe doctor --gpu
     others |= {"class_experts"}  # of class_tier --experts
