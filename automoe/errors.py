@@ -216,10 +216,10 @@ class Shown:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        frame = sys._getframe(1)
-        while frame.f_back and frame.f_code.co_name == "write":  # of a stream around this one
+        frame: Any = sys._getframe()
+        while frame and frame.f_code.co_name == "write":  # of this stream, or one around it
             frame = frame.f_back
-        printer = frame.f_globals.get("__name__", "").partition(".")[0]
+        printer = (frame.f_globals.get("__name__") or "").partition(".")[0] if frame else ""
         if printer in ("automoe", "__main__", "argparse"):
             text = spelled_out(text)
         elif printer == "rich" and not self._stream.isatty():
