@@ -6,6 +6,7 @@ import copyreg
 import errno
 import io
 import os
+import re
 import resource
 import signal
 import sys
@@ -42,6 +43,8 @@ EXIT_NO_READER = 141
 
 def spelled_out(text: str) -> str:
     """Return untrusted ``text`` with every terminal control character escaped, safe to print."""
+    if text.replace("\n", "").isprintable():
+        return text
     return "".join(ascii(c)[1:-1] if steers(c) else c for c in text)
 
 
@@ -124,13 +127,17 @@ class DiskError(AutomoeError):
 def in_words(error: BaseException) -> BaseException:
     """Convert an error of the system that a user can fix into an ``AutomoeError`` with a remedy.
 
-    These are errors of a disk, of the working or home directory, and of the limit of processes. Any
-    other error is returned unchanged.
+    These are errors of a disk, of permissions, of text that is not UTF-8, of the working or home
+    directory, and of the limit of processes. Any other error is returned unchanged.
     """
     if isinstance(error, OSError) and error.errno in _OF_DISK:
         where = f"{error.filename}: " if error.filename else ""
         remedy = "Make room there" if error.errno in FULL else "Check that disk, or that file"
         return DiskError(f"{where}{error.strerror}. {remedy}")
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return DiskError(f"{error.filename}: {error.strerror}. Correct its permissions")
+    if isinstance(error, UnicodeDecodeError):
+        return DataError(f"a file is not UTF-8 ({error}). Convert it (iconv -f latin1 -t utf-8)")
     if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd raises it so
         return LaunchError("the working directory is gone. Change to one that exists")
     text = str(error)
@@ -167,7 +174,7 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
         outermost &= threading.current_thread() is threading.main_thread()
         if outermost:
             signal.signal(signal.SIGINT, _interrupt)
-        show_everything(sys.stdout)
+        sys.stdout, sys.stderr = show_everything(sys.stdout), show_everything(sys.stderr)
         try:
             try:
                 with without("kernels"):
@@ -198,13 +205,43 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
     return run
 
 
-def show_everything(stream: TextIO) -> None:
-    """Make a stream print ``\\uXXXX`` for characters that its encoding lacks.
+class Shown:
+    """Text stream on which nothing that this package prints can steer a terminal.
 
-    Without this, ``PYTHONIOENCODING=ascii`` turns them into errors.
+    Names of files and values of settings are printed in many places; here they all pass. Colours
+    that rich writes for a terminal stay, and so does the output of other packages.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        frame: Any = sys._getframe()
+        while frame and frame.f_code.co_name == "write":  # of this stream, or one around it
+            frame = frame.f_back
+        printer = (frame.f_globals.get("__name__") or "").partition(".")[0] if frame else ""
+        if printer in ("automoe", "__main__", "argparse"):
+            text = spelled_out(text)
+        elif printer == "rich" and not self._stream.isatty():
+            text = spelled_out(text)
+        elif printer == "rich" and self._stream is not sys.__stderr__:  # where bars move the cursor
+            parts = re.split(r"(\x1b\[[0-9;]*m)", text)
+            text = "".join(part if i % 2 else spelled_out(part) for i, part in enumerate(parts))
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def show_everything(stream: Any) -> Any:
+    """Return a stream that prints ``\\uXXXX`` for characters that its encoding lacks.
+
+    Without this, ``PYTHONIOENCODING=ascii`` turns them into errors. Terminal controls are escaped
+    as ``Shown`` does.
     """
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
         stream.reconfigure(errors="backslashreplace")
+    return stream if stream is None or isinstance(stream, Shown) else Shown(stream)
 
 
 def _flush() -> None:

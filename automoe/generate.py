@@ -224,7 +224,6 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from transformers.utils.logging import disable_progress_bar
 
     from automoe.data.tokenizer_files import check_files
-    from automoe.hf.catalog import quantization_of
     from automoe.hf.families.registry import check_model
     from automoe.hf.headers import NO_ADAPTER, check_numbers, read_headers, unread_adapter
     from automoe.model.hf_class import loading_class, num_parameters
@@ -237,7 +236,6 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     # The folder is untrusted: check it before loading anything.
     tensors = read_headers(folder, last=True)
     check_model(folder)
-    quantization_of(folder)
     check_files(folder)
     if not any(
         (folder / f"tokenizer{end}").is_file() for end in (".json", "_config.json", ".model")

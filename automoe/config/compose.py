@@ -146,8 +146,6 @@ def composed_container(
     """
     check_primary(config_name, config_dir)
     check_overrides(overrides, config_dir)
-    if config_dir is not None:
-        _check_files(config_dir)
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -158,7 +156,7 @@ def composed_container(
     try:
         with initialize_config_dir(config_dir=main, version_base="1.3"):
             return resolved_container(compose(config_name, overrides + search), overrides)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         reason = one_line(error)
         for text in overrides:
             key, _, value = text.lstrip("+").partition("=")
@@ -289,14 +287,16 @@ def _glob(pattern: str, config_dir: str | None) -> Iterator[Path]:
 
 
 def _check_files(config_dir: str) -> None:
-    """Refuse YAML files of the user whose aliases expand beyond the limit, before Hydra reads them."""
+    """Refuse YAML files of the user that are not UTF-8 or whose aliases expand beyond the limit."""
     from yaml import YAMLError
 
     for pattern in ("*.yaml", "*/*.yaml"):
         for path in Path(config_dir).glob(pattern):
             try:
+                raw = read_file(path)
+                raw.decode()
                 with suppress(YAMLError):  # Hydra reports it, if it reads this file
-                    compose_yaml(read_file(path))
+                    compose_yaml(raw)
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     "--config-dir", config_dir, f"{path}: {error}", "Correct that file"
@@ -309,6 +309,8 @@ def check_primary(config_name: str, config_dir: str | None = None) -> None:
         raise ConfigError(
             "--config-dir", config_dir, "no such directory", "Name a directory with YAML files"
         )
+    if config_dir is not None:
+        _check_files(config_dir)
     _check_listed(
         "--config-name", config_name, list_options("", config_dir), "no such primary configuration"
     )

@@ -38,7 +38,6 @@ from automoe.hf.keys import (
     mtp_copies,
 )
 from automoe.model.wrapper import ALONE, Names, names_in, part_of, quantization_in, said_of
-from automoe.parallel.agreement import Ranks
 from automoe.storage.foreign import brief, is_there, open_inside
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
@@ -90,6 +89,8 @@ def open_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = No
             keys are missing or unexpected; a shape or the number of experts differs; FP8 codes have
             no scales; the quantization is unknown.
     """
+    from automoe.parallel.agreement import Ranks  # torch
+
     return Ranks().lead(lambda: check_catalog(path, config, keys))
 
 
@@ -102,7 +103,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     encoding, block = quantization_of(folder)
     names = names_in(folder, _stated(folder), tensors)
     keys = keys or family_of(config).keys
-    text, beside = _split(tensors, names, config, keys)
+    text, beside = split(tensors, names, config, keys)
     sources = _pair_scales(folder, text, encoding)
     remedy = "Compare the model's configuration with its config.json"
     if keys.table and len(keys.layouts) == 1:  # a class of transformers, under its own names
@@ -151,6 +152,20 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
             f"{EMBEDDING}: the two stay separate, as in transformers"
         )
     return Catalog(folder, keys, sources, block, tuple(notes), names, beside)
+
+
+def check_codes(folder: Path, tensors: dict[str, StoredTensor]) -> None:
+    """Refuse a folder whose codes nobody can decode: every reader asks this before it reads weights.
+
+    Args:
+        tensors: headers of the model's tensors, by plain name if automoe will read them.
+
+    Raises:
+        CheckpointError: the quantization is unknown, or codes have no scales, or ones of a wrong
+            shape or dtype.
+    """
+    encoding, block = quantization_of(folder)
+    _check_encodings(folder, _pair_scales(folder, tensors, encoding), encoding, block)
 
 
 def _stated(folder: Path) -> dict[str, Any]:
@@ -287,7 +302,8 @@ def _check_encodings(
         ends = ENDS[encoding]
         missing = unscaled[0].removesuffix(ends[0]) + ends[1]
         raise CheckpointError(
-            f"{folder}: {what}, and their scales are missing: {missing} is in no file. Without "
+            f"{folder}: {what}, and their scales are missing: {missing} is "
+            f"{'for codes of more dims' if missing in sources else 'in no file'}. Without "
             "scales the numbers are unknown: copy the checkpoint again"
         )
     checked = set()
@@ -352,7 +368,7 @@ def _check_experts(
         )
 
 
-def _split(
+def split(
     tensors: dict[str, StoredTensor], names: Names, config: ModelConfig, keys: KeyMap
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """Return the model's tensors by plain name, and all others by name in the files.

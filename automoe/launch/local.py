@@ -54,10 +54,13 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """Exit status: 0 done, 1 failed, 128 + signal preempted (143 SIGTERM, 130 Ctrl-C)."""
+        """Exit status: 0 done, 1 failed, 128 + signal preempted (143 SIGTERM, 130 Ctrl-C).
+
+        Ranks that somebody asked to stop, behind the launcher's back, got SIGTERM.
+        """
         if self.state == "done":
             return 0
-        return 128 + self.signum if self.state == "preempted" and self.signum else 1
+        return 128 + (self.signum or signal.SIGTERM) if self.state == "preempted" else 1
 
 
 def train_here(

@@ -51,6 +51,7 @@ from automoe.launch import run_dir as runs
 from automoe.launch.hardware import missing_hardware
 from automoe.launch.local import train_here
 from automoe.launch.prepare import check_here, settle
+from automoe.storage.guarded import end_with
 from automoe.storage.lock_file import take_lock
 from automoe.storage.sealed import read_json, replace_json
 
@@ -197,12 +198,14 @@ class Sweep:
         directory: folder of the journal and of one folder for each job.
         predict: function that predicts a job's results, as in ``run_sweep``.
         start: random id of this start, which its jobs' records have.
+        process: the process of the sweep.
     """
 
     args: Arguments
     directory: Path
     predict: Predict
     start: str = field(default_factory=lambda: uuid.uuid4().hex)
+    process: int = field(default_factory=os.getpid)
 
     def claim(self) -> None:
         """Write the sweep's definition into its directory, after checking the directory.
@@ -306,6 +309,8 @@ class Sweep:
         from hydra.core.hydra_config import HydraConfig
 
         mine = HydraConfig.get()
+        if "n_jobs" in mine.launcher and os.getpid() != self.process:  # joblib, on this machine
+            end_with(self.process)
         task = list(mine.overrides.task)
         fixed = {key_of(text) for text in self.args.overrides} - swept_keys(self.args.overrides)
         swept = [text for text in task if key_of(text) not in fixed]

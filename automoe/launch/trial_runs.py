@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from automoe.launch.fork_server import python
 from automoe.launch.local import last_step
 from automoe.observe.metrics import read_metrics
+from automoe.storage.guarded import die_with_parent
 
 # Parts of the names of a record's values that are times, memory, or checksums over these.
 _MEASURED = ("second", "memory", "checkpoint_", "mfu", "slowest", "crc32")
@@ -77,4 +80,5 @@ def _start(run_dir: Path, overrides: Sequence[str]) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),
     )

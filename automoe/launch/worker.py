@@ -53,10 +53,8 @@ class Outlet:
     def __init__(
         self, *streams: TextIO, lost: Callable[[OSError, str], None] = lambda *_: None
     ) -> None:
-        self._streams = streams
+        self._streams = [show_everything(stream) for stream in streams]
         self._lost = lost
-        for stream in streams:
-            show_everything(stream)
 
     def write(self, text: str) -> int:
         for stream in self._streams:

@@ -26,6 +26,7 @@ from automoe.config.validate import mesh_rows
 from automoe.model.params import ParamCount, count_params
 from automoe.planner.candidate import RECOMPUTE_KEYS, Candidate, changed, first_that_fits, ladder
 from automoe.planner.step_memory import DTYPE_BYTES
+from automoe.storage.guarded import die_with_parent
 
 TOP = 10  # number of candidates in the result
 # tried rows per micro-batch; tried stages per rank
@@ -86,7 +87,8 @@ def search(
         if processes > 1:
             # Fork is safe: this process has no threads yet and has not loaded torch.
             context = multiprocessing.get_context("fork")
-            each = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context)).map
+            pool = ProcessPoolExecutor(processes, context, die_with_parent, (os.getpid(),))
+            each = stack.enter_context(pool).map
         timed: list[Candidate] = []
         work = partial(_timed, config, device, fixed)
         chunks = [shapes[start : start + CHUNK] for start in range(0, len(shapes), CHUNK)]

@@ -12,12 +12,15 @@ import mmap
 import os
 import pickle
 import resource
+import select
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 from automoe.errors import AutomoeError, DataError, in_words
@@ -179,3 +182,21 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+
+
+@cache
+def end_with(launcher: int) -> None:
+    """Kill this process when ``launcher`` ends, or now if it has ended; call it in a fresh process.
+
+    Unlike ``die_with_parent``, it does not matter which thread of the launcher made this process.
+    """
+    try:
+        watched = os.pidfd_open(launcher)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        select.select([watched], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()

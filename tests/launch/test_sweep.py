@@ -3,12 +3,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_command import PATIENCE_S, QUICK, Command, TrainCommand, read_until
+from launch_command import PATIENCE_S, QUICK, TWO_RANKS, Command, TrainCommand, read_until
 from omegaconf import OmegaConf
 
 from automoe.config.compose import check_overrides, check_swept_values, register_base
@@ -206,6 +207,20 @@ def test_jobs_in_other_processes_are_collected(command: Command, plugin: str) ->
     assert {job["state"] for job in jobs} == {"done"} and "tokens/s" in out
     assert all(job["objective"] == float(job["label"].removeprefix("steps=")) for job in jobs)
     assert [job["label"] for job in jobs] == ["steps=2", "steps=3"]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("steps", ["2,3", "2,3,4", "2"])  # as many jobs as processes, one that waits, one alone
+def test_no_job_outlives_a_sweep_that_is_killed(command: Command, steps: str) -> None:
+    process = command.start("recipe_deaf", "-m", *TWO_RANKS, f"train.steps={steps}", "sweep.parallel=2")
+    deadline = time.monotonic() + PATIENCE_S
+    running = min(2, steps.count(",") + 1)
+    while len(list(command.run_dir.glob("*/logs/rank1.pid"))) < running:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    command.wait_until_gone()
 
 
 def test_jobs_side_by_side_are_those_of_joblib() -> None:

@@ -121,7 +121,7 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
 def check_model(folder: Path) -> None:
     """Check a checkpoint that ``transformers`` will load as strictly as a run would check it.
 
-    For a family that automoe does not know, only the number of layers is checked.
+    Of a family that automoe does not know, the number of layers and the quantization are checked.
 
     Raises:
         ConfigError, CheckpointError: as ``model_config_from_hf``.
@@ -129,8 +129,17 @@ def check_model(folder: Path) -> None:
     hf = read_hf_config(folder)
     if str(text_config(hf).get("model_type")) in known_families():
         model_config_from_hf(folder)
-    else:
-        _check_layers(hf, folder)
+        return
+    from automoe.hf.catalog import check_codes
+
+    _check_layers(hf, folder)
+    # A class may keep positions and masks beside its weights.
+    kept = {
+        name: one
+        for name, one in complete_headers(folder).items()
+        if one.dtype not in ("I64", "I16", "BOOL") and not name.endswith(("bias", "mask"))
+    }
+    check_codes(folder, kept)
 
 
 def _check_layers(hf: dict[str, Any], folder: Path) -> None:
@@ -176,6 +185,8 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
             sizes.
         CheckpointError: all files of the weights exist, and one is damaged.
     """
+    from automoe.hf.catalog import check_codes, split
+
     whole = read_hf_config(path)
     hf = text_config(whole)
     family = known_families().get(str(hf.get("model_type")))
@@ -201,6 +212,7 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     tensors = complete_headers(folder)
     names = names_in(folder, whole, tensors) if tensors else ALONE
     check_holds(folder, config, family.keys, tensors)
+    check_codes(folder, split(tensors, names, config, family.keys)[0])
     plain = {name: one for key, one in tensors.items() if (name := names.plain(key)) is not None}
     if config.tie_embeddings and has_own_head(folder, plain):
         # As in transformers, files with two different matrices overrule config.json.

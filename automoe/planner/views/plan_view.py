@@ -206,7 +206,8 @@ def _rank_rows(config: Config, plan: Plan) -> Rows:
         parts = f"CUDA context {gib(held.context)}, communicators {gib(held.communicators)}, fragmentation"
         yield "reserve", gib(held.total), f"{parts} {gib(held.fragmentation)}"
         share, uneven = (
-            f", {need / limit:.0%} of {gib(limit)}" for need in (plan.needed, plan.uneven_needed)
+            f", {need / limit:.0%} of {gib(limit)}" if limit else ""
+            for need in (plan.needed, plan.uneven_needed)
         )
         yield "needed", gib(plan.needed), f"peak and reserve{share}"
         if plan.uneven_needed > plan.needed:
