@@ -54,7 +54,7 @@ smoke-floor: ## Start, kill, resume and export with the oldest supported version
 smoke-latest: ## The same with the newest released versions, installed anew every week; has the table of classes all of them?
 smoke-floor smoke-latest: smoke-%:
 	@python="$$($(PYTHON) tests/smoke/environment.py $*)" && \
-	PYTHONDONTWRITEBYTECODE= PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu and not gpus' tests/interop/test_torch_private.py tests/interop/test_torch_pipelining.py tests/parallel/test_compile.py::test_every_release_of_torch_traces_attention_whole tests/smoke $(ARGS) \
+	PYTHONDONTWRITEBYTECODE= PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu and not gpus' tests/interop/test_torch_private.py tests/interop/test_torch_pipelining.py tests/interop/test_torch_parts.py tests/mesh/test_mesh_smoke.py tests/parallel/test_gradient_dtypes.py::test_gradients_are_added_up_in_float32 tests/parallel/test_compile.py::test_every_release_of_torch_traces_attention_whole tests/smoke $(ARGS) \
 	$(if $(filter latest,$*),&& PYTHONPATH=. "$$python" benchmarks/class_tier.py --check)
 
 test-gpu: $(SETUP) ## Run the tests that need one GPU, what proves most first (PY=python3: as installed, without setup)
