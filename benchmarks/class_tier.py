@@ -92,14 +92,18 @@ def tier_of(model_type: str) -> dict[str, str]:
 
 
 def outdated(report: dict[str, Any]) -> list[str]:
-    """Return the classes of the installed ``transformers`` that the table lacks, or has in another tier."""
+    """Return the classes of the installed ``transformers`` that the table lacks, has in another tier, or in part."""
+    from tests.support.class_models import lacks
+
     rows = report["classes"]
     found = {name: tier_of(name) if causal else {"refused": NOT_CAUSAL} for name, causal in moe_classes().items()}
-    return [
+    differ = [
         f"{name}: {one}, and the table has {rows.get(name, 'no such class')}"
         for name, one in found.items()
         if not one.items() <= rows.get(name, {}).items()
     ]
+    ran = [name for name, one in found.items() if "refused" not in one]
+    return differ + [f"{name}: its small model lacks {what}" for name in ran for what in lacks(name)]
 
 
 def measure(pool: RankPool, model_type: str, folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from automoe.config.pipeline import runs_halves
 from automoe.config.schema import Config
 from automoe.config.shipped import own_recipe
 from automoe.errors import BackendError
+from automoe.interop.torch_parts import missing_part
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 # A sandbox may have a GPU's device file, such as nvidia0, and lack the driver's folder.
@@ -174,7 +175,7 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` if this machine cannot run a backend that ``config`` names."""
     if config.train.compile:
         _check_compile(device)
-    if why := halves_missing(config, shape):
+    if why := halves_missing(config, shape) or missing_part(config, shape, version("torch")):
         raise BackendError(why)
     if config.launch.numa and device != "cuda":
         raise BackendError(

@@ -19,9 +19,9 @@ from automoe.errors import ConfigError
 from automoe.hf.families.class_family import class_family
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
-from automoe.model.hf_class import loading_class
+from automoe.model.hf_class import decoder_layers, loading_class
 from automoe.model.init import default_dtype
-from automoe.model.transformers_model import TransformersModel
+from automoe.model.transformers_model import TransformersModel, spans
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.trajectory import Trajectory, run_trajectory
 
@@ -35,7 +35,7 @@ MLA: dict[str, Any] = dict(
     head_dim=4, n_group=1, topk_group=1, first_k_dense_replace=1,
 )  # fmt: skip
 INDEXER: dict[str, Any] = dict(index_topk=8, index_n_heads=2, index_head_dim=8)
-MAMBA: dict[str, Any] = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_expand=2)
+MAMBA: dict[str, Any] = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_expand=2, mamba_chunk_size=8)
 KIMI_DELTA: dict[str, Any] = MLA | dict(
     linear_head_dim=8, linear_num_heads=4, layer_types=["linear_attention", "full_attention", "linear_attention"]
 )
@@ -47,21 +47,33 @@ AUDIO: dict[str, Any] = dict(
     d_model=16, hidden_size=16, encoder_layers=1, num_hidden_layers=1, encoder_attention_heads=2, num_attention_heads=2,
     encoder_ffn_dim=16, num_mel_bins=16, output_dim=32, downsample_hidden_size=8, max_source_positions=64, n_window=4,
 )  # fmt: skip
-# What a class wants beyond the sizes above.
+WINDOWS: dict[str, Any] = dict(
+    sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"]
+)  # fmt: skip
+DENSE_FIRST: dict[str, Any] = dict(mlp_layer_types=["dense", "sparse", "sparse"])
+DELTA_NET: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, shared_expert_intermediate_size=16,
+)  # fmt: skip
+# What a class wants beyond the sizes above, so that it has every kind of layer, and blocks and windows within rows.
 MORE: dict[str, dict[str, Any]] = {
+    "afmoe": WINDOWS | dict(num_dense_layers=1),
     "axk1": MLA,
     "axk2": MLA | INDEXER,
     "bailing_hybrid": KIMI_DELTA | dict(num_mtp_layers=0),
+    "cohere2_moe": WINDOWS,
     "dbrx": dict(
         d_model=32, n_heads=4, n_layers=3, attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
         ffn_config=dict(ffn_hidden_size=16, moe_num_experts=8, moe_top_k=2, hidden_size=32),
     ),
-    "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse", "sparse"]),
+    "deepseek_ocr2_text": DENSE_FIRST,
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
     "deepseek_v32": MLA | INDEXER,
     "dots1": dict(n_shared_experts=1, n_group=1, topk_group=1),
-    "dots3_note_text": MLA | INDEXER,
+    "dots3_note_text": MLA | INDEXER | dict(sliding_window=8),
+    "exaone_moe": WINDOWS | DENSE_FIRST,
+    "flint": WINDOWS | dict(num_hidden_layers=4, mlp_only_layers=[0], layer_types=["full_attention", *WINDOWS["layer_types"]]),
     "gemma4_text": dict(
         enable_moe_block=True, top_k_experts=2, hidden_size_per_layer_input=0, global_head_dim=8,
         final_logit_softcapping=30.0,
@@ -74,28 +86,43 @@ MORE: dict[str, dict[str, Any]] = {
         ),
     ),
     "glm5_next_text": MLA | INDEXER | dict(
-        index_topk=16, qk_rope_head_dim=0, linear_head_dim=8, linear_num_heads=4,
+        index_kpool=4, qk_rope_head_dim=0, linear_head_dim=8, linear_num_heads=4,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
-        mlp_layer_types=["dense", "sparse", "sparse"],
-    ),
+    ) | DENSE_FIRST,
     "glm_moe_dsa": MLA | INDEXER,
+    "gpt_oss": WINDOWS,
+    "granitemoe_swa": WINDOWS,
     "granitemoehybrid": MAMBA | dict(layer_types=["mamba", "attention", "mamba"], shared_intermediate_size=16),
+    "hy_v4": INDEXER,
+    "hy_v4_vl_text": INDEXER,
+    "inkling_text": dict(sliding_window_size=8, layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"]),
+    "jamba": dict(
+        num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1,
+    ),
     "kimi_linear": KIMI_DELTA,
     "kimi_k25_vision": dict(num_attention_heads=2, hidden_size=32, intermediate_size=32),
+    "kolibri1": WINDOWS,
+    "laguna": dict(num_attention_heads_per_layer=[4, 4, 4]) | DENSE_FIRST,
     "lfm2_moe": dict(layer_types=["full_attention", "conv", "full_attention"], num_dense_layers=1),
     "longcat_flash": MLA | dict(
         num_layers=2, ffn_hidden_size=48, expert_ffn_hidden_size=16, moe_topk=2, zero_expert_num=2
     ),
+    "mimo_v2_flash": WINDOWS | dict(num_hidden_layers=4, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        layer_types=["full_attention", *WINDOWS["layer_types"]]),
+    "minimax": dict(block_size=8),
+    "minimax_m3_vl_text": INDEXER | dict(
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], index_block_size=4,
+        index_topk_blocks=2, rotary_dim=4,
+    ),
     "mistral4": MLA | dict(head_dim=12),
+    "nemotron_h": dict(chunk_size=8),
     "phimoe": dict(router_jitter_noise=0.0, input_jitter_noise=0.0, lm_head_bias=False),
     "qwen3_omni_moe_text": dict(
         rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1]),
     ),
-    "qwen3_5_moe_text": dict(
-        layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
-        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, shared_expert_intermediate_size=16,
-    ),
-    "step3p5": dict(sliding_window=8),
+    "qwen3_5_moe_text": DELTA_NET,
+    "qwen3_next": DELTA_NET,
+    "step3p5": dict(sliding_window=8) | DENSE_FIRST,
     "step3p5_vision": dict(num_attention_heads=2),
     "zaya": dict(num_experts_per_tok=1, router_hidden_size=16),
 }  # fmt: skip
@@ -117,6 +144,47 @@ def hf_class_config(model_type: str, **more: Any) -> Any:
         if name in kind.sub_configs
     }
     return kind(text_config=text, tie_word_embeddings=text.get("tie_word_embeddings", False), **beside)
+
+
+ROW = 12  # tokens of the shortest rows that classes are compared on
+
+
+def kinds_of_layers(config: Any) -> tuple[set[frozenset[str]], dict[str, int]]:
+    """Return the kinds of layers of a configuration's class, and its blocks, windows and rates by name.
+
+    A kind is the classes of a layer's modules, and which sizes and types they have.
+    """
+    with torch.device("meta"):
+        model = loading_class(config, whole=True).from_config(config)
+    kinds, sizes = set(), {}
+    for layer in decoder_layers(model):
+        if "Vision" in type(layer).__name__ or "Audio" in type(layer).__name__:
+            continue
+        kind = set()
+        for module in layer.modules():
+            kind.add(type(module).__name__)
+            for key, value in vars(module).items():
+                if isinstance(value, str) and key.endswith("_type") or isinstance(value, bool) and key.endswith("sliding"):
+                    kind.add(f"{key}={value}")
+                elif one := max(spans({key: value}), default=0):
+                    kind.add(key)
+                    sizes[key] = max(one, sizes.get(key, 0))
+        kinds.add(frozenset(kind))
+    return kinds, sizes
+
+
+def lacks(model_type: str) -> list[str]:
+    """Return what the small model of a class lacks: kinds of layers of the default one, sizes within a row."""
+    from transformers import CONFIG_MAPPING
+
+    kinds, sizes = kinds_of_layers(hf_class_config(model_type))
+    try:
+        whole, _ = kinds_of_layers(CONFIG_MAPPING[model_type]())
+    except (AttributeError, TypeError):  # the default of some classes lacks numbers
+        whole = set()
+    shared = frozenset.intersection(*whole) if whole else frozenset()
+    found = [f"a layer with {', '.join(sorted(kind - shared)) or 'nothing more'}" for kind in whole - kinds]
+    return found + [f"{name}={size} within a row of {ROW}" for name, size in sizes.items() if size >= ROW]
 
 
 def save_class(model_type: str, folder: Path, **more: Any) -> Any:
@@ -184,7 +252,7 @@ def float64_of(config: ModelConfig, experts: str = "loop") -> tuple[Transformers
 def against_class(config: ModelConfig, experts: str = "loop") -> tuple[TransformersModel, float]:
     """Return the tier's model, and the worst relative difference of loss and gradients from the class."""
     ours, theirs = float64_of(config, experts)
-    tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(300, (2, ROW + 1), generator=torch.Generator().manual_seed(2))
     loss = ours(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum()
     logits = theirs(tokens[:, :-1], use_cache=False).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten())
