@@ -32,12 +32,14 @@ GATED = replace(MODELS["mixtral"], attention=GATED)  # rows of gates lie between
 CASES = {"deepseek": 3.3, "deepseek-direct": 5.5, "gpt-oss": 5.0, "llama": 4.5, "mixtral": 4.0}
 
 
-def plain_largest(q_BSND: torch.Tensor, k_BRGD: torch.Tensor, mask: torch.Tensor | None, scale: float) -> list[float]:
+def plain_largest(
+    q_BSND: torch.Tensor, k_BRGD: torch.Tensor, mask: torch.Tensor | None, scale: float, valid: torch.Tensor
+) -> list[float]:
     largest = [-math.inf] * q_BSND.shape[2]
     for row in range(q_BSND.shape[0]):
         for query in range(q_BSND.shape[1]):
             for key in range(k_BRGD.shape[1]):
-                if key <= query if mask is None else mask[row, 0, query, key]:
+                if valid[row, query] and (key <= query if mask is None else mask[row, 0, query, key]):
                     for head in range(len(largest)):
                         group = head * k_BRGD.shape[2] // len(largest)
                         logit = float(q_BSND[row, query, head] @ k_BRGD[row, key, group]) * scale
@@ -50,10 +52,12 @@ def test_the_largest_logit_of_each_head_in_any_chunks(masked: bool) -> None:
     torch.manual_seed(0)
     q, k = torch.randn(2, 7, 4, 3, dtype=torch.float64), torch.randn(2, 7, 2, 3, dtype=torch.float64)
     mask = (torch.rand(2, 1, 7, 7) < 0.5) | torch.eye(7, dtype=torch.bool) if masked else None
-    expected = pytest.approx(plain_largest(q, k, mask, 0.3), rel=1e-14)
-    assert qk_clip.largest_logits(q, k, mask, 0.3).tolist() == expected
+    valid = torch.arange(7) < torch.tensor([[7], [4]])
+    q[~valid] *= 100
+    expected = pytest.approx(plain_largest(q, k, mask, 0.3, valid), rel=1e-14)
+    assert qk_clip.largest_logits(q, k, mask, 0.3, valid).tolist() == expected
     with mock.patch.object(qk_clip, "CHUNK", 3):
-        assert qk_clip.largest_logits(q, k, mask, 0.3).tolist() == expected
+        assert qk_clip.largest_logits(q, k, mask, 0.3, valid).tolist() == expected
 
 
 @pytest.mark.parametrize("name", CASES)
