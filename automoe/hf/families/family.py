@@ -176,7 +176,9 @@ class Family:
                 )
         for ours, least in self.least.items():
             if config.num_moe_layers and (found := value_of(config, ours)) < least:
-                rule = f"transformers loads a {self.model_type} checkpoint only with {least} or more"
+                rule = (
+                    f"transformers loads a {self.model_type} checkpoint only with {least} or more"
+                )
                 remedy = f"Set model.{ours}={least} or more, or checkpoint.export_hf=false"
                 raise ConfigError(f"model.{ours}", found, rule, remedy)
         hidden = config.hidden_size
