@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from automoe.storage.trace import training_pass
 from automoe.verify.pool import RankPool
 
 pytest_plugins = ["tests.support.cpu_times", "tests.support.sampling"]
@@ -44,6 +45,13 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool(max_ranks=16)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def trains() -> Iterator[None]:
+    """Modules that the test calls itself count, as in the passes of a training step."""
+    with training_pass():
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

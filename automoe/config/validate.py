@@ -175,8 +175,11 @@ def settings_rows(config: Config) -> Iterator[Row]:
 def _rampup_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     key, train = "train.rampup_batch_size", config.train
     given = train.rampup_batch_size or []
-    unit = shape.dp * train.micro_batch_size * (2 * shape.pp if shape.pp > 1 else 1)
-    example = f"Choose start and increment among multiples of {unit}, and train.global_batch_size as their sum, or more"
+    rows = shape.dp * train.micro_batch_size
+    unit = rows * (shape.pp if config.parallel.schedule in IN_ROUNDS else 1)
+    first = rows * least_micro_batches(config, shape)
+    example = f"Choose start and increment among multiples of {unit}" + f", start at least {first}" * (first > unit)
+    example += ", and train.global_batch_size as start and one or more increments"
     yield key, len(given) != 3, f"it is [start, increment, rows], three numbers, and has {len(given)}", example
     start, increment, over = given
     grows = train.global_batch_size - start
@@ -188,6 +191,22 @@ def _rampup_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]
         one = replace(config, train=replace(train, global_batch_size=rows, rampup_batch_size=None))
         for _, broken, rule, _ in mesh_rows(one, shape, device):
             yield key, broken, f"it has batches of {rows} rows, and {rule}", example
+
+
+def least_micro_batches(config: Config, shape: MeshShape) -> int:
+    """Return the fewest micro-batches that a step of a data-parallel rank may have."""
+    schedule = config.parallel.schedule
+    if shape.pp == 1 or schedule in ALL_FORWARDS_FIRST:
+        return 1 + config.parallel.overlap_all_to_all
+    return shape.pp * (1 + (schedule == "DualPipeV"))
+
+
+def _more_micro_batches(config: Config, shape: MeshShape) -> str:
+    """Return the settings with which a step has as many micro-batches as it must have."""
+    train, ranks = config.train, shape.dp * least_micro_batches(config, shape)
+    smaller, left = divmod(train.global_batch_size, ranks)
+    found = f"train.global_batch_size={ranks * train.micro_batch_size}"
+    return found if left else f"{found}, or train.micro_batch_size={smaller}"
 
 
 def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -227,11 +246,11 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     micro_batches = rows // unit
     arithmetic = (f"global_batch_size / (dp_replicate*dp_shard*micro_batch_size) = {rows} / "
         f"({shape.dp_replicate}*{shape.dp_shard}*{micro}) = {micro_batches} micro-batches")
-    least = 2 * pp if schedule == "DualPipeV" else pp
+    least = least_micro_batches(config, shape)
     some = "2 * mesh.pp" if least > pp else "mesh.pp"
-    yield ("train.global_batch_size", schedule not in ALL_FORWARDS_FIRST and micro_batches < least,
+    yield ("train.global_batch_size", micro_batches < least,
            f"{schedule} needs at least {some}={least} micro-batches in flight; {arithmetic}",
-           f"Nearest valid choice: train.global_batch_size={least * unit}, or a smaller micro_batch_size")
+           f"Nearest valid choice: {_more_micro_batches(config, shape)}")
     if schedule in IN_ROUNDS:
         yield divides("train.global_batch_size", rows, pp * unit,
             f"{schedule} runs its micro-batches in rounds of mesh.pp={pp}; {arithmetic}, "
@@ -248,12 +267,13 @@ def _halves_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     model = config.model
     # The first stage passes no gradient on, so its passes have no first half.
     _, *modules = module_sizes(config, shape.pp * config.parallel.stages_per_rank)
-    twice = max(modules) > 1 or (modules[-1] > 0 and model.tie_embeddings)
-    yield ("model.num_mtp_layers", twice and runs_halves(schedule),
-           f"modules of more than one depth in a stage, or beside a tied head, read the embedding along the path of the "
-           f"stage's input, which torch cannot leave out of the second half of a backward pass ({schedule})",
-           "Give each m a stage of its own in parallel.layout, or set parallel.schedule=Interleaved1F1B or "
-           "model.num_mtp_layers=" + ("0" if model.tie_embeddings else "1"))
+    tied = modules[-1] > 0 and model.tie_embeddings
+    which = "a module beside a tied head reads" if tied else "modules of more than one depth in a stage read"
+    yield ("model.num_mtp_layers", (tied or max(modules) > 1) and runs_halves(schedule),
+           f"{which} the embedding along the path of the stage's input, which torch cannot leave out of the second half "
+           f"of a backward pass ({schedule})",
+           f"Give each m a stage of its own{' before the last' * tied} in parallel.layout, or set "
+           f"parallel.schedule=Interleaved1F1B or model.num_mtp_layers={int(not tied)}")
     yield ("train.compile", config.train.compile and runs_halves(schedule),
            f"torch cannot run the halves of a compiled backward pass separately ({schedule})",
            "Set train.compile=false, or parallel.schedule=Interleaved1F1B")
@@ -308,7 +328,7 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
     yield ("train.micro_batch_size", micro_batches < 2,
            f"{key} merges two micro-batches, and a data-parallel rank has {micro_batches} a step",
-           f"Set a smaller train.micro_batch_size, {off}")
+           f"Set {_more_micro_batches(config, shape)}, {off}")
     yield from _step_rows(
         config, f"{key} runs the passes of two micro-batches at once, which share their weights to the end of the step", off)
 

@@ -136,6 +136,7 @@ class GroupedQueryAttention(nn.Module):
         hidden = config.hidden_size
         self.sequence = backend.pg_collection.sequence
         self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
+        self.num_kv_heads = attention.num_kv_heads
         bias = attention.qkv_bias
         self.q_rows = own_rows(self.sequence, attention.num_heads, self.head_dim)
         self.k_rows = own_rows(self.sequence, attention.num_kv_heads, self.head_dim)

@@ -6,6 +6,7 @@ Letters: B rows, S positions, s positions of this rank between two blocks, H hid
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -104,6 +105,9 @@ class Decoder(CausalLM):
             depth = int(name) - self.config.num_layers
             given_BS, count = given_BSD[..., depth], mtp_D2[depth, 1].clamp_min(1)
             here = replace(tokens, not_padding=given_BS >= 0, num_tokens=count)
+            # a copy: a recomputation reads the tokens of its own depth
+            context = copy(context)
+            context.tokens = here
             local_tokens = here.local_shard(self.backend.pg_collection.sequence)
             x_BsH = block(x_BsH, context, local_tokens, self._embed(given_BS.clamp_min(0)))
             yield x_BsH

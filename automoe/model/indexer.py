@@ -24,7 +24,7 @@ from automoe.config.schema import ModelConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear
 from automoe.model.rows import gather_row
-from automoe.moe.recompute import is_recomputing
+from automoe.moe.recompute import counts
 
 if TYPE_CHECKING:
     from automoe.model.attention import AttentionContext
@@ -139,7 +139,7 @@ class Indexer(nn.Module):
         weight_Bs = self.ranks.local_shard(tokens.valid).to(target_BsR.dtype) / tokens.num_tokens
         chosen_BsR = self.ranks.local_shard(chosen_BSR)
         loss = _Divergence.apply(*inputs, target_BsR, chosen_BsR, weight_Bs)
-        if not is_recomputing():  # the forward pass has counted these tokens
+        if counts():
             self.loss_sum += loss.detach()
         return loss
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from automoe.moe.process_groups import ProcessGroupCollection
-from automoe.moe.recompute import is_recomputing
+from automoe.moe.recompute import counts
 from automoe.moe.tokens import Tokens
 
 
@@ -171,7 +171,7 @@ class LoadCounter(nn.Module):
         losses: list[torch.Tensor],
         dropped_BSK: torch.Tensor | None = None,
     ) -> None:
-        """Add one micro-batch to the counters; do nothing in a recomputation.
+        """Add one micro-batch to the counters, if the pass counts.
 
         Args:
             chosen_BE: tokens given to each expert.
@@ -179,8 +179,8 @@ class LoadCounter(nn.Module):
             losses: one scalar for each of ``LOSSES``.
             dropped_BSK: bool, the choices that were dropped; None if the layer drops none.
         """
-        if is_recomputing():
-            return  # the forward pass has counted these tokens
+        if not counts():
+            return
         self.totals[:-1] += torch.cat(
             (chosen_BE.sum(0), plain_BE.sum(0), torch.stack(losses).to(torch.float64))
         )

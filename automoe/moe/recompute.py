@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import TypeVar
 
+from automoe.storage.trace import trains
+
 T = TypeVar("T")
 
 
@@ -60,3 +62,8 @@ def is_recomputing() -> bool:
     """Return True in a recomputation, which must have no effect beyond its result."""
     current = _CURRENT.get()
     return current is not None and current.recomputes
+
+
+def counts() -> bool:
+    """Return True if this forward pass counts: it trains, and it is not a recomputation."""
+    return trains() and not is_recomputing()

@@ -17,8 +17,10 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from automoe.model.attention import AttentionContext, GroupedQueryAttention, LatentAttention
+from automoe.model.rows import gather_row
 from automoe.moe.local_shard import global_offset, local_shard
 from automoe.moe.process_groups import first_of_rank
+from automoe.moe.recompute import counts
 
 CHUNK = 512  # queries whose logits are in memory at once
 
@@ -26,8 +28,8 @@ CHUNK = 512  # queries whose logits are in memory at once
 class WatchedAttention:
     """``AttentionContext.attend`` that records the largest logit [N] of each head it computed.
 
-    Only forward passes that have a backward pass count. The logits are computed a second time,
-    since no attention kernel returns them.
+    Queries of padding do not count. The logits are computed a second time, since no attention
+    kernel returns them.
     """
 
     def __init__(self, attend: Any) -> None:
@@ -46,24 +48,30 @@ class WatchedAttention:
         sinks_N: torch.Tensor | None = None,
         chosen_BSR: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if torch.is_grad_enabled():
+        if counts():
             self.first = context.heads.rank * q_BSND.shape[2]
+            valid_BS = gather_row(context.tokens.valid.int(), context.heads) > 0
             for queries, keys, mask in context.query_blocks(window, chosen_BSR):
                 block = q_BSND.detach()[:, queries], k_BRGD.detach()[:, keys]
                 assert not isinstance(mask, BlockMask), "refused by the rules"
-                found = largest_logits(*block, mask, scale)
+                found = largest_logits(*block, mask, scale, valid_BS[:, queries])
                 self.largest = found if self.largest is None else self.largest.maximum(found)
         return self.attend(context, q_BSND, k_BRGD, v_BRGD, scale, window, sinks_N, chosen_BSR)
 
 
 @torch.no_grad()
 def largest_logits(
-    q_BSND: torch.Tensor, k_BRGD: torch.Tensor, mask: torch.Tensor | None, scale: float
+    q_BSND: torch.Tensor,
+    k_BRGD: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    valid_BS: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the largest logit [N] of each head over all queries and the keys that they see.
+    """Return the largest logit [N] of each head over the valid queries and the keys that they see.
 
     Args:
         mask: [B, 1, S, R], True where a query sees a key; None for plain causality.
+        valid_BS: True for queries that are not padding; without one the result is -inf.
     """
     num_queries, num_heads = q_BSND.shape[1:3]
     k_BNDR = k_BRGD.repeat_interleave(num_heads // k_BRGD.shape[2], 2).permute(0, 2, 3, 1)
@@ -73,6 +81,7 @@ def largest_logits(
         rows = slice(first, first + CHUNK)
         logits_BNSR = q_BSND[:, rows].transpose(1, 2) @ k_BNDR
         seen = positions <= positions[rows, None] if mask is None else mask[:, :, rows]
+        seen = seen & valid_BS[:, None, rows, None]
         largest.append(logits_BNSR.masked_fill(~seen, -math.inf).amax((0, 2, 3)))
     return torch.stack(largest).amax(0).to(torch.promote_types(q_BSND.dtype, torch.float32)) * scale
 
@@ -127,16 +136,22 @@ def _of_all_heads(module: Any) -> torch.Tensor:
 def clip_logits(found: LargestLogits, limit: float) -> None:
     """Scale weights so that no head's logits on the same batch would exceed ``limit``.
 
-    gamma = min(1, limit / largest logit) of each head. In latent attention the parts of queries and
-    keys without rotation are scaled by sqrt(gamma) each. The rotary part of queries is scaled by
-    gamma, because all heads share its keys (Kimi K2, algorithm 1). In grouped-query attention heads
-    share keys too, so queries are scaled by gamma.
+    gamma = min(1, limit / largest logit) of each head. A head with keys of its own gets
+    W_q <- gamma^alpha W_q and W_k <- gamma^(1 - alpha) W_k with alpha = 0.5 (Kimi K2, section 2.1).
+    In latent attention the parts of queries and keys without rotation are scaled so. The rotary
+    part of queries is scaled by gamma, because all heads share its keys (algorithm 1). In
+    grouped-query attention heads share keys too, so queries are scaled by gamma.
     """
     for module, largest in zip(found.modules, found.by_head, strict=True):
         gamma = torch.where(largest > limit, limit / largest, 1.0)
         if isinstance(module, GroupedQueryAttention):
             gate = [torch.ones_like(gamma)] * module.head_dim * module.output_gate
-            _scale_rows(module.q_proj, torch.stack([gamma] * module.head_dim + gate, 1))
+            if own_keys := module.num_kv_heads == module.num_heads:
+                gamma = gamma.sqrt()
+            rows = [gamma] * module.head_dim
+            _scale_rows(module.q_proj, torch.stack(rows + gate, 1))
+            if own_keys:
+                _scale_rows(module.k_proj, torch.stack(rows, 1))
             continue
         root = [gamma.sqrt()] * module.nope_dim
         queries = module.q_proj if module.q_lora_rank is None else module.q_b_proj

@@ -42,6 +42,7 @@ from automoe.observe.metrics import is_taken
 from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, reshard
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import TURNS
+from automoe.storage.trace import training_pass
 
 SENDS_KEPT = 2  # sends in flight per stage and direction
 
@@ -209,13 +210,26 @@ class StepRunner(ABC):
                 raise ConfigError("model.num_mtp_layers", depths, BY_CROSS_ENTROPY, remedy)
             part.loss = loss
 
-    @abstractmethod
     def train(self, inputs: Inputs) -> torch.Tensor:
         """Run forward and backward; gradients are summed over the global batch on return.
 
         Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and
         on all tp ranks but the first, because tp ranks have equal losses.
         """
+        self._forget_reported()
+        with training_pass():
+            loss = self._train(inputs)
+        self.shared.sum()
+        return loss.detach().to(torch.float64) * self.reports_loss
+
+    @abstractmethod
+    def _train(self, inputs: Inputs) -> torch.Tensor:
+        """Run forward and backward; return the sum of the losses of this rank's last stage."""
+
+    def _forget_reported(self) -> None:
+        """Drop what losses reported outside of this runner's passes."""
+        for part in self.model_parts.values():
+            part.reported.clear()
 
     def evaluate(self, inputs: Inputs) -> torch.Tensor:
         """Run a forward pass without gradients or counting; return this rank's loss share."""
@@ -224,13 +238,24 @@ class StepRunner(ABC):
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return shares.to(torch.float64).sum()
 
-    @abstractmethod
     def outputs(self, inputs: Inputs) -> torch.Tensor | None:
         """Run a forward pass without gradients or counting; return the last stage's outputs.
 
         Returns:
             The outputs joined over micro-batches; None on ranks without the last stage.
         """
+        self._forget_reported()
+        for part in self.model_parts.values():
+            part.eval()
+        found = self._outputs(inputs)
+        for part in self.model_parts.values():
+            part.train()
+        reshard(self.model_parts.values())
+        return found
+
+    @abstractmethod
+    def _outputs(self, inputs: Inputs) -> torch.Tensor | None:
+        """Run the forward passes of ``outputs``."""
 
     def take_reported(self) -> dict[str, torch.Tensor]:
         """Return and reset this rank's contributions to the losses' extra metrics, by name."""
@@ -254,7 +279,7 @@ class SingleStageRunner(StepRunner):
     def part(self) -> CausalLM:
         return self.model_parts[0]
 
-    def train(self, inputs: Inputs) -> torch.Tensor:
+    def _train(self, inputs: Inputs) -> torch.Tensor:
         micro_batches = self._split(inputs)
         total = torch.zeros((), dtype=torch.float64, device=inputs["tokens"].device)
         for i, micro_batch in enumerate(micro_batches):
@@ -262,18 +287,14 @@ class SingleStageRunner(StepRunner):
             loss = self.part(micro_batch.pop("tokens"), **micro_batch).sum()
             loss.backward()
             total += loss.detach()
-        self.shared.sum()
-        return total * self.reports_loss
+        return total
 
     @torch.no_grad()
-    def outputs(self, inputs: Inputs) -> torch.Tensor:
-        self.part.eval()
+    def _outputs(self, inputs: Inputs) -> torch.Tensor:
         found = [
             self.part(micro_batch.pop("tokens"), **micro_batch)
             for micro_batch in self._split(inputs)
         ]
-        self.part.train()
-        reshard([self.part])
         return torch.cat(found)
 
     def _split(self, inputs: Inputs) -> list[Inputs]:
@@ -452,23 +473,15 @@ class PipelineRunner(StepRunner):
 
         return group(stage - 1, sides), group(stage + 1, sides[::-1])
 
-    def train(self, inputs: Inputs) -> torch.Tensor:
+    def _train(self, inputs: Inputs) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         self._run("step", inputs, losses)
         TURNS.check_nothing_waits()
-        self.shared.sum()
-        if not losses or not self.reports_loss:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.stack(losses).detach().to(torch.float64).sum()
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.stack(losses).detach().to(zero).sum() if losses else zero
 
-    def outputs(self, inputs: Inputs) -> torch.Tensor | None:
-        for part in self.model_parts.values():
-            part.eval()
-        found = self._run("eval", inputs, [])
-        for part in self.model_parts.values():
-            part.train()
-        reshard(self.model_parts.values())
-        return found
+    def _outputs(self, inputs: Inputs) -> torch.Tensor | None:
+        return self._run("eval", inputs, [])
 
     def _run(self, method: str, inputs: Inputs, losses: list[torch.Tensor]) -> torch.Tensor | None:
         # With train.rampup_batch_size, steps have fewer micro-batches than validation has.

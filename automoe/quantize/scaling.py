@@ -26,6 +26,7 @@ from automoe.quantize.formats import (
     tile_amax,
     transposed,
 )
+from automoe.storage.trace import trains
 
 HISTORY = 16  # steps that a delayed scale looks back over
 X, W, GRAD = range(3)
@@ -171,7 +172,7 @@ class Delayed(Tensorwise):
     def amax(self, local: torch.Tensor, operand: int) -> torch.Tensor:
         # Experts share a history, so the maximum is over all of them.
         one = local.amax().view(1, 1) if local.numel() else local.new_zeros(1, 1)
-        if self.training:
+        if trains():
             self.seen[operand] = torch.maximum(self.seen[operand], one[0, 0])
         if self.known is None:
             self.known = (self.history.amax(-1) > 0).cpu().tolist()

@@ -6,6 +6,10 @@
 A listener is called as ``listener(name, step, edge)`` with the edge ``begin`` before a phase and
 ``end`` after it; a phase that raises has no end. ``step`` is the number of the step that the phase
 belongs to, counted from 1, and None outside of steps. This module does not import torch.
+
+``trains`` is one answer for all counters, watchers and statistics: whether the passes that run now
+belong to a training step. A pass that only evaluates may have gradients, and a module in training
+mode may run without, so neither of the two tells.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 Listener = Callable[[str, int | None, str], object]
 
 _listeners: list[Listener] = []
+_trains = False
 
 
 @contextmanager
@@ -28,6 +33,22 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
         yield
     for listener in tuple(_listeners):
         listener(name, step, "end")
+
+
+@contextmanager
+def training_pass() -> Iterator[None]:
+    """Mark the block as forward and backward passes of a training step, in all threads."""
+    global _trains
+    _trains = True
+    try:
+        yield
+    finally:
+        _trains = False
+
+
+def trains() -> bool:
+    """Return True inside ``training_pass``: what a pass counts, counts there alone."""
+    return _trains
 
 
 @contextmanager

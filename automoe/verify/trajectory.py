@@ -19,9 +19,9 @@ from automoe.model.causal_lm import CausalLM
 from automoe.moe.balance import LOSSES
 from automoe.moe.router import recorded_choices
 from automoe.optim.adamw import build_optimizer
-from automoe.parallel.mesh import build_meshes
+from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.parallel.pipeline import build_runner
+from automoe.parallel.pipeline import StepRunner, build_runner
 from automoe.training.routing import replayed_routing
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
@@ -78,6 +78,7 @@ def run_trajectory(
     keep_tensors: bool = True,
     device: str = "cpu",
     order: torch.Tensor | None = None,
+    between: Callable[[StepRunner, Meshes], object] = lambda runner, meshes: None,
 ) -> Trajectory:
     """Train ``steps`` steps on the mesh ``shape``, and return all results of this rank.
 
@@ -90,6 +91,7 @@ def run_trajectory(
         keep_tensors: gather gradients and parameters too.
         order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
             into micro-batches; None keeps their order.
+        between: function that is called after every step, such as a validation.
     """
     load_plugins(config.plugins)  # a rank of the pool has read no command line
     on = torch.device(device)
@@ -139,6 +141,7 @@ def run_trajectory(
         facts = vars(stats) | stats.balance_losses
         for name in BALANCE:
             getattr(seen, name).append(facts[name])
+        between(runner, meshes)
     if keep_tensors:
         parameters = {name: whole(p) for name, p in named_parameters(parts).items()}
         buffers = (named for part in parts.values() for named in part.named_buffers())

@@ -6,12 +6,15 @@ The errors are those of the other tests of rules, with a few more; remedies are 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from automoe.config.compose import key_of
+from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.launch import prepare
 from tests.config.test_validate import BAD
@@ -145,6 +148,11 @@ MORE: dict[str, tuple[int, list[str], Any]] = {
     "fp8 compiled": (1, ["train.fp8=tensorwise", "train.compile=true"], "config"),
     "kernels": (1, ["kernels.attention=te", "kernels.norm=te"], "config"),
     "experts": (1, ["moe.experts=te"], "config"),
+    "one row in two stages": (2, ["mesh.pp=2", "train.micro_batch_size=1", "train.global_batch_size=1"], "config"),
+    "three rows in two stages": (2, ["mesh.pp=2", "train.micro_batch_size=3", "train.global_batch_size=3"], "config"),
+    "one row to merge": (2, ["mesh.ep=2", "parallel.overlap_all_to_all=true", "train.micro_batch_size=1", "train.global_batch_size=2"], "config"),
+    "eight rows to merge": (2, ["mesh.ep=2", "parallel.overlap_all_to_all=true", "train.micro_batch_size=4", "train.global_batch_size=8"], "config"),
+    "a module beside a tied head": (2, ["model=small_dsv3", "model.tie_embeddings=true", "model.num_mtp_layers=1", "mesh.pp=2", "parallel.schedule=ZBVZeroBubble", "parallel.stages_per_rank=2"], "config"),
 }  # fmt: skip
 
 
@@ -155,6 +163,40 @@ def test_what_other_errors_say_to_set_passes(case: str, files: Files) -> None:
     given = {"CHAT": files.files["chat"], "ROUTING": files.folder / "routing"}
     overrides = [f"{key}={given.get(value, value)}" for key, _, value in (one.partition("=") for one in overrides)]
     ends(ranks, ["mesh=fsdp", *overrides], files, name=name)
+
+
+RAMPS = [
+    ["mesh.pp=1"],
+    ["mesh.pp=1", "mesh.ep=2", "parallel.overlap_all_to_all=true"],
+    ["mesh.pp=2"],
+    ["mesh.pp=2", "parallel.schedule=GPipe", "train.micro_batch_size=2"],
+    ["mesh.pp=2", "parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2"],
+    ["mesh.pp=2", "parallel.schedule=DualPipeV", "parallel.stages_per_rank=2"],
+]
+
+
+@pytest.mark.parametrize("overrides", RAMPS, ids=" ".join)
+def test_a_ramp_takes_exactly_the_batches_that_its_error_names(overrides: list[str]) -> None:
+    config = quick_config(overrides=["mesh=fsdp", "train.micro_batch_size=1", *overrides])
+
+    def error_of(start: int, increment: int, *over: int) -> str:
+        train = replace(config.train, rampup_batch_size=[start, increment, *over], global_batch_size=start + increment)
+        try:
+            validate(replace(config, train=train), 2, "cpu")
+        except ConfigError as error:
+            return error.remedy if error.key == "train.rampup_batch_size" else ""
+        return "accepted"
+
+    unit, first = re.fullmatch(r".*multiples of (\d+)(?:, start at least (\d+))?, and .*", error_of(64, 64)).groups()
+    for start, increment in product(range(1, 13), (1, 2, 3, 4, 6, 8)):
+        fits = start % int(unit) == 0 == increment % int(unit) and start >= int(first or 0)
+        assert (error_of(start, increment, 100) == "accepted") == fits, (start, increment)
+
+
+def test_a_module_is_told_which_of_two_reasons_it_has() -> None:
+    ranks, overrides, name = MORE["a module beside a tied head"]
+    error = refused(ranks, ["mesh=fsdp", *overrides], None, name)
+    assert "a module beside a tied head" in error.rule and "more than one depth" not in error.rule
 
 
 HF = [

@@ -201,6 +201,10 @@ MODELS["deepseek-mtp"] = replace(MODELS["deepseek"], num_mtp_layers=1)
 MODELS["deepseek-mtp2"] = replace(MODELS["deepseek"], num_layers=4, num_mtp_layers=2)
 MODELS["glm-mtp"] = replace(MODELS["glm"], num_layers=4, num_mtp_layers=2, tie_embeddings=True)
 # Each query sees three keys, which an indexer chooses.
+# Heads with keys of their own, without a norm of theirs.
+MODELS["mixtral-mha"] = replace(
+    MODELS["mixtral"], attention=replace(MODELS["mixtral"].attention, num_heads=4, num_kv_heads=4, head_dim=6)
+)
 MODELS["deepseek-sparse"] = replace(
     MODELS["deepseek"],
     family="deepseek_v32",
@@ -289,9 +293,11 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """The same run on one rank, the whole batch at once, nothing padded or recomputed."""
+        """The same run on one rank, the whole batch at once, nothing padded, recomputed or evaluated."""
         moe = {key: value for key, value in self.moe.items() if key != "pad_to_capacity"}
-        return replace(self, mesh={}, rows=ROWS, dispatcher="alltoall", gpus_per_node=8, parallel={}, moe=moe)
+        train = {key: value for key, value in self.train.items() if key != "val_every"}
+        whole = dict(mesh={}, rows=ROWS, dispatcher="alltoall", gpus_per_node=8, parallel={})
+        return replace(self, moe=moe, train=train, **whole)
 
     def __str__(self) -> str:
         axes = "-".join(f"{axis}{size}" for axis, size in self.mesh.items()) or "one"

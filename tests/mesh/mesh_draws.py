@@ -15,8 +15,10 @@ from typing import Any
 from mesh_cases import MODELS, ROWS, Case
 from mesh_mappings import (
     BREADTH_FIRST,
+    CLIP,
     DELAYED,
     DUAL_PIPE,
+    EVALUATED,
     FULL,
     FUSED,
     GPIPE,
@@ -96,7 +98,8 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
         parallel=parallel,
         document_mask=generator.random() < 0.8,
         moe=moe,
-        optim=choose(({}, {}, MUON if attention.qk_norm or parallel.get("context") == "ring" else MUON_CLIP)),
+        optim=choose(({}, MUON) if attention.qk_norm or parallel.get("context") == "ring" else ({}, CLIP, MUON_CLIP)),
+        train=choose(({}, EVALUATED)),
     )
     shapes = list(legal_meshes(world_size, Case(family, **run).config))
     if not shapes:

@@ -25,6 +25,7 @@ import automoe.model.rows
 import automoe.moe.balance
 import automoe.moe.router
 import automoe.moe.tokens
+import automoe.optim.qk_clip
 import automoe.parallel.parallelize
 import automoe.parallel.pipeline
 import automoe.verify.trajectory
@@ -448,4 +449,8 @@ def documents_of_a_cp_rank_believed_the_row():
 
 
 def recomputation_counted_again():
-    return patch.object(automoe.moe.balance, "is_recomputing", lambda: False)
+    return patch.object(automoe.moe.balance, "counts", lambda: True)
+
+
+def logits_of_evaluation_counted():
+    return patch.object(automoe.optim.qk_clip, "counts", torch.is_grad_enabled)

@@ -25,7 +25,9 @@ NODES = dict(dispatcher="hierarchical", gpus_per_node=2)
 
 LORA = dict(rank=4, dropout=0.25)
 MUON = dict(algorithm="muon")
-MUON_CLIP = MUON | dict(qk_clip=0.5)  # most heads of these models have larger logits
+CLIP = dict(qk_clip=0.5)
+MUON_CLIP = MUON | CLIP  # most heads of these models have larger logits
+EVALUATED = dict(val_every=1)  # and prompts answered, after every step
 WARMUP = dict(indexer="warmup", freeze=["*"], trainable=["*.indexer.*"])
 MERGED = dict(overlap_all_to_all=True)
 FUSED = dict(expert_wgrad="fused")
@@ -88,6 +90,9 @@ CORE = [
     Case("minimax", dict(tp=2, ep=2), rows=4),
     # matrices that come whole to one owner each
     Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, optim=MUON),
+    # what is evaluated between steps counts nowhere; keys of their own are clipped too
+    Case("mixtral", dict(pp=2), rows=2, optim=CLIP, train=EVALUATED),
+    Case("mixtral-mha", dict(dp_shard=2, tp=2, ep=2), rows=2, optim=CLIP, train=EVALUATED),
 ]
 
 MORE = [

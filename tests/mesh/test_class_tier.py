@@ -31,6 +31,7 @@ from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 from automoe.planner.memory import plan_memory
 from automoe.planner.reserve import not_modelled
+from automoe.storage.trace import training_pass
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.run import loader_rows, make_runnable, passes, verify_pass
@@ -71,7 +72,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("model_type", CLASSES, ids=str)
 def test_loss_and_gradients_are_those_of_the_class(saved: dict[str, Path], model_type: str) -> None:
-    ours, worst = against_class(tier_config(saved[model_type]))
+    with training_pass():
+        ours, worst = against_class(tier_config(saved[model_type]))
     assert worst <= (1e-6 if model_type in WIDE else 1e-12)
     counts = torch.stack([layer.router.load.totals[:8] for _, layer in ours.moe_layers()])
     assert counts.sum() == 24 * 2 * len(counts)

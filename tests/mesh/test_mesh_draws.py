@@ -51,6 +51,8 @@ def test_draws_reach_every_axis_and_every_option() -> None:
     for key in ("capacity_factor", "router_jitter", "pad_to_capacity", "dispatch_dtype"):
         assert sum(key in case.moe for case in drawn) > len(drawn) / 20, key
     assert sum(bool(case.optim) for case in drawn) > len(drawn) / 20
+    evaluated = [case for case in drawn if case.train]
+    assert sum("qk_clip" in case.optim and "pp" in case.mesh for case in evaluated) > len(drawn) / 50
     assert sum(case.config.model.num_mtp_layers > 0 for case in drawn) > len(drawn) / 20
     layouts = [str(case.parallel["layout"]) for case in drawn if "layout" in case.parallel]
     assert sum("m" in layout[: layout.rindex("|")] for layout in layouts) > len(drawn) / 100

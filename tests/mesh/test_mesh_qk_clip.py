@@ -17,6 +17,7 @@ from automoe.config.validate import validate
 from automoe.data.loader import StepBatch
 from automoe.errors import ConfigError
 from automoe.model.attention import GroupedQueryAttention
+from automoe.model.backend import BackendConfig
 from automoe.optim import qk_clip
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
@@ -29,15 +30,17 @@ from tests.support.gpu import one_rank
 GATED = replace(MODELS["mixtral"].attention, output_gate=True)
 GATED = replace(MODELS["mixtral"], attention=GATED)  # rows of gates lie between those of queries
 # Models, and a limit between the logits of the heads of their first layers.
-CASES = {"deepseek": 3.3, "deepseek-direct": 5.5, "gpt-oss": 5.0, "llama": 4.5, "mixtral": 4.0}
+CASES = {"deepseek": 3.3, "deepseek-direct": 5.5, "gpt-oss": 5.0, "llama": 4.5, "mixtral": 4.0, "mixtral-mha": 3.0}
 
 
-def plain_largest(q_BSND: torch.Tensor, k_BRGD: torch.Tensor, mask: torch.Tensor | None, scale: float) -> list[float]:
+def plain_largest(
+    q_BSND: torch.Tensor, k_BRGD: torch.Tensor, mask: torch.Tensor | None, scale: float, valid: torch.Tensor
+) -> list[float]:
     largest = [-math.inf] * q_BSND.shape[2]
     for row in range(q_BSND.shape[0]):
         for query in range(q_BSND.shape[1]):
             for key in range(k_BRGD.shape[1]):
-                if key <= query if mask is None else mask[row, 0, query, key]:
+                if valid[row, query] and (key <= query if mask is None else mask[row, 0, query, key]):
                     for head in range(len(largest)):
                         group = head * k_BRGD.shape[2] // len(largest)
                         logit = float(q_BSND[row, query, head] @ k_BRGD[row, key, group]) * scale
@@ -50,10 +53,12 @@ def test_the_largest_logit_of_each_head_in_any_chunks(masked: bool) -> None:
     torch.manual_seed(0)
     q, k = torch.randn(2, 7, 4, 3, dtype=torch.float64), torch.randn(2, 7, 2, 3, dtype=torch.float64)
     mask = (torch.rand(2, 1, 7, 7) < 0.5) | torch.eye(7, dtype=torch.bool) if masked else None
-    expected = pytest.approx(plain_largest(q, k, mask, 0.3), rel=1e-14)
-    assert qk_clip.largest_logits(q, k, mask, 0.3).tolist() == expected
+    valid = torch.arange(7) < torch.tensor([[7], [4]])
+    q[~valid] *= 100
+    expected = pytest.approx(plain_largest(q, k, mask, 0.3, valid), rel=1e-14)
+    assert qk_clip.largest_logits(q, k, mask, 0.3, valid).tolist() == expected
     with mock.patch.object(qk_clip, "CHUNK", 3):
-        assert qk_clip.largest_logits(q, k, mask, 0.3).tolist() == expected
+        assert qk_clip.largest_logits(q, k, mask, 0.3, valid).tolist() == expected
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -90,14 +95,12 @@ def test_a_step_scales_the_heads_over_the_limit_to_the_limit(name: str) -> None:
     assert second[0].tolist() == pytest.approx(first[0].clamp_max(limit).tolist(), rel=1e-12)
     assert torch.equal(second[0][kept], first[0][kept])
     queries = "q_proj" if model.attention.q_lora_rank is None else "q_b_proj"
-    assert {name.split(".")[-2] for name in changed} == {queries} | (
-        {"kv_b_proj"} if model.attention.kind == "mla" else set()
-    )
+    own = {"kv_b_proj" if model.attention.kind == "mla" else "k_proj"}
+    shared = model.attention.num_kv_heads < model.attention.num_heads
+    assert {name.split(".")[-2] for name in changed} == {queries} | (set() if shared else own)
 
 
 def test_rows_of_gates_stay() -> None:
-    from automoe.model.backend import BackendConfig
-
     module = GroupedQueryAttention(GATED, 0, BackendConfig())
     torch.nn.init.normal_(module.q_proj.weight)
     before = module.q_proj.weight.detach().clone().unflatten(0, (-1, 2, module.head_dim))
@@ -105,6 +108,21 @@ def test_rows_of_gates_stay() -> None:
     after = module.q_proj.weight.detach().unflatten(0, before.shape[:3])
     assert torch.equal(after[0, 0], before[0, 0] * 0.5) and torch.equal(after[1], before[1])
     assert torch.equal(after[0, 1], before[0, 1])
+
+
+@pytest.mark.parametrize(("biased", "limit"), [(False, 2.0), (True, 0.3)])
+def test_queries_and_keys_of_heads_with_their_own_share_the_factor(biased: bool, limit: float) -> None:
+    """W_q <- gamma^(1/2) W_q, W_k <- gamma^(1/2) W_k, head by head (arXiv 2507.20534, section 2.1)."""
+    attention = replace(MODELS["mixtral"].attention, num_heads=3, num_kv_heads=3, qkv_bias=biased)
+    module = GroupedQueryAttention(replace(MODELS["mixtral"], attention=attention), 0, BackendConfig()).double()
+    largest = [4.0, 1.0, 0.5]
+    before = {name: torch.nn.init.normal_(one).detach().clone() for name, one in module.named_parameters()}
+    qk_clip.clip_logits(qk_clip.LargestLogits([module], torch.tensor([largest], dtype=torch.float64)), limit)
+    for name, after in module.named_parameters():
+        for head, logit in enumerate(largest):
+            rows = slice(head * module.head_dim, (head + 1) * module.head_dim)
+            factor = min(1.0, limit / logit) ** 0.5 if name.startswith(("q_", "k_")) else 1.0
+            torch.testing.assert_close(after[rows], before[name][rows] * factor, rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import mesh_faults as faults
 import pytest
 from mesh_cases import STEPS, Case, batches, run_case
 from mesh_faults import Fault, run_with_fault
-from mesh_mappings import CORE, FULL, NODES, PARTS, ULYSSES
+from mesh_mappings import CLIP, CORE, EVALUATED, FULL, NODES, PARTS, ULYSSES
 from test_mesh_float64 import TOLERANCE
 
 from automoe.verify.pool import RankPool
@@ -32,6 +32,7 @@ DELTA_NETS = Case("qwen3-next", dict(tp=2, ep=2), rows=4, parallel=PARTS)
 WINDOWS = Case("gpt-oss", dict(cp=2, etp=2), rows=4)
 EXCHANGED = Case("gpt-oss", dict(cp=2, tp=2, ep=2), rows=4, parallel=ULYSSES)
 EXCHANGED_STATES = Case("qwen3.5", dict(cp=4, ep=2), rows=4)
+VALIDATED = Case("mixtral", dict(pp=2), rows=2, optim=CLIP, train=EVALUATED)
 
 # fault, the mesh it is put in, and the first thing that differs: step, kind, part of the name
 FAULTS = [
@@ -78,6 +79,7 @@ FAULTS = [
     (faults.documents_of_a_cp_rank_believed_the_row, EXCHANGED_STATES, 0, "loss", ""),
     (faults.decays_of_the_first_heads_on_every_cp_rank, EXCHANGED_STATES, 0, "loss", ""),
     (faults.recomputation_counted_again, GATED_TENSOR, 0, "seq_balance_loss", ""),
+    (faults.logits_of_evaluation_counted, VALIDATED, 2, "loss", ""),
 ]
 
 

@@ -16,6 +16,7 @@ from automoe.model.decoder import Decoder
 from automoe.model.indexer import Indexer
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.moe.tokens import IGNORE
+from automoe.storage.trace import training_pass
 
 MODEL = ModelConfig(
     family="deepseek_v32",
@@ -155,7 +156,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_gradients_are_those_of_a_loop_over_the_formula(
-    name: str, watched: list[dict], monkeypatch: pytest.MonkeyPatch
+    name: str, watched: list[dict], monkeypatch: pytest.MonkeyPatch, trains: None
 ) -> None:
     config, warmup = VARIANTS[name]
     monkeypatch.setattr(module, "CHUNK", 5)  # three chunks, the last of them shorter
@@ -234,8 +235,10 @@ def test_nothing_is_counted_or_learnt_outside_training() -> None:
     with torch.no_grad():
         model(**given)
     model.eval()(**given)
+    model.train()(**given)  # not in a step
     assert not any(float(part.loss_sum) for part in model.modules() if isinstance(part, Indexer))
-    model.train()(**given)
+    with training_pass():
+        model(**given)
     first = [float(part.loss_sum) for part in model.modules() if isinstance(part, Indexer)]
     assert len(first) == 2 and min(first) > 0
 

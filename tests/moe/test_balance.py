@@ -9,6 +9,8 @@ from test_router import B, E, S, hidden_states, make_router, make_rows
 from automoe.config.schema import RouterConfig
 from automoe.moe.balance import attach_loss, count_choices, update_expert_bias
 
+pytestmark = pytest.mark.usefixtures("trains")
+
 
 def shares_of(router, x: torch.Tensor) -> torch.Tensor:
     logits = x @ router.weight.T

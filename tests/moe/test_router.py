@@ -12,6 +12,8 @@ from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.moe.router import Router, expert_weights, select_experts
 from automoe.moe.tokens import Tokens
 
+pytestmark = pytest.mark.usefixtures("trains")
+
 B, S, H, E = 2, 12, 16, 12
 
 

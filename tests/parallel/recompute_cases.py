@@ -122,7 +122,7 @@ def run_with_fault(config: Config, batches: Batches, steps: int, fault: Fault) -
 
 def counted_again():
     """A recomputed router that counts its tokens as if they were new."""
-    return patch.object(automoe.moe.balance, "is_recomputing", lambda: False)
+    return patch.object(automoe.moe.balance, "counts", lambda: True)
 
 
 def routed_otherwise():

@@ -7,6 +7,7 @@ from typing import Any
 from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import (
     COMMON_FIELDS,
+    GROUPED_LEAST,
     GROUPED_MOE,
     GROUPED_ROUTER,
     MTP,
@@ -48,5 +49,6 @@ FAMILY = Family(
         "moe_layer_freq": 1,
     },
     mscale=True,
+    least=GROUPED_LEAST,
     known_as=("kimi_k2",),
 )

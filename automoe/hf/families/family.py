@@ -102,6 +102,7 @@ class Family:
         known_as: other model_types of the same architecture.
         whole_heads: True if transformers requires the number of heads to divide the hidden size,
             even with head_dim set.
+        least: smallest values that transformers computes in a layer with experts.
     """
 
     model_type: str
@@ -117,6 +118,7 @@ class Family:
     dense: bool = False
     known_as: tuple[str, ...] = ()
     whole_heads: bool = False
+    least: dict[str, int] = field(default_factory=dict)
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
         """Return our configuration of the model in a ``config.json``, as ``transformers`` reads it.
@@ -172,6 +174,13 @@ class Family:
                     f"a {self.model_type} checkpoint can only have {value}",
                     f"Set model.{ours}={value}, or export as another model.family",
                 )
+        for ours, least in self.least.items():
+            if config.num_moe_layers and (found := value_of(config, ours)) < least:
+                rule = (
+                    f"transformers loads a {self.model_type} checkpoint only with {least} or more"
+                )
+                remedy = f"Set model.{ours}={least} or more, or checkpoint.export_hf=false"
+                raise ConfigError(f"model.{ours}", found, rule, remedy)
         hidden = config.hidden_size
         heads = config.attention.num_heads
         if self.whole_heads and hidden % heads:
@@ -441,3 +450,6 @@ GROUPED_ROUTER = {
     "router.expert_bias": True,
     "router.group_score_topk": 2,
 }
+# Its class scores a group by its two best experts, also if there is one group, and always has
+# shared experts.
+GROUPED_LEAST = {"num_experts": 2, "num_shared_experts": 1}

@@ -10,6 +10,7 @@ from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import (
     COMMON_FIELDS,
     GQA,
+    GROUPED_LEAST,
     GROUPED_MOE,
     GROUPED_ROUTER,
     HEAD_DIM,
@@ -32,6 +33,7 @@ FAMILY = Family(
     fixed=GQA | GROUPED_ROUTER,
     only={"hidden_act": "silu"},
     partial_rotary=True,
+    least=GROUPED_LEAST,
 )
 
 
