@@ -234,6 +234,23 @@ def measure_job(quick: bool, rounds: int) -> dict[str, Any]:
     return report
 
 
+@contextmanager
+def checkout(revision: str) -> Iterator[tuple[str, Path]]:
+    """The whole hash of a commit, and a folder with its files, for a while."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(HERE), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    whole = git("rev-parse", "--verify", f"{revision}^{{commit}}")
+    with tempfile.TemporaryDirectory() as folder:
+        git("worktree", "add", "--detach", f"{folder}/files", whole)
+        try:
+            yield whole, Path(folder, "files")
+        finally:
+            git("worktree", "remove", "--force", f"{folder}/files")
+
+
 def timed(root: Path, arguments: tuple[str, ...], tmp: Path) -> dict[str, float]:
     """Seconds and CPU-seconds of ``automoe train`` from the files in ``root``; the run must end well."""
     with tempfile.TemporaryDirectory(dir=tmp) as folder:
