@@ -93,8 +93,8 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_oss": WINDOWS,
     "granitemoe_swa": WINDOWS,
     "granitemoehybrid": MAMBA | dict(layer_types=["mamba", "attention", "mamba"], shared_intermediate_size=16),
-    "hy_v4": INDEXER,
-    "hy_v4_vl_text": INDEXER,
+    "hy_v4": dict(index_topk=8),
+    "hy_v4_vl_text": dict(index_topk=8),
     "inkling_text": dict(sliding_window_size=8, layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"]),
     "jamba": dict(
         num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1,
