@@ -281,16 +281,16 @@ def _interrupt(signum: int, frame: object) -> None:
 def number_option(
     convert: Callable[[str], N], is_valid: Callable[[N], bool], what: str
 ) -> Callable[[str], N]:
-    """Return an argparse type that converts the text of an option and refuses invalid numbers.
+    """Return an argparse type that converts the text of an option and refuses invalid values.
 
     Args:
-        convert: ``int`` or ``float``.
-        is_valid: returns False for a number that the option does not take.
-        what: names the numbers that the option takes: ``TEXT is not a {what}`` is the message.
+        convert: ``int``, ``float`` or another function of the text.
+        is_valid: returns False for a value that the option does not take.
+        what: names the values that the option takes: ``TEXT is not a {what}`` is the message.
     """
 
     def parse(text: str) -> N:
-        with suppress(ValueError):
+        with suppress(ValueError, OSError):
             if is_valid(number := convert(text)):
                 return number
         raise ArgumentTypeError(f"{text} is not a {what}")
