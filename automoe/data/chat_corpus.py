@@ -180,4 +180,6 @@ def describe_chat(
     for key, what in _WARNINGS.items():
         if number := count[key]:
             first = f", first {where(*chat['first'][key])}"
-            yield "warning: " + what.format(n=number, **dict(count) | {"first": first, "off": remedy})
+            yield "warning: " + what.format(
+                n=number, **dict(count) | {"first": first, "off": remedy}
+            )

@@ -424,7 +424,9 @@ def _python(value: Any) -> Any:
     """
     import pyarrow
 
-    while isinstance(value, (pyarrow.DictionaryScalar, pyarrow.RunEndEncodedScalar, pyarrow.UnionScalar)):
+    while isinstance(
+        value, (pyarrow.DictionaryScalar, pyarrow.RunEndEncodedScalar, pyarrow.UnionScalar)
+    ):
         value = value.value
     if value is None or not value.is_valid:
         return None
