@@ -163,6 +163,7 @@ class _Reader:
         if self.pairs:
             return self._answers(record, ("chosen", "rejected"))
         if {self.keys[key] for key in _COMPLETION} <= record.keys():
+            self.keys = _same("system") | self.keys
             return self._answers(record, ("completion",))
         if self.chat.format == "alpaca":
             messages = self._instruction(record)
@@ -193,6 +194,11 @@ class _Reader:
             where = f"after the {shared} messages that both share "
         else:
             prompt = self._turns(record, "prompt", "user")
+            if prompt[-1]["role"] == "assistant" and not self.pairs:
+                raise self._wrong(
+                    f"{self.keys['prompt']!r} ends in an answer, and another one follows",
+                    "Let it end in a question",
+                )
         for key, answer in zip(names, answers, strict=True):
             if answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
                 raise self._wrong(
