@@ -236,10 +236,10 @@ class Shown:
 def show_everything(stream: Any) -> Any:
     """Return a stream that prints ``\\uXXXX`` for characters that its encoding lacks.
 
-    Without this, ``PYTHONIOENCODING=ascii`` turns them into errors. Terminal controls are escaped
+    Without this, ``PYTHONIOENCODING=ascii`` or ``LC_ALL=C`` turns them into errors. Terminal controls are escaped
     as ``Shown`` does.
     """
-    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
         stream.reconfigure(errors="backslashreplace")
     return stream if stream is None or isinstance(stream, Shown) else Shown(stream)
 

@@ -44,9 +44,14 @@ def matches(text: str) -> list[str]:
     """Return the path ``text`` if it exists, else what it matches as a glob pattern.
 
     Folders that exist are no patterns either, whatever brackets are in their names.
+
+    Raises:
+        PermissionError: a folder on the way cannot be read, which does not mean that it is empty.
     """
     path = os.path.expanduser(text)
     folder = path
     while folder and not os.path.lexists(folder):
         folder = os.path.dirname(folder)
+    if os.path.isdir(folder):
+        os.scandir(folder).close()
     return glob.glob(glob.escape(folder) + path[len(folder) :], recursive=True)

@@ -72,10 +72,11 @@ def test_every_reader_refuses_it(kind: str, damage: str, tmp_path: Path, capsys:
     for reader in readers:
         with pytest.raises(CheckpointError, match=words):
             reader()
+    capsys.readouterr()  # what saving printed
     said = set()
     for command in ("generate {} Who?", "train model.hf_path={} data=chat data.path=none.jsonl", "convert {} --out no",
-                    "plan model.hf_path={}", "verify model.hf_path={}", "eval {} --tasks none.yaml"):  # fmt: skip
+                    "plan model.hf_path={}", "verify model.hf_path={}"):  # fmt: skip
         words_of = command.format(folder).split()
         assert cli.main(words_of) == 2, command
         said.add(capsys.readouterr().err)
-    assert len(said) == 1 and str(folder) in said.pop()
+    assert len(said) == 1 and str(folder) in next(iter(said)), said
