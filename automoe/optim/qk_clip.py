@@ -111,11 +111,8 @@ def take_largest_logits(
 
     Collective over the ranks of a pipeline stage, which hold other rows and other heads.
     """
-    found = []
-    for part in model_parts:
-        for module in part.modules():
-            if isinstance(getattr(module, "attend", None), WatchedAttention):
-                found.append(module)
+    modules = (module for part in model_parts for module in part.modules())
+    found = [one for one in modules if isinstance(getattr(one, "attend", None), WatchedAttention)]
     rows = [_of_all_heads(module) for module in found]
     by_head = torch.stack(rows) if rows else torch.zeros(0, 0, device=device)
     if ranks is not None and rows:

@@ -216,7 +216,8 @@ class StepRunner(ABC):
         Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and
         on all tp ranks but the first, because tp ranks have equal losses.
         """
-        self._forget_reported()
+        for part in self.model_parts.values():
+            part.reported.clear()  # of a pass outside of this runner
         with training_pass():
             loss = self._train(inputs)
         self.shared.sum()
@@ -225,11 +226,6 @@ class StepRunner(ABC):
     @abstractmethod
     def _train(self, inputs: Inputs) -> torch.Tensor:
         """Run forward and backward; return the sum of the losses of this rank's last stage."""
-
-    def _forget_reported(self) -> None:
-        """Drop what losses reported outside of this runner's passes."""
-        for part in self.model_parts.values():
-            part.reported.clear()
 
     def evaluate(self, inputs: Inputs) -> torch.Tensor:
         """Run a forward pass without gradients or counting; return this rank's loss share."""
@@ -244,9 +240,8 @@ class StepRunner(ABC):
         Returns:
             The outputs joined over micro-batches; None on ranks without the last stage.
         """
-        self._forget_reported()
         for part in self.model_parts.values():
-            part.eval()
+            part.eval().reported.clear()
         found = self._outputs(inputs)
         for part in self.model_parts.values():
             part.train()

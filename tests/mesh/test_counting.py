@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mesh_cases import Case, batches
+from mesh_cases import SEQ_LEN, Case, batches
 from mesh_mappings import CLIP, FULL, MERGED
 
 from automoe.config.mesh_shape import resolve_mesh
@@ -68,7 +68,7 @@ def changed_by(config: Config) -> dict[str, list[str]]:
     Engine(config, runner, meshes, cpu).generate([[3, 4], [5]], 2, ())
     if not config.model.num_mtp_layers:
         runner.set_loss(_Collector())
-        runner.evaluate(inputs(8) | {"pairs": torch.zeros(len(inputs(8)["tokens"]), 1, dtype=torch.int64)})
+        runner.evaluate(inputs(8) | {"pairs": torch.zeros(len(inputs(8)["tokens"]), SEQ_LEN // 2, dtype=torch.int64)})
         runner.set_loss(None)
     if shape.pp == 1 and shape.dp == 1:
         given = inputs(9)
