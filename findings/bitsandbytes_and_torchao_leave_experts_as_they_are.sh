@@ -10,8 +10,8 @@
 # seen (2026-11-28):
 #   bitsandbytes 4-bit: q_proj Params4bit, experts torch.bfloat16, 92% of the parameters
 #   torchao int8: q_proj Int8Tensor, experts torch.bfloat16, 92% of the parameters
-# consequence: QLoRA of a model of 30 billion parameters needs 60 GB, not 17: it runs out of memory on the
-#   card that it was planned for.
+# consequence: QLoRA of a MoE of 30 billion parameters needs near 60 GB of weights, not 17: it runs out of
+#   memory on the card that it was planned for.
 # automoe: lora.base=nf4 and fp8 pack experts too
 #   (tests/quantize/test_packed.py::test_experts_are_those_of_the_wide_weights_and_keep_bytes_alone).
 set -euo pipefail

@@ -9,7 +9,7 @@
 # versions: safetensors 0.8.0, ml_dtypes 0.6.0, numpy 2.4.6, torch 2.13.0 (it writes the file); Python 3.11,
 #   on a CPU
 # seen (2026-11-28):
-#   dtype bfloat16: sum 256, mean 0.255859, dot 1000, norm 31.6
+#   dtype bfloat16: sum 256.0, mean 0.255859375, dot 1000.0, norm 31.6
 #   the same in float16: sum 1000; in torch's bfloat16: sum 1000
 # consequence: Inspecting a checkpoint (mean of a router's row, share of tokens of an expert, checksums of
 #   weights) is wrong by any factor, more so for larger tensors, without a message.

@@ -5,7 +5,7 @@
 #   drift apart.
 # behaviour: Neither: the two names of the file become two parameters over one storage. The values stay equal,
 #   so comparing them finds nothing, but the optimizer has both and applies AdamW, its decay included, twice to
-#   the same numbers; each has half of the gradient.
+#   the same numbers; each holds only the gradient of its own use.
 # versions: torch 2.13.0 (2.15.0 alike); Python 3.11, on a CPU
 # seen (2026-11-28):
 #   copied: 1 parameter, one storage: True, weight 1.0 after a step of lr 0.1 and decay 1 is 0.8

@@ -3,17 +3,19 @@
 #
 # guess: from_pretrained(dtype=bfloat16) keeps e_score_correction_bias in float32 in every family that has
 #   one, since routing depends on small differences of it.
-# behaviour: Each class lists what stays in float32. DeepSeek-V3, GLM-4.5 and Ernie list the bias; MiniMax-M2
-#   and LongCat-Flash do not: biases of 8.000 to 8.028 in the file are all 8 in the model.
+# behaviour: Each class lists what stays in float32. DeepSeek-V3 and GLM-4.5 list the bias; MiniMax-M2 and
+#   LongCat-Flash do not: biases of 8.000 to 8.028 in the file are all 8 in the model.
 # versions: transformers 5.24.0, torch 2.13.0; Python 3.11, on a CPU
 # seen (2026-11-28):
 #   deepseek_v3 float32: 8 different biases of 8
 #   glm4_moe float32: 8 different biases of 8
 #   minimax_m2 bfloat16: 1 different biases of 8
 #   longcat_flash bfloat16: 1 different biases of 8
-# consequence: Biases grow by the thousandth a step around a common value and bfloat16 is coarser than that
-#   from 0.25 on: the loaded model routes by other biases than it was trained with, and saves them rounded.
-# automoe: trains and exports them in float32 in every family; a reader that wants them so loads in float32.
+# consequence: Biases grow by the thousandth a step around a common value, and numbers from 0.25 on are
+#   coarser than that in bfloat16: the loaded model routes by other biases than it was trained with, and saves
+#   them rounded.
+# automoe: exports them in float32 in every family (tests/hf/test_hf_meshes.py) and docs/huggingface.md says
+#   so; who wants them as trained loads in float32.
 set -euo pipefail
 
 folder=$(mktemp -d)
