@@ -268,7 +268,7 @@ def check_round_trip(path: Path, out: Path, mesh: MeshConfig, ranks: RankPool) -
 @pytest.mark.parametrize(
     "name",
     ["dsv3_odd", "qwen2_moe"]
-    + [exhaustive(name) for name in ("qwen3_moe", "mixtral_odd", "gpt_oss_odd", "glm4_moe", "llama")],
+    + [exhaustive(name) for name in ("qwen3_moe", "mixtral_odd", "gpt_oss_odd", "glm4_moe", "minimax_m2", "llama")],
 )
 def test_bfloat16_survives_float32_master_weights(name: str, tmp_path: Path, ranks: RankPool) -> None:
     save_small_hf(name, tmp_path / "in", dtype=torch.bfloat16)
