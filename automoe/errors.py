@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import errno
+import inspect
 import io
 import os
 import re
@@ -216,7 +217,7 @@ class Shown:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        frame: Any = sys._getframe()
+        frame: Any = inspect.currentframe()
         while frame and frame.f_code.co_name == "write":  # of this stream, or one around it
             frame = frame.f_back
         printer = (frame.f_globals.get("__name__") or "").partition(".")[0] if frame else ""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.pipeline import ALL_FORWARDS_FIRST
 from automoe.config.schema import Config, TrainConfig
 
 
@@ -82,3 +83,19 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
         expert_rows_per_rank=expert_rows,
         rows_per_expert=expert_rows * mesh.ep / model.num_experts,
     )
+
+
+def least_micro_batches(config: Config, shape: MeshShape) -> int:
+    """Return the fewest micro-batches that a step of a data-parallel rank may have."""
+    schedule = config.parallel.schedule
+    if shape.pp == 1 or schedule in ALL_FORWARDS_FIRST:
+        return 1 + config.parallel.overlap_all_to_all
+    return shape.pp * (1 + (schedule == "DualPipeV"))
+
+
+def more_micro_batches(config: Config, shape: MeshShape) -> str:
+    """Return the settings with which a step has as many micro-batches as it must have."""
+    train, ranks = config.train, shape.dp * least_micro_batches(config, shape)
+    smaller, left = divmod(train.global_batch_size, ranks)
+    found = f"train.global_batch_size={ranks * train.micro_batch_size}"
+    return found if left else f"{found}, or train.micro_batch_size={smaller}"

@@ -32,7 +32,8 @@ from automoe.optim.qk_clip import clip_logits, take_largest_logits
 from automoe.parallel.context import head_tail_index
 from automoe.parallel.fp8 import update_scales, weights_quantized_once
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.pipeline import Inputs, StepRunner, counted_parameters
+from automoe.parallel.pipeline import Inputs, StepRunner
+from automoe.parallel.shared_gradients import counted_parameters
 from automoe.storage.trace import phase
 from automoe.training.routing import record_routing
 from automoe.training.stats import (

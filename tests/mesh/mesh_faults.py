@@ -41,7 +41,7 @@ from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.tokens import IGNORE
 from automoe.parallel.collectives import GroupCommunicator
 from automoe.parallel.fsdp import fsdp_modules
-from automoe.parallel.pipeline import SharedGradients
+from automoe.parallel.shared_gradients import SharedGradients
 from automoe.verify.trajectory import Batches, Trajectory
 from tests.support.trajectories import run_trajectory
 

@@ -56,7 +56,12 @@ _ROWS = [
         LOADER,
     ),
     ("loader.py", "self.consumed_rows += self.rows_of_last_step", "self.consumed_rows += self.rows_per_rank", LOADER),
-    ("loader.py", 'if split == "train" else 0', 'if split == "train" else 1', LLAMA),
+    (
+        "prepare.py",
+        'config.train.seed if split == "train" else 0',
+        'config.train.seed if split == "train" else 1',
+        LLAMA,
+    ),
     ("loader.py", "min(n * step, packed.num_rows)", "min(step, packed.num_rows)", LLAMA),
     ("loader.py", "np.where(indices < packed.num_rows, indices, -1)", "indices", LLAMA),
     ("loader.py", 'arrays["labels"][arrays["labels"] != IGNORE]', 'arrays["tokens"]', LLAMA),

@@ -38,7 +38,7 @@ class WandbTracker(Tracker):
 
         W&B writes files 32 KiB or 15 seconds late, and what it had not written is gone at a kill.
         """
-        if not self._run.settings._offline:
+        if not self._run.offline:
             return dict.fromkeys(range(1 + int(self._run.summary.get("step", 0))))
         folder = Path(self._run.dir).parent
         files = [

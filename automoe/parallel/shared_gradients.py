@@ -1,0 +1,107 @@
+"""Gradients and parameters that several ranks or stages hold: summed once, and counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from automoe.config.mesh_shape import DEFAULT_AXES
+from automoe.model.causal_lm import CausalLM
+from automoe.moe.local_shard import local_shard
+from automoe.parallel.mesh import Meshes
+
+
+def counted_parameters(model_parts: Iterable[CausalLM]) -> Iterator[nn.Parameter]:
+    """Yield the parameters of these parts so that all stages together yield each one once."""
+    for part in model_parts:
+        # The first stage counts the embedding.
+        copies = part.embedding is not None and not part.embeds
+        skipped = {id(p) for p in part.embedding.parameters()} if copies else set()
+        yield from (parameter for parameter in part.parameters() if id(parameter) not in skipped)
+
+
+class SharedGradients:
+    """Gradients of which several ranks hold a term each, summed once at the end of a step.
+
+    There are three kinds. Under tensor parallelism: parameters that every tp rank keeps whole
+    (norms, routers, latent projections) while it sees only its shard of the tokens. Under expert
+    tensor parallelism: adapters that etp ranks keep whole while each has a part of the width. Under
+    a pipeline with tied embeddings or multi-token prediction: all copies of the embedding, of which
+    a rank may hold several. Copies start equal, since initialisation and checkpoints go by name,
+    and stay equal, since all of them take the sum. Every rank must make this object, because making
+    its groups is collective.
+
+    Args:
+        holders: pipeline rank of each stage with an embedding; ranks may repeat.
+    """
+
+    def __init__(
+        self, model_parts: dict[int, CausalLM], meshes: Meshes, holders: Sequence[int]
+    ) -> None:
+        # by group: the parameters of which its ranks hold terms, each a list of this rank's copies
+        self._by_group: list[tuple[dist.ProcessGroup | None, list[list[torch.Tensor]]]] = []
+        if (tp := meshes.group("tp")) is not None:
+            whole = [
+                [p] for part in model_parts.values() for p in part.parameters() if _whole_over_tp(p)
+            ]
+            self._by_group.append((tp, whole))
+        if (etp := meshes.group("etp")) is not None:
+            experts = [
+                layer.experts for part in model_parts.values() for _, layer in part.moe_layers()
+            ]
+            whole = [
+                [p]
+                for e in experts
+                for name, p in e.named_parameters()
+                if e.WIDTH_DIMS[name] is None
+            ]
+            self._by_group.append((etp, whole))
+        parts = model_parts.values()
+        copies = [part.embedding.weight for part in parts if part.embedding is not None]
+        places = sorted(set(holders))
+        if len(places) == 1 < len(copies):
+            self._by_group.append((None, [copies]))
+        if len(places) > 1:
+            self._by_group.append((meshes.pipeline_members(places), [copies] if copies else []))
+
+    def sum(self) -> None:
+        """Replace every shared gradient by its sum over copies and over the ranks with a term.
+
+        The ranks of a group shard a parameter alike, so local shards are summed, all of them in one
+        all-reduce.
+        """
+        for group, parameters in self._by_group:
+            shared = [
+                [local_shard(p.grad) for p in copies if p.grad is not None] for copies in parameters
+            ]
+            shared = [terms for terms in shared if terms]
+            if not shared:
+                continue
+            flat = torch.cat([_added(terms).flatten() for terms in shared])
+            if group is not None:
+                dist.all_reduce(flat, group=group)
+            sizes = [terms[0].numel() for terms in shared]
+            for terms, total in zip(shared, flat.split(sizes), strict=True):
+                for term in terms:
+                    term.copy_(total.view_as(term))
+
+
+def _added(terms: list[torch.Tensor]) -> torch.Tensor:
+    # Terms may be bfloat16 (optim.master_weights=stochastic); their sum is not.
+    wide = torch.promote_types(terms[0].dtype, torch.float32)
+    return reduce(torch.add, [term.to(wide) for term in terms])
+
+
+def _whole_over_tp(parameter: torch.Tensor) -> bool:
+    """Return True if every tp rank keeps the full parameter: no tp shard, and not an expert's.
+
+    Parameters of experts are on the moe mesh.
+    """
+    axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
+    dense = all(axis in (*DEFAULT_AXES, "fsdp") for axis in axes)
+    return dense and "tp" not in axes
