@@ -52,12 +52,7 @@ _OVERRIDDEN = set(
 _NOISY = ("transformers.integrations.hub_kernels", "transformers.tokenization_utils_tokenizers")
 
 
-@exit_status
-def main(argv: list[str] | None = None) -> int:
-    """Answer the prompts in ``argv`` or from standard input; return the exit status.
-
-    The status is 2 if there is no model to load or a prompt cannot be answered.
-    """
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="automoe generate",
         description="Ask a model what it learned. Without a prompt, chat in the terminal: an empty line ends it.",
@@ -108,6 +103,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--seed", type=seed, default=0, help="seed of sampling with a temperature (default: 0)"
     )
+    return parser
+
+
+@exit_status
+def main(argv: list[str] | None = None) -> int:
+    """Answer the prompts in ``argv`` or from standard input; return the exit status.
+
+    The status is 2 if there is no model to load or a prompt cannot be answered.
+    """
+    parser = _parser()
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
     given = args.template_args | {"tools": args.tools}
     if args.text and (args.tools or args.template_args):

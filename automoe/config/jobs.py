@@ -32,8 +32,9 @@ def register_jobs(named: Collection[str]) -> None:
 
     def by_job(*values: Any, _root_: Any, _parent_: Any) -> Any:
         starts = _root_.model.hf_path is not None and not _root_.model.random_weights
-        length = _parent_._key() == "train" and not OmegaConf.is_interpolation(_parent_, "steps")
-        if not starts or length or _parent_._key() in named:
+        length = _parent_ is _root_.train and not OmegaConf.is_interpolation(_parent_, "steps")
+        group = _parent_ is _root_.optim and "optim" in named
+        if not starts or length or group:
             return values[0]
         job = 1 + (_root_.lora.rank > 0) + 2 * (_root_.data.kind in PREFERENCE_KINDS)
         return values[min(job, len(values) - 1)]

@@ -306,7 +306,7 @@ def _write_chat(folder: Path, chat: ChatTemplate) -> None:
 
 
 def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+    return value if isinstance(value, list) else [value][: value is not None]
 
 
 def _with_stop(known: Any, stop_id: int | None) -> Any:
