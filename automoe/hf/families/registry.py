@@ -32,6 +32,7 @@ from automoe.hf.families import (
 from automoe.hf.families.as_transformers import config_of_class, damaged, not_computed, number_of
 from automoe.hf.families.family import Family
 from automoe.hf.headers import check_holds, complete_headers, has_own_head
+from automoe.hf.writers import check_writer
 from automoe.model.wrapper import ALONE, names_in, text_config
 from automoe.storage.foreign import parse_settings, read_bytes
 from automoe.storage.guarded import guarded
@@ -161,7 +162,8 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
         ConfigError: config.json is missing or unreadable, its model_type is unknown (the known ones
             are listed), it has a value that the family does not compute, or the weights have other
             sizes.
-        CheckpointError: all files of the weights exist, and one is damaged.
+        CheckpointError: all files of the weights exist, and one is damaged; or another program
+            wrote the folder in a form that is not read.
     """
     whole = read_hf_config(path)
     hf = text_config(whole)
@@ -186,6 +188,7 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
         raise not_computed(path, f"{error.key}={error.value}: {error.rule}") from None
     folder = local_folder(path)
     tensors = complete_headers(folder)
+    check_writer(folder, whole, config.family, tensors)
     names = names_in(folder, whole, tensors) if tensors else ALONE
     check_holds(folder, config, family.keys, tensors)
     plain = {name: one for key, one in tensors.items() if (name := names.plain(key)) is not None}
