@@ -37,6 +37,7 @@ from automoe.hf.keys import (
     hf_tensors,
     mtp_copies,
 )
+from automoe.hf.writers import BASE
 from automoe.model.wrapper import ALONE, Names, names_in, part_of, quantization_in, said_of
 from automoe.storage.foreign import brief, is_there, open_inside
 
@@ -187,7 +188,7 @@ def quantization_of(folder: Path) -> tuple[Encoding, tuple[int, int]]:
     if method != "fp8" or not isinstance(stated, dict):
         raise CheckpointError(
             f"{folder}/config.json: quantization_config has quant_method={method}, and only fp8, mxfp4 and "
-            "compressed-tensors (INT4) can be read. Convert it to bfloat16"
+            f"compressed-tensors (INT4) can be read. {BASE}"
         )
     block: Any = stated.get("weight_block_size")
     sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
@@ -196,7 +197,7 @@ def quantization_of(folder: Path) -> tuple[Encoding, tuple[int, int]]:
         raise CheckpointError(
             f"{folder}/config.json: quantization_config has fmt={stated.get('fmt')} and "
             f"weight_block_size={block}, and FP8 is read only as e4m3 with scales per "
-            "block, such as [128, 128]. Convert it to bfloat16"
+            f"block, such as [128, 128]. {BASE}"
         )
     return "fp8", (sizes[0], sizes[1])
 
@@ -226,7 +227,7 @@ def _check_int4(folder: Path, stated: dict[str, Any]) -> None:
     ]:
         raise CheckpointError(
             f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and only "
-            f"INT4 with one scale per {GROUP} numbers of a row is read here. Convert it to bfloat16"
+            f"INT4 with one scale per {GROUP} numbers of a row is read here. {BASE}"
         )
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -141,6 +142,18 @@ def test_keys_of_ours_and_of_torchtitan_exist() -> None:
         for key in re.findall(r"`([^`]+)`", our):
             names = [word.partition("=")[0] for word in key.split()]
             assert [name for name in names if name not in ours] == [], key
+
+
+def test_pages_name_the_versions_that_tests_run() -> None:
+    for page, package, pattern in (
+        ("finetune.md", "trl", r"TRL ([\d.]+)'s `SFTTrainer`"),
+        ("dpo.md", "trl", r"`DPOTrainer` \(([\d.]+);"),
+        ("migrate.md", "torchtitan", r"torchtitan ([\d.]+) and"),
+    ):
+        stated = re.search(pattern, text(page))
+        assert stated and f"{version(package)}.".startswith(f"{stated[1]}."), page
+    for page in ("migrate.md", "routing.md"):
+        assert "Megatron-Core 0.19.2" in text(page) and "0.20" not in text(page)
 
 
 def test_ten_questions_have_answers_that_are_there() -> None:

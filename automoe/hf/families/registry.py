@@ -33,6 +33,7 @@ from automoe.hf.families import (
 from automoe.hf.families.as_transformers import config_of_class, damaged, not_computed, number_of
 from automoe.hf.families.family import Family
 from automoe.hf.headers import ADAPTER, check_holds, complete_headers, has_own_head
+from automoe.hf.writers import check_writer
 from automoe.model.wrapper import ALONE, names_in, text_config
 from automoe.storage.foreign import is_there, parse_settings, read_bytes, read_settings
 from automoe.storage.guarded import guarded
@@ -183,7 +184,8 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
         ConfigError: config.json is missing or unreadable, its model_type is unknown (the known ones
             are listed), it has a value that the family does not compute, or the weights have other
             sizes.
-        CheckpointError: all files of the weights exist, and one is damaged.
+        CheckpointError: all files of the weights exist, and one is damaged; or another program
+            wrote the folder in a form that is not read.
     """
     from automoe.hf.catalog import check_codes, split
 
@@ -210,6 +212,7 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
         raise not_computed(path, f"{error.key}={error.value}: {error.rule}") from None
     folder = local_folder(path)
     tensors = complete_headers(folder)
+    check_writer(folder, whole, config.family, tensors)
     names = names_in(folder, whole, tensors) if tensors else ALONE
     check_holds(folder, config, family.keys, tensors)
     check_codes(folder, split(tensors, names, config, family.keys)[0])
