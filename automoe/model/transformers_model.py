@@ -42,7 +42,7 @@ SMALL = 1 << 16  # the class itself initialises parameters of up to so many numb
 EXPERTS = {"loop": "eager", "grouped_mm": "grouped_mm", "triton": "grouped_mm"}
 # names of sizes that count positions, in configurations of classes
 _ROUNDING = 8  # units in the last place, of a token's last hidden states
-_LEAST, _ROW = 16, 2048  # tokens: see ``check_isolation``
+_LEAST, _ROW = 16, 2048  # tokens: see ``row_to_try``
 # in names of sizes that count positions, in configurations of classes
 _SPANS = re.compile("block|chunk|compress|index_topk|kernel|stride|window")
 
@@ -120,7 +120,7 @@ def computes_in_float32(config: ModelConfig) -> bool:
     reset_buffers(model)
     initialize(model, 0.02, 0)
     with _Narrow() as narrow:
-        model(torch.zeros(1, 4, dtype=torch.int64))
+        model(torch.zeros(1, model.row_to_try(), dtype=torch.int64))
     return narrow.seen
 
 
@@ -300,6 +300,15 @@ class TransformersModel(CausalLM):
             self._unchecked = False
         return x
 
+    def row_to_try(self, seq_len: int = 0) -> int:
+        """Return the length of a row in which all parts of the class act, at least ``seq_len``.
+
+        It holds two documents, each twice as long as the longest block, window or rate of the
+        configuration, if they have room for that in ``_ROW`` positions.
+        """
+        longest = max(_LEAST, *spans(self._class[0].config.to_dict()))
+        return max(seq_len, min(4 * longest, _ROW))
+
     @torch.no_grad()
     def check_isolation(self, seq_len: int = 0) -> None:
         """Check that a document does not change the next one in its row. Collective.
@@ -309,17 +318,14 @@ class TransformersModel(CausalLM):
         begins at two places, which are multiples of no block, window or stride.
 
         Args:
-            seq_len: positions of a row of training. The rows tried are at least so long, and hold
-                two documents, each twice as long as the longest block, window or rate of the
-                configuration, if they have room for that in ``_ROW`` positions. What is longer than
-                a row does not act in it.
+            seq_len: positions of a row of training. What is longer than a row does not act in it,
+                so a row of ``row_to_try`` shows what rows of training do.
 
         Raises:
             ConfigError: the change reaches the next document.
         """
         device = self.head_weight.device
-        longest = max(_LEAST, *spans(self._class[0].config.to_dict()))
-        length = max(seq_len, min(4 * longest, _ROW))
+        length = self.row_to_try(seq_len)
         drawn = torch.Generator().manual_seed(0)
         row, other = torch.randint(self.config.vocab_size, (2, 1, length), generator=drawn).to(
             device

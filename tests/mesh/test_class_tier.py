@@ -15,7 +15,7 @@ from safetensors import safe_open
 import automoe
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
-from automoe.config.schema import LoraConfig, MeshConfig, MoEConfig, OptimConfig, ParallelConfig
+from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig, OptimConfig, ParallelConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import FAMILIES, model_config_from_hf
@@ -32,15 +32,18 @@ from automoe.parallel.parallelize import build_parts
 from automoe.planner.memory import plan_memory
 from automoe.planner.reserve import not_modelled
 from automoe.storage.trace import training_pass
+from automoe.training.weights import first_weights
 from automoe.verify.compare import compare_trajectories
-from automoe.verify.pool import RankPool
+from automoe.verify.pool import RankError, RankPool
 from automoe.verify.run import loader_rows, make_runnable, passes, verify_pass
 from automoe.verify.trajectory import merge_trajectories, run_trajectory
 from tests.support.class_models import (
+    MORE,
     AllInFloat64,
     against_class,
     float64_of,
     hf_class_config,
+    lacks,
     run_config,
     save_class,
     tier_config,
@@ -48,6 +51,7 @@ from tests.support.class_models import (
 )
 from tests.support.memory import build_allocator, measure_step
 
+CPU = torch.device("cpu")
 # Routers by softmax and by sigmoid, a tied head with a factor, delta nets, latents, shared experts, other names.
 CLASSES = ["olmoe", "minimax_m2", "cohere2_moe", "qwen3_5_moe_text", "glm4_moe_lite", "granitemoe", "ernie4_5_moe"]
 WIDE = {"ernie4_5_moe", "minimax_m2", "glm4_moe_lite", "cohere2_moe", "qwen3_5_moe_text"}  # compute parts in float32
@@ -317,11 +321,78 @@ def test_our_experts_compute_on_a_mesh_what_one_process_computes(
     assert not [one for one in compare_trajectories(found, expected) if not one.within(1e-10)]
 
 
-def test_documents_are_isolated_or_refused(saved: dict[str, Path]) -> None:
-    float64_of(tier_config(saved["olmoe"]))[0].check_isolation()
-    ours, _ = float64_of(tier_config(saved["qwen3_5_moe_text"]))
-    with pytest.raises(ConfigError, match=r"Qwen3_5MoeForCausalLM does not keep the documents .* apart"):
-        ours.check_isolation()
+M3 = "minimax_m3_vl_text"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "row", "apart"),
+    [
+        ("olmoe", {}, 0, True),
+        ("qwen3_5_moe_text", {}, 0, False),
+        ("cohere2_moe", {}, 0, True),
+        ("cohere2_moe", {"sliding_window": 40}, 0, True),
+        ("minimax", {"block_size": 48}, 0, False),
+        (M3, {"index_block_size": 32}, 0, False),  # blocks longer than a short probe hide in its first one
+        (M3, {"index_block_size": 32}, 190, False),
+        (M3, {"index_block_size": 20, "index_topk_blocks": 3}, 50, False),
+        (M3, {"layer_types": ["full_attention"] * 3}, 0, True),
+    ],
+)
+def test_documents_are_isolated_or_refused(
+    tmp_path: Path, model_type: str, more: dict[str, object], row: int, apart: bool
+) -> None:
+    save_class(model_type, tmp_path, **more)
+    for dtype in (torch.float64, torch.bfloat16):
+        with default_dtype(dtype):
+            ours = TransformersModel(tier_config(tmp_path), MoEConfig(experts="loop")).to_empty(device="cpu")
+        load_hf(ours, str(tmp_path))
+        ours.train()
+        if apart:
+            ours.check_isolation(row)
+        else:
+            with pytest.raises(ConfigError, match=r"ForCausalLM does not keep the documents .* apart"):
+                ours.check_isolation(row)
+        assert ours.training
+
+
+def test_a_run_tries_the_rows_that_it_trains(ranks: RankPool, tmp_path: Path) -> None:
+    save_class(M3, tmp_path, index_block_size=300, max_position_embeddings=4096)
+    config = run_config(tmp_path, MeshConfig(dp_shard=1), seq_len=1300, global_batch_size=1)
+    config = replace(config, data=replace(config.data, document_mask=True))
+    with pytest.raises(RankError, match="does not keep the documents .*in a row of 1300,"):
+        ranks.run(first_weights_of, 1, config)
+
+
+def first_weights_of(config: Config) -> None:
+    first_weights(config, build_meshes(resolve_mesh(config.mesh, 1), CPU), CPU)
+
+
+EVERY_KIND = "jamba step3p7 minimax_m3_vl_text afmoe cohere2_moe exaone_moe inkling_text qwen3_next gpt_oss minimax".split()
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("model_type", EVERY_KIND)
+def test_a_small_model_has_every_kind_of_layer(model_type: str) -> None:
+    """Of the class's own default configuration, and blocks and windows within its rows."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type in CONFIG_MAPPING:
+        assert lacks(model_type) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "lacking"),
+    [
+        ("jamba", dict(num_hidden_layers=3, attn_layer_period=8, attn_layer_offset=4), "a layer with JambaAttention"),
+        ("cohere2_moe", dict(sliding_window=12), "sliding_window=12 within a row of 12"),
+        ("exaone_moe", dict(mlp_layer_types=["dense"] * 3), "a layer with ExaoneMoeExperts"),
+    ],
+)
+def test_what_a_small_model_lacks_is_said(
+    model_type: str, more: dict[str, object], lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MORE, model_type, MORE[model_type] | more)
+    assert any(one.startswith(lacking) for one in lacks(model_type))
 
 
 @pytest.mark.parametrize(

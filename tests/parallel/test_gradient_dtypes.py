@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -69,18 +70,28 @@ def rows_of(config: Config, step: int, dp_rank: int, dp_size: int, chosen: tuple
 
 
 @pytest.fixture(scope="module")
-def summed(ranks: RankPool) -> dict[str, torch.Tensor]:
-    """Each row's gradients, of a step of its own, added up in float64; a division by four is exact in every dtype."""
-    total: dict[str, torch.Tensor] = {}
-    for row in range(ROWS):
-        [seen] = ranks.run(run_trajectory, 1, config(1), partial(rows_of, chosen=(row,)), 1)
-        for name, gradient in seen.gradients[0].items():
-            total[name] = total.get(name, 0) + gradient.double() / ROWS
+def summed(ranks: RankPool) -> Callable[[str], dict[str, torch.Tensor]]:
+    """Each row's gradients, of a step of its own, added up in float64; a division by four is exact in every dtype.
+
+    By ``parallel.expert_wgrad``: what autograd returns is rounded, what is added to a sum is not.
+    """
+
+    @cache
+    def total(wgrad: str) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for row in range(ROWS):
+            one = replace(config(1), parallel=ParallelConfig(expert_wgrad=wgrad))
+            [seen] = ranks.run(run_trajectory, 1, one, partial(rows_of, chosen=(row,)), 1)
+            for name, gradient in seen.gradients[0].items():
+                found[name] = found.get(name, 0) + gradient.double() / ROWS
+        return found
+
     return total
 
 
 HALVES = ParallelConfig(schedule="ZBVZeroBubble", stages_per_rank=2, layers_per_stage=[0, 1, 1, 0])
 EACH = ParallelConfig(grad_sync="micro_batch", reshard="micro_batch")
+DELAYED = ParallelConfig(expert_wgrad="delayed", overlap_all_to_all=True)
 CASES = {
     "one rank": config(),
     "dp2": config(dp_shard=2),
@@ -88,25 +99,28 @@ CASES = {
     "pp2": config(pp=2),
     "halves": replace(config(pp=2), parallel=HALVES),
     "dp2, each micro-batch": replace(config(dp_shard=2), parallel=EACH),
+    "dp2, fused": replace(config(dp_shard=2), parallel=ParallelConfig(expert_wgrad="fused")),
+    "dp2 ep2, delayed": replace(config(dp_shard=2, ep=2), parallel=DELAYED),
 }
 CASES = {name: case for name, case in CASES.items() if runs_here(case.parallel.schedule)}
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
-def test_gradients_are_added_up_in_float32(ranks: RankPool, settings: Config, summed: dict[str, torch.Tensor]) -> None:
+def test_gradients_are_added_up_in_float32(ranks: RankPool, settings: Config, summed) -> None:
     """Over micro-batches and over ranks: what one row gives is rounded to bfloat16, sums are not."""
+    total = summed(settings.parallel.expert_wgrad.replace("delayed", "fused"))
     world = resolve_mesh(settings.mesh, None).world_size
     seen: Trajectory = merge_trajectories(
         ranks.run(run_trajectory, world, settings, partial(rows_of, chosen=tuple(range(ROWS))), 1)
     )
-    assert seen.gradients[0].keys() == summed.keys()
-    for name, expected in summed.items():
+    assert seen.gradients[0].keys() == total.keys()
+    for name, expected in total.items():
         gradient = seen.gradients[0][name]
         assert gradient.dtype == torch.float32 and seen.parameters[name].dtype == torch.float32, name
         assert (gradient.double() - expected).norm() <= 1e-6 * expected.norm(), name
-    rounded = summed["embed_tokens.weight"].bfloat16().double()
-    assert (rounded - summed["embed_tokens.weight"]).norm() > 1e-4 * rounded.norm(), "sums in bfloat16 would be seen"
+    rounded = total["embed_tokens.weight"].bfloat16().double()
+    assert (rounded - total["embed_tokens.weight"]).norm() > 1e-4 * rounded.norm(), "sums in bfloat16 would be seen"
 
 
 BIASED = dict(biased_experts=True, expert_activation="clamped_swiglu", swiglu_limit=4.0, zero_centered_norms=True)
