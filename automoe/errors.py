@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
+from inspect import currentframe
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TextIO, TypeVar
@@ -216,7 +217,7 @@ class Shown:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        frame: Any = sys._getframe()
+        frame: Any = currentframe()
         while frame and frame.f_code.co_name == "write":  # of this stream, or one around it
             frame = frame.f_back
         printer = (frame.f_globals.get("__name__") or "").partition(".")[0] if frame else ""
