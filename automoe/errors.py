@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import errno
-import inspect
 import io
 import os
 import re
@@ -19,12 +18,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
+from inspect import currentframe
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TextIO, TypeVar
 
 T = TypeVar("T")
-N = TypeVar("N")
+N = TypeVar("N", int, float)
 P = ParamSpec("P")
 
 # Errors that a network file system or a failing disk reports briefly; a second try may succeed.
@@ -217,7 +217,7 @@ class Shown:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        frame: Any = inspect.currentframe()
+        frame: Any = currentframe()
         while frame and frame.f_code.co_name == "write":  # of this stream, or one around it
             frame = frame.f_back
         printer = (frame.f_globals.get("__name__") or "").partition(".")[0] if frame else ""
@@ -282,16 +282,16 @@ def _interrupt(signum: int, frame: object) -> None:
 def number_option(
     convert: Callable[[str], N], is_valid: Callable[[N], bool], what: str
 ) -> Callable[[str], N]:
-    """Return an argparse type that converts the text of an option and refuses invalid values.
+    """Return an argparse type that converts the text of an option and refuses invalid numbers.
 
     Args:
-        convert: ``int``, ``float`` or another function of the text.
-        is_valid: returns False for a value that the option does not take.
-        what: names the values that the option takes: ``TEXT is not a {what}`` is the message.
+        convert: ``int`` or ``float``.
+        is_valid: returns False for a number that the option does not take.
+        what: names the numbers that the option takes: ``TEXT is not a {what}`` is the message.
     """
 
     def parse(text: str) -> N:
-        with suppress(ValueError, OSError):
+        with suppress(ValueError):
             if is_valid(number := convert(text)):
                 return number
         raise ArgumentTypeError(f"{text} is not a {what}")

@@ -180,8 +180,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
             f"{run_dir / FOLDER} cannot be read: {error.strerror}. Check its permissions"
         ) from None
     newest = run_dir / FOLDER / steps[-1] if steps else None
-    for warning in misnamed(run_dir / FOLDER, steps):
-        print(f"warning: {warning}", file=sys.stderr)
+    print(end=misnamed(run_dir / FOLDER, steps), file=sys.stderr)
     if newest is not None:
         if (problem := damage(newest)) is not None:
             raise CheckpointError(

@@ -105,7 +105,7 @@ def test_newest_training_checkpoint_is_exported(
     folder = run_dir / "checkpoints"
     shutil.copytree(folder / "step-3", folder / "step-20")
     assert main([str(run_dir), "--out", str(tmp_path / "beside")]) == 0
-    assert f"warning: checkpoint {folder}/step-20 is step 3, as its manifest.json says" in capsys.readouterr().err
+    assert f"warning: {folder}/step-20 is step 3, as its manifest.json says" in capsys.readouterr().err
     same_weights(tmp_path / "beside", tensors)
     bias = exported(tmp_path / "out")["model.layers.2.mlp.gate.e_score_correction_bias"]
     assert torch.equal(bias, torch.full((16,), 0.125 * 11))

@@ -36,8 +36,8 @@ def newest_valid(
             f"{folder / folders.LATEST} names {promised!r}, which does not exist; looking for the newest checkpoint "
             "that does"
         )
-    for warning in ranks.lead(lambda: misnamed(folder, steps)):
-        warn(warning)
+    for warning in ranks.lead(lambda: misnamed(folder, steps)).splitlines():
+        warn(warning.removeprefix("warning: "))
     damaged = []
     for name in reversed(steps):
         manifest, problem = verify_step(folder / name, ranks)

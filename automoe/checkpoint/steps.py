@@ -49,14 +49,14 @@ def is_misnamed(step_dir: Path) -> bool:
     return true_number(step_dir) != step_number(step_dir.name)
 
 
-def misnamed(folder: Path, names: list[str]) -> list[str]:
-    """Return a warning for each of these steps whose name its manifest contradicts."""
-    return [
-        f"checkpoint {folder / name} is step {true_number(folder / name)}, as its {MANIFEST} says, "
-        "and counts as that step. Give copies names other than step-N"
+def misnamed(folder: Path, names: list[str]) -> str:
+    """Return a line of warning for each of these steps whose name its manifest contradicts."""
+    return "".join(
+        f"warning: {folder / name} is step {true_number(folder / name)}, as its {MANIFEST} says, "
+        "and counts as that step. Give copies names other than step-N\n"
         for name in names
         if is_misnamed(folder / name)
-    ]
+    )
 
 
 def committed_steps(folder: Path) -> list[str]:

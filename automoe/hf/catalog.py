@@ -5,8 +5,6 @@ Headers are read and checked once, on one rank.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -16,32 +14,19 @@ from typing import Any
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
+from automoe.hf.codes import FLOAT_DTYPES, check_encodings, pair_scales, quantization_of, split
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import (
     EMBEDDING,
-    ENDS,
     HEAD,
-    SHAPE,
     StoredTensor,
     read_headers,
     unread_adapter,
     without_collection,
 )
-from automoe.hf.keys import (
-    FP8_BLOCK,
-    GROUP,
-    INT4,
-    Encoding,
-    KeyMap,
-    hf_pieces,
-    hf_tensors,
-    mtp_copies,
-)
-from automoe.hf.writers import BASE
-from automoe.model.wrapper import ALONE, Names, names_in, part_of, quantization_in, said_of
-from automoe.storage.foreign import brief, is_there, open_inside
-
-FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
+from automoe.hf.keys import FP8_BLOCK, Encoding, KeyMap, hf_pieces, hf_tensors, mtp_copies
+from automoe.model.wrapper import ALONE, Names, names_in, part_of, said_of
+from automoe.storage.foreign import is_there
 
 
 @dataclass(frozen=True)
@@ -101,11 +86,12 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     shapes and dtypes with the model."""
     folder = local_folder(path)
     tensors = read_headers(folder)
-    encoding, block = quantization_of(folder)
-    names = names_in(folder, _stated(folder), tensors)
+    hf = _stated(folder)
+    encoding, block = quantization_of(folder, hf)
+    names = names_in(folder, hf, tensors)
     keys = keys or family_of(config).keys
     text, beside = split(tensors, names, config, keys)
-    sources = _pair_scales(folder, text, encoding)
+    sources = pair_scales(folder, text, encoding)
     remedy = "Compare the model's configuration with its config.json"
     if keys.table and len(keys.layouts) == 1:  # a class of transformers, under its own names
         remedy = (
@@ -146,8 +132,8 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
             f"{folder}: {len(wrong)} tensors differ from the model's in shape: {'; '.join(shapes)}. "
             "Compare the model's configuration with its config.json"
         )
-    _check_encodings(folder, sources, encoding, block)
-    if not config.tie_embeddings and HEAD in sources and _stated(folder).get("tie_word_embeddings"):
+    check_encodings(folder, sources, encoding, block)
+    if not config.tie_embeddings and HEAD in sources and hf.get("tie_word_embeddings"):
         notes.append(
             f"config.json says tie_word_embeddings=true, and the files hold a {HEAD} with other numbers than "
             f"{EMBEDDING}: the two stay separate, as in transformers"
@@ -155,199 +141,9 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     return Catalog(folder, keys, sources, block, tuple(notes), names, beside)
 
 
-def check_codes(folder: Path, tensors: dict[str, StoredTensor]) -> None:
-    """Refuse a folder whose codes nobody can decode: every reader asks this before it reads weights.
-
-    Args:
-        tensors: headers of the model's tensors, by plain name if automoe will read them.
-
-    Raises:
-        CheckpointError: the quantization is unknown, or codes have no scales, or ones of a wrong
-            shape or dtype.
-    """
-    encoding, block = quantization_of(folder)
-    _check_encodings(folder, _pair_scales(folder, tensors, encoding), encoding, block)
-
-
 def _stated(folder: Path) -> dict[str, Any]:
     """Return the content of config.json, or {} if the file does not exist."""
     return read_hf_config(folder) if is_there(folder, "config.json") else {}
-
-
-def quantization_of(folder: Path) -> tuple[Encoding, tuple[int, int]]:
-    """Return encoding and block size from config.json's ``quantization_config``."""
-    stated = quantization_in(_stated(folder))
-    if stated is None:
-        return "plain", FP8_BLOCK
-    method = stated.get("quant_method") if isinstance(stated, dict) else stated
-    if method == "mxfp4":
-        return "mxfp4", FP8_BLOCK
-    if method == "compressed-tensors" and isinstance(stated, dict):
-        _check_int4(folder, stated)
-        return "int4", FP8_BLOCK
-    if method != "fp8" or not isinstance(stated, dict):
-        raise CheckpointError(
-            f"{folder}/config.json: quantization_config has quant_method={method}, and only fp8, mxfp4 and "
-            f"compressed-tensors (INT4) can be read. {BASE}"
-        )
-    block: Any = stated.get("weight_block_size")
-    sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
-    known = stated.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
-    if not (known and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)):
-        raise CheckpointError(
-            f"{folder}/config.json: quantization_config has fmt={stated.get('fmt')} and "
-            f"weight_block_size={block}, and FP8 is read only as e4m3 with scales per "
-            f"block, such as [128, 128]. {BASE}"
-        )
-    return "fp8", (sizes[0], sizes[1])
-
-
-def _check_int4(folder: Path, stated: dict[str, Any]) -> None:
-    """Raise ``CheckpointError`` unless compressed-tensors states Kimi's INT4 in groups."""
-    groups = stated.get("config_groups")
-    schemes = list(groups.values()) if isinstance(groups, dict) else []
-    kinds = [one if isinstance(one, dict) else {} for one in schemes] or [{}]
-    asked = {"format": "pack-quantized", "config_groups": "one"}
-    found: dict[str, Any] = {
-        "format": kinds[0].get("format") or stated.get("format"),
-        "config_groups": "one" if len(schemes) == 1 else len(schemes),
-    }
-    for key in ("input_activations", "output_activations"):
-        asked[key], found[key] = None, kinds[0].get(key)
-    weights = kinds[0].get("weights")
-    asked |= INT4 | {"actorder": None}
-    found |= {
-        key: weights.get(key) if isinstance(weights, dict) else None
-        for key in asked.keys() - found.keys()
-    }
-    for key in ("transform_config", "sparsity_config"):
-        asked[key], found[key] = "empty", stated.get(key) or "empty"
-    if wrong := [
-        f"{key}={found[key]}, not {value}" for key, value in asked.items() if found[key] != value
-    ]:
-        raise CheckpointError(
-            f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and only "
-            f"INT4 with one scale per {GROUP} numbers of a row is read here. {BASE}"
-        )
-
-
-def _pair_scales(
-    folder: Path, tensors: dict[str, StoredTensor], encoding: Encoding
-) -> dict[str, StoredTensor]:
-    """Attach scales to their codes, under the name of the unquantized tensor."""
-    if encoding == "plain":
-        return tensors
-    codes_end, scales_end, least_dims = ENDS[encoding]
-    scales_of = {}  # name of the codes -> scales
-    paired = set()
-    for name, scales in tensors.items():
-        if name.endswith(scales_end) and name not in scales_of:
-            codes = name[: -len(scales_end)] + codes_end
-            if codes in tensors and codes not in paired and len(tensors[codes].shape) >= least_dims:
-                scales_of[codes] = scales
-                paired.add(name)
-    sources = {}
-    for name, data in tensors.items():
-        if name in scales_of:
-            base = name[: len(name) - len(codes_end)]
-            if codes_end and base in tensors:
-                raise CheckpointError(
-                    f"{folder}: {brief(base)} is in {tensors[base].file}, and also as {brief(name)} with scales in "
-                    f"{data.file}; nothing says which one counts. Copy the checkpoint again"
-                )
-            sources[base] = data._replace(scales=scales_of[name], encoding=encoding)
-        elif name not in paired:
-            sources[name] = data
-    return _check_shapes(folder, sources) if encoding == "int4" else sources
-
-
-def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Check the shapes that INT4 stores beside codes; return ``sources`` without these shapes."""
-    kept = dict(sources)
-    opened = {}
-    try:
-        for name, codes in sources.items():
-            stated = kept.pop(name + SHAPE, None) if codes.encoding == "int4" else None
-            if stated is None:
-                continue
-            if stated.file not in opened:
-                opened[stated.file] = open_inside(folder, stated.file)
-            size = 4 if stated.dtype == "I32" else 8
-            raw = os.pread(opened[stated.file], stated.num_bytes, stated.start)
-            sizes = [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]
-            if sizes != list(codes.full_shape):
-                raise CheckpointError(
-                    f"{folder}: {name}{SHAPE} says {sizes}, and {name}_packed holds {list(codes.full_shape)}. "
-                    "Copy the checkpoint again"
-                )
-    finally:
-        for handle in opened.values():
-            os.close(handle)
-    return kept
-
-
-def _check_encodings(
-    folder: Path, sources: dict[str, StoredTensor], encoding: Encoding, block: tuple[int, int]
-) -> None:
-    """Raise ``CheckpointError`` for an unreadable dtype or scales that do not fit the blocks."""
-    unscaled = [
-        key for key, s in sources.items() if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES
-    ]
-    if unscaled:
-        what = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"
-        if encoding == "plain":
-            raise CheckpointError(
-                f"{folder}: {what}, and config.json has no quantization_config that says how. Copy the "
-                "checkpoint's own config.json, or convert it to bfloat16"
-            )
-        ends = ENDS[encoding]
-        missing = unscaled[0].removesuffix(ends[0]) + ends[1]
-        raise CheckpointError(
-            f"{folder}: {what}, and their scales are missing: {missing} is "
-            f"{'for codes of more dims' if missing in sources else 'in no file'}. Without "
-            "scales the numbers are unknown: copy the checkpoint again"
-        )
-    checked = set()
-    for key, codes in sources.items():
-        if codes.scales is not None:
-            kind = codes.shape, codes.dtype, codes.scales.shape, codes.scales.dtype
-            if kind not in checked:
-                checked.add(kind)
-                _check_scales(folder, key, codes, codes.scales, block)
-
-
-def _check_scales(
-    folder: Path, key: str, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]
-) -> None:
-    if codes.encoding == "fp8":
-        *lead, rows, cols = codes.shape
-        asked = (*lead, -(-rows // block[0]), -(-cols // block[1]))
-        code_dtype = "F8_E4M3"
-        scale_dtypes = FLOAT_DTYPES | {"F8_E8M0"}
-    elif codes.encoding == "int4":
-        asked = (*codes.shape[:-1], -(-codes.full_shape[-1] // GROUP))
-        code_dtype = "I32"
-        scale_dtypes = FLOAT_DTYPES
-        if codes.full_shape[-1] % GROUP:
-            raise CheckpointError(
-                f"{folder}: {key} has rows of {codes.full_shape[-1]} numbers in INT4, and a scale covers "
-                f"{GROUP} numbers, which does not divide the row. Copy the checkpoint again"
-            )
-    else:
-        asked = codes.shape[:-1]
-        code_dtype = "U8"
-        scale_dtypes = {"U8"}
-        if codes.shape[-1] != GROUP // 2:
-            raise CheckpointError(
-                f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {GROUP // 2} bytes "
-                "a block. Copy the checkpoint again"
-            )
-    if scales.shape != asked or codes.dtype != code_dtype or scales.dtype not in scale_dtypes:
-        raise CheckpointError(
-            f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
-            f"{scales.dtype}, and {codes.encoding} needs scales {list(asked)} for "
-            f"{code_dtype}. Compare config.json's quantization_config with the files"
-        )
 
 
 def _check_experts(
@@ -367,30 +163,6 @@ def _check_experts(
             f"{folder} holds {count} experts a layer, and its configuration says {config.num_experts}. Correct that "
             f"(model.num_experts, or the number in its config.json), or complete the checkpoint"
         )
-
-
-def split(
-    tensors: dict[str, StoredTensor], names: Names, config: ModelConfig, keys: KeyMap
-) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
-    """Return the model's tensors by plain name, and all others by name in the files.
-
-    MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
-    projection that joins their two inputs. A surplus layer without this projection is kept among
-    the model's tensors, so that the files of a larger model are refused.
-    """
-    plain = {key: names.plain(key) for key in tensors}
-    projection = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
-    found = [match for name in plain.values() if (match := projection.fullmatch(name or ""))]
-    modules = ("mtp.", *(match[1] for match in found if int(match[2]) not in config.all_layers))
-    ignored = [re.compile(pattern) for pattern in keys.unread]
-    text, beside = {}, {}
-    for key, name in plain.items():
-        other = name is None or name.startswith(modules)
-        if other or any(pattern.search(name) for pattern in ignored):
-            beside[key] = tensors[key]
-        else:
-            text[name] = tensors[key]
-    return text, beside
 
 
 def _without_codes(

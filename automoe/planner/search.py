@@ -26,7 +26,6 @@ from automoe.config.validate import mesh_rows
 from automoe.model.params import ParamCount, count_params
 from automoe.planner.candidate import RECOMPUTE_KEYS, Candidate, changed, first_that_fits, ladder
 from automoe.planner.step_memory import DTYPE_BYTES
-from automoe.storage.guarded import die_with_parent
 
 TOP = 10  # number of candidates in the result
 # tried rows per micro-batch; tried stages per rank
@@ -69,6 +68,7 @@ def search(
     fixed: Sequence[str] = (),
     tell: Callable[[str, int, int], Any] = lambda phase, done, total: None,
     processes: int | None = None,
+    begin: Callable[[], object] | None = None,
 ) -> Search:
     """Rank the meshes of ``world_size`` ranks by predicted tokens/s, each at its fastest settings.
 
@@ -78,6 +78,7 @@ def search(
             ``parallel.recompute``.
         tell: progress callback with the phase's name, the number of items done, and the total.
         processes: number of worker processes; None: one per core; 1 runs in this process.
+        begin: what each worker process calls first.
     """
     result = Search(world_size)
     shapes = list(mesh_shapes(config, world_size, fixed))
@@ -87,7 +88,7 @@ def search(
         if processes > 1:
             # Fork is safe: this process has no threads yet and has not loaded torch.
             context = multiprocessing.get_context("fork")
-            pool = ProcessPoolExecutor(processes, context, die_with_parent, (os.getpid(),))
+            pool = ProcessPoolExecutor(processes, context, begin)
             each = stack.enter_context(pool).map
         timed: list[Candidate] = []
         work = partial(_timed, config, device, fixed)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from automoe.planner.output_file import write_out
 from automoe.planner.plan import gib, missing_speeds
 from automoe.planner.search import ONE_STAGE, Search, overrides_of, search
 from automoe.storage.foreign import brief
+from automoe.storage.guarded import die_with_parent
 
 KINDS = ("true", "fewest_gpus", "longest_context", "largest_batch")
 # Key of ``train`` that a search of this kind doubles until nothing fits.
@@ -146,7 +148,14 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
         raise ConfigError("cluster", config.cluster.name, rule, "Set them in its file")
     console = Console(highlight=False)
     with progress() as tell:
-        found = _find(question, config, lambda one, world: search(one, world, device, fixed, tell))
+        rank = partial(
+            search,
+            device=device,
+            fixed=fixed,
+            tell=tell,
+            begin=partial(die_with_parent, os.getpid()),
+        )
+        found = _find(question, config, rank)
     best = found[-1][1]
     if as_json:
         print(json.dumps({"found": [_as_dict(one) for one in best.found]}, indent=2))

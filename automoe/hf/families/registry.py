@@ -19,6 +19,7 @@ from automoe.config.rules import check_rows, number_rows
 from automoe.config.rules_model import TRANSFORMERS, model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
+from automoe.hf.codes import check_codes, split
 from automoe.hf.families import (
     deepseek_v3,
     deepseek_v32,
@@ -131,8 +132,6 @@ def check_model(folder: Path) -> None:
     if str(text_config(hf).get("model_type")) in known_families():
         model_config_from_hf(folder)
         return
-    from automoe.hf.catalog import check_codes
-
     _check_layers(hf, folder)
     # A class may keep positions and masks beside its weights.
     kept = {
@@ -140,7 +139,7 @@ def check_model(folder: Path) -> None:
         for name, one in complete_headers(folder).items()
         if one.dtype not in ("I64", "I16", "BOOL") and not name.endswith(("bias", "mask"))
     }
-    check_codes(folder, kept)
+    check_codes(folder, hf, kept)
 
 
 def _check_layers(hf: dict[str, Any], folder: Path) -> None:
@@ -187,8 +186,6 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
         CheckpointError: all files of the weights exist, and one is damaged; or another program
             wrote the folder in a form that is not read.
     """
-    from automoe.hf.catalog import check_codes, split
-
     whole = read_hf_config(path)
     hf = text_config(whole)
     family = known_families().get(str(hf.get("model_type")))
@@ -215,7 +212,7 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     check_writer(folder, whole, config.family, tensors)
     names = names_in(folder, whole, tensors) if tensors else ALONE
     check_holds(folder, config, family.keys, tensors)
-    check_codes(folder, split(tensors, names, config, family.keys)[0])
+    check_codes(folder, whole, split(tensors, names, config, family.keys)[0])
     plain = {name: one for key, one in tensors.items() if (name := names.plain(key)) is not None}
     if config.tie_embeddings and has_own_head(folder, plain):
         # As in transformers, files with two different matrices overrule config.json.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +34,6 @@ class TensorBoardTracker(Tracker):
 
     def held(self) -> Mapping[int, float | None]:
         """Return the loss of each step in the files of earlier starts, as TensorBoard reads them."""
-        from google.protobuf.message import DecodeError
         from tensorboard.compat.proto.event_pb2 import Event
 
         held: dict[int, float | None] = {}
@@ -45,9 +43,9 @@ class TensorBoardTracker(Tracker):
             while at < len(data):  # a record: its size (8 bytes), a checksum (4), itself, another
                 begin = at + 12
                 at = begin + int.from_bytes(data[at : at + 8], "little") + 4
-                event = Event()
-                with suppress(DecodeError):
-                    event.ParseFromString(data[begin : at - 4])
+                if at > len(data):  # a kill has cut it
+                    break
+                event = Event.FromString(data[begin : at - 4])
                 if event.HasField("session_log"):  # it takes these steps back
                     held = {step: loss for step, loss in held.items() if step < event.step}
                 for value in event.summary.value:

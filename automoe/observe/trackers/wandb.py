@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,30 +62,26 @@ class WandbTracker(Tracker):
 
 def _losses(data: bytes) -> Iterator[tuple[int, float]]:
     """Yield step and loss of each record in a ``.wandb`` file (LevelDB's log format)."""
-    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
     at, block, head = 7, 1 << 15, 7
     waiting = b""
-    while at < len(data):
+    while at + head <= len(data):
         if (left := block - at % block) < head:  # too short for another piece
             at += left
             continue
-        kind = data[at + 6 : at + 7]  # 1: a whole record, 2, 3 and 4: its first, middle, last piece
+        kind = data[at + 6]  # 1: a whole record, 2, 3 and 4: its first, middle and last piece
         begin = at + head
         at = begin + int.from_bytes(data[at + 4 : at + 6], "little")
-        waiting = data[begin:at] if kind in b"\1\2" else waiting + data[begin:at]
-        if kind in b"\2\3":
+        waiting = data[begin:at] if kind in (1, 2) else waiting + data[begin:at]
+        if kind not in (1, 4) or at > len(data):  # a kill has cut the last one
             continue
-        record = Record()
-        with suppress(DecodeError):  # a kill may have cut it
-            record.ParseFromString(waiting)
-            row = {
-                item.key or ".".join(item.nested_key): item.value_json
-                for item in record.history.item
-            }
-            if "loss" in row:
-                yield int(row["step"]), float(json.loads(row["loss"]))
+        row = {
+            item.key or ".".join(item.nested_key): item.value_json
+            for item in Record.FromString(waiting).history.item
+        }
+        if "loss" in row:
+            yield int(row["step"]), float(json.loads(row["loss"]))
 
 
 def start(config: Config, about: About) -> WandbTracker:

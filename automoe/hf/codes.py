@@ -1,0 +1,234 @@
+"""The judge of quantised folders: which codes have scales that decode them, by the headers alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from automoe.config.schema import ModelConfig
+from automoe.errors import CheckpointError, listed
+from automoe.hf.headers import ENDS, SHAPE, StoredTensor
+from automoe.hf.keys import FP8_BLOCK, GROUP, INT4, Encoding, KeyMap
+from automoe.hf.writers import BASE
+from automoe.model.wrapper import Names, quantization_in
+from automoe.storage.foreign import brief, open_inside
+
+FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
+
+
+def check_codes(folder: Path, hf: Mapping[str, Any], tensors: dict[str, StoredTensor]) -> None:
+    """Refuse a folder whose codes nobody can decode: every reader asks this before it reads weights.
+
+    Args:
+        hf: content of config.json.
+        tensors: headers of the model's tensors, by plain name if automoe will read them.
+
+    Raises:
+        CheckpointError: the quantization is unknown, or codes have no scales, or ones of a wrong
+            shape or dtype.
+    """
+    encoding, block = quantization_of(folder, hf)
+    check_encodings(folder, pair_scales(folder, tensors, encoding), encoding, block)
+
+
+def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tuple[int, int]]:
+    """Return encoding and block size from ``quantization_config`` of a config.json, ``hf``."""
+    stated = quantization_in(hf)
+    if stated is None:
+        return "plain", FP8_BLOCK
+    method = stated.get("quant_method") if isinstance(stated, dict) else stated
+    if method == "mxfp4":
+        return "mxfp4", FP8_BLOCK
+    if method == "compressed-tensors" and isinstance(stated, dict):
+        _check_int4(folder, stated)
+        return "int4", FP8_BLOCK
+    if method != "fp8" or not isinstance(stated, dict):
+        raise CheckpointError(
+            f"{folder}/config.json: quantization_config has quant_method={method}, and only fp8, mxfp4 and "
+            f"compressed-tensors (INT4) can be read. {BASE}"
+        )
+    block: Any = stated.get("weight_block_size")
+    sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
+    known = stated.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+    if not (known and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)):
+        raise CheckpointError(
+            f"{folder}/config.json: quantization_config has fmt={stated.get('fmt')} and "
+            f"weight_block_size={block}, and FP8 is read only as e4m3 with scales per "
+            f"block, such as [128, 128]. {BASE}"
+        )
+    return "fp8", (sizes[0], sizes[1])
+
+
+def _check_int4(folder: Path, stated: dict[str, Any]) -> None:
+    """Raise ``CheckpointError`` unless compressed-tensors states Kimi's INT4 in groups."""
+    groups = stated.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, dict) else []
+    kinds = [one if isinstance(one, dict) else {} for one in schemes] or [{}]
+    asked = {"format": "pack-quantized", "config_groups": "one"}
+    found: dict[str, Any] = {
+        "format": kinds[0].get("format") or stated.get("format"),
+        "config_groups": "one" if len(schemes) == 1 else len(schemes),
+    }
+    for key in ("input_activations", "output_activations"):
+        asked[key], found[key] = None, kinds[0].get(key)
+    weights = kinds[0].get("weights")
+    asked |= INT4 | {"actorder": None}
+    found |= {
+        key: weights.get(key) if isinstance(weights, dict) else None
+        for key in asked.keys() - found.keys()
+    }
+    for key in ("transform_config", "sparsity_config"):
+        asked[key], found[key] = "empty", stated.get(key) or "empty"
+    if wrong := [
+        f"{key}={found[key]}, not {value}" for key, value in asked.items() if found[key] != value
+    ]:
+        raise CheckpointError(
+            f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and only "
+            f"INT4 with one scale per {GROUP} numbers of a row is read here. {BASE}"
+        )
+
+
+def pair_scales(
+    folder: Path, tensors: dict[str, StoredTensor], encoding: Encoding
+) -> dict[str, StoredTensor]:
+    """Attach scales to their codes, under the name of the unquantized tensor."""
+    if encoding == "plain":
+        return tensors
+    codes_end, scales_end, least_dims = ENDS[encoding]
+    scales_of = {}  # name of the codes -> scales
+    paired = set()
+    for name, scales in tensors.items():
+        if name.endswith(scales_end) and name not in scales_of:
+            codes = name[: -len(scales_end)] + codes_end
+            if codes in tensors and codes not in paired and len(tensors[codes].shape) >= least_dims:
+                scales_of[codes] = scales
+                paired.add(name)
+    sources = {}
+    for name, data in tensors.items():
+        if name in scales_of:
+            base = name[: len(name) - len(codes_end)]
+            if codes_end and base in tensors:
+                raise CheckpointError(
+                    f"{folder}: {brief(base)} is in {tensors[base].file}, and also as {brief(name)} with scales in "
+                    f"{data.file}; nothing says which one counts. Copy the checkpoint again"
+                )
+            sources[base] = data._replace(scales=scales_of[name], encoding=encoding)
+        elif name not in paired:
+            sources[name] = data
+    return _check_shapes(folder, sources) if encoding == "int4" else sources
+
+
+def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Check the shapes that INT4 stores beside codes; return ``sources`` without these shapes."""
+    kept = dict(sources)
+    opened = {}
+    try:
+        for name, codes in sources.items():
+            stated = kept.pop(name + SHAPE, None) if codes.encoding == "int4" else None
+            if stated is None:
+                continue
+            if stated.file not in opened:
+                opened[stated.file] = open_inside(folder, stated.file)
+            size = 4 if stated.dtype == "I32" else 8
+            raw = os.pread(opened[stated.file], stated.num_bytes, stated.start)
+            sizes = [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]
+            if sizes != list(codes.full_shape):
+                raise CheckpointError(
+                    f"{folder}: {name}{SHAPE} says {sizes}, and {name}_packed holds {list(codes.full_shape)}. "
+                    "Copy the checkpoint again"
+                )
+    finally:
+        for handle in opened.values():
+            os.close(handle)
+    return kept
+
+
+def check_encodings(
+    folder: Path, sources: dict[str, StoredTensor], encoding: Encoding, block: tuple[int, int]
+) -> None:
+    """Raise ``CheckpointError`` for an unreadable dtype or scales that do not fit the blocks."""
+    unscaled = [
+        key for key, s in sources.items() if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES
+    ]
+    if unscaled:
+        what = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"
+        if encoding == "plain":
+            raise CheckpointError(
+                f"{folder}: {what}, and config.json has no quantization_config that says how. Copy the "
+                "checkpoint's own config.json, or convert it to bfloat16"
+            )
+        ends = ENDS[encoding]
+        missing = unscaled[0].removesuffix(ends[0]) + ends[1]
+        raise CheckpointError(
+            f"{folder}: {what}, and their scales are missing: {missing} is "
+            f"{'for codes of more dims' if missing in sources else 'in no file'}. Without "
+            "scales the numbers are unknown: copy the checkpoint again"
+        )
+    checked = set()
+    for key, codes in sources.items():
+        if codes.scales is not None:
+            kind = codes.shape, codes.dtype, codes.scales.shape, codes.scales.dtype
+            if kind not in checked:
+                checked.add(kind)
+                _check_scales(folder, key, codes, codes.scales, block)
+
+
+def _check_scales(
+    folder: Path, key: str, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]
+) -> None:
+    if codes.encoding == "fp8":
+        *lead, rows, cols = codes.shape
+        asked = (*lead, -(-rows // block[0]), -(-cols // block[1]))
+        code_dtype = "F8_E4M3"
+        scale_dtypes = FLOAT_DTYPES | {"F8_E8M0"}
+    elif codes.encoding == "int4":
+        asked = (*codes.shape[:-1], -(-codes.full_shape[-1] // GROUP))
+        code_dtype = "I32"
+        scale_dtypes = FLOAT_DTYPES
+        if codes.full_shape[-1] % GROUP:
+            raise CheckpointError(
+                f"{folder}: {key} has rows of {codes.full_shape[-1]} numbers in INT4, and a scale covers "
+                f"{GROUP} numbers, which does not divide the row. Copy the checkpoint again"
+            )
+    else:
+        asked = codes.shape[:-1]
+        code_dtype = "U8"
+        scale_dtypes = {"U8"}
+        if codes.shape[-1] != GROUP // 2:
+            raise CheckpointError(
+                f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {GROUP // 2} bytes "
+                "a block. Copy the checkpoint again"
+            )
+    if scales.shape != asked or codes.dtype != code_dtype or scales.dtype not in scale_dtypes:
+        raise CheckpointError(
+            f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
+            f"{scales.dtype}, and {codes.encoding} needs scales {list(asked)} for "
+            f"{code_dtype}. Compare config.json's quantization_config with the files"
+        )
+
+
+def split(
+    tensors: dict[str, StoredTensor], names: Names, config: ModelConfig, keys: KeyMap
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Return the model's tensors by plain name, and all others by name in the files.
+
+    MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
+    projection that joins their two inputs. A surplus layer without this projection is kept among
+    the model's tensors, so that the files of a larger model are refused.
+    """
+    plain = {key: names.plain(key) for key in tensors}
+    projection = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
+    found = [match for name in plain.values() if (match := projection.fullmatch(name or ""))]
+    modules = ("mtp.", *(match[1] for match in found if int(match[2]) not in config.all_layers))
+    ignored = [re.compile(pattern) for pattern in keys.unread]
+    text, beside = {}, {}
+    for key, name in plain.items():
+        other = name is None or name.startswith(modules)
+        if other or any(pattern.search(name) for pattern in ignored):
+            beside[key] = tensors[key]
+        else:
+            text[name] = tensors[key]
+    return text, beside
