@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.pipeline import ALL_FORWARDS_FIRST, IN_ROUNDS, is_csv
 from automoe.config.schema import Config, TrainConfig
 
 
@@ -73,4 +74,32 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
         tokens_per_micro_batch=tokens,
         expert_rows_per_rank=expert_rows,
         rows_per_expert=expert_rows * mesh.ep / model.num_experts,
+    )
+
+
+def least_micro_batches(config: Config, shape: MeshShape) -> int:
+    """Return the fewest micro-batches that a step of a data-parallel rank may have."""
+    schedule = config.parallel.schedule
+    if shape.pp == 1 or is_csv(schedule) or schedule in ALL_FORWARDS_FIRST:
+        return 1 + config.parallel.overlap_all_to_all
+    return shape.pp * (1 + (schedule == "DualPipeV"))
+
+
+def more_micro_batches(config: Config, shape: MeshShape) -> str:
+    """Return the settings with which a step has as many micro-batches as it must have."""
+    train, ranks = config.train, shape.dp * least_micro_batches(config, shape)
+    smaller, left = divmod(train.global_batch_size, ranks)
+    found = f"train.global_batch_size={ranks * train.micro_batch_size}"
+    return found if left else f"{found}, or train.micro_batch_size={smaller}"
+
+
+def batches_of_ramp(config: Config, shape: MeshShape) -> str:
+    """Return the sentence that says which numbers ``train.rampup_batch_size`` takes on ``shape``."""
+    rows = shape.dp * config.train.micro_batch_size
+    unit = rows * (shape.pp if config.parallel.schedule in IN_ROUNDS else 1)
+    first = rows * least_micro_batches(config, shape)
+    least = f", start at least {first}" if first > unit else ""
+    return (
+        f"Choose start and increment among multiples of {unit}{least}, and train.global_batch_size as start and one "
+        "or more increments"
     )

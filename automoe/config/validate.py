@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+from automoe.config.batch import batches_of_ramp, least_micro_batches, more_micro_batches
 from automoe.config.data_schema import NO_TOKENIZER, DataConfig, sources_of
 from automoe.config.hub import is_data_set, local_folder
 from automoe.config.layout import KEY as LAYOUT
@@ -23,7 +24,6 @@ from automoe.config.mesh_shape import (
 )
 from automoe.config.paths import matches
 from automoe.config.pipeline import (
-    ALL_FORWARDS_FIRST,
     IN_ROUNDS,
     MERGES,
     NAMES,
@@ -177,11 +177,7 @@ def settings_rows(config: Config) -> Iterator[Row]:
 def _rampup_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     key, train = "train.rampup_batch_size", config.train
     given = train.rampup_batch_size or []
-    rows = shape.dp * train.micro_batch_size
-    unit = rows * (shape.pp if config.parallel.schedule in IN_ROUNDS else 1)
-    first = rows * least_micro_batches(config, shape)
-    example = f"Choose start and increment among multiples of {unit}" + f", start at least {first}" * (first > unit)
-    example += ", and train.global_batch_size as start and one or more increments"
+    example = batches_of_ramp(config, shape)
     yield key, len(given) != 3, f"it is [start, increment, rows], three numbers, and has {len(given)}", example
     start, increment, over = given
     grows = train.global_batch_size - start
@@ -195,22 +191,6 @@ def _rampup_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]
         one = replace(config, train=replace(train, global_batch_size=rows, rampup_batch_size=None))
         for _, broken, rule, _ in mesh_rows(one, shape, device):
             yield key, broken, f"it has batches of {rows} rows, and {rule}", example
-
-
-def least_micro_batches(config: Config, shape: MeshShape) -> int:
-    """Return the fewest micro-batches that a step of a data-parallel rank may have."""
-    schedule = config.parallel.schedule
-    if shape.pp == 1 or is_csv(schedule) or schedule in ALL_FORWARDS_FIRST:
-        return 1 + config.parallel.overlap_all_to_all
-    return shape.pp * (1 + (schedule == "DualPipeV"))
-
-
-def _more_micro_batches(config: Config, shape: MeshShape) -> str:
-    """Return the settings with which a step has as many micro-batches as it must have."""
-    train, ranks = config.train, shape.dp * least_micro_batches(config, shape)
-    smaller, left = divmod(train.global_batch_size, ranks)
-    found = f"train.global_batch_size={ranks * train.micro_batch_size}"
-    return found if left else f"{found}, or train.micro_batch_size={smaller}"
 
 
 def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -254,7 +234,7 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     some = "2 * mesh.pp" if least > pp else "mesh.pp"
     yield ("train.global_batch_size", micro_batches < least,
            f"{schedule} needs at least {some}={least} micro-batches in flight; {arithmetic}",
-           f"Nearest valid choice: {_more_micro_batches(config, shape)}")
+           f"Nearest valid choice: {more_micro_batches(config, shape)}")
     if schedule in IN_ROUNDS:
         yield divides("train.global_batch_size", rows, pp * unit,
             f"{schedule} runs its micro-batches in rounds of mesh.pp={pp}; {arithmetic}, "
@@ -332,7 +312,7 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
     yield ("train.micro_batch_size", micro_batches < 2,
            f"{key} merges two micro-batches, and a data-parallel rank has {micro_batches} a step",
-           f"Set {_more_micro_batches(config, shape)}, {off}")
+           f"Set {more_micro_batches(config, shape)}, {off}")
     yield from _step_rows(
         config, f"{key} runs the passes of two micro-batches at once, which share their weights to the end of the step", off)
 
