@@ -193,11 +193,8 @@ class SingleStageRunner(StepRunner):
 
     @torch.no_grad()
     def _outputs(self, inputs: Inputs) -> torch.Tensor:
-        found = [
-            self.part(micro_batch.pop("tokens"), **micro_batch)
-            for micro_batch in self._split(inputs)
-        ]
-        return torch.cat(found)
+        micro_batches = self._split(inputs)
+        return torch.cat([self.part(one.pop("tokens"), **one) for one in micro_batches])
 
     def _split(self, inputs: Inputs) -> list[Inputs]:
         size = self.config.train.micro_batch_size

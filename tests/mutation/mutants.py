@@ -334,12 +334,7 @@ _PARALLEL = [
         [f"{MESH}[qwen3-dp_replicate2-dp_shard2-ep4-mb1-hierarchical-nodesof2]"],
     ),
     ("collectives.py", "dim=1)[self.rank]", "dim=1)[0]", [f"{MESH}[qwen3-tp4-ep4-mb4-allgather]"]),
-    (
-        "pipeline.py",
-        ".to(torch.float64) * self.reports_loss",
-        ".to(torch.float64)",
-        [f"{MESH}[llama-tp2-mb4-alltoall]"],
-    ),
+    ("pipeline.py", "(torch.float64) * self.reports_loss", "(torch.float64)", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
 ]
 _MERGED = [
     ("overlap.py", "        self.swap()\n", "", OVERLAP),
