@@ -55,7 +55,8 @@ class ChatTemplate(ChatRenderer):
             ``not_whole`` (the template leaves a part out) and ``no_reasoning`` (the generation
             prompt opens reasoning, and there is none). ``characters``: characters of the answers;
             among them ``unwritten``, which the template leaves out. ``tools_unseen``: conversations
-            whose tools the template leaves out. ``unseen``: questions and system prompts left out.
+            whose tools the template leaves out. ``args_unread``: conversations with an argument that it
+            does not name. ``unseen``: questions and system prompts left out.
             ``special``: special tokens that messages spell out.
         first: for each of ``counts``, file and line of the first conversation that it counts.
 
@@ -136,8 +137,8 @@ class ChatTemplate(ChatRenderer):
             names = [
                 str(tool.get("function", tool).get("name")) for tool in conversation.tools or ()
             ]
-            unread = any(name not in self.stored for name in conversation.args)
-            self._count("args_unread", conversation, unread)
+            unread = conversation.args.keys() - re.findall(r"\w+", self.stored)
+            self._count("args_unread", conversation, bool(unread))
             self._count("tools_unseen", conversation, any(name not in texts[-2] for name in names))
             asking = [m["content"].strip() for m in messages[: answers[-1]] if m["role"] in _ASKING]
             self._count("unseen", conversation, sum(text not in texts[-2] for text in asking))

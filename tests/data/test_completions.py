@@ -77,11 +77,9 @@ def test_tokens_and_marks_are_those_of_trl(tmp_path: Path) -> None:
         output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=None,
         activation_checkpointing=False, per_device_train_batch_size=len(RECORDS), disable_tqdm=True,
     )  # fmt: skip
-    records = [{"chat_template_kwargs": {}} | record for record in RECORDS]
+    records = [{"chat_template_kwargs": {"enable_thinking": True}} | record for record in RECORDS]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    trainer = SFTTrainer(
-        model, args, train_dataset=Dataset.from_list(records, on_mixed_types="use_json"), processing_class=tokenizer
-    )
+    trainer = SFTTrainer(model, args, train_dataset=Dataset.from_list(records), processing_class=tokenizer)
     end = tokenizer.encode("\n")
     for row, one in zip(trainer.train_dataset, ours, strict=True):
         assert row["input_ids"] == one.ids + end  # TRL trains the template's line end too

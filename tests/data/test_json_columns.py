@@ -29,15 +29,22 @@ TURNS = [
     [messages("?")[0], {"role": "assistant", "content": PARTS}],
     [messages("?")[0] | {"name": "me"}, {"role": "assistant", "content": "", "tool_calls": CALL}],
 ]
-ANSWERS = [[one[-1]] for one in TURNS]
+# datasets itself loses the quotes of text that is JSON where a JSON value is that text and nothing more.
+A, B = [{"role": "assistant", "content": 'say "4"'}], [{"role": "assistant", "content": PARTS}]
+ASKED = messages("2+2?")
 RECORDS = {
     "chat": [{"messages": one, "tools": TOOLS[: n % 3]} for n, one in enumerate(TURNS)],
-    "chat, one by one": [{"messages": one} for one in TURNS[:2]]
-    + [{"messages": TURNS[2], "chat_template_kwargs": {"shout": True, "by": ["a", 1]}}],
-    "prompts": [{"prompt": one[:-1], "completion": one[-1:]} for one in TURNS]
-    + [{"prompt": "a", "completion": '"b"', "chat_template_kwargs": {"shout": 2}}],
-    "preference": [{"prompt": TURNS[0][:1], "chosen": one, "rejected": ANSWERS[0]} for one in ANSWERS[:3]]
-    + [{"prompt": "a", "chosen": "b", "rejected": '["c"]', "tools": TOOLS}],
+    "chat, parts alone": [
+        {"messages": ASKED + A},
+        {"messages": ASKED + B, "chat_template_kwargs": {"shout": True, "by": ["a", 1]}},
+    ],
+    "prompts": [{"prompt": one[:-1], "completion": one[-1:]} for one in TURNS],
+    "prompts and text": [
+        {"prompt": ASKED, "completion": B},
+        {"prompt": "a", "completion": "{b", "chat_template_kwargs": {"shout": 2}},
+    ],
+    "preference": [{"prompt": ASKED, "chosen": one[1:], "rejected": A} for one in TURNS]
+    + [{"prompt": "a", "chosen": "b", "rejected": "[c", "tools": TOOLS}],
 }
 SHOWS = "{{ tools | tojson }}{{ 'LOUD' if shout else '' }}{{ by }}" + TEMPLATES["thinks"].replace(
     "m.content }}", "m.content if m.content is string else m.content | tojson }}"
@@ -77,15 +84,15 @@ def test_conversations_have_the_tokens_of_their_json_lines(tmp_path: Path, kind:
 def test_documents_are_those_of_their_json_lines(tmp_path: Path) -> None:
     import datasets
 
-    records = [{"text": text} for text in ('"quoted"', '{"a": 1}', "plain", "7", "line\n")]
+    records = [{"text": text} for text in ('say "4"', "{a: 1}", "plain", "line\n")]
     lines, others = written(records, tmp_path, datasets.Features({"text": datasets.Json()}))
 
     def texts(path: Path, kind: str) -> list[str]:
         data = DataConfig(kind=kind, path=str(path))
         return [one.text for one in read_documents(data, find_files(data).values())]
 
-    found = [texts(path, kind) for path, kind in zip(others, ("parquet", "hub", "hub"), strict=False) if kind]
-    assert found[:2] == [texts(lines, "jsonl")] * 2 == [[record["text"] for record in records]] * 2
+    expected = [record["text"] for record in records]
+    assert texts(lines, "jsonl") == texts(others[0], "parquet") == texts(others[1], "hub") == expected
 
 
 def nested() -> dict[str, pyarrow.Array]:

@@ -89,5 +89,7 @@ def test_formats_of_compressed_tensors_are_named(tmp_path: Path, form: str, what
     if at == "group":
         stated |= {"format": "mixed-precision", "config_groups": {"group_0": {"format": form}}}
     folder = rewritten(tmp_path / "model", "qwen3_moe", dict, quantization_config=stated)
-    with pytest.raises(CheckpointError, match=rf"{what} of compressed-tensors \(format={form} .*Train the bfloat16"):
+    with pytest.raises(
+        CheckpointError, match=rf'{what} of compressed-tensors: .*Train the bfloat16 .*"format": "{form}"'
+    ):
         model_config_from_hf(folder)
