@@ -327,7 +327,9 @@ class TransformersModel(CausalLM):
         device = self.head_weight.device
         length = self.row_to_try(seq_len)
         drawn = torch.Generator().manual_seed(0)
-        row, other = torch.randint(self.config.vocab_size, (2, 1, length), generator=drawn).to(device)
+        row, other = torch.randint(self.config.vocab_size, (2, 1, length), generator=drawn).to(
+            device
+        )
         index = torch.arange(length, device=device).unsqueeze(0)
         trains = self.training
         for first in {_prime(length // 4), _prime(length // 2)}:

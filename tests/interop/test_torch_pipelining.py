@@ -109,7 +109,14 @@ def schedule_of(kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "stages_per_rank"),
-    [("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 5), ("merged", 2), ("InterleavedZeroBubble", 2), ("ZBVZeroBubble", 2)],
+    [
+        ("1F1B", 1),
+        ("Interleaved1F1B", 2),
+        ("Interleaved1F1B", 5),
+        ("merged", 2),
+        ("InterleavedZeroBubble", 2),
+        ("ZBVZeroBubble", 2),
+    ],
 )
 def test_a_pipeline_keeps_no_buffers_and_waits_as_we_say(ranks: RankPool, kind: str, stages_per_rank: int) -> None:
     layers = [Layer(number, number == 2 * stages_per_rank - 1) for number in range(2 * stages_per_rank)]

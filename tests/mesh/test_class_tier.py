@@ -365,7 +365,9 @@ def first_weights_of(config: Config) -> None:
     first_weights(config, build_meshes(resolve_mesh(config.mesh, 1), CPU), CPU)
 
 
-EVERY_KIND = "jamba step3p7 minimax_m3_vl_text afmoe cohere2_moe exaone_moe inkling_text qwen3_next gpt_oss minimax".split()
+EVERY_KIND = (
+    "jamba step3p7 minimax_m3_vl_text afmoe cohere2_moe exaone_moe inkling_text qwen3_next gpt_oss minimax".split()
+)
 
 
 @pytest.mark.one_in(3)

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 from mesh_cases import Case, run_case
 from mesh_mappings import (
-    BREADTH_FIRST, DELAYED, DUAL_PIPE, FUSED, INTERLEAVED, LORA, MERGED, MUON_CLIP, PER_MICRO_BATCH, RING, ZBV,
+    BREADTH_FIRST,
+    DELAYED,
+    DUAL_PIPE,
+    FUSED,
+    INTERLEAVED,
+    LORA,
+    MERGED,
+    MUON_CLIP,
+    PER_MICRO_BATCH,
+    RING,
+    ZBV,
 )  # fmt: skip
 
 from automoe.interop import torch_pipelining, torch_private

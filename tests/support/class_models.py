@@ -164,7 +164,12 @@ def kinds_of_layers(config: Any) -> tuple[set[frozenset[str]], dict[str, int]]:
         for module in layer.modules():
             kind.add(type(module).__name__)
             for key, value in vars(module).items():
-                if isinstance(value, str) and key.endswith("_type") or isinstance(value, bool) and key.endswith("sliding"):
+                if (
+                    isinstance(value, str)
+                    and key.endswith("_type")
+                    or isinstance(value, bool)
+                    and key.endswith("sliding")
+                ):
                     kind.add(f"{key}={value}")
                 elif one := max(spans({key: value}), default=0):
                     kind.add(key)
