@@ -21,8 +21,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from automoe.interop.torch_private import fsdp_parameters
-
 Works = list[dist.Work]
 # For every rank, entries of one or two actions (kind, stage, micro-batch).
 Order = Sequence[Sequence[tuple[tuple[str, int, int], ...]]]
@@ -145,8 +143,8 @@ def _run_weight_half(action: Any, context: Any) -> None:
     After a whole backward pass FSDP moves gradients to its accumulator, which has the dtype of the
     reduction. Torch's schedules do not do so after a weight half: gradients of all micro-batches
     would be summed in the dtype of the parameters. 2.11 to 2.14:
-    ``accumulate_unsharded_grad_if_needed`` and ``to_accumulated_grad_if_needed`` of
-    ``fsdp_parameters``. 2.15 has none: gradients have the dtype of the reduction from the start.
+    ``accumulate_unsharded_grad_if_needed`` and ``to_accumulated_grad_if_needed`` of FSDP's
+    parameters, in 2.11 in one group per state. 2.15 has none: gradients have the dtype of the reduction from the start.
     """
     schedule = context.schedule_ref
     stage = next(one for one in schedule._stages if one.stage_index == action.stage_index)
@@ -156,10 +154,12 @@ def _run_weight_half(action: Any, context: Any) -> None:
     if not isinstance(stage.submod, FSDPModule):
         return
     for state in fully_shard.state(stage.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
-        for parameter in fsdp_parameters(state):
-            if hasattr(parameter, "to_accumulated_grad_if_needed"):
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+        one = getattr(state, "_fsdp_param_group", None)
+        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "to_accumulated_grad_if_needed"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
 
 
 def _run_merged(run_both: Callable[..., Any], action: Any, context: Any) -> None:

@@ -303,31 +303,24 @@ def forget_meshes(hidden: list[Any]) -> None:
 # ---- FSDP ----
 
 
-def fsdp_parameters(state: Any) -> Iterator[Any]:
-    """Yield FSDP's records of the parameters of one unit, which no public function returns.
-
-    2.11: ``_fsdp_param_group`` of the unit's state; 2.13 to 2.15: ``_fsdp_param_groups``. Their
-    ``fsdp_params`` have ``unsharded_param``, ``reduce_dtype`` and ``_module_info.param_name``.
-    """
-    one = getattr(state, "_fsdp_param_group", None)
-    for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
-        yield from group.fsdp_params
-
-
 def gradient_sum(unit: Any, name: str) -> torch.Tensor:
     """Return the unreduced gradient sum of the FSDP unit's parameter ``name``.
 
     The sum has the shape of the unsharded parameter and the dtype of the reduction; it is made of
     zeros if there is none yet. FSDP makes it in the first backward pass, from the gradient that
-    autograd returned, without public access. 2.11 to 2.14: ``unsharded_accumulated_grad`` of
-    ``fsdp_parameters``. 2.15: ``unsharded_param.grad`` in ``unsharded_grad_dtype``, to which
-    autograd itself adds; the earlier name only reads it.
+    autograd returned, without public access. 2.11: ``_fsdp_param_group`` of the unit's state; 2.13
+    to 2.15: ``_fsdp_param_groups``. Their ``fsdp_params`` have ``unsharded_param``,
+    ``_module_info.param_name`` and, to 2.14, ``unsharded_accumulated_grad`` and ``reduce_dtype``.
+    2.15: ``unsharded_param.grad`` in ``unsharded_grad_dtype``, to which autograd itself adds; the
+    earlier name only reads it.
     """
     from torch.distributed.fsdp import fully_shard
 
     state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
-    found = (one for one in fsdp_parameters(state) if one._module_info.param_name == name)
-    parameter = next(found)
+    one = getattr(state, "_fsdp_param_group", None)
+    groups = getattr(state, "_fsdp_param_groups", [one] if one else [])
+    found = (parameter for group in groups for parameter in group.fsdp_params)
+    parameter = next(each for each in found if each._module_info.param_name == name)
     whole = parameter.unsharded_param
     holder, key, dtype = parameter, "unsharded_accumulated_grad", parameter.reduce_dtype
     if hasattr(type(parameter), key):
