@@ -108,6 +108,17 @@ def test_a_request_to_stop_while_ranks_start_is_not_lost(command: Command, proce
     assert read_status(command.run_dir)["state"] == "preempted"
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=["every rank", "one rank"])
+def test_a_run_whose_ranks_are_asked_to_stop_was_preempted(command: Command, ranks: list[int]) -> None:
+    process = command.start("recipe_until_stopped", *TWO_RANKS, "checkpoint.every=5")
+    read_until(process, "stepping")
+    for pid in [command.rank_pids()[rank] for rank in ranks]:
+        os.kill(pid, signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM and read_status(command.run_dir)["state"] == "preempted"
+
+
 @pytest.mark.exhaustive
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(command: Command) -> None:
     process = command.start("recipe_deaf", *TWO_RANKS)
