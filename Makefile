@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV), gigabytes: a few minutes"
 	@$(if $(CONSTRAINTS),$(PY) docker/cpu_torch.py $(CONSTRAINTS))
-	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) hatchling setuptools
+	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) hatchling 'setuptools>=77'  # earlier ones, as of Python 3.11's venv, build nothing without wheel
 	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
