@@ -325,7 +325,7 @@ _PARALLEL = [
         [f"{MESH}[deepseek-cp2-mb4-alltoall-nomask]"],
     ),
     ("expert.py", "module.down_proj_bias)[1]", "module.down_proj_bias)[0]", [f"{MESH}[gpt-oss-cp2-etp2-mb4-alltoall]"]),
-    ("pipeline.py", "dist.all_reduce(flat, group=group)", "pass", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
+    ("shared_gradients.py", "dist.all_reduce(flat, group=group)", "pass", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
     ("pipeline.py", "scale_grads=False", "scale_grads=True", DTYPES),
     (
         "mesh.py",
