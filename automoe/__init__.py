@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from automoe.launch.from_python import train as train
     from automoe.parallel.expert import ExpertParallel as ExpertParallel
 
-__version__ = "0.13.1"
+__version__ = "0.14.0"
 __all__ = ["ExpertParallel", "from_hf", "to_hf", "train"]
 _MODULES = {
     "ExpertParallel": "automoe.parallel.expert",
