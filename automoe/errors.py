@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import errno
-import io
 import os
 import re
 import resource
@@ -215,8 +214,13 @@ class Shown:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        # Not by ``reconfigure``, which fails where a file's descriptor has become a pipe's.
+        strict = getattr(stream, "errors", None) in ("strict", "surrogateescape")
+        self._encoding = stream.encoding if strict else None
 
     def write(self, text: str) -> int:
+        if self._encoding:
+            text = text.encode(self._encoding, "backslashreplace").decode(self._encoding)
         frame: Any = currentframe()
         while frame and frame.f_code.co_name == "write":  # of this stream, or one around it
             frame = frame.f_back
@@ -237,11 +241,9 @@ class Shown:
 def show_everything(stream: Any) -> Any:
     """Return a stream that prints ``\\uXXXX`` for characters that its encoding lacks.
 
-    Without this, ``PYTHONIOENCODING=ascii`` or ``LC_ALL=C`` turns them into errors. Terminal controls are escaped
-    as ``Shown`` does.
+    Without this, ``PYTHONIOENCODING=ascii`` or ``LC_ALL=C`` turns them into errors. Terminal
+    controls are escaped as ``Shown`` does.
     """
-    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-        stream.reconfigure(errors="backslashreplace")
     return stream if stream is None or isinstance(stream, Shown) else Shown(stream)
 
 
@@ -291,12 +293,15 @@ def number_option(
     """
 
     def parse(text: str) -> N:
-        with suppress(ValueError):
+        with suppress(ValueError, OSError):
             if is_valid(number := convert(text)):
                 return number
         raise ArgumentTypeError(f"{text} is not a {what}")
 
     return parse
+
+
+_hidden: set[str] = set()  # packages that ``without`` hides
 
 
 @contextmanager
@@ -309,9 +314,11 @@ def without(*packages: str) -> Iterator[None]:
     modules: dict[str, Any] = sys.modules  # None makes an import fail, and find_spec find nothing
     hidden = [name for name in packages if name not in modules]
     modules.update(dict.fromkeys(hidden))
+    _hidden.update(hidden)
     try:
         yield
     finally:
+        _hidden.difference_update(hidden)
         for name in hidden:
             if modules.get(name) is None:
                 modules.pop(name, None)
@@ -329,7 +336,7 @@ def import_backend(module: str, choice: str, remedy: str) -> ModuleType:
         BackendError: the module cannot be imported.
     """
     package = module.partition(".")[0]
-    if sys.modules.get(package, package) is None:  # hidden by ``without``
+    if package in _hidden and sys.modules.get(package, package) is None:
         del sys.modules[package]
     try:
         with without("kernels"):

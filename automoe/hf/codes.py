@@ -151,7 +151,9 @@ def check_encodings(
 ) -> None:
     """Raise ``CheckpointError`` for an unreadable dtype or scales that do not fit the blocks."""
     unscaled = [
-        key for key, s in sources.items() if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES
+        key
+        for key, s in sources.items()
+        if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES and not key.endswith(SHAPE)
     ]
     if unscaled:
         what = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"

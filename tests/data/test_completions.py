@@ -35,7 +35,11 @@ def answer(text: str, **more: Any) -> dict[str, Any]:
 RECORDS = [
     {"prompt": messages("2+2?"), "completion": [answer("4")], **OFF},
     {"prompt": messages("3+3?", "6", "sure?"), "completion": [answer("yes", reasoning="6 is 6")]},
-    {"prompt": messages("a"), "completion": [answer("b")], "chat_template_kwargs": {"enable_thinking": True}},
+    {
+        "prompt": messages("a"),
+        "completion": [answer("b", reasoning="c")],
+        "chat_template_kwargs": {"enable_thinking": True},
+    },
 ]
 
 
@@ -81,12 +85,15 @@ def test_tokens_and_marks_are_those_of_trl(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     trainer = SFTTrainer(model, args, train_dataset=Dataset.from_list(records), processing_class=tokenizer)
     end = tokenizer.encode("\n")
-    for row, one in zip(trainer.train_dataset, ours, strict=True):
-        assert row["input_ids"] == one.ids + end  # TRL trains the template's line end too
+    for number, (row, one) in enumerate(zip(trainer.train_dataset, ours, strict=True)):
         [(start, stop)] = one.spans
         assert stop == len(one.ids)
-        mask = row["completion_mask"] if "completion_mask" in row else [int(n >= 0) for n in row["labels"]]
-        assert mask == [0] * start + [1] * (len(mask) - start)
+        assert tokenizer.decode(row["input_ids"]) == tokenizer.decode(one.ids) + "\n"  # TRL trains the line end too
+        trained = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0]
+        if number == 0:  # TRL warns: the prompt's last token is another one before the completion, which gets it
+            assert tokenizer.decode(trained) == "\n\n" + tokenizer.decode(one.ids[start:]) + "\n"
+            continue
+        assert row["input_ids"] == one.ids + end and trained == one.ids[start:] + end
     inputs = next(iter(trainer.get_train_dataloader()))
     model.train()
     with torch.no_grad():

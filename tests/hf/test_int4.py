@@ -252,7 +252,7 @@ def test_transformed_or_sparse_codes_are_refused(key: str, int4: tuple[Path, dic
 
 def test_other_kinds_of_compressed_tensors_are_refused(int4: tuple[Path, dict[str, torch.Tensor]]) -> None:
     for change, says in (
-        ({"format": "nvfp4-pack-quantized"}, "format=nvfp4-pack-quantized, not pack-quantized"),
+        ({"format": "nvfp4-pack-quantized"}, "NVFP4 of compressed-tensors"),
         ({"config_groups": {"a": GROUP, "b": GROUP}}, "config_groups=2, not one"),
         ({"config_groups": {}}, "config_groups=0, not one"),
         ({"config_groups": {"a": GROUP | {"input_activations": {"num_bits": 8}}}}, "input_activations={'num_bits': 8}"),
@@ -275,9 +275,12 @@ def test_wrong_shapes_are_refused_by_name(int4: tuple[Path, dict[str, torch.Tens
     for changed, says in (
         ({f"{key}_shape": torch.tensor([64, 95])}, f"{key}_shape says [64, 95], and {key}_packed holds [64, 96]"),
         ({f"{key}_scale": torch.ones(64, 2)}, "needs scales [64, 3]"),
-        ({f"{key}_packed": old[f"{key}_packed"][:, :8].contiguous(), f"{key}_shape": None}, f"{key} is [64, 64], not"),
+        (
+            {f"{key}_packed": old[f"{key}_packed"][:, :8].contiguous(), f"{key}_shape": None},
+            f"{key} is [64, 8] I32 with scales [64, 3]",
+        ),
         ({f"{key}_packed": old[f"{key}_packed"].long()}, "with scales [64, 3]"),
-        ({f"{key}_scale": None}, f"1 tensors are missing: {key}; 2 are not the model's: {key}_packed, {key}_shape"),
+        ({f"{key}_scale": None}, f"{key}_packed, and their scales are missing: {key}_scale is in no file"),
     ):
         edit(folder, **(dict(old) | changed))
         assert says in refused(folder)

@@ -64,7 +64,7 @@ def mixtral_of_llm_compressor(tensors: Tensors) -> Tensors:
     ("name", "change", "says"),
     [
         ("gpt_oss", blocks, r"GPT-OSS that transformers 5\.23 saved .*Name the MXFP4 checkpoint itself"),
-        ("gpt_oss", one_by_one, r"GPT-OSS of llm-compressor: .* one by one.*Train the bfloat16 checkpoint"),
+        ("gpt_oss", one_by_one, r"GPT-OSS of llm-compressor.* one by one.*Train the bfloat16 checkpoint"),
         ("mixtral", mixtral_of_llm_compressor, r"Mixtral of llm-compressor.*Train the bfloat16 checkpoint"),
     ],
 )
