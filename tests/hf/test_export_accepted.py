@@ -92,7 +92,7 @@ def test_what_transformers_would_not_load_is_refused_before_ranks_start(family: 
     ("family", "key", "value", "other"),
     [
         ("gpt_oss", "attention.qkv_bias", False, True),  # one key for both kinds of bias
-        ("olmoe", "attention.o_bias", True, False),
+        ("olmoe", "attention.o_bias", True, True),
         ("qwen3_next", "attention.full_attention_interval", 4, 3),  # of two layers
     ],
 )
