@@ -317,8 +317,12 @@ def _run_transformers(
         bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
     ):
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if config.num_moe_layers and (config.hidden_size | config.moe_intermediate_size) % 4:
+            # torch's grouped product, transformers' default, takes only rows of whole 16 bytes
+            hf_config._experts_implementation = "eager"
         model, info = loading_class(hf_config, whole=True).from_pretrained(
             folder,
+            config=hf_config,
             dtype=torch.float32,
             local_files_only=True,
             output_loading_info=True,

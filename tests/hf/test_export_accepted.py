@@ -61,7 +61,7 @@ def others(value: Any) -> list[Any]:
         return [not value]
     if isinstance(value, int):
         return sorted({0, 1, 2, value // 2, 2 * value} - {value})
-    return [0.0, 0.5, 2 * value + 1] if isinstance(value, float) else []
+    return [0.0, 0.5, 1.5 * value] if isinstance(value, float) else []
 
 
 def check(model: ModelConfig) -> None:
@@ -86,6 +86,35 @@ def test_what_transformers_would_not_load_is_refused_before_ranks_start(family: 
     with pytest.raises(ConfigError, match=f"{value + 1} or more, or checkpoint.export_hf=false") as error:
         check(model_of(family, key, value))
     assert error.value.key == f"model.{key}"
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "other"),
+    [
+        ("gpt_oss", "attention.qkv_bias", False, True),  # one key for both kinds of bias
+        ("olmoe", "attention.o_bias", True, True),
+        ("qwen3_next", "attention.full_attention_interval", 4, 3),  # of two layers
+    ],
+)
+def test_what_config_json_cannot_say_is_refused(family: str, key: str, value: Any, other: Any) -> None:
+    with pytest.raises(ConfigError, match="would say") as error:
+        check(model_of(family, key, value))
+    assert f"={str(other).lower()}, or checkpoint.export_hf=false" in error.value.remedy
+
+
+EXPORTED = [
+    ("qwen3_moe", "moe_intermediate_size", 18),  # no whole 16 bytes
+    ("qwen2_moe", "shared_intermediate_size", 20),
+    ("deepseek_v3", "attention.num_kv_heads", 2),
+    ("glm4_moe_lite", "attention.num_heads", 8),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "value"), EXPORTED)
+def test_what_transformers_computes_is_exported(family: str, key: str, value: int, tmp_path: Path) -> None:
+    model = model_of(family, key, value)
+    check(model)
+    export(model, tmp_path / "hf")
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from automoe.hf.families.as_transformers import not_computed
@@ -10,6 +11,7 @@ from automoe.hf.families.family import (
     GROUPED_LEAST,
     GROUPED_MOE,
     GROUPED_ROUTER,
+    KV_HEADS,
     MTP,
     Family,
     Field,
@@ -33,6 +35,9 @@ FAMILY = Family(
     | GROUPED_MOE
     | MTP
     | {
+        "attention.num_kv_heads": replace(
+            KV_HEADS, write=lambda heads, config: config.attention.num_heads
+        ),
         "attention.q_lora_rank": "q_lora_rank",
         "attention.kv_lora_rank": "kv_lora_rank",
         "attention.qk_nope_head_dim": "qk_nope_head_dim",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 from automoe.config.convert import typed
@@ -209,7 +211,22 @@ class Family:
             # A reader with vision needs the sections; for text alone all three positions are equal.
             kept = {key: value for key, value in rotary.items() if key.startswith("mrope_")}
             hf["rope_parameters"] = kept | hf["rope_parameters"]
+        self._check_stated(config, hf)
         return hf
+
+    def _check_stated(self, config: ModelConfig, hf: HFConfig) -> None:
+        """Raise ``ConfigError`` if the fields of ``hf`` say something else than ``config``."""
+        stated = deepcopy(config)
+        theirs = SimpleNamespace(name_or_path=self.model_type, **hf)
+        for ours, one in self._fields():
+            group, _, name = ours.rpartition(".")
+            value = one.read(getattr(theirs, one.key, one.default), theirs)
+            setattr(value_of(stated, group) if group else stated, name, value)
+        for key in differing_values(config, stated, self):
+            said = value_of(stated, key)
+            rule = f"config.json of a {self.model_type} checkpoint would say {said}"
+            remedy = f"Set model.{key}={str(said).lower()}, or checkpoint.export_hf=false"
+            raise ConfigError(f"model.{key}", value_of(config, key), rule, remedy)
 
     def _fields(self) -> Iterator[tuple[str, Field]]:
         for ours, one in self.fields.items():
@@ -343,6 +360,11 @@ def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> 
     keys |= dict.fromkeys(f"rope.{name}" for name in names)
     if ours.first_k_dense == 0:
         keys.pop("intermediate_size", None)
+    if ours.attention.kind == "mla":  # each query head has a key head
+        keys.pop("attention.num_kv_heads", None)
+    if ours.shared_width == theirs.shared_width:
+        keys.pop("num_shared_experts", None)
+        keys.pop("shared_intermediate_size", None)
     if ours.attention.full_attention_interval == 1:
         keys.pop("attention.sliding_window", None)
     return (key for key in keys if value_of(ours, key) != value_of(theirs, key))
@@ -391,6 +413,7 @@ def _read_full(layers: list[str], theirs: Any) -> int:
     return 1
 
 
+KV_HEADS = Field("num_key_value_heads", None, read=lambda n, hf: n or hf.num_attention_heads)
 # Spelling of keys in most families, which declare their exceptions: first dense families, then MoE.
 DENSE_FIELDS: dict[str, Field | str] = {
     "vocab_size": "vocab_size",
@@ -401,9 +424,7 @@ DENSE_FIELDS: dict[str, Field | str] = {
     "tie_embeddings": Field("tie_word_embeddings", False),
     "initializer_range": Field("initializer_range", 0.02),
     "attention.num_heads": "num_attention_heads",
-    "attention.num_kv_heads": Field(
-        "num_key_value_heads", None, read=lambda n, hf: n or hf.num_attention_heads
-    ),
+    "attention.num_kv_heads": KV_HEADS,
 }
 COMMON_FIELDS = DENSE_FIELDS | {
     "num_experts_per_token": "num_experts_per_tok",
