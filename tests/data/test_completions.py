@@ -76,7 +76,7 @@ def test_tokens_and_marks_are_those_of_trl(tmp_path: Path) -> None:
         vocab_size=304, num_local_experts=4, num_key_value_heads=2, router_aux_loss_coef=0.25, **sizes
     )
     torch.manual_seed(0)
-    model = MixtralForCausalLM(config).double()
+    model = MixtralForCausalLM(config)
     args = SFTConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=None,
         activation_checkpointing=False, per_device_train_batch_size=len(RECORDS), disable_tqdm=True,
@@ -101,10 +101,10 @@ def test_tokens_and_marks_are_those_of_trl(tmp_path: Path) -> None:
         plain = model(
             **{key: inputs[key] for key in ("input_ids", "attention_mask", "labels")}, output_router_logits=True
         )
-    torch.testing.assert_close(total, plain.loss, rtol=1e-9, atol=0)
+    torch.testing.assert_close(total, plain.loss, rtol=1e-5, atol=0)
     labels = inputs["labels"][:, 1:].flatten()
     cross = torch.nn.functional.cross_entropy(plain.logits[:, :-1].flatten(0, 1), labels, ignore_index=-100)
-    torch.testing.assert_close(total, cross + 0.25 * plain.aux_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(total, cross + 0.25 * plain.aux_loss, rtol=1e-5, atol=0)
     assert 0.25 * plain.aux_loss > 0.4
 
 
