@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One value means two things in a file of Hydra and on its command line.
+# The same characters mean one value in a file of Hydra and another one on its command line.
 #
 # guess: An override key=value gives what `key: value` in the YAML file gives.
 # behaviour: Files are YAML 1.1, overrides have a grammar of their own. off is False in the file and the text
@@ -12,7 +12,8 @@
 # consequence: In a configuration without types flag=off turns something on, and a time limit written into a
 #   file reaches Slurm as 43,200 minutes: 30 days.
 # automoe: every key has a type: train.seed=010 and observe.tensorboard=off on the command line are refused by
-#   name (exit status 2).
+#   name, with exit status 2
+#   (tests/config/test_compose.py::test_a_wrong_override_names_key_value_and_the_nearest_choice, for other keys).
 set -euo pipefail
 
 folder=$(mktemp -d)

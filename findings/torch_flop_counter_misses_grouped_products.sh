@@ -11,7 +11,7 @@
 # consequence: Experts hold most operations of a MoE, and MFU from this counter leaves them out: a layer of
 #   128 experts counts as attention and router.
 # automoe: counts from shapes; where a test compares with this counter, experts are a loop
-#   (tests/planner/test_params_and_flops.py).
+#   (tests/planner/test_params_and_flops.py::test_flops_of_what_is_trained_are_those_that_torch_counts).
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -5,6 +5,7 @@
 #   by name, or refuses another order.
 # behaviour: The names are saved and then not looked at: moments go to the parameter at the same position, and
 #   the names of the new optimizer are replaced by the saved ones, so that a check of names afterwards passes.
+#   A note in the manual of load_state_dict says both; at run time nothing does.
 # versions: torch 2.13.0 (2.15.0 alike); Python 3.11, on a CPU
 # seen (2026-11-28):
 #   saved: gate 0.1, up 0.5

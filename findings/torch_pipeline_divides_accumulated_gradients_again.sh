@@ -10,8 +10,8 @@
 # seen (2026-11-28):
 #   ScheduleGPipe: gradient after 1, 2, 3 calls on one batch, over the first: 1.0, 1.25, 1.3125
 #   Schedule1F1B: gradient after 1, 2, 3 calls on one batch, over the first: 1.0, 1.25, 1.3125
-# consequence: Gradient accumulation around a pipeline trains almost on its last call alone (of 4 micro-
-#   batches here: 1, 1/4, 1/16), and the loss shows nothing.
+# consequence: Gradient accumulation around a pipeline trains almost on its last call alone (with the 4
+#   micro-batches of this script calls count 1/16, 1/4 and 1), and the loss shows nothing.
 # automoe: turns it off and scales by the step's tokens (automoe/parallel/pipeline.py;
 #   tests/mesh/test_mesh_float64.py compares pipelines with one process).
 set -euo pipefail

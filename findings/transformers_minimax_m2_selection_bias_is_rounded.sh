@@ -11,11 +11,11 @@
 #   glm4_moe float32: 8 different biases of 8
 #   minimax_m2 bfloat16: 1 different biases of 8
 #   longcat_flash bfloat16: 1 different biases of 8
-# consequence: Biases grow by the thousandth a step around a common value, and numbers from 0.25 on are
-#   coarser than that in bfloat16: the loaded model routes by other biases than it was trained with, and saves
-#   them rounded.
-# automoe: exports them in float32 in every family (tests/hf/test_hf_meshes.py) and docs/huggingface.md says
-#   so; who wants them as trained loads in float32.
+# consequence: A usual step of a bias is 0.001, and numbers from 0.25 on are coarser than that in bfloat16: the
+#   loaded model routes by other biases than it was trained with, and saves them rounded.
+# automoe: writes those of DeepSeek, GLM and MiniMax-M2 in float32
+#   (tests/hf/test_hf_meshes.py::test_bfloat16_survives_float32_master_weights); docs/huggingface.md tells users
+#   of MiniMax-M2 to load it in float32.
 set -euo pipefail
 
 folder=$(mktemp -d)

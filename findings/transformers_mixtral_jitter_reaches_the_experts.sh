@@ -11,7 +11,8 @@
 #   minimax with jitter 0.1: router's input within 0.100 of the block's, experts' input within 0.100
 # consequence: Setting it is dropout-like noise on every expert's features, and a trained model differs from
 #   one of a trainer that perturbs the router alone.
-# automoe: moe.router_jitter is on the router's input alone (tests/moe/test_jitter_and_ties.py); a config.json
+# automoe: moe.router_jitter is on the router's input alone
+#   (tests/moe/test_jitter_and_ties.py::test_jitter_is_for_training_alone_and_may_move_a_choice); a config.json
 #   with router_jitter_noise above 0 is refused.
 set -euo pipefail
 

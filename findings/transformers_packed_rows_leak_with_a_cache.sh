@@ -13,8 +13,8 @@
 #   train() 3.08, train() with gradient checkpointing 0.00
 # consequence: A loop that packs rows trains across documents until somebody turns recomputation on, which
 #   then changes the loss; evaluation with defaults disagrees with training.
-# automoe: passes use_cache=False and no mask to a class of transformers
-#   (tests/mesh/test_packed_samples.py::test_a_packed_batch_trains_as_its_samples_alone for its own attention).
+# automoe: passes use_cache=False and no mask to a class of transformers, and tries before training whether it
+#   keeps documents apart (tests/mesh/test_class_tier.py::test_documents_are_isolated_or_refused).
 set -euo pipefail
 
 folder=$(mktemp -d)
