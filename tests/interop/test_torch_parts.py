@@ -54,7 +54,7 @@ SUMS = "fsdp/_fully_shard/_fsdp_param.py"
          dict(expert_wgrad="fused"), "parallel.expert_wgrad=fused needs .*autograd"),
         (SUMS, "class FSDPParam: ...", dict(expert_wgrad="delayed"), "parallel.expert_wgrad=delayed needs"),
         (SUMS, "class FSDPParam:\n    unsharded_accumulated_grad: int", dict(schedule="ZBVZeroBubble", stages_per_rank=2),
-         "parallel.schedule=ZBVZeroBubble needs .*parallel.schedule=Interleaved1F1B"),
+         "parallel.schedule=ZBVZeroBubble (needs|runs) .*parallel.schedule=Interleaved1F1B"),
         ("pipelining/schedules.py", "def _wait_batch_p2p(): ...\ndef _add_unshard_reshard(): ...",
          dict(overlap_all_to_all=True), "parallel.overlap_all_to_all=true needs _Action"),
         ("pipelining/schedules.py", "", {}, "mesh.pp=2 needs _wait_batch_p2p"),
