@@ -62,12 +62,11 @@ def test_the_table_of_a_run_moves_no_cursor(capfd: pytest.CaptureFixture[str]) -
         "train data=text data.path={}/odd.txt",
         "train data=chat data.path={}/fine.jsonl data.chat.template={}/odd.jinja",
         "train observe.samples={}/odd.txt",
-        "plan mesh.pp=2 parallel.schedule={}/odd.csv",
     ],
 )
 def test_text_that_is_not_utf8_is_an_error(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cluster").mkdir()
-    for name in ("cluster/odd.yaml", "mine.yaml", "odd.jsonl", "odd.txt", "odd.jinja", "odd.csv"):
+    for name in ("cluster/odd.yaml", "mine.yaml", "odd.jsonl", "odd.txt", "odd.jinja"):
         (tmp_path / name).write_bytes("gpu: café\n".encode("latin1") * 50)
     (tmp_path / "fine.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     assert cli.main([word.format(tmp_path, tmp_path) for word in command.split()]) == 2
