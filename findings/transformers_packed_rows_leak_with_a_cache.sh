@@ -5,7 +5,7 @@
 #   cached changes no number.
 # behaviour: Documents are separated only if attention_mask is None and there is no cache, and use_cache is on
 #   by default, in training mode too. With a cache, or with a mask of ones, the second document attends to the
-#   first. Gradient checkpointing, which turns the cache off, separates them.
+#   first. Gradient checkpointing separates them: it turns the cache off and says so, not what follows from it.
 # versions: transformers 5.24.0, torch 2.13.0; Python 3.11, on a CPU
 # seen (2026-11-28):
 #   logits of the second document against the document alone (largest difference):
