@@ -388,6 +388,8 @@ def _small_config(family: str, mesh: MeshConfig) -> Config:
     from automoe.config.compose import compose_config
 
     model = compose_config("config", [f"model=small_{family}"]).model
+    if family == "olmoe":  # its query heads are together as wide as the hidden size
+        model = replace(model, attention=replace(model.attention, head_dim=96 // model.attention.num_heads))
     return Config(mesh=mesh, model=replace(model, hidden_size=96, moe_intermediate_size=32, intermediate_size=64))
 
 

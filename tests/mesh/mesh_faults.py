@@ -336,7 +336,7 @@ def key_value_heads_of_another_group():
             if isinstance(module, GroupedQueryAttention):
                 heads = module.k_proj.weight.shape[0] // module.head_dim
                 head = meshes.coordinate("tp") % heads
-                rows = slice(head * module.head_dim, (head + 1) * module.head_dim)
+                rows = [slice(head * module.head_dim, (head + 1) * module.head_dim)]
                 module.k_proj.rows = module.v_proj.rows = rows
 
     return _after_tensor_parallel(change)
