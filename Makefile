@@ -37,8 +37,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"automoe needs Python 3.11 or later and {sys.executable} is {v.major}.{v.minor}: make setup PYTHON=python3.11")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV), gigabytes: a few minutes"
-	@$(if $(CONSTRAINTS),$(PY) docker/cpu_torch.py $(CONSTRAINTS))
 	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) hatchling 'setuptools>=77'  # earlier ones, as of Python 3.11's venv, build nothing without wheel
+	@$(if $(CONSTRAINTS),$(PY) docker/cpu_torch.py $(CONSTRAINTS))
 	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
