@@ -138,7 +138,7 @@ def _lost_gradients() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from automoe.parallel.collectives import GlooReduceScatter
+    from automoe.comm.collectives import GlooReduceScatter
 
     right = GlooReduceScatter.__call__
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from automoe.comm.tokens import IGNORE
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -32,7 +33,6 @@ from automoe.config.schema import (
 from automoe.hf.families.registry import family_of
 from automoe.hf.read import load_hf
 from automoe.model.decoder import Decoder
-from automoe.moe.tokens import IGNORE
 from automoe.optim.adamw import build_optimizer
 
 OPTIM = OptimConfig(lr=1e-4)

@@ -173,7 +173,7 @@ def export_first_weights(config: Any, folder: Path) -> None:
 
 def inputs_of(batch: Any) -> dict[str, Any]:
     """A batch of ours as the model of ``transformers`` takes it: labels stand where they are predicted."""
-    from automoe.moe.tokens import IGNORE
+    from automoe.comm.tokens import IGNORE
 
     labels = batch.labels.masked_fill(batch.labels == IGNORE, -100)
     return {"input_ids": batch.tokens, "labels": labels, "shift_labels": labels, "position_ids": batch.positions}

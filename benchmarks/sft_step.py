@@ -30,6 +30,7 @@ from contenders import transformers_model
 from measuring import commit, cpu_model
 
 from automoe.checkpoint.train_state import TrainState
+from automoe.comm.tokens import IGNORE
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
@@ -45,7 +46,6 @@ from automoe.data.loader import Loader
 from automoe.data.packing import best_fit
 from automoe.data.tokenizer import ByteTokenizer
 from automoe.launch.ranks import init_ranks, store_file
-from automoe.moe.tokens import IGNORE
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import build_runner

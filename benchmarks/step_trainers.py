@@ -17,6 +17,7 @@ from kernel_peers import Absent, torchtitan_moe
 from torch import nn
 
 from automoe.checkpoint.train_state import TrainState
+from automoe.comm.tokens import TokenCounts
 from automoe.config.mesh_shape import resolve_mesh, stays_unsharded
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
 from automoe.data.loader import StepBatch
@@ -24,7 +25,6 @@ from automoe.model.causal_lm import Unit
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
 from automoe.moe.router import expert_weights, gate_ids, score_experts
-from automoe.moe.tokens import TokenCounts
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.expert import expert_parallel_style
 from automoe.parallel.fsdp import apply_data_parallel

@@ -11,9 +11,9 @@ from typing import Any
 
 from automoe.checkpoint.manifest import read_manifest, verify_step
 from automoe.checkpoint.steps import FOLDER, MANIFEST, committed_steps, is_misnamed, step_number
+from automoe.comm.agreement import Ranks
 from automoe.config.schema import CheckpointConfig
 from automoe.errors import CheckpointError
-from automoe.parallel.agreement import Ranks
 from automoe.storage.files import flush, read_file, replace_durably, set_aside, write_durably
 
 LATEST = "LATEST"

@@ -14,11 +14,11 @@ import torch
 from automoe import __version__
 from automoe.checkpoint.hashed_files import is_as_written
 from automoe.checkpoint.steps import MANIFEST, digest_of
+from automoe.comm.agreement import Ranks
 from automoe.config.convert import config_to_dict
 from automoe.config.frozen import GOES_ON, TENSORS, describe, flat
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
-from automoe.parallel.agreement import Ranks
 from automoe.storage.files import read_file, write_durably
 from automoe.storage.foreign import parse_json
 

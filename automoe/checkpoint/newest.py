@@ -9,8 +9,8 @@ from typing import Any
 from automoe.checkpoint import folder as folders
 from automoe.checkpoint.manifest import verify_step
 from automoe.checkpoint.steps import misnamed
+from automoe.comm.agreement import Ranks
 from automoe.errors import CheckpointError
-from automoe.parallel.agreement import Ranks
 from automoe.storage.files import set_aside
 
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from automoe.comm.agreement import dcp_error
 from automoe.errors import CheckpointError, retried
-from automoe.parallel.agreement import dcp_error
 from automoe.storage.files import read_file
 
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -37,13 +37,13 @@ from automoe.checkpoint.manifest import changed_settings, check_base, check_mode
 from automoe.checkpoint.newest import step_to_resume
 from automoe.checkpoint.planner import CachedPlanner
 from automoe.checkpoint.reader import StepReader
+from automoe.comm.agreement import Ranks, dcp_error, save_error
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError, SaveError, retried
 from automoe.hf.identity import checkpoint_identity
 from automoe.interop.torch_private import forget_cached_plans, state_dict_stager
-from automoe.parallel.agreement import Ranks, dcp_error, save_error
 from automoe.storage.files import flush, set_aside
 from automoe.storage.folder import name_folder
 from automoe.storage.trace import phase

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from automoe.comm.local_shard import local_shard
 from automoe.data.loader import Loader
 from automoe.model.causal_lm import CausalLM
-from automoe.moe.local_shard import local_shard
 from automoe.optim.ema import KEY
 
 

@@ -12,18 +12,13 @@ from dataclasses import replace
 from math import gcd
 
 from automoe.config.context import expanded_width
+from automoe.config.facts import BLOCK, ELEMENT_BYTES, ROW_BYTES
 from automoe.config.mesh_shape import MeshShape, uses_ring, uses_ulysses
 from automoe.config.recompute import DISCARDED_OUTPUTS, recomputed_names
 from automoe.config.rules import Row, divides
 from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear
 
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-BLOCK = 128  # rows and columns of a weight under one 8-bit scale
-# Formats of ``lora.base``: the numbers of a row that share a scale, and the bytes of their codes
-# and scale (automoe.quantize.packed).
-BASE_BLOCKS = {"fp8": (BLOCK, BLOCK + 4), "nf4": (64, 36)}
 WIRE_WORD = 8  # bytes; rows in 8 bits travel as multiples of this
-ROW_BYTES = 16  # grouped products need rows of a multiple of this
 MAX_FLASH_DIM = 256
 MAX_CUDNN_DIM = 128
 MIN_FLEX_DIM = 16

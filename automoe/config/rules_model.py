@@ -7,10 +7,10 @@ from math import gcd, inf, isqrt
 from operator import attrgetter
 from pathlib import Path
 
+from automoe.config.facts import BLOCK
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import registered_names
 from automoe.config.rules import Row, divides
-from automoe.config.rules_kernels import BLOCK
 from automoe.config.schema import Config, ModelConfig, TrainConfig
 
 MTP_FAMILIES = ("deepseek_v3", "glm4_moe", "deepseek_v32", "glm_moe_dsa")

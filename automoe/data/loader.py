@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from automoe.comm.tokens import IGNORE
 from automoe.config.batch import rows_of_step
 from automoe.config.data_schema import sources_of
 from automoe.config.schema import Config
@@ -23,7 +24,6 @@ from automoe.data.outlook import describe_length, describe_unlearned
 from automoe.data.packing import PackedRows, Rows
 from automoe.data.prepare import Split, pack, prepare_data
 from automoe.errors import ConfigError, DataError
-from automoe.moe.tokens import IGNORE
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from automoe.comm.collectives import all_gather
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows
@@ -21,7 +22,6 @@ from automoe.hf.identity import checkpoint_folder
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf as to_hf
 from automoe.model.causal_lm import CausalLM
-from automoe.parallel.collectives import all_gather
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts

@@ -75,7 +75,7 @@ def open_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = No
             keys are missing or unexpected; a shape or the number of experts differs; FP8 codes have
             no scales; the quantization is unknown.
     """
-    from automoe.parallel.agreement import Ranks  # torch
+    from automoe.comm.agreement import Ranks  # torch
 
     return Ranks().lead(lambda: check_catalog(path, config, keys))
 

@@ -41,9 +41,9 @@ from automoe.storage.lock_file import take_lock
 if TYPE_CHECKING:
     import torch
 
+    from automoe.comm.agreement import Ranks
     from automoe.data.chat_template import ChatTemplate
     from automoe.hf.catalog import Catalog
-    from automoe.parallel.agreement import Ranks
 
 _TOKENIZER_FILES = (  # patterns
     "tokenizer.json",

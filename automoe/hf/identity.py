@@ -15,7 +15,7 @@ from automoe.errors import CheckpointError
 from automoe.hf.headers import StoredTensor, missing_files, raw_bytes, read_headers
 
 if TYPE_CHECKING:
-    from automoe.parallel.agreement import Ranks
+    from automoe.comm.agreement import Ranks
 
 KIND = "crc32:"  # prefix of an identity; identities of different kinds cannot be compared
 THREADS = 4  # per rank; a thread reads 2 GB/s
@@ -64,7 +64,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     Raises:
         CheckpointError: as ``read_headers``, or a file cannot be read; on every rank alike.
     """
-    from automoe.parallel.agreement import Ranks  # torch
+    from automoe.comm.agreement import Ranks  # torch
 
     folder = local_folder(path)
     ranks = ranks or Ranks(alone=True)

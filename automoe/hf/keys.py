@@ -12,12 +12,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
+from automoe.config.facts import BLOCK
 from automoe.config.schema import ModelConfig, has_indexer
 from automoe.errors import ConfigError
 from automoe.model.params import SPECS, model_params
 
 INDEX_FILE = "model.safetensors.index.json"  # tensor -> file
-FP8_BLOCK = (128, 128)  # rows and columns under one scale
+FP8_BLOCK = (BLOCK, BLOCK)  # rows and columns under one scale
 GROUP = 32  # numbers of a row that share a scale in MXFP4 and INT4; they take 16 bytes
 # Settings of compressed-tensors for the weights of a Kimi checkpoint.
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}

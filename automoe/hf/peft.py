@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from automoe.comm.agreement import Ranks
 from automoe.config.hub import id_and_commit, local_folder
 from automoe.config.rules_model import NO_MODULES
 from automoe.config.schema import LoraConfig, ModelConfig
@@ -36,7 +37,6 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.hf_class import loading_class, names_in_class
 from automoe.model.params import model_params
 from automoe.model.wrapper import ALONE, Names, is_wrapper
-from automoe.parallel.agreement import Ranks
 from automoe.storage.foreign import open_inside
 
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from automoe.comm.agreement import Ranks
 from automoe.config.convert import written
 from automoe.errors import CheckpointError, listed, retried
 from automoe.hf.catalog import Catalog, open_catalog
@@ -34,7 +35,6 @@ from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shar
 from automoe.hf.upcycle import fill_upcycled
 from automoe.model.causal_lm import CausalLM
 from automoe.model.init import reset_buffers
-from automoe.parallel.agreement import Ranks
 from automoe.quantize.packed import pack_fp8, pack_nf4, unpack
 from automoe.storage.foreign import open_inside
 

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from automoe.comm.agreement import Ranks
+from automoe.comm.collectives import all_gather
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog
@@ -37,8 +39,6 @@ from automoe.hf.shards import LocalShard, stage_ranks
 from automoe.hf.upcycle import fill_upcycled
 from automoe.interop.torch_private import is_strided_shard
 from automoe.model.wrapper import ALONE
-from automoe.parallel.agreement import Ranks
-from automoe.parallel.collectives import all_gather
 
 
 @dataclass(frozen=True)

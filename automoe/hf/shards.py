@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.keys import mtp_copies, our_tensors
 from automoe.model.causal_lm import CausalLM
-from automoe.moe.local_shard import global_offset, local_shard
 from automoe.parallel.fsdp import reshard
 from automoe.quantize.packed import base_of, block_size, is_packed, unpack
 

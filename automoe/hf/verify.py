@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from automoe.comm.agreement import Ranks
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.errors import CheckpointError, listed
@@ -35,7 +36,6 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.hf_class import loading_class, names_in_class
 from automoe.model.params import count_params
 from automoe.moe.router import recorded_choices
-from automoe.parallel.agreement import Ranks
 from automoe.parallel.parallelize import build_decoder
 
 LOGITS_TOLERANCE = 1e-5  # relative error in float32, with the same experts chosen

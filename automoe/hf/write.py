@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from automoe.comm.agreement import Ranks
 from automoe.config.schema import ModelConfig
 from automoe.data.chat_template import ChatTemplate
 from automoe.hf.catalog import check_catalog, open_catalog
@@ -35,7 +36,6 @@ from automoe.hf.upcycle import upcycled, upcycled_model
 from automoe.hf.verify import compare_with_dense, verify_hf, verify_with_transformers
 from automoe.model.causal_lm import CausalLM
 from automoe.model.lora import merge_adapters
-from automoe.parallel.agreement import Ranks
 
 
 def to_hf(

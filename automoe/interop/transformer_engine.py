@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from automoe.comm.collectives import wait_tensor
 from automoe.errors import BackendError, import_backend
 from automoe.model.attention_kernels import AttentionFn
 from automoe.model.norm import RMSNorm
@@ -31,7 +32,6 @@ from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import ExpertFn
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.moe.row_sums import gather_rows
-from automoe.parallel.collectives import wait_tensor
 
 
 def attention() -> AttentionFn:

@@ -16,11 +16,11 @@ from pathlib import Path
 from automoe.config.compose import Arguments, compose_config, key_of, parse_override
 from automoe.config.convert import FromEnvironment, leaf_keys
 from automoe.config.data_schema import sources_of
+from automoe.config.facts import BASE_BLOCKS
 from automoe.config.frozen import Device, flat
 from automoe.config.hub import local_folder, pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset, preset_choice
 from automoe.config.rules import check_rows
-from automoe.config.rules_kernels import BASE_BLOCKS
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, ModelConfig, RopeConfig, export_name, tokenizer_of
 from automoe.config.validate import validate

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from automoe.config.facts import SAVES
 from automoe.errors import LaunchError
 from automoe.launch import run_dir as runs
 from automoe.storage.sealed import read_json, replace_json
@@ -38,7 +39,6 @@ _WAITS = "wait_for_ranks"
 # which runs the backward pass that is merged with the main thread's pass.
 _GIVES_WAY = "wait_for_turn"
 _BACKWARD = "merged_backward"
-_SAVES = "checkpoint"  # process group of saves and loads
 NOWHERE = "the interpreter"  # place of a thread that is in no code but libraries
 _PACKAGE = Path(__file__).parents[1]
 _NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
@@ -89,7 +89,7 @@ class Standing:
         """Return the position of one thread only: the saving thread if ``saves``, else the main."""
         if self.saving is None:
             return self
-        pending = [one for one in self.pending if (one.group == _SAVES) == saves]
+        pending = [one for one in self.pending if (one.group == SAVES) == saves]
         main = replace(self, pending=pending)
         return replace(main, place=self.saving, communicates=False) if saves else main
 
@@ -150,7 +150,7 @@ class StuckWatch:
             unnamed = [one for one in slow if str(one) not in self._named]
             if (late or unnamed) and self._ask():
                 one = (late or unnamed)[0]
-                rank, message = self._find_missing(one.seconds, one.group == _SAVES)
+                rank, message = self._find_missing(one.seconds, one.group == SAVES)
                 if late:
                     self._report(rank, message)
                 else:

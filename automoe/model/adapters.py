@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from automoe.config.facts import BASE_BLOCKS, ELEMENT_BYTES, ROW_BYTES
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row
-from automoe.config.rules_kernels import BASE_BLOCKS, ELEMENT_BYTES, ROW_BYTES
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, LoraConfig
 from automoe.errors import listed

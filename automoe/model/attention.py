@@ -12,6 +12,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from automoe.comm.local_shard import local_shard
+from automoe.comm.process_groups import SINGLE_RANK, Communicator, first_of_rank
+from automoe.comm.tokens import Tokens
 from automoe.config.context import expanded_width, gathers_latents
 from automoe.config.schema import ModelConfig, has_indexer, window_of
 from automoe.model.attention_kernels import prepare_cuda
@@ -24,10 +27,7 @@ from automoe.model.params import sizes_of
 from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
 from automoe.model.rows import exchange_heads, exchange_positions, gather_row, own_heads, whole_rows
 from automoe.moe.balance import attach_loss
-from automoe.moe.local_shard import local_shard
-from automoe.moe.process_groups import SINGLE_RANK, Communicator, first_of_rank
 from automoe.moe.recompute import save_for_recompute
-from automoe.moe.tokens import Tokens
 
 # DeepSeek's latent norms use this epsilon for any value of the model's own epsilon.
 LATENT_NORM_EPS = 1e-6

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
+from automoe.comm.process_groups import SINGLE_RANK, Communicator
+from automoe.comm.tokens import Tokens
 from automoe.config.context import query_blocks
 from automoe.model.rows import gather_row
-from automoe.moe.process_groups import SINGLE_RANK, Communicator
-from automoe.moe.tokens import Tokens
 
 BLOCK = 128  # positions of FlexAttention's blocks of queries and of keys
 

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from automoe.comm.process_groups import SINGLE_RANK, Communicator
+from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, is_linear
 from automoe.model.attention import AttentionContext, GroupedQueryAttention, LatentAttention
 from automoe.model.backend import BackendConfig
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
 from automoe.moe.layer import MoE
-from automoe.moe.process_groups import SINGLE_RANK, Communicator
-from automoe.moe.tokens import Tokens
 
 
 class MLP(nn.Module):

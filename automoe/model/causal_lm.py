@@ -16,14 +16,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from automoe.comm.local_shard import local_shard
+from automoe.comm.process_groups import first_of_rank
+from automoe.comm.tokens import IGNORE, TokenCounts, Tokens, num_documents
 from automoe.config.schema import ModelConfig, TrainConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_losses
 from automoe.model.mtp import MTP_METRICS, count_shifted
-from automoe.moe.local_shard import local_shard
-from automoe.moe.process_groups import first_of_rank
 from automoe.moe.router import BalancedRouter
-from automoe.moe.tokens import IGNORE, TokenCounts, Tokens, num_documents
 
 
 class MoELayer(Protocol):

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from automoe.comm.local_shard import local_shard
 from automoe.errors import ConfigError
-from automoe.moe.local_shard import local_shard
 from automoe.moe.lora import Adapter, ExpertLora
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.model.attention import AttentionContext
 from automoe.model.backend import BackendConfig
@@ -20,7 +21,6 @@ from automoe.model.causal_lm import CausalLM, Unit
 from automoe.model.linear import Embedding, Linear
 from automoe.model.mtp import MTPBlock
 from automoe.moe.layer import MoE
-from automoe.moe.tokens import Tokens
 
 
 class Decoder(CausalLM):

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from automoe.comm.local_shard import local_shard
+from automoe.comm.process_groups import SINGLE_RANK, Communicator, first_of_rank
 from automoe.config.schema import ModelConfig
 from automoe.model.attention import AttentionContext
 from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear, Rows, take_rows
 from automoe.model.rows import exchange_heads, exchange_positions, own_heads
-from automoe.moe.local_shard import local_shard
-from automoe.moe.process_groups import SINGLE_RANK, Communicator, first_of_rank
 
 CHUNK = 64
 UNIT_EPS = 1e-6  # added to a squared length under the root

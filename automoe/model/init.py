@@ -14,8 +14,8 @@ from math import prod
 import torch
 from torch import nn
 
+from automoe.comm.local_shard import global_offset, local_shard
 from automoe.kernels.counter_random import bits_at, normal_at, stream_key, uniform_from
-from automoe.moe.local_shard import global_offset, local_shard
 
 _CHUNK = 1 << 22  # elements filled at once; bounds scratch memory
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from automoe.comm.local_shard import global_offset, local_shard, take_over
 from automoe.config.schema import Config, LoraConfig
 from automoe.interop.torch_private import full_tensor
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
@@ -22,7 +23,6 @@ from automoe.model.init import indexed_blocks
 from automoe.model.linear import Linear, Rows, take_rows
 from automoe.model.params import Param, layer_params, model_params
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.local_shard import global_offset, local_shard, take_over
 from automoe.moe.lora import PRODUCTS, Adapter, Added, ExpertLora, LoRAExperts
 from automoe.quantize.packed import block_size, is_packed
 

@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 
+from automoe.comm.process_groups import SINGLE_RANK, Communicator
+from automoe.comm.tokens import IGNORE, TokenCounts
 from automoe.config.rules_kernels import chunk_tokens
 from automoe.errors import import_backend
-from automoe.moe.process_groups import SINGLE_RANK, Communicator
-from automoe.moe.tokens import IGNORE, TokenCounts
 
 NO_TOKEN = -1  # marks a next token whose logits are NaN
 # A function with the signature of ``chunk_loss``.

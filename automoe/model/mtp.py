@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import torch
 
+from automoe.comm.tokens import IGNORE, Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.model.attention import AttentionContext
 from automoe.model.backend import BackendConfig
 from automoe.model.block import Block
 from automoe.model.linear import Linear
-from automoe.moe.tokens import IGNORE, Tokens
 
 MTP_METRICS = ("mtp_loss", "mtp_acceptance")  # followed by ".k" for depth k
 NO_TOKEN = -1  # in shifted tokens: the document has ended

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from automoe.comm.process_groups import Communicator
 from automoe.interop.torch_private import AsyncTensor
 from automoe.model.linear import Rows, take_rows
 from automoe.moe.activation import row_blocks
-from automoe.moe.process_groups import Communicator
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from automoe.moe.process_groups import Communicator
-from automoe.moe.tokens import Tokens
+from automoe.comm.process_groups import Communicator
+from automoe.comm.tokens import Tokens
 
 
 def gather_row(x_BS: torch.Tensor, ranks: Communicator) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.errors import ConfigError
 from automoe.kernels.counter_random import stream_key
@@ -35,7 +36,6 @@ from automoe.model.hf_class import (
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.moe.experts import expert_backend
 from automoe.moe.router import BalancedRouter, Routing, score_experts
-from automoe.moe.tokens import Tokens
 
 SMALL = 1 << 16  # the class itself initialises parameters of up to so many numbers, on every rank
 # value of ``moe.experts``: transformers' own implementation, for experts that are not plain SwiGLU

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from automoe.moe.process_groups import ProcessGroupCollection
+from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.tokens import Tokens
 from automoe.moe.recompute import counts
-from automoe.moe.tokens import Tokens
 
 
 class _AttachLoss(torch.autograd.Function):

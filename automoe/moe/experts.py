@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from automoe.comm.local_shard import local_shard
 from automoe.config.plugins import registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
@@ -32,7 +33,6 @@ from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import grouped_mm_experts
-from automoe.moe.local_shard import local_shard
 
 ExpertFn = Callable[..., torch.Tensor]  # the module docstring lists its arguments
 

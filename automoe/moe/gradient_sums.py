@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from automoe.comm.local_shard import local_shard
 from automoe.interop.torch_private import gradient_sum
-from automoe.moe.local_shard import local_shard
 
 Ends = Callable[[], list[int]]  # returns the end of each expert's rows
 Later = Callable[[Callable[[], None]], None]  # takes a function and calls it later

@@ -12,13 +12,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
 from automoe.moe.discard_outputs import discard_scope
 from automoe.moe.experts import ExpertFn, GroupedExperts, expert_backend
-from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.router import Router, Routing
-from automoe.moe.tokens import Tokens
 
 
 class MoE(nn.Module):

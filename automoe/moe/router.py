@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.moe.balance import (
@@ -30,9 +32,7 @@ from automoe.moe.balance import (
     z_loss,
 )
 from automoe.moe.capacity import choose_kept
-from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.recompute import is_recomputing, save_for_recompute
-from automoe.moe.tokens import Tokens
 
 ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -6,9 +6,9 @@ import textwrap
 
 import numpy as np
 
+from automoe.comm.tokens import IGNORE
 from automoe.data.tokenizer import Tokenizer
 from automoe.errors import steers
-from automoe.moe.tokens import IGNORE
 
 _MOST_SAMPLES = 3  # samples shown of a row
 _MOST_LINES = 4  # lines shown of a part

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from automoe.moe.local_shard import local_shard
+from automoe.comm.local_shard import local_shard
 
 KEY = "ema"  # This key holds the average in the optimizer's state of a parameter.
 

@@ -24,17 +24,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from automoe.comm.local_shard import global_offset, local_shard
+from automoe.config.facts import MUON_ROUND, MUON_STEPS
 from automoe.errors import ConfigError
-from automoe.moe.local_shard import global_offset, local_shard
 
 KEY = "momentum_buffer"  # torch.optim.Muon has the same key in its state.
-# Coefficients of the quintic iteration and its number of steps (Jordan 2024).
+# Coefficients of the quintic iteration (Jordan 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STEPS = 5
 _EPS = 1e-7
 # The root mean square of AdamW's updates, which Muon's are scaled to (arXiv 2502.16982, eq. 4).
 _RMS = 0.2
-ROUND = 1 << 24  # elements per rank that are orthogonalised at once; bounds scratch memory
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
@@ -49,7 +48,7 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     x = x.reshape(-1, *shape[-2:])
     norm = x.to(torch.promote_types(x.dtype, torch.float32)).norm(dim=(-2, -1), keepdim=True)
     x = x / (norm + _EPS).to(x.dtype)
-    for _ in range(STEPS):
+    for _ in range(MUON_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.view(shape)
@@ -173,7 +172,7 @@ class Muon(torch.optim.AdamW):
         for i, (_, parameter) in enumerate(self._parameters):
             if parameter.numel() > left or not rounds:
                 rounds.append([])
-                left = ROUND * self._num_ranks
+                left = MUON_ROUND * self._num_ranks
             rounds[-1].append(i)
             left -= parameter.numel()
         return rounds

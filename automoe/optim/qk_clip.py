@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from automoe.comm.local_shard import global_offset, local_shard
+from automoe.comm.process_groups import first_of_rank
 from automoe.model.attention import AttentionContext, GroupedQueryAttention, LatentAttention
 from automoe.model.rows import gather_row
-from automoe.moe.local_shard import global_offset, local_shard
-from automoe.moe.process_groups import first_of_rank
 from automoe.moe.recompute import counts
 
 CHUNK = 512  # queries whose logits are in memory at once

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from automoe.comm.local_shard import local_shard
 from automoe.interop.torch_private import foreach_add_
 from automoe.kernels.counter_random import bits_at, stream_key
 from automoe.model.init import index_runs, indexed_blocks
-from automoe.moe.local_shard import local_shard
 
 _DROPPED_BITS = 16  # bfloat16 drops this many low bits of a float32.
 

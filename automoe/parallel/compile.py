@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from automoe.comm.collectives import wait_tensor
 from automoe.model.block import MLP, Block
 from automoe.model.decoder import Decoder
 from automoe.model.mtp import MTPBlock
 from automoe.model.norm import RMSNorm
 from automoe.moe.router import Router
-from automoe.parallel.collectives import wait_tensor
 
 # The router saves its choice of experts for the recomputation between ``score`` and ``weigh``, in
 # Python, so its forward is compiled in parts.

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.func import functional_call
 
+from automoe.comm.collectives import ProcessGroupDispatch
+from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.plugins import registered
 from automoe.config.schema import ClusterConfig, Config
 from automoe.errors import BackendError, ConfigError
@@ -33,8 +35,6 @@ from automoe.moe.dispatch.deepep import DeepEPDispatcher
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.local_shard import global_offset, local_shard
-from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import TURNS, OverlappedDispatch
 

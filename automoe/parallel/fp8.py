@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from automoe.comm.collectives import communicator
+from automoe.comm.local_shard import take_over
 from automoe.config.mesh_shape import gathers_once
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.model.causal_lm import CausalLM
 from automoe.model.linear import Linear
 from automoe.model.params import find_spec
-from automoe.moe.local_shard import take_over
 from automoe.moe.quantized import QuantizedExperts
-from automoe.parallel.collectives import communicator
 from automoe.parallel.mesh import Meshes
 from automoe.quantize.formats import E4M3, E5M2
 from automoe.quantize.linear import QuantizedProduct

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from automoe.comm.collectives import GlooReduceScatter, over_gloo
 from automoe.config.schema import ParallelConfig
 from automoe.model.causal_lm import CausalLM
 from automoe.model.mtp import MTPBlock
-from automoe.parallel.collectives import GlooReduceScatter, over_gloo
 from automoe.parallel.mesh import Meshes
 
 PARAM_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from automoe.parallel.collectives import ProcessGroupDispatch
+from automoe.comm.collectives import ProcessGroupDispatch
 
 T = TypeVar("T")
 

@@ -6,6 +6,8 @@ from functools import partial
 
 import torch
 
+from automoe.comm.collectives import communicator
+from automoe.comm.process_groups import SINGLE_RANK, ProcessGroupCollection
 from automoe.config.mesh_shape import MeshShape, stage_layers, stays_unsharded
 from automoe.config.pipeline import stages_of_ranks
 from automoe.config.plugins import registered
@@ -26,10 +28,8 @@ from automoe.model.transformers_model import TransformersModel
 from automoe.moe.experts import expert_backend
 from automoe.moe.gradient_sums import GradientSums
 from automoe.moe.grouped_mm import grouped_mm_experts
-from automoe.moe.process_groups import SINGLE_RANK, ProcessGroupCollection
 from automoe.optim.qk_clip import watch_logits
 from automoe.parallel.activation_checkpoint import apply_recompute, has_side_stream
-from automoe.parallel.collectives import communicator
 from automoe.parallel.compile import apply_compile, compiled
 from automoe.parallel.context import ring_attention
 from automoe.parallel.expert import ExpertParallel, apply_expert_parallel, expert_parallel_style

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+from automoe.config.facts import SENDS_KEPT
 from automoe.config.mesh_shape import stage_layers
 from automoe.config.pipeline import SINGLE, pipeline_order, rank_of_stage
 from automoe.config.rules_model import BY_CROSS_ENTROPY
@@ -41,8 +42,6 @@ from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import TURNS
 from automoe.parallel.shared_gradients import SharedGradients
 from automoe.storage.trace import training_pass
-
-SENDS_KEPT = 2  # sends in flight per stage and direction
 
 # The two schedules in which torch batches a send with a receive; all others are orders of actions
 # (``config.pipeline``).

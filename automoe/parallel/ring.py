@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from automoe.comm.process_groups import SINGLE_RANK, Communicator
 from automoe.interop.torch_private import cpu_attention, cpu_attention_backward
 from automoe.model.attention_kernels import AttentionFn
 from automoe.model.attention_masks import MaskFn, QueryBlock, documents
 from automoe.model.rows import whole_rows
-from automoe.moe.process_groups import SINGLE_RANK, Communicator
 
 
 def ring_masks(ranks: Communicator) -> MaskFn:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from automoe.comm.local_shard import local_shard
 from automoe.config.mesh_shape import DEFAULT_AXES
 from automoe.model.causal_lm import CausalLM
-from automoe.moe.local_shard import local_shard
 from automoe.parallel.mesh import Meshes
 
 

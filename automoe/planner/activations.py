@@ -45,9 +45,10 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from automoe.config.batch import BatchPlan
+from automoe.config.facts import ELEMENT_BYTES
 from automoe.config.mesh_shape import MeshShape, uses_ulysses
 from automoe.config.recompute import FULL
-from automoe.config.rules_kernels import ELEMENT_BYTES, wire_row_bytes
+from automoe.config.rules_kernels import wire_row_bytes
 from automoe.config.schema import (
     AttentionConfig,
     Config,

@@ -363,7 +363,7 @@ def _collectives(
     import torch
     import torch.distributed as dist
 
-    from automoe.parallel.collectives import ProcessGroupDispatch, wait_tensor
+    from automoe.comm.collectives import ProcessGroupDispatch, wait_tensor
 
     size = dist.get_world_size(group)
     here = dist.get_rank(group)

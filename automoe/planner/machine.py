@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import log2
 from pathlib import Path
 
-from automoe.config.rules_kernels import ELEMENT_BYTES
+from automoe.config.facts import ELEMENT_BYTES
 from automoe.config.schema import Config
 
 # Speeds of an unknown machine: matmuls and memory of one CPU core, and a loopback link. Plans for

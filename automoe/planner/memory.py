@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from automoe.config.batch import BatchPlan
+from automoe.config.facts import MUON_ROUND, SENDS_KEPT
 from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers, stays_unsharded
 from automoe.config.pipeline import ALL_FORWARDS_FIRST, Entry, pipeline_order, stages_of_ranks
 from automoe.config.schema import Config
@@ -32,7 +33,6 @@ from automoe.planner.step_memory import (
 
 UNITS_RESIDENT = 2  # FSDP units gathered at once with resharding: the current one and the next
 # Sends kept per stage and direction if stages are interleaved (``automoe.parallel.pipeline``).
-SENDS_KEPT = 2
 # Bytes per token: six int64 (ids, labels, positions, document, index, row) and a padding flag.
 INPUT_BYTES = 6 * 8 + 1
 MTP_BYTES = 2 * 8  # more bytes per depth of multi-token prediction: ids and labels
@@ -43,9 +43,6 @@ BATCH_BYTES = 4 * 8
 # is one kernel and needs no blocks.
 UPDATE_BYTES = 56
 UPDATE_BLOCK = 1 << 22
-# Muon works on rounds of MUON_ROUND elements per rank (``automoe.optim.muon.ROUND``), or of one
-# parameter if it is larger.
-MUON_ROUND = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -293,7 +290,7 @@ def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:
     if config.optim.algorithm != "muon":
         return 0
     held: Counter[tuple[int, ...]] = Counter()
-    largest = MUON_ROUND
+    largest = MUON_ROUND  # of a round, or one parameter if it is larger
     for param in params:
         if param.spec.orthogonalized:
             number = local_numel(param, sizes.mesh)

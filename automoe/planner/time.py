@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from automoe.config.batch import BatchPlan, plan_batch
+from automoe.config.facts import MUON_STEPS
 from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers
 from automoe.config.pipeline import IN_HALVES, rank_of_stage
 from automoe.config.schema import Config
@@ -32,7 +33,6 @@ from automoe.planner.step_memory import DTYPE_BYTES, layer_kind
 OPTIMIZER_BYTES = 28
 LAYER_KERNELS = 80  # kernels that a MoE layer launches in ``host_layer`` seconds (constants.toml)
 REPEATED = "experts in both halves"  # part of a backward pass that runs in halves
-MUON_STEPS = 5  # ``automoe.optim.muon.STEPS``
 # Relative error to expect of a prediction, from runs that the constants were not fitted to
 # (docs/plan_accuracy.md). BAND is for GPUs with a measured matmul curve, UNCALIBRATED_BAND for
 # other GPUs.

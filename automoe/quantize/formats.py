@@ -15,11 +15,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from automoe.config import facts
+
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
-SIDE = 128
+SIDE = facts.BLOCK
 WHOLE = (0, 0)  # The matrix has one scale.
 LINE = (1, SIDE)  # Every 128 numbers of a row have one scale.
 BLOCK = (SIDE, SIDE)  # Every square of 128 x 128 numbers has one scale.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from automoe.config.rules_kernels import BASE_BLOCKS
+from automoe.config.facts import BASE_BLOCKS
 from automoe.errors import import_backend
 from automoe.quantize.formats import E4M3
 

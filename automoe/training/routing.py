@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from automoe.comm.tokens import Tokens
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
 from automoe.errors import DataError
 from automoe.moe.router import BalancedRouter, Routing, watch_routing
-from automoe.moe.tokens import Tokens
 from automoe.storage.files import read_file, replace_file
 
 

@@ -15,6 +15,7 @@ import torch
 
 from automoe.checkpoint.store import CheckpointStore, Resumed
 from automoe.checkpoint.train_state import TrainState
+from automoe.comm.groups import open_groups, set_timeouts
 from automoe.config.mesh_shape import MeshShape, exchanges_heads
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config
@@ -26,7 +27,6 @@ from automoe.model.transformers_model import TransformersModel
 from automoe.observe.metrics import last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row
-from automoe.parallel.groups import open_groups, set_timeouts
 from automoe.storage.trace import phase
 from automoe.training.context import RunContext
 from automoe.training.hooks import Hooks

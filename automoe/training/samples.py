@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from automoe.comm.agreement import Ranks
+from automoe.comm.tokens import IGNORE
 from automoe.config.schema import Config, tokenizer_of
 from automoe.data.chat_template import chat_template_of
 from automoe.data.loader import StepBatch
@@ -22,8 +24,6 @@ from automoe.data.prompts import encoded_prompts
 from automoe.data.tokenizer import Tokenizer
 from automoe.hf.folder import write_settings
 from automoe.model.loss import NO_TOKEN
-from automoe.moe.tokens import IGNORE
-from automoe.parallel.agreement import Ranks
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import StepRunner
 from automoe.storage.trace import phase

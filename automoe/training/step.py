@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from automoe.checkpoint.train_state import TrainState
+from automoe.comm.tokens import TokenCounts, num_documents
 from automoe.config.schema import Config, TrainConfig
 from automoe.data.loader import Loader, StepBatch
 from automoe.model.lora import set_dropout_step
 from automoe.model.mtp import MTP_METRICS, count_shifted, shift_rows
-from automoe.moe.tokens import TokenCounts, num_documents
 from automoe.observe.metrics import perplexity
 from automoe.optim.adamw import bias_update_rate, learning_rate, mtp_loss_weight, set_learning_rate
 from automoe.optim.ema import averaged_weights, update_averages

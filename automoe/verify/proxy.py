@@ -12,6 +12,7 @@ from math import gcd
 from operator import attrgetter
 
 from automoe.config.convert import leaf_keys
+from automoe.config.facts import BLOCK
 from automoe.config.layout import module_sizes
 from automoe.config.mesh_shape import (
     DEFAULT_AXES,
@@ -20,7 +21,6 @@ from automoe.config.mesh_shape import (
     largest_divisor,
     resolve_mesh,
 )
-from automoe.config.rules_kernels import BLOCK
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import (
     AttentionConfig,

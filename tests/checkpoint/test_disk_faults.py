@@ -25,10 +25,10 @@ from automoe.checkpoint.hashed_files import HashingStream, is_as_written
 from automoe.checkpoint.manifest import damage
 from automoe.checkpoint.reader import StepReader
 from automoe.checkpoint.store import CheckpointStore
+from automoe.comm.agreement import Ranks
+from automoe.comm.local_shard import local_shard
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, SaveError
-from automoe.moe.local_shard import local_shard
-from automoe.parallel.agreement import Ranks
 from automoe.verify.pool import RankError, RankPool
 
 TWO = dict(dp_shard=2, ep=2)

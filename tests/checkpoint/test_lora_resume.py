@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from automoe.checkpoint.manifest import check_base
 from automoe.checkpoint.reader import StepReader
+from automoe.comm.local_shard import local_shard
 from automoe.config.batch import plan_batch
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import resolve_mesh
@@ -26,7 +27,6 @@ from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
 from automoe.model.init import fill_normal_, initialize
 from automoe.model.lora import adapt
-from automoe.moe.local_shard import local_shard
 from automoe.parallel.parallelize import allocate, build_decoder
 from automoe.planner.memory import plan_memory
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs

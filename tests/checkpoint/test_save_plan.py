@@ -12,8 +12,8 @@ from checkpoint_runs import build_state, config, open_store
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from automoe.comm.local_shard import local_shard
 from automoe.config.schema import Config
-from automoe.moe.local_shard import local_shard
 from automoe.verify.pool import RankPool
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from automoe.config.compose import list_options
+from automoe.config.facts import BLOCK
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules_kernels import BLOCK
 from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE

@@ -9,7 +9,7 @@ import pytest
 
 from automoe.config import schema
 from automoe.config.data_schema import CHAT_KINDS
-from automoe.config.rules_kernels import ELEMENT_BYTES
+from automoe.config.facts import ELEMENT_BYTES
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.data.corpora import _SOURCES
 from automoe.hf.families.registry import FAMILIES

@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from automoe.comm.tokens import IGNORE
 from automoe.config.data_schema import ChatConfig, DataConfig, SourceConfig, sources_of
 from automoe.config.hub import is_data_set
 from automoe.config.schema import Config, TrainConfig
@@ -25,7 +26,6 @@ from automoe.data.chat_template import ChatTemplate
 from automoe.data.corpora import find_files
 from automoe.data.loader import Loader
 from automoe.errors import ConfigError, DataError
-from automoe.moe.tokens import IGNORE
 from automoe.observe.sample_view import describe_row
 from tests.support.chat import TEMPLATES, messages, save_tokenizer, write_chat
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automoe.comm.tokens import IGNORE
 from automoe.data.packing import SampleRows, best_fit
-from automoe.moe.tokens import IGNORE
 
 PAD = 10**6
 

@@ -12,10 +12,10 @@ import torch
 from device_models import relative
 from torch.nn.attention import flex_attention
 
+from automoe.comm.process_groups import SINGLE_RANK
+from automoe.comm.tokens import Tokens
 from automoe.model.attention_kernels import attend_in_blocks, attention_fn, prepare_cuda
 from automoe.model.attention_masks import block_masks, dense_masks
-from automoe.moe.process_groups import SINGLE_RANK
-from automoe.moe.tokens import Tokens
 from automoe.parallel.compile import compiled
 from automoe.parallel.context import head_tail_index
 from tests.support.rows import PartOfRows

@@ -6,9 +6,9 @@ import pytest
 import torch
 from device_models import relative
 
+from automoe.comm.tokens import IGNORE
 from automoe.kernels.squares import sum_of_squares
 from automoe.model.loss import chunk_loss_fn, cross_entropy_sum
-from automoe.moe.tokens import IGNORE
 
 SIZES = {"cpu": (37, 16, 5001), "cuda": (2049, 1024, 151_936)}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

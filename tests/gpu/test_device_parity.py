@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from device_models import relative
 
+from automoe.comm.tokens import IGNORE
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.model.decoder import Decoder
 from automoe.moe.router import recorded_choices
-from automoe.moe.tokens import IGNORE
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts
 from automoe.verify.trajectory import whole

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from device_models import small
 
+from automoe.comm.groups import open_groups
 from automoe.config.batch import plan_batch
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config, MeshConfig
 from automoe.interop.torch_private import process_groups
 from automoe.launch.trial_runs import train, train_and_kill
-from automoe.parallel.groups import open_groups
 from automoe.parallel.mesh import build_meshes
 from automoe.planner.memory import plan_memory
 from automoe.verify.pool import RankPool

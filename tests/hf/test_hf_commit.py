@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from automoe.comm.agreement import Ranks
 from automoe.errors import CheckpointError
 from automoe.hf import folder as hf_folder
 from automoe.hf.folder import new_folder
-from automoe.parallel.agreement import Ranks
 from automoe.storage import folder
 
 ALONE = Ranks(alone=True)
 EXPORT_FOREVER = """
 import sys
 from pathlib import Path
-from automoe.parallel.agreement import Ranks
+from automoe.comm.agreement import Ranks
 from automoe.hf.folder import new_folder
 
 for number in range(100_000):

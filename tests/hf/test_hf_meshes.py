@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hf_mesh_cases import MESHES, ROWS, SEQ, config_for, load_on_mesh, stored, world_size
 
+from automoe.comm.tokens import IGNORE
 from automoe.config.schema import MeshConfig
 from automoe.data.loader import StepBatch
 from automoe.errors import ConfigError
@@ -21,7 +22,6 @@ from automoe.hf.keys import hf_pieces
 from automoe.hf.shards import Parts
 from automoe.hf.write import to_hf
 from automoe.launch.prepare import check
-from automoe.moe.tokens import IGNORE
 from automoe.parallel.pipeline import build_runner
 from automoe.training.step import prepare_inputs
 from automoe.verify.pool import RankPool

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from automoe.comm.tokens import IGNORE
 from automoe.config.schema import MoEConfig
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype
-from automoe.moe.tokens import IGNORE
 from automoe.parallel.parallelize import build_decoder
 from tests.support.class_models import AllInFloat64
 from tests.support.hf_models import SMALL_MODELS, as_our_tensor, save_small_hf

@@ -14,10 +14,10 @@ import torch
 from hf_mesh_cases import MESHES, empty_on_mesh, load_on_mesh, stored, world_size
 
 import automoe
+from automoe.comm.local_shard import local_shard
 from automoe.hf import read
 from automoe.hf.read import Reader, load_hf
 from automoe.hf.shards import local_shards
-from automoe.moe.local_shard import local_shard
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
 

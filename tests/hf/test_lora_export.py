@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from automoe import cli
+from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.frozen import save_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig, TrainConfig
@@ -29,7 +30,6 @@ from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
 from automoe.model.decoder import Decoder
 from automoe.model.lora import adapt
-from automoe.moe.local_shard import global_offset, local_shard
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts
 from automoe.verify.pool import RankPool

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import automoe
+from automoe.comm.agreement import Ranks
 from automoe.config.schema import MeshConfig
 from automoe.convert import main
 from automoe.errors import CheckpointError, ConfigError
@@ -23,7 +24,6 @@ from automoe.hf.save_plan import compare_written, gather, plan_writes
 from automoe.hf.shards import local_shards
 from automoe.hf.verify import verify_hf
 from automoe.hf.write import convert_hf, to_hf
-from automoe.parallel.agreement import Ranks
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
 

@@ -18,17 +18,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import automoe.comm.tokens
 import automoe.model.attention
 import automoe.model.attention_masks
 import automoe.model.delta_net
 import automoe.model.rows
 import automoe.moe.balance
 import automoe.moe.router
-import automoe.moe.tokens
 import automoe.optim.qk_clip
 import automoe.parallel.parallelize
 import automoe.parallel.pipeline
 import automoe.verify.trajectory
+from automoe.comm.collectives import GroupCommunicator
+from automoe.comm.local_shard import local_shard
+from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.tokens import IGNORE
 from automoe.config.schema import Config
 from automoe.model.attention import GroupedQueryAttention
 from automoe.model.block import MLP
@@ -36,10 +40,6 @@ from automoe.model.linear import Linear
 from automoe.moe.balance import LoadCounter, update_expert_bias
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.local_shard import local_shard
-from automoe.moe.process_groups import ProcessGroupCollection
-from automoe.moe.tokens import IGNORE
-from automoe.parallel.collectives import GroupCommunicator
 from automoe.parallel.fsdp import fsdp_modules
 from automoe.parallel.shared_gradients import SharedGradients
 from automoe.verify.trajectory import Batches, Trajectory
@@ -116,7 +116,7 @@ def counts_summed_over_cp_twice():
 
 def padding_counted():
     return patch.object(
-        automoe.moe.tokens.Tokens, "valid", property(lambda tokens: torch.ones_like(tokens.index, dtype=torch.bool))
+        automoe.comm.tokens.Tokens, "valid", property(lambda tokens: torch.ones_like(tokens.index, dtype=torch.bool))
     )
 
 
@@ -361,7 +361,7 @@ def tokens_of_the_first_tp_rank_believed_everywhere():
 
         return local_shard
 
-    return _replace(automoe.moe.tokens.Tokens, "local_shard", make)
+    return _replace(automoe.comm.tokens.Tokens, "local_shard", make)
 
 
 def norm_of_tp_shards_summed_twice():

@@ -56,7 +56,7 @@ def counted(config: Config, steps: int, per_round: int) -> tuple[Trajectory, int
         return orthogonalize(matrices)
 
     orthogonalize = muon.orthogonalize
-    with patch.object(muon, "orthogonalize", count), patch.object(muon, "ROUND", per_round):
+    with patch.object(muon, "orthogonalize", count), patch.object(muon, "MUON_ROUND", per_round):
         return run_trajectory(config, batches, steps), sum(sizes)
 
 

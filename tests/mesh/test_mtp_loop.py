@@ -17,12 +17,12 @@ from torch import nn
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
+from automoe.comm.tokens import IGNORE
 from automoe.config.schema import ModelConfig, MoEConfig, RopeConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.model.mtp import NO_TOKEN, shift_rows
-from automoe.moe.tokens import IGNORE
 
 WEIGHT, BALANCE, SEQ = 0.3, 0.05, 12
 # Lengths of each row's documents, some shorter than a depth; the rest of a row is padding.

@@ -9,11 +9,11 @@ import pytest
 import torch
 from mesh_cases import VOCAB, Case
 
+from automoe.comm.tokens import IGNORE
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MoEConfig
 from automoe.data.loader import StepBatch
 from automoe.data.packing import SampleRows
-from automoe.moe.tokens import IGNORE
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner

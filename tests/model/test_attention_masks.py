@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from automoe.comm.process_groups import ProcessGroupCollection
+from automoe.comm.tokens import Tokens
 from automoe.config.context import gathers_latents
 from automoe.config.schema import AttentionConfig, ModelConfig
 from automoe.model.attention import AttentionContext
@@ -12,8 +14,6 @@ from automoe.model.attention_kernels import attend
 from automoe.model.attention_masks import attention_mask
 from automoe.model.backend import BackendConfig
 from automoe.model.rows import gather_row
-from automoe.moe.process_groups import ProcessGroupCollection
-from automoe.moe.tokens import Tokens
 from automoe.parallel.context import head_tail_index
 from tests.support.rows import PartOfRows
 

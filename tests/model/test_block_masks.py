@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
 import automoe.parallel.parallelize
+from automoe.comm.process_groups import SINGLE_RANK
+from automoe.comm.tokens import IGNORE, Tokens
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import (
     AttentionConfig,
@@ -32,8 +34,6 @@ from automoe.data.loader import StepBatch
 from automoe.model import attention_masks
 from automoe.model.attention_kernels import attend, attend_in_blocks
 from automoe.model.attention_masks import block_masks, dense_masks
-from automoe.moe.process_groups import SINGLE_RANK
-from automoe.moe.tokens import IGNORE, Tokens
 from automoe.parallel.compile import compiled
 from automoe.parallel.context import head_tail_index
 from automoe.verify.compare import compare_trajectories

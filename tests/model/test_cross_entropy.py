@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import automoe.config.rules_kernels
+from automoe.comm.collectives import communicator
+from automoe.comm.tokens import IGNORE, TokenCounts, num_documents
 from automoe.config.rules_kernels import chunk_tokens
 from automoe.model.loss import LossInputs, chunk_loss_fn, cross_entropy_sum, token_losses
-from automoe.moe.tokens import IGNORE, TokenCounts, num_documents
-from automoe.parallel.collectives import communicator
 from automoe.verify.pool import RankPool
 
 T, H, V = 30, 8, 21

@@ -8,8 +8,8 @@ from threading import Barrier
 import pytest
 import torch
 
+from automoe.comm.process_groups import Communicator
 from automoe.model.rows import exchange_heads, exchange_positions, own_heads
-from automoe.moe.process_groups import Communicator
 from automoe.parallel.context import head_tail_index
 
 

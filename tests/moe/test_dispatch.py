@@ -19,6 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from automoe.comm.collectives import ProcessGroupDispatch
+from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.errors import BackendError
 from automoe.moe.dispatch import wire
@@ -29,8 +31,6 @@ from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
 from automoe.moe.dispatch.rows import RowExchange
 from automoe.moe.dispatch.wire import decode_rows, encode_rows, rounded_to_8_bits
 from automoe.moe.layer import MoE
-from automoe.moe.tokens import Tokens
-from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.expert import node_levels
 from automoe.verify.pool import RankPool
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.moe.router import Router, topk_indices
-from automoe.moe.tokens import Tokens
 
 B, S, H, E, K = 2, 64, 32, 8, 2
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import automoe.kernels.launches as kernels
+from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.kernels.tiling import HOPPER
 from automoe.moe.layer import MoE
-from automoe.moe.tokens import Tokens
 from tests.support.gpu import conf_model
 
 

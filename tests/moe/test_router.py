@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.moe.router import Router, expert_weights, select_experts
-from automoe.moe.tokens import Tokens
 
 pytestmark = pytest.mark.usefixtures("trains")
 

@@ -227,7 +227,7 @@ _MOE = [
         [f"{MESH}[mixtral-dp_shard2-etp2-mb2-alltoall]"],
     ),
     (
-        "process_groups.py",
+        "automoe/comm/process_groups.py",
         "comm.rank * total // comm.num_ranks",
         "(comm.num_ranks - 1 - comm.rank) * total // comm.num_ranks",
         [f"{MESH}[llama-tp2-mb4-alltoall]"],
@@ -333,7 +333,7 @@ _PARALLEL = [
         'self.coordinate("dp_replicate")',
         [f"{MESH}[qwen3-dp_replicate2-dp_shard2-ep4-mb1-hierarchical-nodesof2]"],
     ),
-    ("collectives.py", "dim=1)[self.rank]", "dim=1)[0]", [f"{MESH}[qwen3-tp4-ep4-mb4-allgather]"]),
+    ("automoe/comm/collectives.py", "dim=1)[self.rank]", "dim=1)[0]", [f"{MESH}[qwen3-tp4-ep4-mb4-allgather]"]),
     ("pipeline.py", "(torch.float64) * self.reports_loss", "(torch.float64)", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
 ]
 _MERGED = [
@@ -365,13 +365,13 @@ _CHECKPOINT = [
     ("automoe/checkpoint/folder.py", 'if manifest["counters"]["skipped"]:', "if False:", RETENTION),
     ("automoe/checkpoint/folder.py", "path.is_dir() and not path.is_symlink()", "path.is_dir()", RETENTION),
     (
-        "automoe/parallel/agreement.py",
+        "automoe/comm/agreement.py",
         "load.index(min(load))",
         "load.index(max(load))",
         ["tests/checkpoint/test_disk_faults.py::test_files_to_verify_are_spread_over_ranks"],
     ),
     (
-        "automoe/parallel/agreement.py",
+        "automoe/comm/agreement.py",
         "key=lambda error: isinstance(error, OSError)",
         "key=lambda error: 0",
         ["tests/checkpoint/test_disk_faults.py::test_ranks_agree_on_what_went_wrong"],

@@ -10,9 +10,7 @@ from automoe.config.schema import OptimConfig
 from automoe.model.params import find_spec
 from automoe.optim import muon
 from automoe.optim.adamw import build_optimizer
-from automoe.optim.muon import KEY, ROUND, STEPS, orthogonalize
-from automoe.planner.memory import MUON_ROUND
-from automoe.planner.time import MUON_STEPS
+from automoe.optim.muon import KEY, orthogonalize
 
 NAMES = ("layers.0.self_attn.q_proj.weight", "layers.1.mlp.down_proj.weight")
 
@@ -50,9 +48,9 @@ def trained(steps: int = 3, dtype: torch.dtype = torch.float32, **optim: object)
 
 def test_a_round_holds_no_more_numbers_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 60, 48 and 96 numbers no two fit in 100; the planner counts a round's buffers."""
-    monkeypatch.setattr(muon, "ROUND", 100)
+    monkeypatch.setattr(muon, "MUON_ROUND", 100)
     assert len(build_optimizer([Matrices()], OptimConfig(algorithm="muon"))._rounds) == 3
-    monkeypatch.setattr(muon, "ROUND", 110)
+    monkeypatch.setattr(muon, "MUON_ROUND", 110)
     assert len(build_optimizer([Matrices()], OptimConfig(algorithm="muon"))._rounds) == 2
 
 
@@ -106,7 +104,3 @@ def test_bfloat16_moves_weights_nearly_alike_and_the_momentum_stays_float32() ->
     model = Matrices()
     optimizer = build_optimizer([model], OptimConfig(algorithm="muon", muon_dtype="bfloat16"))
     assert optimizer.state[model.get_parameter(NAMES[0])][KEY].dtype == torch.float32
-
-
-def test_the_plan_counts_with_muons_own_numbers() -> None:
-    assert (MUON_ROUND, MUON_STEPS) == (ROUND, STEPS)

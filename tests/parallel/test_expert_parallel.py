@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 import automoe
+from automoe.comm.collectives import ProcessGroupDispatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import BackendError, ConfigError
@@ -24,7 +25,6 @@ from automoe.moe.dispatch.alltoall import AllToAllDispatcher
 from automoe.moe.dispatch.base import run_choices
 from automoe.moe.experts import GroupedExperts
 from automoe.parallel import expert
-from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from automoe.moe.process_groups import SINGLE_RANK
-from automoe.moe.tokens import Tokens
-from automoe.parallel.collectives import communicator
+from automoe.comm.collectives import communicator
+from automoe.comm.process_groups import SINGLE_RANK
+from automoe.comm.tokens import Tokens
 from automoe.parallel.context import head_tail_index
 from automoe.parallel.ring import cpu_ring, ring_masks
 from automoe.verify.pool import RankPool

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
+from automoe.comm.agreement import Ranks
+from automoe.comm.groups import open_groups, set_timeouts
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.interop.gloo import use_one_worker
 from automoe.interop.torch_private import process_groups
-from automoe.parallel.agreement import Ranks
-from automoe.parallel.groups import open_groups, set_timeouts
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import receives_in_time
 from automoe.verify.pool import RankPool

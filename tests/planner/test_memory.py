@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from automoe.config.batch import plan_batch
+from automoe.config.facts import SENDS_KEPT
 from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers
 from automoe.config.pipeline import pipeline_order, stages_of_ranks
 from automoe.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from automoe.model.params import SPECS, Param, count_params, stage_params
 from automoe.planner.activations import TokenLoad, layer_activation_bytes
-from automoe.planner.memory import BATCH_BYTES, INPUT_BYTES, SENDS_KEPT, RankMemory, plan_memory
+from automoe.planner.memory import BATCH_BYTES, INPUT_BYTES, RankMemory, plan_memory
 from automoe.planner.step_memory import local_numel
 from automoe.planner.workspace import layer_workspaces
 from tests.support.configurations import quick_config

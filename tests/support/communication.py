@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from automoe.parallel.collectives import GlooReduceScatter
+from automoe.comm.collectives import GlooReduceScatter
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from automoe.moe.process_groups import Communicator
+from automoe.comm.process_groups import Communicator
 from automoe.parallel.context import head_tail_index
 
 

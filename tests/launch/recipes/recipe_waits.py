@@ -2,7 +2,7 @@
 
 import time
 
-from automoe.parallel.agreement import Ranks
+from automoe.comm.agreement import Ranks
 
 
 def main(config, shape, context):

@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from automoe.config.facts import SAVES
 from automoe.interop.torch_private import process_groups, set_group_timeout
 
-SAVES = "checkpoint"  # description of the group over which saves and loads communicate
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # Made by DeviceMesh itself. In a world bound to a GPU its gloo half has torch's default options:
 # two threads, which can corrupt the heap (``automoe.interop.gloo``). Nothing communicates over it.

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from automoe.interop import torch_private
+import automoe.interop.torch_private as torch_private
+from automoe.comm.process_groups import SINGLE_RANK, Communicator
 from automoe.interop.torch_private import AsyncTensor
-from automoe.moe.process_groups import SINGLE_RANK, Communicator
 
 
 def over_gloo(group: dist.ProcessGroup) -> bool:

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from automoe.config.facts import SAVES
 from automoe.errors import AutomoeError, CheckpointError, SaveError, retried
-from automoe.parallel.groups import SAVES
 
 T = TypeVar("T")
 

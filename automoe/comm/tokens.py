@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from automoe.comm.process_groups import Communicator
 from automoe.config.data_schema import IGNORE as IGNORE
-from automoe.moe.process_groups import Communicator
 
 
 @dataclass(frozen=True)
