@@ -35,11 +35,11 @@ UNITS = {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 def measure(command: str, clone: Path) -> dict[str, Any]:
     """Run one command in the clone, and say what it took; a command that fails ends the measurement."""
-    log = clone / "pip.log"
+    log = clone.with_name("pip.log")  # what lies in the clone is taken for a file of the project
     log.unlink(missing_ok=True)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
     env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_LOG": str(log)}
-    env |= {"XDG_CACHE_HOME": str(clone / "cache")}
+    env |= {"XDG_CACHE_HOME": str(clone.with_name("cache"))}
     started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, shell=True, cwd=clone, env=env, stdin=subprocess.DEVNULL)
     after, load = resource.getrusage(resource.RUSAGE_CHILDREN), os.getloadavg()
