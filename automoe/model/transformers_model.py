@@ -40,11 +40,11 @@ from automoe.moe.router import BalancedRouter, Routing, score_experts
 SMALL = 1 << 16  # the class itself initialises parameters of up to so many numbers, on every rank
 # value of ``moe.experts``: transformers' own implementation, for experts that are not plain SwiGLU
 EXPERTS = {"loop": "eager", "grouped_mm": "grouped_mm", "triton": "grouped_mm"}
-# names of sizes that count positions, in configurations of classes
 _ROUNDING = 8  # units in the last place, of a token's last hidden states
 _LEAST, _ROW = 16, 2048  # tokens: see ``row_to_try``
 # in names of sizes that count positions, in configurations of classes
 _SPANS = re.compile("block|chunk|compress|index_topk|kernel|stride|window")
+_BLOCKS = re.compile("block_size|compress")
 
 
 @torch.no_grad()
@@ -171,16 +171,25 @@ class _Probe(NamedTuple):
         return torch.cat((kept_TK[: self.first], ids_TK[self.first :]))
 
 
-def spans(config: Any, name: str = "") -> Iterator[int]:
-    """Yield the blocks, windows, strides, rates and the like that a configuration has at any depth."""
+def spans(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """Yield (name, number) of the blocks, windows, strides, rates and the like of a configuration."""
     if isinstance(config, dict):
         for key, value in config.items():
-            yield from spans(value, key)
+            yield from spans(value, f"{name}.{key}" if _SPANS.search(name) else key)
     elif isinstance(config, list):
         for value in config:
             yield from spans(value, name)
     elif type(config) is int and _SPANS.search(name):
-        yield config
+        yield name, config
+
+
+def longest_span(config: Any) -> int:
+    """Return how many positions the longest structure has; top-k counts blocks if there are any."""
+    found = list(spans(config))
+    chosen = max((number for name, number in found if "topk" in name), default=0)
+    sizes = [number for name, number in found if "topk" not in name]
+    blocks = [number for name, number in found if _BLOCKS.search(name)]
+    return max(_LEAST, *sizes, chosen * max([1, *blocks]))
 
 
 def _prime(least: int) -> int:
@@ -306,8 +315,7 @@ class TransformersModel(CausalLM):
         It holds two documents, each twice as long as the longest block, window or rate of the
         configuration, if they have room for that in ``_ROW`` positions.
         """
-        longest = max(_LEAST, *spans(self._class[0].config.to_dict()))
-        return max(seq_len, min(4 * longest, _ROW))
+        return max(seq_len, min(4 * longest_span(self._class[0].config.to_dict()), _ROW))
 
     @torch.no_grad()
     def check_isolation(self, seq_len: int = 0) -> None:

@@ -25,7 +25,7 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype
 from automoe.model.params import count_params
-from automoe.model.transformers_model import TransformersModel
+from automoe.model.transformers_model import TransformersModel, longest_span
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
@@ -353,6 +353,13 @@ def test_documents_are_isolated_or_refused(
             with pytest.raises(ConfigError, match=r"ForCausalLM does not keep the documents .* apart"):
                 ours.check_isolation(row)
         assert ours.training
+
+
+def test_a_probe_is_longer_than_all_blocks_that_are_chosen() -> None:
+    """Shorter rows choose all their blocks, or all compressed keys, so nothing is left out."""
+    assert longest_span({"index_block_size": 8, "index_topk_blocks": 24, "sliding_window": 100}) == 192
+    assert longest_span({"text": {"compress_rates": {"compressed": 4, "heavy": 32}, "index_topk": 16}}) == 512
+    assert longest_span({"index_topk": 50, "linear_conv_kernel_dim": 4}) == 50
 
 
 def test_a_run_tries_the_rows_that_it_trains(ranks: RankPool, tmp_path: Path) -> None:
