@@ -16,6 +16,7 @@ from automoe.observe.metrics import read_expert_load, read_metrics
 ROOT = Path(__file__).parents[2]
 FAULTY_RECIPE = Path(__file__).with_name("faulty_pretrain.py")
 PATIENCE_S = 600  # only a hang reaches it
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 # A variable that marks the processes of a run: forked ranks have their server's command line.
 _MARK = "AUTOMOE_TESTED_RUN"
 # What of a step's record may differ between two runs of the same numbers: clocks, memory, and what saving did.
