@@ -27,6 +27,8 @@ from tests.support.wrappers import INDEX, save_wrapper
 Tensors = dict[str, torch.Tensor]
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
+NVFP4 = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
+
 
 def other_shape(tensors: Tensors, matrix: str) -> None:
     tensors[matrix] = torch.zeros(256, 64).to(torch.float8_e4m3fn)
@@ -48,6 +50,7 @@ DAMAGES: dict[str, tuple[object, Callable[[Tensors, str], object], str]] = {
     "no quantization_config": (None, nothing, "quantized .*no quantization_config that says how"),
     "another method": ({"quant_method": "mxfp4"}, nothing, "their scales are missing"),
     "an unknown method": ({"quant_method": "gptq", "bits": 4}, nothing, "quant_method=gptq"),
+    "a form that has a name": (NVFP4, nothing, "NVFP4 of compressed-tensors"),
     "a method without its blocks": ({"quant_method": "fp8"}, nothing, "weight_block_size=None"),
     "scales of another shape": (FP8, other_shape, r"needs scales \[2, 1\]"),
     "scales for other blocks": (FP8 | {"weight_block_size": [16, 16]}, nothing, "needs scales"),
