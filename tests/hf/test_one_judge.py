@@ -98,7 +98,9 @@ COMMANDS = [
     "plan model.hf_path={}",
     "verify model.hf_path={}",
 ]
-UPCYCLE = "train model.hf_path={} model.upcycle=true model.num_experts=4 model.num_experts_per_token=2 data=chat data.path=x"
+UPCYCLE = (
+    "train model.hf_path={} model.upcycle=true model.num_experts=4 model.num_experts_per_token=2 data=chat data.path=x"
+)
 DENSE = ["upcycle {} --out no --experts 4 --top-k 2", f"{UPCYCLE} model.moe_intermediate_size=48"]
 TASK = """
 task: letters

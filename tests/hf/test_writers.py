@@ -102,12 +102,7 @@ WRITTEN: dict[str, tuple[str, str, dict[str, tuple[torch.dtype, list[int]]], dic
         {"": (torch.int8, [32, 64]), "_scale": (torch.bfloat16, [32, 1])},
         MX | {"type": "int", "strategy": "channel", "group_size": None},
     ),
-    "MXFP8": (
-        "other codes",
-        "mxfp8-quantized",
-        {"": (FLOAT8, [32, 64]), "_scale": (torch.uint8, [32, 2])},
-        MX,
-    ),
+    "MXFP8": ("other codes", "mxfp8-quantized", {"": (FLOAT8, [32, 64]), "_scale": (torch.uint8, [32, 2])}, MX),
     "MXFP6A16": (
         "other codes",
         "mxfp6-pack-quantized",

@@ -39,7 +39,13 @@ SRUN = {
 
 def test_rank_0_composes_and_every_rank_runs_the_same(command: Command) -> None:
     chats = write_chat(command.run_dir.parent / "chats.jsonl", [messages(f"{n}?", f"{n}!") for n in range(28)])
-    data = ("data=chat", f"data.path={chats}", "data.chat.template=plain", "data.chat.pack=false", "data.val_fraction=0")
+    data = (
+        "data=chat",
+        f"data.path={chats}",
+        "data.chat.template=plain",
+        "data.chat.pack=false",
+        "data.val_fraction=0",
+    )
     length = ("train.epochs=4", "train.val_every=0")
     overrides = ("mesh=fsdp", *data, *length, "launch.device=cpu", "observe.report=true")
     code, out, err = command.run("recipe_answers", *overrides, before=TORCHRUN)

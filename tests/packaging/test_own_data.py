@@ -39,9 +39,13 @@ def records() -> list[dict[str, Any]]:
     for n in range(90):
         turns = messages(f"Who is in room {n}?", f"Person {n}.")
         turns[1]["reasoning_content"] = f"I look into {n}."
-        calls = [{"role": "assistant", "content": "", "tool_calls": [call(({"room": n}, f'{{"room": {n}}}', {})[n % 3])]}]
+        calls = [
+            {"role": "assistant", "content": "", "tool_calls": [call(({"room": n}, f'{{"room": {n}}}', {})[n % 3])]}
+        ]
         result = {"role": "tool", "content": str(n)}
-        found.append({"messages": [turns[0], *calls, result, turns[1]], "tools": TOOLS} if n % 2 else {"messages": turns})
+        found.append(
+            {"messages": [turns[0], *calls, result, turns[1]], "tools": TOOLS} if n % 2 else {"messages": turns}
+        )
     return found
 
 

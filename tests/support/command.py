@@ -71,10 +71,13 @@ class TrainCommand:
         """What comes after ``python``."""
         return ["-m", "automoe.train", f"run_dir={self.run_dir}", *self.overrides, *overrides]
 
-    def start(self, *overrides: str, before: Sequence[str] = (), fault: str = "") -> subprocess.Popen[str]:
+    def start(
+        self, *overrides: str, before: Sequence[str] = (), fault: str = "", group: bool = False
+    ) -> subprocess.Popen[str]:
         """The started process.
 
         Args:
+            group: the run is a process group of its own.
             before: goes between Python and ``-m automoe.train``, e.g. torchrun.
             fault: in the language of ``fault_points``; the pretraining recipe runs with it.
         """
@@ -85,6 +88,7 @@ class TrainCommand:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=group,
         )
 
     def run(self, *overrides: str, before: Sequence[str] = (), fault: str = "") -> tuple[int, str, str]:
