@@ -140,23 +140,16 @@ def side_by_side(overrides: list[str]) -> list[str]:
     if given in ([], ["1"]):
         return rest
     count = ",".join(given)
+    wrong = partial(ConfigError, PARALLEL, count)
     if not re.fullmatch("0*[1-9][0-9]*", count):
-        raise ConfigError(
-            PARALLEL,
-            count,
-            "it is how many jobs run side by side: one number, 1 or more",
-            f"Set {PARALLEL}=2, or leave it out",
-        )
+        rule = "it is how many jobs run side by side: one number, 1 or more"
+        raise wrong(rule, f"Set {PARALLEL}=2, or leave it out")
     for text in rest:
         if key_of(text).startswith(("hydra/launcher", "hydra.launcher")):
-            raise ConfigError(
-                PARALLEL,
-                count,
-                f"Hydra's joblib launcher runs jobs side by side, and {text} also chooses or sets a launcher",
-                "Leave one of them out",
-            )
+            rule = f"Hydra's joblib launcher runs jobs side by side, and {text} also chooses or sets a launcher"
+            raise wrong(rule, "Leave one of them out")
     if not (find_spec("hydra_plugins") and find_spec("hydra_plugins.hydra_joblib_launcher")):
-        raise ConfigError(PARALLEL, count, "hydra-joblib-launcher is not installed", INSTALL)
+        raise wrong("hydra-joblib-launcher is not installed", INSTALL)
     most = int(count)
     swept = [one for one in map(parse_override, rest) if one.is_sweep_override()]
     if not any(text.startswith("hydra") or "glob(" in text for text in rest):

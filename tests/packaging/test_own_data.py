@@ -71,9 +71,9 @@ def commands(paths: dict[str, Path], run: str) -> list[list[str]]:
         for line in block.splitlines():
             kind = (re.findall(r"\bdata=(\w+)", line) or ["chat"])[0]
             words = {"DIR": paths["DIR"], "FILE": paths[kind], "RUN": run}
-            program, *arguments = shlex.split(
-                re.sub(r"\b(DIR|FILE|RUN)\b", lambda match: str(words[match[0]]), line), comments=True
-            )
+            for word, path in words.items():
+                line = re.sub(rf"\b{word}\b", str(path), line)
+            program, *arguments = shlex.split(line, comments=True)
             assert program == "automoe"
             found.append(arguments)
     assert [arguments[0] for arguments in found] == ["train"] * 4 + ["generate"]
