@@ -170,8 +170,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     from automoe.parallel.fsdp import PARAM_DTYPES
     from automoe.parallel.parallelize import allocate, build_decoder
 
-    exported = run_dir / "hf"
-    adapter = run_dir / "adapter"
+    exported, adapter = run_dir / "hf", run_dir / "adapter"
     name = export_name(config)
     try:
         steps = committed_steps(run_dir / FOLDER)
@@ -186,8 +185,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
             raise CheckpointError(
                 f"{newest} is damaged ({problem}). Remove it to export the checkpoint before it, or resume the run"
             )
-        # config.yaml has no checksum, so compare it with the checkpoint's manifest.
-        manifest, _ = read_manifest(newest)
+        manifest, _ = read_manifest(newest)  # config.yaml has no checksum: compare them
         check_model(newest, manifest["config"], config)
     elif (exported / "config.json").is_file() and not ema and name == "hf":
         # Token ids and tokenizer files come from the exported folder too.
