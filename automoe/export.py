@@ -161,7 +161,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
 
     from automoe.checkpoint.manifest import check_base, check_model, damage, read_manifest
     from automoe.checkpoint.steps import FOLDER, committed_steps, misnamed
-    from automoe.hf.families.registry import family_of
+    from automoe.hf.families.registry import family_of, model_of_stranger
     from automoe.hf.headers import ADAPTER, check_holds, complete_headers
     from automoe.hf.identity import checkpoint_identity
     from automoe.hf.peft import from_peft
@@ -170,8 +170,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
     from automoe.parallel.fsdp import PARAM_DTYPES
     from automoe.parallel.parallelize import allocate, build_decoder
 
-    exported = run_dir / "hf"
-    adapter = run_dir / "adapter"
+    exported, adapter = run_dir / "hf", run_dir / "adapter"
     name = export_name(config)
     try:
         steps = committed_steps(run_dir / FOLDER)
@@ -186,8 +185,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
             raise CheckpointError(
                 f"{newest} is damaged ({problem}). Remove it to export the checkpoint before it, or resume the run"
             )
-        # config.yaml has no checksum, so compare it with the checkpoint's manifest.
-        manifest, _ = read_manifest(newest)
+        manifest, _ = read_manifest(newest)  # config.yaml has no checksum: compare them
         check_model(newest, manifest["config"], config)
     elif (exported / "config.json").is_file() and not ema and name == "hf":
         # Token ids and tokenizer files come from the exported folder too.
@@ -196,6 +194,8 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> CausalLM:
         check_holds(exported, config.model, family_of(config.model).keys, tensors)
     elif not (adapter / ADAPTER).is_file() or ema or name != "adapter":
         raise _no_weights(run_dir, ema)
+    if newest is None or "base" in manifest:  # before a folder's weights are read
+        model_of_stranger(str(config.model.hf_path))
     # Nothing is computed, so this machine need not have the backends of the training run.
     config = replace(config, moe=replace(config.moe, experts="loop"))
     dtype = PARAM_DTYPES[config.train.dtype]

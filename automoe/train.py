@@ -85,6 +85,9 @@ def main(argv: list[str] | None = None) -> int:
     config, shape, device = prepare(args)
     if args.print_config:
         print(dump_config(config), end="")
+        if (train := config.train).epochs:
+            note = f"train.epochs={train.epochs:g} replaces train.steps={train.steps}"
+            print(f"note: {note} once the data is read", file=sys.stderr)
         return 0
     if missing := missing_hardware(shape, device, config.launch.num_ranks):
         return _print_plan(config, shape, missing)

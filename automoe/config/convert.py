@@ -139,7 +139,7 @@ def check_key(key: str, value: object) -> None:
             )
         parent = f"{parent}.{part}".lstrip(".")
         if part not in field_types(cls):
-            raise _unknown_key(parent, value, cls)
+            raise _unknown_key(parent, value, cls, key)
         cls = field_types(cls)[part]
 
 
@@ -172,7 +172,7 @@ def field_types(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
-def _unknown_key(key: str, value: object, cls: type) -> ConfigError:
+def _unknown_key(key: str, value: object, cls: type, given: str = "") -> ConfigError:
     parent, _, name = key.rpartition(".")
     siblings = list(field_types(cls))
     close = [f"{parent}.{sibling}".lstrip(".") for sibling in nearest(name, siblings)]
@@ -181,7 +181,7 @@ def _unknown_key(key: str, value: object, cls: type) -> ConfigError:
         close = [k for k in keys if k.rpartition(".")[2] == name] or nearest(key, keys)
     where = f"{parent} has" if parent else "the configuration has"
     remedy = f"Did you mean {' or '.join(close)}?" if close else f"Keys here: {', '.join(siblings)}"
-    return ConfigError(key, value, f"unknown key: {where} no {name!r}", remedy)
+    return ConfigError(given or key, value, f"unknown key: {where} no {name!r}", remedy)
 
 
 def _wrong_type(key: str, value: object, expected: str) -> ConfigError:

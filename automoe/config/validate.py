@@ -122,9 +122,10 @@ def settings_rows(config: Config) -> Iterator[Row]:
     after_warmup, sum_of_phases = config.train.steps - optim.warmup_steps, sum(one.steps for one in optim.phases)
     yield ("optim.phases", by_phases != bool(optim.phases), f"phases follow the warm-up if optim.schedule=phases, and "
            f"it is {optim.schedule} with {len(optim.phases)} phases", "Set both, or neither")
-    yield ("optim.phases", by_phases and sum_of_phases != after_warmup,
+    yield ("optim.phases", by_phases and not config.train.epochs and sum_of_phases != after_warmup,
            f"phases take the steps after the warm-up, train.steps - optim.warmup_steps = {after_warmup}, and their "
-           f"steps sum to {sum_of_phases}", f"Set train.steps={sum_of_phases + optim.warmup_steps}, or other steps")
+           f"steps sum to {sum_of_phases}",
+           f"Set train.steps={sum_of_phases + optim.warmup_steps} train.epochs=0, or other steps")
     moving = any(one.bias_update_rate is not None for one in optim.phases)
     yield ("optim.phases", moving and not config.model.router.expert_bias,
            "a phase has a bias_update_rate, and the routers have no biases to update (model.router.expert_bias=false)",

@@ -208,9 +208,9 @@ def with_steps(config: Config) -> Config:
     for corpus, (_, _, source) in zip(corpora, sources_of(config.data), strict=True):
         rows += pack(corpus, replace(config, data=source), "train", tokenizer.pad_id).num_rows
     steps = steps_for(train, train.epochs * rows)
-    config = replace(config, train=replace(train, steps=steps))
-    check_rows(config, settings_rows(config))
-    return config
+    by_steps = replace(config, train=replace(train, steps=steps, epochs=0.0))
+    check_rows(by_steps, settings_rows(by_steps))
+    return replace(config, train=replace(train, steps=steps))
 
 
 def pack(corpus: TokenCorpus, config: Config, split: Split, pad_id: int) -> PackedRows:

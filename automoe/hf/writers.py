@@ -28,6 +28,7 @@ _ROWS = {
     '"format": "int-quantized"': f"INT8 {_FORMAT}",
     '"format": "nvfp4-pack-quantized"': f"NVFP4 {_FORMAT}",
     '"format": "mxfp4-pack-quantized"': f"MXFP4 {_FORMAT}",
+    '"format": "(mxfp|marlin|sparse)[^"]+"': f"other codes {_FORMAT}",
 }  # fmt: skip
 
 

@@ -20,7 +20,9 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from automoe.config.compose import (
     escaped,
     folder_name,
     key_of,
+    parse_override,
     register_base,
     resolved_container,
     search_path,
@@ -51,12 +54,15 @@ from automoe.launch import run_dir as runs
 from automoe.launch.hardware import missing_hardware
 from automoe.launch.local import train_here
 from automoe.launch.prepare import check_here, settle
+from automoe.launch.worker import STOP_SIGNALS
 from automoe.storage.guarded import end_with
 from automoe.storage.lock_file import take_lock
 from automoe.storage.sealed import read_json, replace_json
 
 RECORDS = "jobs"
-STOPPED = 130
+STOPPED = (
+    128  # a status from here on is that of a stop: plus the signal, if the launching process got it
+)
 INSTALL = "pip install hydra-joblib-launcher"
 NO_SHAPE = (
     "data.",
@@ -98,7 +104,7 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
     with runs.locked(directory):
         sweep.claim()
         status = sweep.run()
-        jobs = sweep.collect(stopped=status == STOPPED)
+        jobs = sweep.collect(stopped=status >= STOPPED)
         if jobs:
             from automoe.observe.plots import draw_sweep
             from automoe.observe.summary import from_here, print_sweep
@@ -111,9 +117,9 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
     # The exit status depends on the jobs of this start only.
     jobs = [job for job in jobs if job["start"] == sweep.start]
     stops = [job["exit_code"] for job in jobs if job["state"] == "preempted"]
-    if stops or status == STOPPED:
+    if stops or status >= STOPPED:
         print("\nsweep stopped; the same command goes on where it left off", file=sys.stderr)
-        return stops[0] if stops else STOPPED
+        return stops[0] if stops and status <= STOPPED else status
     if all(job["state"] == "skipped" for job in jobs):
         print(f"error: none of the {len(jobs)} jobs could run", file=sys.stderr)
         return 2
@@ -134,24 +140,22 @@ def side_by_side(overrides: list[str]) -> list[str]:
     if given in ([], ["1"]):
         return rest
     count = ",".join(given)
+    wrong = partial(ConfigError, PARALLEL, count)
     if not re.fullmatch("0*[1-9][0-9]*", count):
-        raise ConfigError(
-            PARALLEL,
-            count,
-            "it is how many jobs run side by side: one number, 1 or more",
-            f"Set {PARALLEL}=2, or leave it out",
-        )
+        rule = "it is how many jobs run side by side: one number, 1 or more"
+        raise wrong(rule, f"Set {PARALLEL}=2, or leave it out")
     for text in rest:
         if key_of(text).startswith(("hydra/launcher", "hydra.launcher")):
-            raise ConfigError(
-                PARALLEL,
-                count,
-                f"Hydra's joblib launcher runs jobs side by side, and {text} also chooses or sets a launcher",
-                "Leave one of them out",
-            )
+            rule = f"Hydra's joblib launcher runs jobs side by side, and {text} also chooses or sets a launcher"
+            raise wrong(rule, "Leave one of them out")
     if not (find_spec("hydra_plugins") and find_spec("hydra_plugins.hydra_joblib_launcher")):
-        raise ConfigError(PARALLEL, count, "hydra-joblib-launcher is not installed", INSTALL)
-    return [*rest, "hydra/launcher=joblib", f"hydra.launcher.n_jobs={int(count)}"]
+        raise wrong("hydra-joblib-launcher is not installed", INSTALL)
+    most = int(count)
+    swept = [one for one in map(parse_override, rest) if one.is_sweep_override()]
+    if not any(text.startswith("hydra") or "glob(" in text for text in rest):
+        # A worker of joblib that gets no job would outlive a killed sweep by minutes.
+        most = min(most, prod(len(list(one.sweep_iterator())) for one in swept))
+    return [*rest, "hydra/launcher=joblib", f"hydra.launcher.n_jobs={most}"]
 
 
 def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
@@ -216,44 +220,29 @@ class Sweep:
         directory = self.directory
         path = directory / runs.SWEEP_FILE
         now = [f"--config-name={self.args.config_name}", *_definition(self.args.overrides)]
+        wrong = partial(ConfigError, "run_dir", directory)
         if (directory / CONFIG_FILE).exists():
-            raise ConfigError(
-                "run_dir",
-                directory,
-                f"holds a run ({CONFIG_FILE})",
-                "Name another run_dir for the sweep",
-            )
+            raise wrong(f"holds a run ({CONFIG_FILE})", "Name another run_dir for the sweep")
         if os.path.lexists(path):
             try:
                 then = read_json(path)["definition"]
                 theirs = " ".join(text for text in then if text not in now) or "nothing"
             except (OSError, ValueError, TypeError, KeyError) as error:
-                raise ConfigError(
-                    "run_dir",
-                    directory,
-                    f"holds a sweep, and {runs.SWEEP_FILE} does not say which: {type(error).__name__}: {error}",
-                    "Name another run_dir, or delete that file",
-                ) from None
+                why = f"{runs.SWEEP_FILE} does not say which: {type(error).__name__}: {error}"
+                remedy = "Name another run_dir, or delete that file"
+                raise wrong(f"holds a sweep, and {why}", remedy) from None
             if then != now:
                 ours = " ".join(text for text in now if text not in then) or "nothing"
-                raise ConfigError(
-                    "run_dir",
-                    directory,
-                    f"holds another sweep: it has {theirs} where this has {ours}",
-                    "Name another run_dir, or none: then each sweep has its own",
-                )
+                rule = f"holds another sweep: it has {theirs} where this has {ours}"
+                raise wrong(rule, "Name another run_dir, or none: then each sweep has its own")
         for file in (
             directory / "multirun.yaml",
             directory / "sweep.png",
             *directory.glob(f"{RECORDS}/*"),
         ):
             if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
-                raise ConfigError(
-                    "run_dir",
-                    directory,
-                    f"{file} is not a file that can be read and written",
-                    "Correct its permissions, or move it away",
-                )
+                rule = f"{file} is not a file that can be read and written"
+                raise wrong(rule, "Correct its permissions, or move it away")
         replace_json(path, {"definition": now, "jobs": _records(directory)})
 
     def run(self) -> int:
@@ -277,12 +266,13 @@ class Sweep:
 
         def interrupt(signum: int, frame: object) -> None:
             interrupts.append(signum)  # a library may turn the exception into another
-            raise KeyboardInterrupt
+            if not self._end_others() or len(interrupts) > 1:  # else they save, and the sweep waits
+                raise KeyboardInterrupt
 
         start = hydra.main(version_base="1.3", config_path=main, config_name=args.config_name)
         saved = sys.argv
         sys.argv = ["automoe", *options, *search, *args.overrides]
-        handler = signal.signal(signal.SIGINT, interrupt)
+        handlers = {one: signal.signal(one, interrupt) for one in STOP_SIGNALS}
         try:
             start(self.job)()
         except KeyboardInterrupt:
@@ -290,11 +280,12 @@ class Sweep:
         except SystemExit as error:  # a sweeper or launcher has printed why
             status = error.code if isinstance(error.code, int) else 1
         finally:
-            signal.signal(signal.SIGINT, handler)
+            for one, handler in handlers.items():
+                signal.signal(one, handler)
             sys.argv = saved
         if interrupts or status == STOPPED:
             self._end_others()
-            return STOPPED
+            return STOPPED + sum(interrupts[:1])
         return status
 
     @without("kernels")
@@ -311,6 +302,11 @@ class Sweep:
         mine = HydraConfig.get()
         if "n_jobs" in mine.launcher and os.getpid() != self.process:  # joblib, on this machine
             end_with(self.process)
+        if any(
+            one["state"] == "preempted" and one["start"] == self.start
+            for one in _records(self.directory)
+        ):
+            return math.inf  # the sweep is being stopped
         task = list(mine.overrides.task)
         fixed = {key_of(text) for text in self.args.overrides} - swept_keys(self.args.overrides)
         swept = [text for text in task if key_of(text) not in fixed]
@@ -343,8 +339,8 @@ class Sweep:
                 found = self._result(composed, task, name, num_jobs, earlier.get("seconds"))
                 record |= {"seconds": round(time.monotonic() - began, 1)} | found
                 replace_json(path, record)
-        # A user or scheduler that stops one job wants the whole sweep to end.
-        if record["state"] == "preempted":
+        # Who stops one job wants the sweep to end; elsewhere joblib would kill jobs that save.
+        if record["state"] == "preempted" and os.getpid() == self.process:
             raise KeyboardInterrupt
         if record["state"] != "done":
             return math.inf
@@ -426,15 +422,17 @@ class Sweep:
         replace_json(path, {"definition": read_json(path)["definition"], "jobs": jobs})
         return jobs
 
-    def _end_others(self) -> None:
-        """Stop jobs of this start in other local processes: submitit's would outlive this one."""
-        here = socket.gethostname()
+    def _end_others(self) -> int:
+        """Ask jobs of this start in other local processes to stop, and return their number."""
+        here, asked = socket.gethostname(), 0
         for job in _records(self.directory):
             host, process = job["process"]
             runs_on = job["state"] == "running" and job["start"] == self.start
             if runs_on and host == here and process != os.getpid():
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGTERM)
+                    asked += 1
+        return asked
 
 
 def check_alone(device: Device, num_jobs: int) -> None:

@@ -120,8 +120,10 @@ def test_a_directory_of_ones_own(tmp_path: Path) -> None:
     ("override", "key", "says"),
     [
         ("train.stepz=3", "train.stepz", "Did you mean train.steps?"),
+        ("sweep.x=1", "sweep.x", "Keys here: run_dir"),
+        ("model.router2.x.y=1", "model.router2.x.y", "Did you mean model.router?"),
         ("+train.stepz=3", "train.stepz", "Did you mean train.steps?"),
-        ("trian.steps=3", "trian", "Did you mean train?"),
+        ("trian.steps=3", "trian.steps", "Did you mean train?"),
         ("train.lr=3", "train.lr", "Did you mean optim.lr?"),
         ("train.steps.x=3", "train.steps.x", "train.steps is a single value"),
         ("train.steps=many", "train.steps", "expected a whole number, got str 'many'"),

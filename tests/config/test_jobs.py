@@ -74,7 +74,8 @@ def test_the_configuration_that_is_printed_has_them(tmp_path: Path, capsys: pyte
     write_chat(tmp_path / "chats.jsonl", [messages("2+2?", "4")])
     words = ["train", f"model.hf_path={tmp_path / 'hf'}", "data=chat", f"data.path={tmp_path / 'chats.jsonl'}"]
     assert cli.main([*words, "mesh=fsdp", "launch.num_ranks=1", "--print-config"]) == 0
-    printed = capsys.readouterr().out
+    printed, note = capsys.readouterr()
+    assert note.endswith("note: train.epochs=3 replaces train.steps=300 once the data is read\n")
     assert "\n  lr: 1.0e-05\n" in printed and "\n  epochs: 3.0\n" in printed and "by_job" not in printed
 
 

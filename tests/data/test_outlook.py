@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from automoe.config.data_schema import ChatConfig, DataConfig, SourceConfig
+from automoe.config.rules import check_rows
 from automoe.config.schema import Config, LoraConfig, OptimConfig, TrainConfig
+from automoe.config.train_schema import Phase
+from automoe.config.validate import settings_rows
 from automoe.data.loader import Loader
 from automoe.data.prepare import with_steps
+from automoe.errors import ConfigError
 from automoe.hf.families.registry import model_config_from_hf
 from tests.support.chat import messages, save_tokenizer, write_chat
 from tests.support.class_models import save_class
@@ -83,6 +87,13 @@ def test_the_length_of_a_run_is_said_and_train_epochs_sets_it(tmp_path: Path) ->
         found = said(frozen, tmp_path)
         assert f", {steps} steps: " in found
         assert f"optim.warmup_steps=20, more than half of the {steps} steps" in found
+    phases = OptimConfig(schedule="phases", warmup_steps=2, phases=[Phase(steps=3)])
+    by_phases = replace(config, optim=phases, train=replace(train, epochs=2))
+    check_rows(by_phases, settings_rows(by_phases))  # 298 steps are no setting of this run
+    assert with_steps(by_phases).train.steps == 5
+    for epochs in (1, 3):
+        with pytest.raises(ConfigError, match=r"steps sum to 3\. Set train\.steps=5 train\.epochs=0, or other steps"):
+            with_steps(replace(by_phases, train=replace(train, epochs=epochs)))
     twice = replace(data, path=None, sources=[SourceConfig(path=str(path), name=name) for name in "ab"])
     mixed = replace(config, data=twice, train=replace(train, epochs=1))
     assert with_steps(mixed).train.steps == 5  # of 80 rows

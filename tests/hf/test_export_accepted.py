@@ -61,7 +61,7 @@ def others(value: Any) -> list[Any]:
         return [not value]
     if isinstance(value, int):
         return sorted({0, 1, 2, value // 2, 2 * value} - {value})
-    return [0.0, 0.5, 1.5 * value] if isinstance(value, float) else []
+    return [0.0, 0.5, 1.5 * value, 2.0 + value] if isinstance(value, float) else []
 
 
 def check(model: ModelConfig) -> None:
@@ -78,6 +78,14 @@ def export(config: ModelConfig, folder: Path) -> None:
         reset_buffers(model)
         initialize(model, 0.02, 0)
         to_hf(model, folder, tokenizer="none", overwrite=True)
+
+
+def test_an_initial_width_that_transformers_refuses_is_refused() -> None:
+    check(model_of("llama", "initializer_range", 1.0))
+    check(model_of("qwen3", "initializer_range", 2.0))
+    for value in (1.5, 20.0):
+        with pytest.raises(ConfigError, match="loads a llama checkpoint only with 1 or less.*export_hf=false"):
+            check(model_of("llama", "initializer_range", value))
 
 
 @pytest.mark.parametrize(("family", "key", "value"), KNOWN)

@@ -74,21 +74,68 @@ def test_the_names_say_who_wrote_a_folder(tmp_path: Path, name: str, change: Any
         model_config_from_hf(folder)
 
 
-@pytest.mark.parametrize("at", ["top", "group"])
-@pytest.mark.parametrize(
-    ("form", "what"),
-    [
-        ("nvfp4-pack-quantized", "NVFP4"),
-        ("mxfp4-pack-quantized", "MXFP4"),
-        ("float-quantized", "FP8"),
-        ("int-quantized", "INT8"),
-    ],
-)
-def test_formats_of_compressed_tensors_are_named(tmp_path: Path, form: str, what: str, at: str) -> None:
-    stated = {"quant_method": "compressed-tensors", "format": form, "config_groups": {}}
-    if at == "group":
-        stated |= {"format": "mixed-precision", "config_groups": {"group_0": {"format": form}}}
-    folder = rewritten(tmp_path / "model", "qwen3_moe", dict, quantization_config=stated)
+FLOAT8 = torch.float8_e4m3fn
+MX = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+# As compressed-tensors 0.20.1 writes a matrix [32, 64]: suffix of the name -> dtype and shape, and what config.json says.
+WRITTEN: dict[str, tuple[str, str, dict[str, tuple[torch.dtype, list[int]]], dict[str, Any]]] = {
+    "NVFP4": (
+        "NVFP4",
+        "nvfp4-pack-quantized",
+        {"_packed": (torch.uint8, [32, 32]), "_scale": (FLOAT8, [32, 4]), "_global_scale": (torch.float32, [1])},
+        MX | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+    ),
+    "MXFP4": (
+        "MXFP4",
+        "mxfp4-pack-quantized",
+        {"_packed": (torch.uint8, [32, 32]), "_scale": (torch.uint8, [32, 2])},
+        MX | {"num_bits": 4},
+    ),
+    "FP8_BLOCK": (
+        "FP8",
+        "float-quantized",
+        {"": (FLOAT8, [32, 64]), "_scale": (torch.bfloat16, [1, 1])},
+        MX | {"strategy": "block", "group_size": None, "block_structure": [128, 128]},
+    ),
+    "W8A8": (
+        "INT8",
+        "int-quantized",
+        {"": (torch.int8, [32, 64]), "_scale": (torch.bfloat16, [32, 1])},
+        MX | {"type": "int", "strategy": "channel", "group_size": None},
+    ),
+    "MXFP8": ("other codes", "mxfp8-quantized", {"": (FLOAT8, [32, 64]), "_scale": (torch.uint8, [32, 2])}, MX),
+    "MXFP6A16": (
+        "other codes",
+        "mxfp6-pack-quantized",
+        {"_packed": (torch.uint8, [32, 48]), "_scale": (torch.uint8, [32, 2])},
+        MX | {"num_bits": 6},
+    ),
+}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("scheme", WRITTEN)
+def test_formats_of_compressed_tensors_are_named(tmp_path: Path, scheme: str, mixed: bool) -> None:
+    """Codes and settings as written; ``mixed``: of two groups, whose formats stand in the groups alone."""
+    what, form, codes, weights = WRITTEN[scheme]
+    matrix = "model.layers.0.self_attn.q_proj.weight"
+
+    def quantized(tensors: Tensors) -> Tensors:
+        made = {matrix + end: torch.ones(shape).to(dtype) for end, (dtype, shape) in codes.items()}
+        return {key: one for key, one in tensors.items() if key != matrix} | made
+
+    group = {"format": form, "targets": ["Linear"], "input_activations": None, "output_activations": None}
+    group["weights"] = {"symmetric": True, "dynamic": False, **weights}
+    stated = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision" if mixed else form,
+        "config_groups": {"group_0": group} | ({"group_1": group | {"targets": ["re:.*v_proj$"]}} if mixed else {}),
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.20.1",
+    }
+    folder = rewritten(tmp_path / "model", "llama_plain", quantized, quantization_config=stated)
     with pytest.raises(
         CheckpointError, match=rf'{what} of compressed-tensors: .*Train the bfloat16 .*"format": "{form}"'
     ):

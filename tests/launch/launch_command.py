@@ -10,13 +10,13 @@ from pathlib import Path
 
 from tests.support.command import PATIENCE_S as PATIENCE_S
 from tests.support.command import ROOT as ROOT
+from tests.support.command import TORCHRUN as TORCHRUN
 from tests.support.command import TrainCommand
 from tests.support.command import read_until as read_until
 from tests.support.forked import Forks
 
 RECIPES = Path(__file__).parent / "recipes"
 TWO_RANKS = ("mesh=fsdp", "launch.num_ranks=2", "launch.device=cpu")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 QUICK = ("data.max_bytes=100000", "observe.report=false", "checkpoint=none")  # the launch is what is tested
 
 

@@ -16,6 +16,7 @@ from automoe.config.frozen import load_config
 from automoe.errors import LaunchError
 from automoe.launch.external import check_agent, detect_external, first_host, left_over, without_rendezvous
 from automoe.launch.run_dir import read_status
+from tests.support.chat import messages, write_chat
 
 AGENT = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -37,11 +38,20 @@ SRUN = {
 
 
 def test_rank_0_composes_and_every_rank_runs_the_same(command: Command) -> None:
-    overrides = ("mesh=fsdp", "train.steps=7", "launch.device=cpu", "observe.report=true")
+    chats = write_chat(command.run_dir.parent / "chats.jsonl", [messages(f"{n}?", f"{n}!") for n in range(28)])
+    data = (
+        "data=chat",
+        f"data.path={chats}",
+        "data.chat.template=plain",
+        "data.chat.pack=false",
+        "data.val_fraction=0",
+    )
+    length = ("train.epochs=4", "train.val_every=0")
+    overrides = ("mesh=fsdp", *data, *length, "launch.device=cpu", "observe.report=true")
     code, out, err = command.run("recipe_answers", *overrides, before=TORCHRUN)
     assert code == 0, err
     assert "hello from rank 0 of 2" in out
-    assert read_status(command.run_dir)["objective"] == 21.0
+    assert read_status(command.run_dir)["objective"] == 21.0, "7 steps of 16 rows, 3 times each"
     assert load_config(command.run_dir).mesh.dp_shard == 2, "the derived axis follows WORLD_SIZE"
     assert "hello from rank 1" in (command.run_dir / "logs" / "rank1.log").read_text()
     assert (command.run_dir / "plots" / "mesh.png").exists()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 from automoe.config.compose import check_overrides, check_swept_values, register_base
 from automoe.config.shipped import shipped_folder
 from automoe.errors import ConfigError
-from automoe.launch.run_dir import locked
+from automoe.launch.run_dir import locked, read_status
 from automoe.launch.sweep import check_alone, side_by_side
 
 Run = Callable[..., tuple[int, str, str]]
@@ -209,22 +210,60 @@ def test_jobs_in_other_processes_are_collected(command: Command, plugin: str) ->
     assert [job["label"] for job in jobs] == ["steps=2", "steps=3"]
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("steps", ["2,3", "2,3,4"])  # as many jobs as processes, and one that waits
-def test_no_job_outlives_a_sweep_that_is_killed(command: Command, steps: str) -> None:
-    process = command.start("recipe_deaf", "-m", *TWO_RANKS, f"train.steps={steps}", "sweep.parallel=2")
+def wait_for_two_jobs(command: Command, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    running = min(2, steps.count(",") + 1)
-    while len(list(command.run_dir.glob("*/logs/rank1.pid"))) < running:
+    while len(list(command.run_dir.glob("*/logs/rank1.pid"))) < 2:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("steps", ["2,3", "2,3,4"])  # as many jobs as processes, and one that waits
+@pytest.mark.parametrize("processes", [2, 5])  # of which three have no job
+def test_no_job_outlives_a_sweep_that_is_killed(command: Command, steps: str, processes: int) -> None:
+    process = command.start("recipe_deaf", "-m", *TWO_RANKS, f"train.steps={steps}", f"sweep.parallel={processes}")
+    wait_for_two_jobs(command, process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    killed_at = time.monotonic()
+    command.wait_until_gone()
+    assert time.monotonic() - killed_at < 60, "joblib ends processes without a job after five minutes"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("to", ["group", "launcher"])
+def test_jobs_side_by_side_are_stopped_as_one_alone(command: Command, signum: int, to: str) -> None:
+    """A scheduler signals the whole group: every job ends its step, none begins, and nothing is left."""
+    sweep = ("-m", *TWO_RANKS, "train.steps=2,3,4", "sweep.parallel=2")
+    process = command.start("recipe_until_stopped", *sweep, group=True)
+    wait_for_two_jobs(command, process)
+    os.killpg(process.pid, signum) if to == "group" else process.send_signal(signum)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + signum and "the same command goes on" in err, err
+    assert [(job["name"], job["state"]) for job in journal(command)] == [(f"steps{n}", "preempted") for n in (2, 3)]
+    assert len(list(command.run_dir.glob("*/stopped[01]"))) == 4, (out, err)
+    command.wait_until_gone()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_whose_group_is_signalled_is_preempted(command: Command, signum: int) -> None:
+    process = command.start("recipe_until_stopped", *TWO_RANKS, group=True)
+    read_until(process, "stepping")
+    os.killpg(process.pid, signum)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + signum and "error" not in err, err
+    assert read_status(command.run_dir)["state"] == "preempted"
     command.wait_until_gone()
 
 
 def test_jobs_side_by_side_are_those_of_joblib() -> None:
     own = ["mesh.ep=1,2", "hydra.sweeper.n_trials=20"]
+    for swept, most in (("mesh.ep=1,2", 2), ("train.steps=range(1,9,3)", 3), ("mesh.ep=1,2 optim.lr=1e-3,2e-3", 4)):
+        found = side_by_side([*swept.split(), "train.seed=1", "sweep.parallel=9"])
+        assert found[-1] == f"hydra.launcher.n_jobs={most}", "no process without a job"
+    assert side_by_side(["data=glob(*)", "sweep.parallel=9"])[-1] == "hydra.launcher.n_jobs=9"
     assert side_by_side([*own, "sweep.parallel=3"]) == [*own, "hydra/launcher=joblib", "hydra.launcher.n_jobs=3"]
     assert side_by_side(own) == side_by_side([*own, "sweep.parallel=1"]) == own
     for value in ("0", "-1", "two", "1,2", "", "1.5"):

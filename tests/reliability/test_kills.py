@@ -8,6 +8,8 @@ import pytest
 from reliability_runs import MESHES, job, uninterrupted
 
 from automoe.launch.run_dir import read_status
+from tests.support.chat import messages, write_chat
+from tests.support.command import TORCHRUN
 
 pytestmark = pytest.mark.faults
 
@@ -46,6 +48,31 @@ def test_the_joined_record_is_that_of_the_uninterrupted_run(straight: Path, tmp_
     assert command.record() == expected
     assert command.checkpoints() == ["LATEST=step-6", "step-4", "step-6"]
     assert read_status(command.run_dir)["state"] == "done"
+
+
+def test_a_run_of_epochs_is_as_long_when_it_is_killed_and_under_torchrun(tmp_path: Path) -> None:
+    chats = write_chat(tmp_path / "chats.jsonl", [messages(f"{n}?", f"{n} and {n}.") for n in range(20)])
+    data = (
+        "data=chat",
+        f"data.path={chats}",
+        "data.chat.template=plain",
+        "data.chat.pack=false",
+        "data.val_fraction=0",
+    )
+    own = (*data, "train.epochs=2", "train.steps=300", "train.seq_len=64")
+    straight, killed, outer = (job(tmp_path / name, "cp2-ep2", *own) for name in ("straight", "killed", "outer"))
+    assert straight.run()[0] == 0
+    expected = straight.record()
+    assert [entry["step"] for entry in expected] == [1, 2, 3, 4, 5]  # of 8 rows; the third begins the second epoch
+    for fault in ("kill:rank=1:at=forward:step=2", "kill:rank=0:at=forward:step=4"):
+        code, out, err = killed.run(fault=fault)
+        assert code == 1 and "killed by SIGKILL" in err, (out, err)
+    for code, out, err in (killed.run(), outer.run(before=TORCHRUN)):
+        assert code == 0, (out, err)
+    assert killed.record() == outer.record() == expected
+    assert killed.checkpoints() == outer.checkpoints() == ["LATEST=step-5", "step-4", "step-5"]
+    code, out, err = killed.run()
+    assert code == 0 and "train.epochs=4 continues" in out, err
 
 
 def test_a_run_restarts_itself_as_often_as_it_may(straight: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from automoe.observe.metrics import read_expert_load, read_metrics
 ROOT = Path(__file__).parents[2]
 FAULTY_RECIPE = Path(__file__).with_name("faulty_pretrain.py")
 PATIENCE_S = 600  # only a hang reaches it
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 # A variable that marks the processes of a run: forked ranks have their server's command line.
 _MARK = "AUTOMOE_TESTED_RUN"
 # What of a step's record may differ between two runs of the same numbers: clocks, memory, and what saving did.
@@ -70,10 +71,13 @@ class TrainCommand:
         """What comes after ``python``."""
         return ["-m", "automoe.train", f"run_dir={self.run_dir}", *self.overrides, *overrides]
 
-    def start(self, *overrides: str, before: Sequence[str] = (), fault: str = "") -> subprocess.Popen[str]:
+    def start(
+        self, *overrides: str, before: Sequence[str] = (), fault: str = "", group: bool = False
+    ) -> subprocess.Popen[str]:
         """The started process.
 
         Args:
+            group: the run is a process group of its own.
             before: goes between Python and ``-m automoe.train``, e.g. torchrun.
             fault: in the language of ``fault_points``; the pretraining recipe runs with it.
         """
@@ -84,6 +88,7 @@ class TrainCommand:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=group,
         )
 
     def run(self, *overrides: str, before: Sequence[str] = (), fault: str = "") -> tuple[int, str, str]:

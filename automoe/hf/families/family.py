@@ -194,6 +194,13 @@ class Family:
                 f"Nearest valid choice: model.hidden_size={hidden - hidden % heads or heads}, or "
                 "checkpoint.export_hf=false",
             )
+        if self.whole_heads and config.initializer_range > 1:
+            raise ConfigError(
+                "model.initializer_range",
+                config.initializer_range,
+                f"transformers loads a {self.model_type} checkpoint only with 1 or less",
+                "Set model.initializer_range=0.02, or checkpoint.export_hf=false",
+            )
         hf = {key: value for key, value in (base or {}).items() if key not in _ALIASES}
         hf |= {"architectures": [self.architecture], "model_type": self.model_type} | self.only
         hf |= {

@@ -139,6 +139,7 @@ def check_model(folder: Path) -> None:
         for name, one in complete_headers(folder).items()
         if one.dtype not in ("I64", "I16", "BOOL") and not name.endswith(("bias", "mask"))
     }
+    check_writer(folder, hf, "", kept)
     check_codes(folder, hf, kept)
 
 
