@@ -61,7 +61,10 @@ class WandbTracker(Tracker):
 
 
 def _losses(data: bytes) -> Iterator[tuple[int, float]]:
-    """Yield step and loss of each record in a ``.wandb`` file (LevelDB's log format)."""
+    """Yield step and loss of each record in a ``.wandb`` file (LevelDB's log format).
+
+    The wandb package has no reader in Python any more.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     at, block, head = 7, 1 << 15, 7
