@@ -38,11 +38,14 @@ class TensorBoardTracker(Tracker):
 
         held: dict[int, float | None] = {}
         for path in self._earlier:
-            for event in LegacyEventFileLoader(str(path)).Load():  # up to a record that a kill has cut
+            for event in LegacyEventFileLoader(
+                str(path)
+            ).Load():  # up to a record that a kill has cut
                 if event.HasField("session_log"):  # it takes these steps back
                     held = {step: loss for step, loss in held.items() if step < event.step}
-                losses = [value for value in event.summary.value if value.tag == "loss"]
-                held |= {event.step: value.simple_value for value in losses}
+                for value in event.summary.value:
+                    if value.tag == "loss":
+                        held[event.step] = value.simple_value
         return held
 
     def log(self, step: int, numbers: Numbers) -> None:
