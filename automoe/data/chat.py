@@ -166,7 +166,15 @@ class _Reader:
             self.keys = _same("system") | self.keys
             return self._answers(record, ("completion",))
         if self.chat.format == "alpaca":
-            messages = self._instruction(record)
+            if record.get("history"):
+                raise self._wrong(
+                    "'history' is not read, and would be left out", "Write the record as messages"
+                )
+            question = self._text(self._value(record, "instruction"), self.keys["instruction"])
+            if more := record.get(self.keys["input"]):
+                question += "\n\n" + self._text(more, self.keys["input"])
+            answer = self._text(self._value(record, "output"), self.keys["output"])
+            messages = _question(question, answer)
         else:
             messages = [self._message(one, n) for n, one in enumerate(self._list(record), start=1)]
         return [self._checked([*self._system(record, messages), *messages])], 0
@@ -216,7 +224,11 @@ class _Reader:
         parsed = _parsed(value)
         if isinstance(parsed, dict):
             parsed = [parsed]
-        if isinstance(value, str) and not _are_messages(parsed, self.keys["role"]):
+        if isinstance(value, str) and not (
+            isinstance(parsed, list)
+            and parsed
+            and all(isinstance(one, dict) and self.keys["role"] in one for one in parsed)
+        ):
             return [{"role": role, "content": value}]
         if not isinstance(parsed, list) or not parsed:
             raise self._wrong(
@@ -245,17 +257,6 @@ class _Reader:
                 f"half of a surrogate pair (\\u{code}), which is not text", "Correct the escape"
             ) from error
         return value
-
-    def _instruction(self, record: Record) -> list[Message]:
-        if record.get("history"):
-            raise self._wrong(
-                "'history' is not read, and would be left out", "Write the record as messages"
-            )
-        question = self._text(self._value(record, "instruction"), self.keys["instruction"])
-        if more := record.get(self.keys["input"]):
-            question += "\n\n" + self._text(more, self.keys["input"])
-        answer = self._text(self._value(record, "output"), self.keys["output"])
-        return _question(question, answer)
 
     def _list(self, record: Record) -> list[Any]:
         messages = _parsed(self._value(record, "messages"))
@@ -305,20 +306,18 @@ class _Reader:
             rule = f"message {number} has tool_calls that are not a list of objects"
             raise self._wrong(rule, "Write each as a function with its name and arguments")
         for call in calls:
-            self._check_call(call.get("function", call), number)
+            function = call.get("function", call)
+            arguments = function.get("arguments", {})
+            if not isinstance(_parsed(arguments), dict):
+                raise self._wrong(
+                    f"message {number} calls {function.get('name')!r} with arguments {arguments!r:.60}, which are not an "
+                    "object of names and values, or its JSON text",
+                    "Correct them; a call without arguments has {}",
+                )
         if content is None and calls and message["role"] == "assistant":
             return message | {"content": ""}
         content = self._value(raw, "content", f"message {number}: ")
         return message | {"content": self._content(content, f"message {number}'s content")}
-
-    def _check_call(self, function: Record, number: int) -> None:
-        arguments = function.get("arguments", {})
-        if not isinstance(_parsed(arguments), dict):
-            raise self._wrong(
-                f"message {number} calls {function.get('name')!r} with arguments {arguments!r:.60}, which are not an "
-                "object of names and values, or its JSON text",
-                "Correct them; a call without arguments has {}",
-            )
 
     def tools(self, record: Record) -> list[Record] | None:
         """Return the tools of a record; None if it has none."""
@@ -398,15 +397,6 @@ def are_functions(value: Any) -> bool:
     """Return True for a list of tools or calls, which are objects with objects as ``function``."""
     return isinstance(value, list) and all(
         isinstance(one, dict) and isinstance(one.get("function", one), dict) for one in value
-    )
-
-
-def _are_messages(value: Any, role: str) -> bool:
-    """Return True if parsed JSON is a list of messages, not an answer that happens to be JSON."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(one, dict) and role in one for one in value)
     )
 
 

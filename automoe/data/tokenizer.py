@@ -193,7 +193,16 @@ class HFTokenizer(Tokenizer):
                 "Set data.tokenizer=byte, the path of a directory with a tokenizer.json, or OWNER/NAME@main.",
             )
         if is_there(directory, "tokenizer.json"):
-            self._backend, self.special_ids = _load_fast(directory)
+            from tokenizers import Tokenizer as Backend
+
+            text = text_of(directory, "tokenizer.json")
+            try:
+                self._backend = Backend.from_str(text)
+            except Exception as error:  # tokenizers raises a bare Exception for a malformed file.
+                raise unreadable(directory / "tokenizer.json", str(error)) from error
+            self.special_ids = {
+                key: _find_special(directory, self._backend, key) for key in SPECIAL_IDS
+            }
             files = ["tokenizer.json"]
         else:
             self._backend, self.special_ids = _load_with_transformers(directory)
@@ -372,17 +381,6 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
         )
         raise ConfigError("model.vocab_size", rows, rule, remedy)
     return tokenizer
-
-
-def _load_fast(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, int | None]]:
-    from tokenizers import Tokenizer as Backend
-
-    text = text_of(directory, "tokenizer.json")
-    try:
-        backend = Backend.from_str(text)
-    except Exception as error:  # tokenizers raises a bare Exception for a malformed file.
-        raise unreadable(directory / "tokenizer.json", str(error)) from error
-    return backend, {key: _find_special(directory, backend, key) for key in SPECIAL_IDS}
 
 
 def _find_special(directory: Path, backend: tokenizers.Tokenizer, key: str) -> int | None:

@@ -293,7 +293,15 @@ class Sweep:
             signal.signal(signal.SIGINT, handler)
             sys.argv = saved
         if interrupts or status == STOPPED:
-            self._end_others()
+            # Stop jobs of this start in other local processes: submitit's would outlive this
+            # one.
+            here = socket.gethostname()
+            for job in _records(self.directory):
+                host, process = job["process"]
+                runs_on = job["state"] == "running" and job["start"] == self.start
+                if runs_on and host == here and process != os.getpid():
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGTERM)
             return STOPPED
         return status
 
@@ -425,16 +433,6 @@ class Sweep:
         path = self.directory / runs.SWEEP_FILE
         replace_json(path, {"definition": read_json(path)["definition"], "jobs": jobs})
         return jobs
-
-    def _end_others(self) -> None:
-        """Stop jobs of this start in other local processes: submitit's would outlive this one."""
-        here = socket.gethostname()
-        for job in _records(self.directory):
-            host, process = job["process"]
-            runs_on = job["state"] == "running" and job["start"] == self.start
-            if runs_on and host == here and process != os.getpid():
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGTERM)
 
 
 def check_alone(device: Device, num_jobs: int) -> None:
