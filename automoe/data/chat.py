@@ -244,8 +244,10 @@ class _Reader:
         if not system:
             return []
         if any(message["role"] == "system" for message in messages):
-            rule = f"there is a system prompt in {name!r} and another one among the messages"
-            raise self._wrong(rule, "Leave one of them out")
+            raise self._wrong(
+                f"there is a system prompt in {name!r} and another one among the messages",
+                "Leave one of them out",
+            )
         return [{"role": "system", "content": self._content(system, name)}]
 
     def _checked(self, value: Any) -> Any:
@@ -310,8 +312,8 @@ class _Reader:
             arguments = function.get("arguments", {})
             if not isinstance(_parsed(arguments), dict):
                 raise self._wrong(
-                    f"message {number} calls {function.get('name')!r} with arguments {arguments!r:.60}, which are not an "
-                    "object of names and values, or its JSON text",
+                    f"message {number} calls {function.get('name')!r} with arguments {arguments!r:.60}, which are not "
+                    "an object of names and values, or its JSON text",
                     "Correct them; a call without arguments has {}",
                 )
         if content is None and calls and message["role"] == "assistant":
@@ -337,8 +339,9 @@ class _Reader:
             raise self._wrong(f"{name!r} is {args!r:.40} where an object is needed", remedy)
         for key in SWITCHES:
             if not isinstance(args.get(key, True), bool):
-                rule = f"{key} in {name!r} is {args[key]!r:.40}, neither true nor false"
-                raise self._wrong(rule, remedy)
+                raise self._wrong(
+                    f"{key} in {name!r} is {args[key]!r:.40}, neither true nor false", remedy
+                )
         return self._checked(args)
 
     def _value(self, record: Record, key: str, of: str = "") -> Any:
@@ -361,8 +364,10 @@ class _Reader:
         for number, part in enumerate(value, start=1):
             kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
             if kind != "text":
-                rule = f"part {number} of {what} is of type {kind!r}, and only text is trained"
-                raise self._wrong(rule, "Remove the part or the line")
+                raise self._wrong(
+                    f"part {number} of {what} is of type {kind!r}, and only text is trained",
+                    "Remove the part or the line",
+                )
             texts.append(self._text(part.get("text"), f"part {number} of {what}"))
         return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
@@ -423,5 +428,11 @@ def _docstring_records(path: Path) -> NumberedRecords:
             answer = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
             if 20 <= len(answer) <= 160:
                 kind = "class" if isinstance(node, ast.ClassDef) else "function"
-                question = f"What is the {kind} {path.stem}.{node.name} for?"
-                yield node.lineno, {"messages": _question(question, answer)}
+                yield (
+                    node.lineno,
+                    {
+                        "messages": _question(
+                            f"What is the {kind} {path.stem}.{node.name} for?", answer
+                        )
+                    },
+                )

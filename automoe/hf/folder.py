@@ -97,8 +97,12 @@ def check_conversion(
     if layout not in ("published", "fused"):
         raise ConfigError("--layout", layout, "must be published or fused", "Use published")
     if encoding != "plain" and layout == "fused":
-        rule = "quantized experts are stored as they are published"
-        raise ConfigError(f"--{encoding}", "with --layout fused", rule, "Leave one of them out")
+        raise ConfigError(
+            f"--{encoding}",
+            "with --layout fused",
+            "quantized experts are stored as they are published",
+            "Leave one of them out",
+        )
     keys = family_of(config).keys
     copied_files(config, None)
     if quantization_config(config, keys, encoding):
@@ -250,8 +254,12 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
         if place is None:
             continue
         if not place.is_dir():
-            remedy = "Name one with a tokenizer's files"
-            raise ConfigError("tokenizer", place, "there is no such directory", remedy)
+            raise ConfigError(
+                "tokenizer",
+                place,
+                "there is no such directory",
+                "Name one with a tokenizer's files",
+            )
         names = sorted(os.listdir(place))  # includes broken links, which are refused below
         found += [(place, name) for name in names if any(fnmatch(name, one) for one in kinds)]
     for folder, name in found:

@@ -314,8 +314,12 @@ def check_numbers(folder: Path, params: int, tensors: dict[str, StoredTensor]) -
 
 
 def _too_large(folder: Path, what: str) -> ConfigError:
-    rule = f"its config.json has {what}"
-    return ConfigError("model.hf_path", folder, rule, "Copy the checkpoint's own config.json")
+    return ConfigError(
+        "model.hf_path",
+        folder,
+        f"its config.json has {what}",
+        "Copy the checkpoint's own config.json",
+    )
 
 
 def missing_files(folder: Path) -> list[str]:

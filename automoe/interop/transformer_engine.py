@@ -126,8 +126,11 @@ def norm() -> Callable[..., RMSNorm]:
 
 
 def _load(choice: str, instead: str) -> Any:
-    remedy = f"Install transformer-engine with its torch part for this CUDA, or set {instead}"
-    return import_backend("transformer_engine.pytorch", choice, remedy)
+    return import_backend(
+        "transformer_engine.pytorch",
+        choice,
+        f"Install transformer-engine with its torch part for this CUDA, or set {instead}",
+    )
 
 
 class _Norm(RMSNorm):

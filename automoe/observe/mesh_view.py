@@ -122,8 +122,14 @@ def _draw_view(
         )
         position = mesh.coordinates(rank, view)
         for line, name in enumerate(names[:3]):
-            label = f"{SHORT.get(name, name)} {position[name]}"
-            axis.text(x + 0.5, y + 0.56 + 0.15 * line, label, fontsize=6.4, color=FRAME, **CENTRED)
+            axis.text(
+                x + 0.5,
+                y + 0.56 + 0.15 * line,
+                f"{SHORT.get(name, name)} {position[name]}",
+                fontsize=6.4,
+                color=FRAME,
+                **CENTRED,
+            )
     # Otherwise groups and rows end at different ranks, and only colours show the groups.
     if max(frame, columns) % min(frame, columns) == 0:
         size = min(frame, columns) - 0.08, max(1, frame // columns) - 0.08

@@ -259,9 +259,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._last_load: Record | None = None
         except OSError as error:
             path = error.filename2 or error.filename
-            remedy = "Correct its permissions, or move it away"
             raise ConfigError(
-                "run_dir", run_dir, f"{path} cannot be opened: {error.strerror}", remedy
+                "run_dir",
+                run_dir,
+                f"{path} cannot be opened: {error.strerror}",
+                "Correct its permissions, or move it away",
             ) from None
 
     def write(self, record: Mapping[str, Any], counts: Any = None) -> None:

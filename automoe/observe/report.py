@@ -77,10 +77,10 @@ def build_report(run_dir: StrPath) -> Path:
             found = read_jsonl(run_dir / name)
             last = found[-1]["step"] if found else 0
             if last < config.train.steps:
-                problem = (
-                    f"it ends after step {last}, and the run is done after {config.train.steps}"
+                _warn(
+                    run_dir / name,
+                    f"it ends after step {last}, and the run is done after {config.train.steps}",
                 )
-                _warn(run_dir / name, problem)
     pictures, meshes = _draw(run_dir, records, config, mesh)
     config_file = run_dir / CONFIG_FILE
     page = render(

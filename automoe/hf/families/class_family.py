@@ -109,9 +109,12 @@ class ClassFamily(Family):
         whole = build_causal_lm(str(config.hf_path)).config
         text = whole.get_text_config(decoder=True)
         if config.random_weights and text is not whole:
-            rule = f"an export would be the text model of {config.architecture}, which has no class of its own"
-            remedy = "Set checkpoint.export_hf=false, or model.random_weights=false"
-            raise ConfigError("model.random_weights", True, rule, remedy)
+            raise ConfigError(
+                "model.random_weights",
+                True,
+                f"an export would be the text model of {config.architecture}, which has no class of its own",
+                "Set checkpoint.export_hf=false, or model.random_weights=false",
+            )
         if base is None or base.get("model_type") != text.model_type:
             base = text.to_dict()
         kept = {key: value for key, value in base.items() if key not in _OF_FILES}

@@ -134,8 +134,13 @@ def _numbers(config: Config, plan: Plan) -> list[tuple[str, str]]:
         ),
     ]
     if time.mfu is not None:
-        both = f"{time.mfu:.1%}, {time.mfu_full_attention:.1%}"
-        numbers.insert(2, ("MFU, with all of attention's matrix", both))
+        numbers.insert(
+            2,
+            (
+                "MFU, with all of attention's matrix",
+                f"{time.mfu:.1%}, {time.mfu_full_attention:.1%}",
+            ),
+        )
     return numbers
 
 
