@@ -47,11 +47,7 @@ class Hooks:
                         "run.step", name, f"{key!r} is in the record already", "Use another name"
                     )
                 if not isinstance(value, (int, float)):
-                    raise ConfigError(
-                        "run.step",
-                        name,
-                        f"{key!r} is {type(value).__name__}, and metrics are numbers",
-                        "Return one number for each name",
-                    )
+                    rule = f"{key!r} is {type(value).__name__}, and metrics are numbers"
+                    raise ConfigError("run.step", name, rule, "Return one number for each name")
                 found[str(key)] = value
         return found

@@ -74,11 +74,9 @@ def export_weights(
     averaged = config.checkpoint.export_ema
     if averaged:
         if optimizer is None:
+            rule = f"recipe={config.recipe} does not pass its optimizer to export_weights"
             raise ConfigError(
-                "checkpoint.export_ema",
-                True,
-                f"recipe={config.recipe} does not pass its optimizer to export_weights",
-                "Pass it, or use automoe export --ema",
+                "checkpoint.export_ema", True, rule, "Pass it, or use automoe export --ema"
             )
         take_averages(optimizer)
     if config.lora.rank and config.lora.export == "adapter":
