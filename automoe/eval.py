@@ -116,7 +116,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     found["config"] |= {"model": args.where, "apply_chat_template": args.apply_chat_template}
     _print_table(rows)
     text = json.dumps(jsonable(found), indent=1, default=str)
-    lost: OSError | None = None
+    lost = None
     try:
         with named(out, len(text)), out.open("x") as file:
             file.write(text)

@@ -179,7 +179,7 @@ def open_file(path: Path) -> BinaryIO:
     if path.suffix in _CODECS:
         import pyarrow
 
-        stream: Any = pyarrow.input_stream(file, compression=_CODECS[path.suffix])
+        stream = pyarrow.input_stream(file, compression=_CODECS[path.suffix])
         file = io.BufferedReader(stream, _PART_BYTES)
     return file
 

@@ -48,7 +48,7 @@ def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tupl
         schemes = list(groups.values()) if isinstance(groups, dict) else []
         kinds = [one if isinstance(one, dict) else {} for one in schemes] or [{}]
         asked = {"format": "pack-quantized", "config_groups": "one"}
-        found: dict[str, Any] = {
+        found = {
             "format": kinds[0].get("format") or stated.get("format"),
             "config_groups": "one" if len(schemes) == 1 else len(schemes),
         }
@@ -77,7 +77,7 @@ def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tupl
             f"{folder}/config.json: quantization_config has quant_method={method}, and only fp8, mxfp4 and "
             f"compressed-tensors (INT4) can be read. {BASE}"
         )
-    block: Any = stated.get("weight_block_size")
+    block = stated.get("weight_block_size")
     sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
     known = stated.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
     if not (known and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)):

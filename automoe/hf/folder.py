@@ -337,8 +337,8 @@ def _fitting(
     family's published id for an absent key, and give the row of a padding no gradient. The stops of
     generation, and other ids, stay if they are of tokens that did not change.
     """
-    own: dict[str, int | None] = dict.fromkeys(SPECIAL_IDS)
-    unchanged: Callable[[int], bool] = own.__contains__  # no id is
+    own = dict.fromkeys(SPECIAL_IDS)
+    unchanged = own.__contains__  # no id is
     if tokenizer is not None and tokenizer != NO_TOKENIZER:
         loaded = load_tokenizer(tokenizer)
         own |= loaded.special_ids

@@ -103,7 +103,7 @@ def experts() -> ExpertFn:
             raise BackendError(
                 "moe.experts=te has only experts without biases. Set moe.experts=grouped_mm"
             )
-        ends: list[int] = offsets_E.tolist()
+        ends = offsets_E.tolist()
         splits = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         num_rows = gather_idx_R.shape[0]
         used = ends[-1]

@@ -325,7 +325,7 @@ class Sweep:
         name = folder_name(swept) or "as-configured"
         path = self.directory / RECORDS / f"{name}.json"
         label = " ".join(f"{key}={value}" for key, value in short_keys(swept))
-        record: Record = {
+        record = {
             "name": name,
             "job": mine.job.num,
             "overrides": swept,
@@ -386,7 +386,7 @@ class Sweep:
                     raise
                 print(f"skipped: {error}")
                 return {"state": "skipped", "reason": str(error)}
-            found: Record = {**meshes, "predicted": self.predict(config, shape)}
+            found = {**meshes, "predicted": self.predict(config, shape)}
             if (earlier := _finished(resolved(config, shape, device))) is not None:
                 print("done in an earlier run of this sweep")
                 found |= {

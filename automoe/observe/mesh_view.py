@@ -186,7 +186,7 @@ def _title(axis: Axes, mesh: MeshShape, view: str) -> None:
 
 def _draw_strip(axis: Axes, top: float, name: str, size: int, stride: int) -> None:
     """Draw the parts of one mesh axis, and a funnel from the first part to a strip below."""
-    drawn: list[int | None] = list(range(size))
+    drawn = list(range(size))
     if size > MAX_STRIP_CELLS:
         drawn[MAX_STRIP_CELLS - 2 : -1] = [None]
     width = 1.0 / len(drawn)

@@ -35,7 +35,7 @@ def describe_row(
     count = int(doc_ids.max()) + 1
     filled = int((doc_ids >= 0).sum())
     head = f"a row of the training data: {count} samples, {filled} of {len(tokens)} tokens, {trained.sum()} trained"
-    lines: list[Line] = [(head, False)]
+    lines = [(head, False)]
     for sample in range(min(count, _MOST_SAMPLES)):
         here = np.flatnonzero(doc_ids == sample)
         borders = [0, *(np.flatnonzero(np.diff(trained[here])) + 1), len(here)]

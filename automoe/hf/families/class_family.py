@@ -193,7 +193,7 @@ def _published(
     except NotImplementedError:  # an operation that cannot be reverted
         return None
     of_storage = {id(one.untyped_storage()): name for name, one in tensors.items()}
-    table: dict[str, list[Piece]] = {name: [] for name in tensors}
+    table = {name: [] for name in tensors}
     for key, view in stored.items():
         name = of_storage.get(id(view.untyped_storage()))
         piece = None if name is None else _piece(key, view, tensors[name])
@@ -210,7 +210,7 @@ def _published(
 def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
     """Return the slice of ``tensor`` behind ``view``, stored as ``key``; None if it is no slice."""
     at = view.storage_offset()
-    select: list[int | None] = []
+    select = []
     origin = []
     order = []
     free = list(range(view.dim()))

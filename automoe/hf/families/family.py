@@ -317,7 +317,7 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
 
     Older readers take the default theta if they find ``rope_parameters`` alone.
     """
-    scaling: HFConfig = {}
+    scaling = {}
     factor = 1.0
     if rope.scaling != "none":
         factor = rope.factor

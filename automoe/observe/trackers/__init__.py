@@ -100,7 +100,7 @@ def make_trackers(
     absolute = run_dir.resolve()
     sweep = absolute.parent
     group = observe.run_group or (sweep.name if (sweep / SWEEP_FILE).is_file() else "")
-    opened: dict[str, Tracker] = {}
+    opened = {}
     for name, module in _selected(config):
         about = About(
             name=observe.run_name or absolute.name,

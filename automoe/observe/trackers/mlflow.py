@@ -34,7 +34,7 @@ class _Answering:
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            answer: list[Any] = []
+            answer = []
 
             def work() -> None:
                 try:

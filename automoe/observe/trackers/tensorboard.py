@@ -36,7 +36,7 @@ class TensorBoardTracker(Tracker):
         """Return the loss of each step in the files of earlier starts, as TensorBoard reads them."""
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-        held: dict[int, float | None] = {}
+        held = {}
         for path in self._earlier:
             for event in LegacyEventFileLoader(
                 str(path)

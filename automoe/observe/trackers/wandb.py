@@ -107,7 +107,7 @@ def start(config: Config, about: About) -> WandbTracker:
 
 def _init(wandb: Any, config: Config, about: About, mode: str) -> Any:
     # W&B's own output would break the aligned step lines.
-    settings: dict[str, Any] = {"silent": True, "console": "off"}
+    settings = {"silent": True, "console": "off"}
     if "WANDB_INIT_TIMEOUT" not in os.environ:
         settings["init_timeout"] = INIT_TIMEOUT_S
     settings |= {"finish_timeout": FINISH_TIMEOUT_S, "finish_timeout_raises": True}
