@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from automoe.config.batch import batches_of_ramp, least_micro_batches, more_micro_batches
+from automoe.config.batch import least_micro_batches, more_micro_batches
 from automoe.config.data_schema import NO_TOKENIZER, DataConfig, sources_of
 from automoe.config.hub import is_data_set, local_folder
 from automoe.config.layout import KEY as LAYOUT
@@ -175,7 +175,12 @@ def settings_rows(config: Config) -> Iterator[Row]:
 def _rampup_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     key, train = "train.rampup_batch_size", config.train
     given = train.rampup_batch_size or []
-    example = batches_of_ramp(config, shape)
+    rows = shape.dp * train.micro_batch_size
+    unit = rows * (shape.pp if config.parallel.schedule in IN_ROUNDS else 1)
+    first = rows * least_micro_batches(config, shape)
+    least = f", start at least {first}" if first > unit else ""
+    example = (f"Choose start and increment among multiples of {unit}{least}, and train.global_batch_size as start and "
+               "one or more increments")
     yield key, len(given) != 3, f"it is [start, increment, rows], three numbers, and has {len(given)}", example
     start, increment, over = given
     grows = train.global_batch_size - start

@@ -173,7 +173,7 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     if why := halves_missing(first.config, first.mesh):
         print(f"note: on this machine {why}", file=sys.stderr)
     if not as_json:
-        console.print(f"[bold]take it[/] {command}", soft_wrap=True, highlight=False)
+        console.print(f"[bold]take it[/] {command}", soft_wrap=True)
     return 0
 
 
@@ -223,7 +223,7 @@ def _say_nothing_fits(result: Search, config: Config, console: Any) -> None:
         why = f"the nearest miss needs {gib(miss.needed)} of {gib(config.cluster.memory_bytes)}"
     else:
         why = "each mesh of these ranks breaks a rule, or its weights and moments alone exceed the memory"
-    console.print(f"[bold red]nothing fits[/]: {why}", highlight=False)
+    console.print(f"[bold red]nothing fits[/]: {why}")
     print_search(config, result, console)
 
 

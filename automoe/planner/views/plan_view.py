@@ -45,7 +45,7 @@ def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) 
     plan = make_plan(config, mesh)
     console = console or Console(highlight=False)
     # Mesh grids are aligned by columns, which wrapping would destroy.
-    console.print(render_mesh_text(mesh), soft_wrap=True, markup=False, highlight=False)
+    console.print(render_mesh_text(mesh), soft_wrap=True, markup=False)
     for table in plan_tables(config, plan):
         narrow = len(table.columns) > 5 and console.width < STAGES_WIDTH
         wide = (
@@ -53,7 +53,7 @@ def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) 
         )
         wide.print(table, "")
     for warning in plan.warnings:
-        console.print(f"[bold yellow]warning[/] {escape(warning)}", highlight=False)
+        console.print(f"[bold yellow]warning[/] {escape(warning)}")
     return plan
 
 
