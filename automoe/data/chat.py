@@ -176,7 +176,14 @@ class _Reader:
             answer = self._text(self._value(record, "output"), self.keys["output"])
             messages = _question(question, answer)
         else:
-            messages = [self._message(one, n) for n, one in enumerate(self._list(record), start=1)]
+            found = _parsed(self._value(record, "messages"))
+            if not isinstance(found, list) or not found:
+                kind = "an empty list" if found == [] else type(found).__name__
+                raise self._wrong(
+                    f"{self.keys['messages']!r} is {kind} where a list of messages is needed",
+                    "Correct it",
+                )
+            messages = [self._message(one, n) for n, one in enumerate(found, start=1)]
         return [self._checked([*self._system(record, messages), *messages])], 0
 
     def _answers(self, record: Record, names: tuple[str, ...]) -> tuple[list[list[Message]], int]:
@@ -259,16 +266,6 @@ class _Reader:
                 f"half of a surrogate pair (\\u{code}), which is not text", "Correct the escape"
             ) from error
         return value
-
-    def _list(self, record: Record) -> list[Any]:
-        messages = _parsed(self._value(record, "messages"))
-        if not isinstance(messages, list) or not messages:
-            kind = "an empty list" if messages == [] else type(messages).__name__
-            raise self._wrong(
-                f"{self.keys['messages']!r} is {kind} where a list of messages is needed",
-                "Correct it",
-            )
-        return messages
 
     def _message(self, raw: Any, number: int) -> Message:
         if not isinstance(raw, dict):

@@ -227,7 +227,13 @@ def write_settings(
     if tokenizer == NO_TOKENIZER:
         write_text(folder / "README.md", SYNTHETIC)
     if chat is not None:
-        _write_chat(folder, chat)
+        for name, template in chat.exported().items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            write_text(folder / name, template)
+        settings = read_settings(folder, GENERATION)
+        # With a base model's ids alone, generation would not stop at the end of an answer.
+        stops = _with_stop(settings.get("eos_token_id"), chat.stop_id())
+        _write_json(folder / GENERATION, settings | {"eos_token_id": stops})
 
 
 def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path, str]]:
@@ -301,16 +307,6 @@ def _is_own(tokenizer: str | None, source: Path | None) -> bool:
     return tokenizer is None or (
         source is not None and local_folder(tokenizer).absolute() == source.absolute()
     )
-
-
-def _write_chat(folder: Path, chat: ChatTemplate) -> None:
-    for name, template in chat.exported().items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        write_text(folder / name, template)
-    settings = read_settings(folder, GENERATION)
-    # With a base model's ids alone, generation would not stop at the end of an answer.
-    stops = _with_stop(settings.get("eos_token_id"), chat.stop_id())
-    _write_json(folder / GENERATION, settings | {"eos_token_id": stops})
 
 
 def _listed(value: Any) -> list[Any]:
