@@ -249,10 +249,9 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 def _halves_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     schedule = config.parallel.schedule
-    model = config.model
     # The first stage passes no gradient on, so its passes have no first half.
     _, *modules = module_sizes(config, shape.pp * config.parallel.stages_per_rank)
-    tied = modules[-1] > 0 and model.tie_embeddings
+    tied = modules[-1] > 0 and config.model.tie_embeddings
     which = "a module beside a tied head reads" if tied else "modules of more than one depth in a stage read"
     yield ("model.num_mtp_layers", (tied or max(modules) > 1) and runs_halves(schedule),
            f"{which} the embedding along the path of the stage's input, which torch cannot leave out of the second half "
@@ -298,7 +297,6 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     key = "parallel.overlap_all_to_all"
-    parallel = config.parallel
     train = config.train
     off = f"or {key}=false"
     yield key, shape.ep == 1, "with mesh.ep=1 there is no all-to-all to hide", f"Set mesh.ep=2 or more, {off}"
@@ -307,7 +305,7 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     for name, is_compiled, instead in (("train.compile", train.compile, "train.compile=false"),
         ("kernels.attention", config.kernels.attention == "flex", "kernels.attention=sdpa")):
         yield name, is_compiled, f"compiled layers cannot run in two threads ({key})", f"Set {instead}, {off}"
-    yield ("parallel.schedule", shape.pp > 1 and parallel.schedule not in MERGES,
+    yield ("parallel.schedule", shape.pp > 1 and config.parallel.schedule not in MERGES,
            f"{key} with mesh.pp={shape.pp} merges the passes of {' and '.join(MERGES)}",
            f"Set parallel.schedule=Interleaved1F1B with parallel.stages_per_rank=2 or more, {off}")
     micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)

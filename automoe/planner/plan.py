@@ -270,9 +270,8 @@ def _time_warnings(config: Config, plan: Plan) -> Iterator[str]:
     # A difference below one layer's time cannot be reduced by moving a layer.
     if most > usual + max(SLOW * usual, a_layer):
         rank = time.by_rank.index(most)
-        schedule = config.parallel.schedule
         last = plan.mesh.pp * config.parallel.stages_per_rank - 1
-        has_head = rank == rank_of_stage(last, plan.mesh.pp, schedule)
+        has_head = rank == rank_of_stage(last, plan.mesh.pp, config.parallel.schedule)
         stages = "has the head" if has_head else "has more than the others"
         yield (
             f"pp rank {rank}, which {stages}, is busy {most / usual - 1:.0%} longer than the usual rank, and all wait "
