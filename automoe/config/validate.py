@@ -242,13 +242,6 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
             f"{micro_batches} % {pp} = {micro_batches % pp}")
     rule = misfit(schedule, pp, stages, micro_batches)
     yield "parallel.schedule", bool(rule), rule, remedy
-    yield from _halves_rows(config, shape)
-    yield from _step_rows(
-        config, f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step", "or mesh.pp=1")
-
-
-def _halves_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    schedule = config.parallel.schedule
     # The first stage passes no gradient on, so its passes have no first half.
     _, *modules = module_sizes(config, shape.pp * config.parallel.stages_per_rank)
     tied = modules[-1] > 0 and config.model.tie_embeddings
@@ -261,6 +254,8 @@ def _halves_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("train.compile", config.train.compile and runs_halves(schedule),
            f"torch cannot run the halves of a compiled backward pass separately ({schedule})",
            "Set train.compile=false, or parallel.schedule=Interleaved1F1B")
+    yield from _step_rows(
+        config, f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step", "or mesh.pp=1")
 
 
 def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
