@@ -46,7 +46,27 @@ def main(argv: list[str] | None = None) -> int:
         print(bash_completion())
         return 0
     if argv[0] == "recipe":
-        return _recipe(argv[1:])
+        from automoe.config.shipped import copy_recipe, list_recipes
+        from automoe.errors import ConfigError
+
+        argv = argv[1:]
+        if argv in (["-h"], ["--help"]):
+            print(_RECIPE_USAGE, end="")
+        elif argv == ["list"]:
+            print("\n".join(list_recipes()))
+        elif argv[:1] == ["copy"] and len(argv) in (2, 3):
+            try:
+                path = copy_recipe(*argv[1:])
+            except OSError as error:
+                raise ConfigError(
+                    "recipe", argv[1], f"cannot be copied: {error}", "Name another FILE"
+                ) from None
+            name = path.stem if path.parent == Path("recipes") else path
+            print(f"copied to {path}; run it with: automoe train recipe={name}")
+        else:
+            print(_RECIPE_USAGE, end="", file=sys.stderr)
+            return 2
+        return 0
     if argv[0] == "--version":
         print(f"automoe {__version__}")
         return 0
@@ -75,29 +95,6 @@ automoe recipe: the training loops that ship with automoe
 has it, and says so, else the shipped recipe; without recipe= it runs the one of
 the configuration as shipped. `automoe train recipe=FILE.py` runs that file.
 """
-
-
-def _recipe(argv: list[str]) -> int:
-    from automoe.config.shipped import copy_recipe, list_recipes
-    from automoe.errors import ConfigError
-
-    if argv in (["-h"], ["--help"]):
-        print(_RECIPE_USAGE, end="")
-    elif argv == ["list"]:
-        print("\n".join(list_recipes()))
-    elif argv[:1] == ["copy"] and len(argv) in (2, 3):
-        try:
-            path = copy_recipe(*argv[1:])
-        except OSError as error:
-            raise ConfigError(
-                "recipe", argv[1], f"cannot be copied: {error}", "Name another FILE"
-            ) from None
-        name = path.stem if path.parent == Path("recipes") else path
-        print(f"copied to {path}; run it with: automoe train recipe={name}")
-    else:
-        print(_RECIPE_USAGE, end="", file=sys.stderr)
-        return 2
-    return 0
 
 
 _TRAIN_USAGE = """\

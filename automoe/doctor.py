@@ -80,8 +80,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.gpu:
         return check_gpus(args.dir, facts)
     for fact in facts:
-        start = f"{'PROBLEM' if fact.problem else 'ok':<8}{fact.name:<20}"
-        print(textwrap.fill(fact.value, WIDTH, initial_indent=start, **WRAPPED))
+        print(
+            textwrap.fill(
+                fact.value,
+                WIDTH,
+                initial_indent=f"{'PROBLEM' if fact.problem else 'ok':<8}{fact.name:<20}",
+                **WRAPPED,
+            )
+        )
         if fact.problem:
             print(textwrap.fill(fact.problem, WIDTH, initial_indent=" " * 28, **WRAPPED))
     return EXIT_PROBLEM if any(fact.problem for fact in facts) else 0

@@ -116,7 +116,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     found["config"] |= {"model": args.where, "apply_chat_template": args.apply_chat_template}
     _print_table(rows)
     text = json.dumps(jsonable(found), indent=1, default=str)
-    lost: OSError | None = None
+    lost = None
     try:
         with named(out, len(text)), out.open("x") as file:
             file.write(text)
@@ -148,8 +148,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     if missing := set(names) - {row[0] for row in rows}:
         said = f"without a number: {listed(missing)}"
     if lost is not None:
-        why = f"{out}: {lost.strerror}. The results are in {file.name}"
-        raise AutomoeError(why) from lost
+        raise AutomoeError(f"{out}: {lost.strerror}. The results are in {file.name}") from lost
     if said:
         raise AutomoeError(
             f"the tasks were not all evaluated; {said}. Look at their data, and at the model's answers"
@@ -296,8 +295,13 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
         for task in tasks:
             for leaf in _leaves(task):
                 for part in ("apply_filters", "process_results"):
-                    what = f"--tasks={args.tasks}: {leaf.task_name}: {part}"
-                    setattr(leaf, part, in_time(what, getattr(leaf, part)))
+                    setattr(
+                        leaf,
+                        part,
+                        in_time(
+                            f"--tasks={args.tasks}: {leaf.task_name}: {part}", getattr(leaf, part)
+                        ),
+                    )
         found = run(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
             # A single document has no standard error; the harness would divide by 0.

@@ -71,7 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tools",
-        type=number_option(_json_file, are_functions, "file with a JSON list of tools"),
+        type=number_option(
+            lambda path: parse_json(read_file(Path(path).expanduser())),
+            are_functions,
+            "file with a JSON list of tools",
+        ),
         metavar="FILE",
         help="JSON list of the tools that the model may call, as in training",
     )
@@ -137,10 +141,6 @@ def main(argv: list[str] | None = None) -> int:
             messages.append({"role": "assistant", "content": speaker.answer(messages)})
             print(spelled_out(messages[-1]["content"]), flush=True)
     return 0
-
-
-def _json_file(path: str) -> Any:
-    return parse_json(read_file(Path(path).expanduser()))
 
 
 def _lines() -> Iterator[str]:

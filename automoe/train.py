@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any
 from automoe.errors import exit_status
 
 if TYPE_CHECKING:
-    from automoe.config.compose import Arguments
-    from automoe.config.mesh_shape import MeshShape
     from automoe.config.schema import Config
     from automoe.launch.from_python import TrainResult
 
@@ -61,7 +59,18 @@ def main(argv: list[str] | None = None) -> int:
     outlive_streams()
     args = parse_arguments(sys.argv[1:] if argv is None else argv)
     if args.help:
-        return _print_help(args)
+        from automoe.cli import train_help
+        from automoe.config.compose import composed_container
+        from automoe.config.recipe_args import SECTION
+        from automoe.config.reference import help_on
+
+        asked = [word for word in args.overrides if "=" not in word]
+        recipe = ""
+        if any(word.startswith(SECTION) for word in asked):
+            typed = [word for word in args.overrides if "=" in word]
+            recipe = composed_container(args.config_name, typed, args.config_dir)["recipe"]
+        print("\n\n".join(help_on(word, recipe) for word in asked) or train_help(args.config_dir))
+        return 0
     if (external := detect_external(os.environ)) is not None:
         status = run_external(args, external)
         # If torch is imported, this process was a rank.
@@ -90,38 +99,19 @@ def main(argv: list[str] | None = None) -> int:
             print(f"note: {note} once the data is read", file=sys.stderr)
         return 0
     if missing := missing_hardware(shape, device, config.launch.num_ranks):
-        return _print_plan(config, shape, missing)
+        # Print the plan and the hardware and data that this machine lacks to train it.
+        from automoe.launch.prepare import missing_data
+        from automoe.planner.views.plan_view import print_plan
+
+        print_plan(config, shape)
+        print(f"\nThe configuration is valid; it cannot train here:\n{missing}.")
+        print("On a cluster, start the same command on every node with torchrun or srun.")
+        if (data := missing_data(config)) is not None:
+            columns = max(shutil.get_terminal_size().columns, 40)
+            layout = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
+            print(layout.fill(f"And it lacks data: {data}"))
+        return EXIT_NO_HARDWARE
     return train_here(config, shape, device).exit_code
-
-
-def _print_help(args: Arguments) -> int:
-    from automoe.cli import train_help
-    from automoe.config.compose import composed_container
-    from automoe.config.recipe_args import SECTION
-    from automoe.config.reference import help_on
-
-    asked = [word for word in args.overrides if "=" not in word]
-    recipe = ""
-    if any(word.startswith(SECTION) for word in asked):
-        typed = [word for word in args.overrides if "=" in word]
-        recipe = composed_container(args.config_name, typed, args.config_dir)["recipe"]
-    print("\n\n".join(help_on(word, recipe) for word in asked) or train_help(args.config_dir))
-    return 0
-
-
-def _print_plan(config: Config, shape: MeshShape, missing: str) -> int:
-    """Print the plan and the hardware and data that this machine lacks to train it."""
-    from automoe.launch.prepare import missing_data
-    from automoe.planner.views.plan_view import print_plan
-
-    print_plan(config, shape)
-    print(f"\nThe configuration is valid; it cannot train here:\n{missing}.")
-    print("On a cluster, start the same command on every node with torchrun or srun.")
-    if (data := missing_data(config)) is not None:
-        columns = max(shutil.get_terminal_size().columns, 40)
-        layout = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
-        print(layout.fill(f"And it lacks data: {data}"))
-    return EXIT_NO_HARDWARE
 
 
 if __name__ == "__main__":

@@ -162,9 +162,26 @@ class CheckpointStore:
         self._began = time.monotonic()
         last = stopping or state.step == self.config.train.steps
         with self._blocking(last):
-            self._check_finite(state)
+            # A save would replace older steps, so one of numbers that are not finite is refused.
+            with phase("check_finite", state.step):
+                found = self.ranks.all(state.not_finite)
+            if names := [
+                f"{name} on rank {rank}" for rank, bad in enumerate(found) for name in bad[:2]
+            ]:
+                where = f"{', '.join(names[:4])}, {sum(map(len, found))} tensors in all"
+                raise SaveError(
+                    f"the checkpoint of step {state.step} was not saved: its numbers are not finite ({where}). Older "
+                    "checkpoints stay. Lower optim.lr, or raise optim.warmup_steps"
+                )
             tensors = self._saved_tensors(state) | of_this_rank(rng_state())
-            content = self._content(state, val_loss)
+            content = {
+                "step": state.step,
+                "counters": state.counters() | self.facts,
+                "config": config_to_dict(self.config),
+                # The generators' states mean nothing on another mesh.
+                "generators": {"mesh": self._mesh_sizes(), "names": sorted(rng_state())},
+                "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
+            } | ({"base": self.base} if self.base else {})
             if not self.config.checkpoint.async_save or last:
                 return self._committed(self._write(tensors, content))
             self._begin(tensors, content)
@@ -258,19 +275,6 @@ class CheckpointStore:
         finally:
             self._blocked_s += time.perf_counter() - started
 
-    def _check_finite(self, state: TrainState) -> None:
-        """Raise ``SaveError`` if a tensor is not finite: the save would replace older steps."""
-        with phase("check_finite", state.step):
-            found = self.ranks.all(state.not_finite)
-        if names := [
-            f"{name} on rank {rank}" for rank, bad in enumerate(found) for name in bad[:2]
-        ]:
-            where = f"{', '.join(names[:4])}, {sum(map(len, found))} tensors in all"
-            raise SaveError(
-                f"the checkpoint of step {state.step} was not saved: its numbers are not finite ({where}). Older "
-                "checkpoints stay. Lower optim.lr, or raise optim.warmup_steps"
-            )
-
     def _saved_tensors(self, state: TrainState) -> dict[str, torch.Tensor]:
         """Return the tensors to save; frozen ones are left out if ``model.hf_path`` holds them."""
         return state.tensors(frozen=self.base is None)
@@ -291,17 +295,6 @@ class CheckpointStore:
         if hf_path is None:
             return f"random:{self.config.train.seed}"
         return checkpoint_identity(hf_path, self.ranks)
-
-    def _content(self, state: TrainState, val_loss: float | None) -> dict[str, Any]:
-        """Return the current content of the manifest, without the list of files."""
-        return {
-            "step": state.step,
-            "counters": state.counters() | self.facts,
-            "config": config_to_dict(self.config),
-            # The generators' states mean nothing on another mesh.
-            "generators": {"mesh": self._mesh_sizes(), "names": sorted(rng_state())},
-            "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
-        } | ({"base": self.base} if self.base else {})
 
     def _mesh_sizes(self) -> list[list[int]]:
         return [list(self.shape.sizes(view)) for view in ("default", "moe")]
@@ -393,7 +386,29 @@ class CheckpointStore:
             self._found = None  # The next call looks again.
             step_dir, manifest, own = found
             with phase("load", manifest["step"]):
-                self._load(state, step_dir, manifest)
+                then, now = changed_settings(manifest["config"], self.config)
+                if then:
+                    self._warn(
+                        f"{step_dir} was trained with {', '.join(then)}; it goes on with {', '.join(now)}"
+                    )
+                state.load_counters(
+                    manifest["counters"]
+                )  # First, because it raises if the data changed.
+                saved = manifest["generators"]
+                here = rng_state() if saved["mesh"] == self._mesh_sizes() else {}
+                generators = {name: here[name] for name in saved["names"] if name in here}
+                reader = StepReader(step_dir)
+                absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
+                tensors = self._saved_tensors(state)
+                for name in absent & tensors.keys():
+                    del tensors[name]
+                reader.load(tensors | of_this_rank(generators), process_group=self.ranks.group)
+                state.fill_copies()
+                if state.begin_averages(absent):
+                    self._warn(
+                        f"{step_dir} has no averages of weights (optim.ema_decay): they begin with its weights"
+                    )
+                set_rng_state(generators)
             return Resumed(state.step, own)
 
     def newest(self) -> tuple[Path, dict[str, Any], bool] | None:
@@ -450,29 +465,6 @@ class CheckpointStore:
             f"no step after {name} could be taken: it is set aside as {aside}, and the one before it is loaded"
         )
         return self.load_latest(state)
-
-    def _load(self, state: TrainState, step_dir: Path, manifest: dict[str, Any]) -> None:
-        then, now = changed_settings(manifest["config"], self.config)
-        if then:
-            self._warn(
-                f"{step_dir} was trained with {', '.join(then)}; it goes on with {', '.join(now)}"
-            )
-        state.load_counters(manifest["counters"])  # First, because it raises if the data changed.
-        saved = manifest["generators"]
-        here = rng_state() if saved["mesh"] == self._mesh_sizes() else {}
-        generators = {name: here[name] for name in saved["names"] if name in here}
-        reader = StepReader(step_dir)
-        absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
-        tensors = self._saved_tensors(state)
-        for name in absent & tensors.keys():
-            del tensors[name]
-        reader.load(tensors | of_this_rank(generators), process_group=self.ranks.group)
-        state.fill_copies()
-        if state.begin_averages(absent):
-            self._warn(
-                f"{step_dir} has no averages of weights (optim.ema_decay): they begin with its weights"
-            )
-        set_rng_state(generators)
 
     def _start_over(self) -> None:
         if self.folder.exists() and any(self.folder.iterdir()):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.pipeline import ALL_FORWARDS_FIRST, IN_ROUNDS
+from automoe.config.pipeline import ALL_FORWARDS_FIRST
 from automoe.config.schema import Config, TrainConfig
 
 
@@ -99,15 +99,3 @@ def more_micro_batches(config: Config, shape: MeshShape) -> str:
     smaller, left = divmod(train.global_batch_size, ranks)
     found = f"train.global_batch_size={ranks * train.micro_batch_size}"
     return found if left else f"{found}, or train.micro_batch_size={smaller}"
-
-
-def batches_of_ramp(config: Config, shape: MeshShape) -> str:
-    """Return the sentence that says which numbers ``train.rampup_batch_size`` takes on ``shape``."""
-    rows = shape.dp * config.train.micro_batch_size
-    unit = rows * (shape.pp if config.parallel.schedule in IN_ROUNDS else 1)
-    first = rows * least_micro_batches(config, shape)
-    least = f", start at least {first}" if first > unit else ""
-    return (
-        f"Choose start and increment among multiples of {unit}{least}, and train.global_batch_size as start and one "
-        "or more increments"
-    )

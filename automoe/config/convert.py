@@ -221,7 +221,21 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
                 return _convert(choice, value, key)
         raise _wrong_type(key, value, " or ".join(map(type_name, choices)))
     if origin is Literal:
-        return _choice(args, value, key)
+        names = args + registered_names(key)
+        value = str(value) if isinstance(value, FromEnvironment) else value
+        if value is False and "off" in names:  # YAML 1.1 reads a bare `off` as false
+            return "off"
+        if value in names and type(value) in {type(c) for c in names}:
+            return value
+        lowered = {str(choice).lower(): choice for choice in names}
+        close = difflib.get_close_matches(str(value).lower(), lowered, n=1, cutoff=0.3)
+        match = lowered[close[0]] if close else names[0]
+        raise ConfigError(
+            key,
+            value,
+            f"must be one of {', '.join(map(str, names))}",
+            f"Nearest valid choice: {key}={match}",
+        )
     if origin is dict and isinstance(value, dict):
         return {
             _convert(args[0], k, key): _convert(args[1], v, f"{key}.{k}") for k, v in value.items()
@@ -252,24 +266,6 @@ def _has_type(value: Any, hint: Any) -> bool:
         return isinstance(value, (list, tuple))
     text = hint in (str, Annotated)
     return type(value) is hint or (text and type(value) in (str, FromEnvironment))
-
-
-def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
-    choices += registered_names(key)
-    value = str(value) if isinstance(value, FromEnvironment) else value
-    if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as false
-        return "off"
-    if value in choices and type(value) in {type(c) for c in choices}:
-        return value
-    lowered = {str(choice).lower(): choice for choice in choices}
-    close = difflib.get_close_matches(str(value).lower(), lowered, n=1, cutoff=0.3)
-    match = lowered[close[0]] if close else choices[0]
-    raise ConfigError(
-        key,
-        value,
-        f"must be one of {', '.join(map(str, choices))}",
-        f"Nearest valid choice: {key}={match}",
-    )
 
 
 def type_name(hint: Any) -> str:

@@ -183,8 +183,10 @@ def bound_waits() -> None:
     def end_pause(answer: Any) -> None:
         pause = answer.headers.get("Retry-After", "")
         if pause.isdigit() and int(pause) > _WAIT_S:
-            what = f"{answer.status_code} {answer.reason_phrase}, come back in {pause} s"
-            raise HfHubHTTPError(what, response=answer)
+            raise HfHubHTTPError(
+                f"{answer.status_code} {answer.reason_phrase}, come back in {pause} s",
+                response=answer,
+            )
 
     session = get_session()
     hooks = session.event_hooks

@@ -28,32 +28,7 @@ def parse_layout(text: str) -> list[str]:
         ConfigError: a foreign character, a parenthesis without its partner, a repetition of
             nothing, or letters that are not one E, then any number of t, then of m, then one L.
     """
-    stages = _expand(text).split("|")
-    order = "".join(stages)
-    if not re.fullmatch(r"Et*m*L", order):
-        raise ConfigError(
-            KEY,
-            text,
-            "a layout is one E, then a t for each layer, an m for each module, one L; this one has "
-            f"{order.count('E')} E, {order.count('t')} t, {order.count('m')} m and {order.count('L')} L"
-            + ("" if order.count("E") != 1 or order.count("L") != 1 else " in another order"),
-            "Write it as in Et*3|tt|t*3L",
-        )
-    return stages
-
-
-def module_sizes(config: Config, num_stages: int) -> list[int]:
-    """Return the number of modules for multi-token prediction in every pipeline stage.
-
-    They are where ``parallel.layout`` has them, by default on the last stage.
-    """
-    if (text := config.parallel.layout) is not None:
-        return [stage.count("m") for stage in parse_layout(text)]
-    return [0] * (num_stages - 1) + [config.model.num_mtp_layers]
-
-
-def _expand(text: str) -> str:
-    """Return ``text`` with repetitions written out."""
+    # The outer groups, from the outermost, in which repetitions are written out
     groups: list[list[str]] = [[]]
     for token in re.findall(r"\*\s*\d*|[^,\s]", text):
         last = groups[-1]
@@ -81,7 +56,28 @@ def _expand(text: str) -> str:
             )
     if len(groups) > 1:
         raise ConfigError(KEY, text, "a ( has no )", "Close it")
-    return "".join(groups[0])
+    stages = "".join(groups[0]).split("|")
+    order = "".join(stages)
+    if not re.fullmatch(r"Et*m*L", order):
+        raise ConfigError(
+            KEY,
+            text,
+            "a layout is one E, then a t for each layer, an m for each module, one L; this one has "
+            f"{order.count('E')} E, {order.count('t')} t, {order.count('m')} m and {order.count('L')} L"
+            + ("" if order.count("E") != 1 or order.count("L") != 1 else " in another order"),
+            "Write it as in Et*3|tt|t*3L",
+        )
+    return stages
+
+
+def module_sizes(config: Config, num_stages: int) -> list[int]:
+    """Return the number of modules for multi-token prediction in every pipeline stage.
+
+    They are where ``parallel.layout`` has them, by default on the last stage.
+    """
+    if (text := config.parallel.layout) is not None:
+        return [stage.count("m") for stage in parse_layout(text)]
+    return [0] * (num_stages - 1) + [config.model.num_mtp_layers]
 
 
 def with_layout(config: Config) -> Config:

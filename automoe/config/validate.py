@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from automoe.config.batch import batches_of_ramp, least_micro_batches, more_micro_batches
+from automoe.config.batch import least_micro_batches, more_micro_batches
 from automoe.config.data_schema import NO_TOKENIZER, DataConfig, sources_of
 from automoe.config.hub import is_data_set, local_folder
 from automoe.config.layout import KEY as LAYOUT
@@ -176,7 +176,12 @@ def settings_rows(config: Config) -> Iterator[Row]:
 def _rampup_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     key, train = "train.rampup_batch_size", config.train
     given = train.rampup_batch_size or []
-    example = batches_of_ramp(config, shape)
+    rows = shape.dp * train.micro_batch_size
+    unit = rows * (shape.pp if config.parallel.schedule in IN_ROUNDS else 1)
+    first = rows * least_micro_batches(config, shape)
+    least = f", start at least {first}" if first > unit else ""
+    example = (f"Choose start and increment among multiples of {unit}{least}, and train.global_batch_size as start and "
+               "one or more increments")
     yield key, len(given) != 3, f"it is [start, increment, rows], three numbers, and has {len(given)}", example
     start, increment, over = given
     grows = train.global_batch_size - start
@@ -238,17 +243,9 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
             f"{micro_batches} % {pp} = {micro_batches % pp}")
     rule = misfit(schedule, pp, stages, micro_batches)
     yield "parallel.schedule", bool(rule), rule, remedy
-    yield from _halves_rows(config, shape)
-    yield from _step_rows(
-        config, f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step", "or mesh.pp=1")
-
-
-def _halves_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    schedule = config.parallel.schedule
-    model = config.model
     # The first stage passes no gradient on, so its passes have no first half.
     _, *modules = module_sizes(config, shape.pp * config.parallel.stages_per_rank)
-    tied = modules[-1] > 0 and model.tie_embeddings
+    tied = modules[-1] > 0 and config.model.tie_embeddings
     which = "a module beside a tied head reads" if tied else "modules of more than one depth in a stage read"
     yield ("model.num_mtp_layers", (tied or max(modules) > 1) and runs_halves(schedule),
            f"{which} the embedding along the path of the stage's input, which torch cannot leave out of the second half "
@@ -258,6 +255,8 @@ def _halves_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("train.compile", config.train.compile and runs_halves(schedule),
            f"torch cannot run the halves of a compiled backward pass separately ({schedule})",
            "Set train.compile=false, or parallel.schedule=Interleaved1F1B")
+    yield from _step_rows(
+        config, f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step", "or mesh.pp=1")
 
 
 def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -294,7 +293,6 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     key = "parallel.overlap_all_to_all"
-    parallel = config.parallel
     train = config.train
     off = f"or {key}=false"
     yield key, shape.ep == 1, "with mesh.ep=1 there is no all-to-all to hide", f"Set mesh.ep=2 or more, {off}"
@@ -303,7 +301,7 @@ def _overlap_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     for name, is_compiled, instead in (("train.compile", train.compile, "train.compile=false"),
         ("kernels.attention", config.kernels.attention == "flex", "kernels.attention=sdpa")):
         yield name, is_compiled, f"compiled layers cannot run in two threads ({key})", f"Set {instead}, {off}"
-    yield ("parallel.schedule", shape.pp > 1 and parallel.schedule not in MERGES,
+    yield ("parallel.schedule", shape.pp > 1 and config.parallel.schedule not in MERGES,
            f"{key} with mesh.pp={shape.pp} merges the passes of {' and '.join(MERGES)}",
            f"Set parallel.schedule=Interleaved1F1B with parallel.stages_per_rank=2 or more, {off}")
     micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)

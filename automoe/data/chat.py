@@ -166,9 +166,24 @@ class _Reader:
             self.keys = _same("system") | self.keys
             return self._answers(record, ("completion",))
         if self.chat.format == "alpaca":
-            messages = self._instruction(record)
+            if record.get("history"):
+                raise self._wrong(
+                    "'history' is not read, and would be left out", "Write the record as messages"
+                )
+            question = self._text(self._value(record, "instruction"), self.keys["instruction"])
+            if more := record.get(self.keys["input"]):
+                question += "\n\n" + self._text(more, self.keys["input"])
+            answer = self._text(self._value(record, "output"), self.keys["output"])
+            messages = _question(question, answer)
         else:
-            messages = [self._message(one, n) for n, one in enumerate(self._list(record), start=1)]
+            found = _parsed(self._value(record, "messages"))
+            if not isinstance(found, list) or not found:
+                kind = "an empty list" if found == [] else type(found).__name__
+                raise self._wrong(
+                    f"{self.keys['messages']!r} is {kind} where a list of messages is needed",
+                    "Correct it",
+                )
+            messages = [self._message(one, n) for n, one in enumerate(found, start=1)]
         return [self._checked([*self._system(record, messages), *messages])], 0
 
     def _answers(self, record: Record, names: tuple[str, ...]) -> tuple[list[list[Message]], int]:
@@ -216,7 +231,11 @@ class _Reader:
         parsed = _parsed(value)
         if isinstance(parsed, dict):
             parsed = [parsed]
-        if isinstance(value, str) and not _are_messages(parsed, self.keys["role"]):
+        if isinstance(value, str) and not (
+            isinstance(parsed, list)
+            and parsed
+            and all(isinstance(one, dict) and self.keys["role"] in one for one in parsed)
+        ):
             return [{"role": role, "content": value}]
         if not isinstance(parsed, list) or not parsed:
             raise self._wrong(
@@ -232,8 +251,10 @@ class _Reader:
         if not system:
             return []
         if any(message["role"] == "system" for message in messages):
-            rule = f"there is a system prompt in {name!r} and another one among the messages"
-            raise self._wrong(rule, "Leave one of them out")
+            raise self._wrong(
+                f"there is a system prompt in {name!r} and another one among the messages",
+                "Leave one of them out",
+            )
         return [{"role": "system", "content": self._content(system, name)}]
 
     def _checked(self, value: Any) -> Any:
@@ -245,27 +266,6 @@ class _Reader:
                 f"half of a surrogate pair (\\u{code}), which is not text", "Correct the escape"
             ) from error
         return value
-
-    def _instruction(self, record: Record) -> list[Message]:
-        if record.get("history"):
-            raise self._wrong(
-                "'history' is not read, and would be left out", "Write the record as messages"
-            )
-        question = self._text(self._value(record, "instruction"), self.keys["instruction"])
-        if more := record.get(self.keys["input"]):
-            question += "\n\n" + self._text(more, self.keys["input"])
-        answer = self._text(self._value(record, "output"), self.keys["output"])
-        return _question(question, answer)
-
-    def _list(self, record: Record) -> list[Any]:
-        messages = _parsed(self._value(record, "messages"))
-        if not isinstance(messages, list) or not messages:
-            kind = "an empty list" if messages == [] else type(messages).__name__
-            raise self._wrong(
-                f"{self.keys['messages']!r} is {kind} where a list of messages is needed",
-                "Correct it",
-            )
-        return messages
 
     def _message(self, raw: Any, number: int) -> Message:
         if not isinstance(raw, dict):
@@ -305,20 +305,18 @@ class _Reader:
             rule = f"message {number} has tool_calls that are not a list of objects"
             raise self._wrong(rule, "Write each as a function with its name and arguments")
         for call in calls:
-            self._check_call(call.get("function", call), number)
+            function = call.get("function", call)
+            arguments = function.get("arguments", {})
+            if not isinstance(_parsed(arguments), dict):
+                raise self._wrong(
+                    f"message {number} calls {function.get('name')!r} with arguments {arguments!r:.60}, which are not "
+                    "an object of names and values, or its JSON text",
+                    "Correct them; a call without arguments has {}",
+                )
         if content is None and calls and message["role"] == "assistant":
             return message | {"content": ""}
         content = self._value(raw, "content", f"message {number}: ")
         return message | {"content": self._content(content, f"message {number}'s content")}
-
-    def _check_call(self, function: Record, number: int) -> None:
-        arguments = function.get("arguments", {})
-        if not isinstance(_parsed(arguments), dict):
-            raise self._wrong(
-                f"message {number} calls {function.get('name')!r} with arguments {arguments!r:.60}, which are not an "
-                "object of names and values, or its JSON text",
-                "Correct them; a call without arguments has {}",
-            )
 
     def tools(self, record: Record) -> list[Record] | None:
         """Return the tools of a record; None if it has none."""
@@ -338,8 +336,9 @@ class _Reader:
             raise self._wrong(f"{name!r} is {args!r:.40} where an object is needed", remedy)
         for key in SWITCHES:
             if not isinstance(args.get(key, True), bool):
-                rule = f"{key} in {name!r} is {args[key]!r:.40}, neither true nor false"
-                raise self._wrong(rule, remedy)
+                raise self._wrong(
+                    f"{key} in {name!r} is {args[key]!r:.40}, neither true nor false", remedy
+                )
         return self._checked(args)
 
     def _value(self, record: Record, key: str, of: str = "") -> Any:
@@ -362,8 +361,10 @@ class _Reader:
         for number, part in enumerate(value, start=1):
             kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
             if kind != "text":
-                rule = f"part {number} of {what} is of type {kind!r}, and only text is trained"
-                raise self._wrong(rule, "Remove the part or the line")
+                raise self._wrong(
+                    f"part {number} of {what} is of type {kind!r}, and only text is trained",
+                    "Remove the part or the line",
+                )
             texts.append(self._text(part.get("text"), f"part {number} of {what}"))
         return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
@@ -401,15 +402,6 @@ def are_functions(value: Any) -> bool:
     )
 
 
-def _are_messages(value: Any, role: str) -> bool:
-    """Return True if parsed JSON is a list of messages, not an answer that happens to be JSON."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(one, dict) and role in one for one in value)
-    )
-
-
 def _question(question: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
@@ -433,5 +425,11 @@ def _docstring_records(path: Path) -> NumberedRecords:
             answer = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
             if 20 <= len(answer) <= 160:
                 kind = "class" if isinstance(node, ast.ClassDef) else "function"
-                question = f"What is the {kind} {path.stem}.{node.name} for?"
-                yield node.lineno, {"messages": _question(question, answer)}
+                yield (
+                    node.lineno,
+                    {
+                        "messages": _question(
+                            f"What is the {kind} {path.stem}.{node.name} for?", answer
+                        )
+                    },
+                )

@@ -312,9 +312,11 @@ class ChatTemplate(ChatRenderer):
         if opener_id is not None:
             return opener_id
         if self._hf.eos_token_id is None:
-            rule = "its chat template ends answers without a special token, and it has no eos_token to put there"
             raise ConfigError(
-                "data.tokenizer", self.tokenizer, rule, "Set eos_token in its tokenizer_config.json"
+                "data.tokenizer",
+                self.tokenizer,
+                "its chat template ends answers without a special token, and it has no eos_token to put there",
+                "Set eos_token in its tokenizer_config.json",
             )
         self.counts["eos_added"] += 1
         return self._hf.eos_token_id

@@ -85,9 +85,12 @@ def reader_digest(kind: str) -> str:
     try:
         return hashlib.sha256(Path(inspect.getfile(source_of(kind).read)).read_bytes()).hexdigest()
     except TypeError as error:
-        rule = f"its code cannot be identified, so tokenised text could not be cached: {error}"
-        remedy = "Give its Source a plain function as reader"
-        raise ConfigError("data.kind", kind, rule, remedy) from error
+        raise ConfigError(
+            "data.kind",
+            kind,
+            f"its code cannot be identified, so tokenised text could not be cached: {error}",
+            "Give its Source a plain function as reader",
+        ) from error
 
 
 def find_files(data: DataConfig) -> dict[str, Path]:
@@ -176,7 +179,7 @@ def open_file(path: Path) -> BinaryIO:
     if path.suffix in _CODECS:
         import pyarrow
 
-        stream: Any = pyarrow.input_stream(file, compression=_CODECS[path.suffix])
+        stream = pyarrow.input_stream(file, compression=_CODECS[path.suffix])
         file = io.BufferedReader(stream, _PART_BYTES)
     return file
 

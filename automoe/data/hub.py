@@ -6,7 +6,6 @@ The ``datasets`` library finds, downloads and converts a data set; automoe reads
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from automoe.config.data_schema import DataConfig
 from automoe.config.hub import SILENT_S, bound_waits, is_data_set, remedy_of
@@ -24,7 +23,7 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
             or split.
     """
     remedy = "pip install datasets, or set data=parquet with data.path=FILES"
-    datasets: Any = import_backend("datasets", f"data.path={data.path}", remedy)
+    datasets = import_backend("datasets", f"data.path={data.path}", remedy)
     # datasets keeps whole files on disk and a slice in memory, so a slice has no files of its own.
     if "[" in data.split:
         raise DataError(
@@ -57,7 +56,7 @@ def _reason(data: DataConfig, error: Exception, offline: bool) -> str:
     absent = "" if there else f"nothing there (looked from {Path.cwd()}), and "
     what = f"{data.path}: {absent}datasets cannot load it ({one_line(error)})."
     unreached = isinstance(error, ConnectionError)
-    cause: BaseException | None = None if there or offline else error
+    cause = None if there or offline else error
     if cause and unreached:  # datasets drops the reason
         try:
             HfApi().dataset_info(str(data.path), timeout=SILENT_S)

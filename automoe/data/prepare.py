@@ -70,11 +70,6 @@ class TokenCorpus:
     trained: np.ndarray | None = None
     chat: dict[str, Any] | None = None
 
-    def num_places(self, chosen: Any = slice(None)) -> int:
-        """Return how many lines, or files, documents come from: a conversation may be several."""
-        places = np.stack((self.file_ids[chosen], self.lines[chosen]))
-        return np.unique(places, axis=1).shape[1]
-
     def where(self, index: int) -> str:
         """Return ``file`` or ``file:line`` of a document."""
         return place_of(self.paths[self.file_ids[index]], int(self.lines[index]))
@@ -265,16 +260,18 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
     too_long = np.flatnonzero(corpus.lengths > config.train.seq_len)
     if len(too_long) and data.on_long == "error":
         what = "document"
+        several = "documents"
         others = "split"
         counted = ", counting its end-of-text token,"
         if data.is_chat:
             what = "pair" if data.is_preference else "conversation"
+            several = "samples"
             others = "drop" if data.is_preference else "drop or truncate"
             counted = ""
         raise DataError(
             f"{corpus.where(too_long[0])}: a {what} of {corpus.lengths[too_long[0]]} tokens{counted} does not fit "
-            f"train.seq_len={config.train.seq_len} under data.on_long=error ({corpus.num_places(too_long)} of "
-            f"{corpus.num_places()} {what}s do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
+            f"train.seq_len={config.train.seq_len} under data.on_long=error ({len(too_long)} of "
+            f"{len(corpus.lengths)} {several} do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
             f"train.seq_len, or set data.on_long={others}."
         )
     fitting_documents(corpus, config, "train")

@@ -64,7 +64,9 @@ def _texts(given: list[str] | str) -> list[str]:
             return texts
         raise ValueError("no line has text")
     except (OSError, ValueError) as error:
-        rule = (
-            f"a list of prompts, or a text file with one on each line; it cannot be read ({error})"
-        )
-        raise ConfigError(KEY, given, rule, "Write '[What is 2+2?]'") from None
+        raise ConfigError(
+            KEY,
+            given,
+            f"a list of prompts, or a text file with one on each line; it cannot be read ({error})",
+            "Write '[What is 2+2?]'",
+        ) from None

@@ -116,8 +116,7 @@ class ByteTokenizer(Tokenizer):
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        kept = [int(i) for i in ids if i < 256]
-        return bytes(kept).decode(errors="replace")
+        return bytes([int(i) for i in ids if i < 256]).decode(errors="replace")
 
     @staticmethod
     def files() -> dict[str, str]:
@@ -193,7 +192,16 @@ class HFTokenizer(Tokenizer):
                 "Set data.tokenizer=byte, the path of a directory with a tokenizer.json, or OWNER/NAME@main.",
             )
         if is_there(directory, "tokenizer.json"):
-            self._backend, self.special_ids = _load_fast(directory)
+            from tokenizers import Tokenizer as Backend
+
+            text = text_of(directory, "tokenizer.json")
+            try:
+                self._backend = Backend.from_str(text)
+            except Exception as error:  # tokenizers raises a bare Exception for a malformed file.
+                raise unreadable(directory / "tokenizer.json", str(error)) from error
+            self.special_ids = {
+                key: _find_special(directory, self._backend, key) for key in SPECIAL_IDS
+            }
             files = ["tokenizer.json"]
         else:
             self._backend, self.special_ids = _load_with_transformers(directory)
@@ -367,22 +375,13 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
             remedy = f"Set data.tokenizer={path} for the checkpoint's own, or to a smaller one"
             if name == path:
                 remedy = "Copy the tokenizer that the checkpoint was published with, or set data.tokenizer to it"
-        rule = (
-            f"the tokenizer {name} makes ids up to {size - 1}, and the embedding ends at {rows - 1}"
+        raise ConfigError(
+            "model.vocab_size",
+            rows,
+            f"the tokenizer {name} makes ids up to {size - 1}, and the embedding ends at {rows - 1}",
+            remedy,
         )
-        raise ConfigError("model.vocab_size", rows, rule, remedy)
     return tokenizer
-
-
-def _load_fast(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, int | None]]:
-    from tokenizers import Tokenizer as Backend
-
-    text = text_of(directory, "tokenizer.json")
-    try:
-        backend = Backend.from_str(text)
-    except Exception as error:  # tokenizers raises a bare Exception for a malformed file.
-        raise unreadable(directory / "tokenizer.json", str(error)) from error
-    return backend, {key: _find_special(directory, backend, key) for key in SPECIAL_IDS}
 
 
 def _find_special(directory: Path, backend: tokenizers.Tokenizer, key: str) -> int | None:
@@ -413,8 +412,9 @@ def _transformers(tokenizer: str, rule: str, remedy: str) -> Iterator[Callable[[
     try:
         yield partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the folder's content may make transformers raise any error
-        why = f"{rule} ({one_line(error)})"
-        raise ConfigError("data.tokenizer", tokenizer, why, remedy) from error
+        raise ConfigError(
+            "data.tokenizer", tokenizer, f"{rule} ({one_line(error)})", remedy
+        ) from error
 
 
 def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, int | None]]:
@@ -448,9 +448,11 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
         try:
             return read_file(path.expanduser()).decode()
         except (OSError, UnicodeDecodeError) as error:
-            rule = f"the chat template cannot be read ({error})"
             raise ConfigError(
-                "data.chat.template", chosen, rule, "Name a Jinja file, or plain"
+                "data.chat.template",
+                chosen,
+                f"the chat template cannot be read ({error})",
+                "Name a Jinja file, or plain",
             ) from error
     folder = local_folder(tokenizer)
     others = sorted(folder.glob(f"{OTHER_TEMPLATES}/*.jinja"))

@@ -79,9 +79,12 @@ def _on_mesh(
     shape = resolve_mesh(mesh, dist.get_world_size() if dist.is_initialized() else None)
     for axis, size in {"pp": shape.pp, "cp": shape.cp}.items():
         if size > 1:
-            rule = "from_hf gives one module that maps whole rows to logits"
-            remedy = f"Set mesh.{axis}=1; automoe.train runs the others"
-            raise ConfigError(f"mesh.{axis}", size, rule, remedy)
+            raise ConfigError(
+                f"mesh.{axis}",
+                size,
+                "from_hf gives one module that maps whole rows to logits",
+                f"Set mesh.{axis}=1; automoe.train runs the others",
+            )
     moe = MoEConfig(experts=_expert_backend(config, dtype, shape.etp))
     on_mesh = Config(mesh=mesh, model=config, moe=moe, data=DataConfig(document_mask=False))
     on_mesh.train.dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
@@ -97,9 +100,12 @@ def _on_mesh(
 def _check_length(tokens: torch.Tensor, tp: int) -> None:
     size = tokens.shape[1]
     if size % tp:
-        rule = f"the ranks of mesh.tp={tp} hold equal parts of a row: {size} % {tp} = {size % tp}"
-        remedy = f"Add {-size % tp} tokens to the end of the rows, and ignore their logits"
-        raise ConfigError("tokens", list(tokens.shape), rule, remedy)
+        raise ConfigError(
+            "tokens",
+            list(tokens.shape),
+            f"the ranks of mesh.tp={tp} hold equal parts of a row: {size} % {tp} = {size % tp}",
+            f"Add {-size % tp} tokens to the end of the rows, and ignore their logits",
+        )
 
 
 def _expert_backend(

@@ -43,14 +43,41 @@ def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tupl
     if method == "mxfp4":
         return "mxfp4", FP8_BLOCK
     if method == "compressed-tensors" and isinstance(stated, dict):
-        _check_int4(folder, stated)
+        # Only Kimi's INT4 in groups is read.
+        groups = stated.get("config_groups")
+        schemes = list(groups.values()) if isinstance(groups, dict) else []
+        kinds = [one if isinstance(one, dict) else {} for one in schemes] or [{}]
+        asked = {"format": "pack-quantized", "config_groups": "one"}
+        found = {
+            "format": kinds[0].get("format") or stated.get("format"),
+            "config_groups": "one" if len(schemes) == 1 else len(schemes),
+        }
+        for key in ("input_activations", "output_activations"):
+            asked[key], found[key] = None, kinds[0].get(key)
+        weights = kinds[0].get("weights")
+        asked |= INT4 | {"actorder": None}
+        found |= {
+            key: weights.get(key) if isinstance(weights, dict) else None
+            for key in asked.keys() - found.keys()
+        }
+        for key in ("transform_config", "sparsity_config"):
+            asked[key], found[key] = "empty", stated.get(key) or "empty"
+        if wrong := [
+            f"{key}={found[key]}, not {value}"
+            for key, value in asked.items()
+            if found[key] != value
+        ]:
+            raise CheckpointError(
+                f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and only "
+                f"INT4 with one scale per {GROUP} numbers of a row is read here. {BASE}"
+            )
         return "int4", FP8_BLOCK
     if method != "fp8" or not isinstance(stated, dict):
         raise CheckpointError(
             f"{folder}/config.json: quantization_config has quant_method={method}, and only fp8, mxfp4 and "
             f"compressed-tensors (INT4) can be read. {BASE}"
         )
-    block: Any = stated.get("weight_block_size")
+    block = stated.get("weight_block_size")
     sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
     known = stated.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
     if not (known and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)):
@@ -60,35 +87,6 @@ def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tupl
             f"block, such as [128, 128]. {BASE}"
         )
     return "fp8", (sizes[0], sizes[1])
-
-
-def _check_int4(folder: Path, stated: dict[str, Any]) -> None:
-    """Raise ``CheckpointError`` unless compressed-tensors states Kimi's INT4 in groups."""
-    groups = stated.get("config_groups")
-    schemes = list(groups.values()) if isinstance(groups, dict) else []
-    kinds = [one if isinstance(one, dict) else {} for one in schemes] or [{}]
-    asked = {"format": "pack-quantized", "config_groups": "one"}
-    found: dict[str, Any] = {
-        "format": kinds[0].get("format") or stated.get("format"),
-        "config_groups": "one" if len(schemes) == 1 else len(schemes),
-    }
-    for key in ("input_activations", "output_activations"):
-        asked[key], found[key] = None, kinds[0].get(key)
-    weights = kinds[0].get("weights")
-    asked |= INT4 | {"actorder": None}
-    found |= {
-        key: weights.get(key) if isinstance(weights, dict) else None
-        for key in asked.keys() - found.keys()
-    }
-    for key in ("transform_config", "sparsity_config"):
-        asked[key], found[key] = "empty", stated.get(key) or "empty"
-    if wrong := [
-        f"{key}={found[key]}, not {value}" for key, value in asked.items() if found[key] != value
-    ]:
-        raise CheckpointError(
-            f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and only "
-            f"INT4 with one scale per {GROUP} numbers of a row is read here. {BASE}"
-        )
 
 
 def pair_scales(

@@ -97,8 +97,12 @@ def check_conversion(
     if layout not in ("published", "fused"):
         raise ConfigError("--layout", layout, "must be published or fused", "Use published")
     if encoding != "plain" and layout == "fused":
-        rule = "quantized experts are stored as they are published"
-        raise ConfigError(f"--{encoding}", "with --layout fused", rule, "Leave one of them out")
+        raise ConfigError(
+            f"--{encoding}",
+            "with --layout fused",
+            "quantized experts are stored as they are published",
+            "Leave one of them out",
+        )
     keys = family_of(config).keys
     copied_files(config, None)
     if quantization_config(config, keys, encoding):
@@ -223,7 +227,13 @@ def write_settings(
     if tokenizer == NO_TOKENIZER:
         write_text(folder / "README.md", SYNTHETIC)
     if chat is not None:
-        _write_chat(folder, chat)
+        for name, template in chat.exported().items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            write_text(folder / name, template)
+        settings = read_settings(folder, GENERATION)
+        # With a base model's ids alone, generation would not stop at the end of an answer.
+        stops = _with_stop(settings.get("eos_token_id"), chat.stop_id())
+        _write_json(folder / GENERATION, settings | {"eos_token_id": stops})
 
 
 def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path, str]]:
@@ -250,8 +260,12 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
         if place is None:
             continue
         if not place.is_dir():
-            remedy = "Name one with a tokenizer's files"
-            raise ConfigError("tokenizer", place, "there is no such directory", remedy)
+            raise ConfigError(
+                "tokenizer",
+                place,
+                "there is no such directory",
+                "Name one with a tokenizer's files",
+            )
         names = sorted(os.listdir(place))  # includes broken links, which are refused below
         found += [(place, name) for name in names if any(fnmatch(name, one) for one in kinds)]
     for folder, name in found:
@@ -295,16 +309,6 @@ def _is_own(tokenizer: str | None, source: Path | None) -> bool:
     )
 
 
-def _write_chat(folder: Path, chat: ChatTemplate) -> None:
-    for name, template in chat.exported().items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        write_text(folder / name, template)
-    settings = read_settings(folder, GENERATION)
-    # With a base model's ids alone, generation would not stop at the end of an answer.
-    stops = _with_stop(settings.get("eos_token_id"), chat.stop_id())
-    _write_json(folder / GENERATION, settings | {"eos_token_id": stops})
-
-
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value][: value is not None]
 
@@ -329,8 +333,8 @@ def _fitting(
     family's published id for an absent key, and give the row of a padding no gradient. The stops of
     generation, and other ids, stay if they are of tokens that did not change.
     """
-    own: dict[str, int | None] = dict.fromkeys(SPECIAL_IDS)
-    unchanged: Callable[[int], bool] = own.__contains__  # no id is
+    own = dict.fromkeys(SPECIAL_IDS)
+    unchanged = own.__contains__  # no id is
     if tokenizer is not None and tokenizer != NO_TOKENIZER:
         loaded = load_tokenizer(tokenizer)
         own |= loaded.special_ids

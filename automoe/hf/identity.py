@@ -72,8 +72,11 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     def headers() -> dict[str, StoredTensor]:
         tensors = read_headers(folder)
         if (size := sum(stored.num_bytes for stored in tensors.values())) >= SAID_BYTES:
-            text = f"reading {size / 1e9:,.0f} GB of {folder} to identify it"
-            print(text, file=sys.stderr, flush=True)
+            print(
+                f"reading {size / 1e9:,.0f} GB of {folder} to identify it",
+                file=sys.stderr,
+                flush=True,
+            )
         return tensors
 
     tensors = ranks.lead(headers)

@@ -215,8 +215,9 @@ def _compare_logits(catalog: Catalog) -> float | None:
         forced = torch.stack((choices, choices), dim=3)
     with torch.no_grad():
         ours = model(tokens, forced_ids=forced)
-    what = "transformers computes other logits from it"
-    return _relative_error(ours, theirs, catalog.folder, what)
+    return _relative_error(
+        ours, theirs, catalog.folder, "transformers computes other logits from it"
+    )
 
 
 def _too_large(config: ModelConfig) -> bool:

@@ -79,7 +79,13 @@ class _Calls:
     """Calls common to both versions, which name the option to run asynchronously differently."""
 
     _later: str
-    _finish: Finish | None
+    _options: dict[str, int] = {}  # of every call that dispatches
+
+    def __init__(self, deep_ep: Any, group: dist.ProcessGroup, finish: Finish | None) -> None:
+        self._deep_ep = deep_ep
+        self._group = group
+        self._finish = finish
+        self._buffer: Any = None
 
     def _call(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Call ``function``, wait for its event and return its other results."""
@@ -91,8 +97,11 @@ class _Calls:
 
     def combine(self, rows_RH, weights_RK, handle: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         buffer, layout = handle
-        x_TH, weights_TK = self._call(buffer.combine, rows_RH, layout, topk_weights=weights_RK)
-        return x_TH, weights_TK
+        return self._call(buffer.combine, rows_RH, layout, topk_weights=weights_RK)
+
+    def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
+        buffer, layout = handle
+        return self._call(buffer.dispatch, x_TH, handle=layout, **self._options)[0]
 
 
 class BufferExchange(_Calls):
@@ -107,11 +116,8 @@ class BufferExchange(_Calls):
                 f"mesh.ep={size}: DeepEP v1 has settings for {', '.join(map(str, V1_GROUP_SIZES))} ranks. "
                 "Choose one of them, or set moe.dispatcher=alltoall"
             )
-        self._deep_ep = deep_ep
-        self._group = group
-        self._finish = finish
+        super().__init__(deep_ep, group, finish)
         self._size = size
-        self._buffer: Any = None
         self._row_bytes = 0
 
     def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
@@ -130,10 +136,6 @@ class BufferExchange(_Calls):
             topk_weights=weights_TK,
         )
         return Received(x_RH, topk_ids_RK, weights_RK, counts, (buffer, handle))
-
-    def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
-        buffer, layout = handle
-        return self._call(buffer.dispatch, x_TH, handle=layout)[0]
 
     def _buffer_for(self, row_bytes: int) -> Any:
         if row_bytes > self._row_bytes:
@@ -159,13 +161,8 @@ class ElasticExchange(_Calls):
     """DeepEP v2: ``ElasticBuffer``, over NCCL's device interface."""
 
     _later = "async_with_compute_stream"
-
-    def __init__(self, deep_ep: Any, group: dist.ProcessGroup, finish: Finish | None) -> None:
-        self._deep_ep = deep_ep
-        self._group = group
-        self._finish = finish
-        self._buffer: Any = None
-        self._sizes = (0, 0, 0)
+    _options = {"num_sms": NUM_SMS}
+    _sizes = (0, 0, 0)
 
     def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
         sizes = topk_ids_TK.shape[0], hidden_size(x_TH), topk_ids_TK.shape[1]
@@ -176,17 +173,13 @@ class ElasticExchange(_Calls):
             topk_idx=topk_ids_TK.to(self._deep_ep.topk_idx_t),
             topk_weights=weights_TK,
             num_experts=num_experts,
-            num_sms=NUM_SMS,
             do_cpu_sync=True,
             do_expand=False,
+            **self._options,
         )
         return Received(
             x_RH, topk_ids_RK, weights_RK, handle.num_recv_tokens_per_expert_list, (buffer, handle)
         )
-
-    def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
-        buffer, layout = handle
-        return self._call(buffer.dispatch, x_TH, handle=layout, num_sms=NUM_SMS)[0]
 
     def _buffer_for(self, sizes: tuple[int, int, int], device: torch.device) -> Any:
         """Return a buffer with room for (T, H, K).

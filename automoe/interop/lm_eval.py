@@ -92,9 +92,12 @@ def check_task_file(file: Path, trusted: bool) -> None:
 
 
 def _refuse(file: object, what: str) -> None:
-    rule = f"it has {what}: code that would run, or a file that is not checked"
-    remedy = "If you trust who wrote it, add --trust-task-code"
-    raise ConfigError("--tasks", file, rule, remedy)
+    raise ConfigError(
+        "--tasks",
+        file,
+        f"it has {what}: code that would run, or a file that is not checked",
+        "If you trust who wrote it, add --trust-task-code",
+    )
 
 
 def rehearse(tokenizer: Any, tasks: str, run: Callable[[Any], Any]) -> None:

@@ -49,16 +49,14 @@ class AliveBytes(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         for one in tree_leaves(out):
             if isinstance(one, torch.Tensor):
-                self._count(one.untyped_storage())
+                storage = one.untyped_storage()
+                key = storage._cdata
+                if key not in self.held:
+                    self.held[key] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._free, key)
         self.most = max(self.most, self.now)
         return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.held:
-            self.held[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
         self.now -= self.held.pop(key)

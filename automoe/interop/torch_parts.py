@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,26 +16,28 @@ from automoe.config.schema import Config
 _SUMS = "distributed/fsdp/_fully_shard/_fsdp_param.py"
 _ORDERS = "distributed/pipelining/schedules.py"
 _RING = "distributed/tensor/experimental/_attention.py"
-_ORDERED = "_Action _PipelineScheduleRuntime._prepare_schedule_with_comms"
-_HALVES = "FSDPParam.to_accumulated_grad_if_needed"
-_LATER = "FSDPParam.unsharded_grad_dtype"  # since 2.15
+_ORDERED = "_Action _PipelineScheduleRuntime _prepare_schedule_with_comms"
+# An attribute that can be set; of a property that can only be read neither stands there.
+_SET = ["unsharded_accumulated_grad:", "unsharded_accumulated_grad.setter"]
+_LATER = "unsharded_grad_dtype"  # since 2.15
 
 
 # fmt: off
 def parts(config: Config, shape: MeshShape) -> Iterator[tuple[bool, str, str, str, list[str]]]:
     """Yield (is chosen, key=value, remedy, file, forms) of each option with private parts of its own.
 
-    A form has the names of one release, and ``=`` after an attribute that is set.
+    A form has the texts that stand in the file of one release.
     """
     parallel = config.parallel
     name = f"parallel.schedule={parallel.schedule}"
     piped = shape.pp > 1
     yield (parallel.expert_wgrad != "autograd", f"parallel.expert_wgrad={parallel.expert_wgrad}",
-           "parallel.expert_wgrad=autograd", _SUMS, ["FSDPParam.unsharded_accumulated_grad=", _LATER])
+           "parallel.expert_wgrad=autograd", _SUMS, [*_SET, _LATER])
     yield piped and parallel.schedule not in SINGLE, name, "parallel.schedule=1F1B", _ORDERS, [_ORDERED]
     yield (parallel.overlap_all_to_all, "parallel.overlap_all_to_all=true", "parallel.overlap_all_to_all=false",
            _ORDERS, [_ORDERED])
-    yield (piped and runs_halves(parallel.schedule), name, "parallel.schedule=Interleaved1F1B", _SUMS, [_HALVES, _LATER])
+    yield (piped and runs_halves(parallel.schedule), name, "parallel.schedule=Interleaved1F1B", _SUMS,
+           ["to_accumulated_grad_if_needed", _LATER])
     yield piped, f"mesh.pp={shape.pp}", "mesh.pp=1", _ORDERS, ["_wait_batch_p2p _add_unshard_reshard"]
     yield (parallel.context == "ring", "parallel.context=ring", "parallel.context=gather", _RING,
            ["_enable_context_parallel_dispatcher"])
@@ -48,27 +49,8 @@ def missing_part(config: Config, shape: MeshShape, installed: str) -> str:
     spec = importlib.util.find_spec("torch")
     folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
     for chosen, key, remedy, file, forms in parts(config, shape):
-        if chosen:
-            path = folder / file
-            body = ast.parse(path.read_text() if path.is_file() else "").body
-            if not any(all(_has(body, name) for name in form.split()) for form in forms):
-                return f"{key} needs {' or '.join(forms)} in {file}, which torch {installed} lacks. Set {remedy}"
+        path = folder / file
+        text = path.read_text() if chosen and path.is_file() else ""
+        if chosen and not any(all(name in text for name in form.split()) for form in forms):
+            return f"{key} needs {' or '.join(forms)} in {file}, which torch {installed} lacks. Set {remedy}"
     return ""
-
-
-def _has(body: list[ast.stmt], dotted: str) -> bool:
-    """Return True if ``body`` defines ``NAME`` or ``CLASS.NAME``; with ``=``, more than to read."""
-    name, _, rest = dotted.rstrip("=").partition(".")
-    found = [node for node in body if name in _names(node)]
-    if rest:
-        return any(_has(getattr(node, "body", []), dotted.partition(".")[2]) for node in found)
-    reads = len(found) == 1 and isinstance(found[0], ast.FunctionDef)
-    return bool(found) and not (reads and dotted.endswith("="))
-
-
-def _names(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        return ast.unparse(node).split(maxsplit=1)[0].split(":")
-    if isinstance(node, ast.ImportFrom):
-        return [alias.name for alias in node.names]
-    return [getattr(node, "name", "")]

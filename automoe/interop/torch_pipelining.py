@@ -123,7 +123,7 @@ def ordered_schedule(
     """
     kinds = schedules._ComputationType
     schedule = schedules._PipelineScheduleRuntime(stages, **options)
-    actions: dict[int, list[Any]] = {}
+    actions = {}
     for rank, entries in enumerate(order):
         actions[rank] = []
         for entry in entries:

@@ -316,7 +316,7 @@ def gradient_sum(unit: Any, name: str) -> torch.Tensor:
     """
     from torch.distributed.fsdp import fully_shard
 
-    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
     one = getattr(state, "_fsdp_param_group", None)
     groups = getattr(state, "_fsdp_param_groups", [one] if one else [])
     found = (parameter for group in groups for parameter in group.fsdp_params)

@@ -103,7 +103,7 @@ def experts() -> ExpertFn:
             raise BackendError(
                 "moe.experts=te has only experts without biases. Set moe.experts=grouped_mm"
             )
-        ends: list[int] = offsets_E.tolist()
+        ends = offsets_E.tolist()
         splits = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         num_rows = gather_idx_R.shape[0]
         used = ends[-1]
@@ -126,8 +126,11 @@ def norm() -> Callable[..., RMSNorm]:
 
 
 def _load(choice: str, instead: str) -> Any:
-    remedy = f"Install transformer-engine with its torch part for this CUDA, or set {instead}"
-    return import_backend("transformer_engine.pytorch", choice, remedy)
+    return import_backend(
+        "transformer_engine.pytorch",
+        choice,
+        f"Install transformer-engine with its torch part for this CUDA, or set {instead}",
+    )
 
 
 class _Norm(RMSNorm):

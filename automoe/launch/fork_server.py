@@ -175,7 +175,10 @@ class ForkServer:
                 else:
                     self._ranks[number].returncode = status
         except BlockingIOError:  # no answer is waiting
-            self._continue()
+            # Only the server sees that ranks end, so it goes on if a signal has stopped it.
+            with suppress(ChildProcessError):
+                if os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                    self.process.send_signal(signal.SIGCONT)
             return
         except OSError:  # as after an empty answer, the server has ended
             pass
@@ -185,12 +188,6 @@ class ForkServer:
         for rank in self._ranks:
             if rank.returncode is None:
                 rank.returncode = status
-
-    def _continue(self) -> None:
-        """Continue the server if a signal has stopped it: only the server sees that ranks end."""
-        with suppress(ChildProcessError):
-            if os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is not None:
-                self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Kill the server; its ranks die with it."""
@@ -255,7 +252,23 @@ def main() -> int:
             message, files, _, _ = socket.recv_fds(requests, _MAX_MESSAGE, _MAX_FILES)
             if not message:
                 return 0
-            _serve(Job(*pickle.loads(message)), files, requests, imports)
+            # An answer is sent whenever a rank begins or ends.
+            job = Job(*pickle.loads(message))
+            server = os.getpid()
+            numbers = {}
+            for rank in range(job.num_ranks):
+                pid = fork()  # OpenBLAS has threads, and survives a fork
+                if not pid:
+                    become(job, rank, server, files, requests, imports)
+                numbers[pid] = rank
+                requests.send(b"%d %d 0" % (rank, pid))
+            for file in files:
+                os.close(file)
+            while numbers:
+                pid, status = os.wait()
+                # Other children of this process were left behind by an import.
+                if (ended := numbers.pop(pid, None)) is not None:
+                    requests.send(b"%d 0 %d" % (ended, os.waitstatus_to_exitcode(status)))
 
 
 def _import_all() -> Imports:
@@ -275,28 +288,6 @@ def _import_all() -> Imports:
     os.close(log)
     gc.freeze()  # imported modules stay, so a rank's garbage collector need not visit them
     return Imports(error, output)
-
-
-def _serve(job: Job, files: list[int], requests: socket.socket, imports: Imports) -> None:
-    """Fork the ranks of ``job``, and answer whenever a rank begins or ends.
-
-    An answer is "rank pid 0" when the rank begins, and "rank 0 status" when it ends.
-    """
-    server = os.getpid()
-    numbers = {}
-    for rank in range(job.num_ranks):
-        pid = fork()  # OpenBLAS has threads, and survives a fork
-        if not pid:
-            become(job, rank, server, files, requests, imports)
-        numbers[pid] = rank
-        requests.send(b"%d %d 0" % (rank, pid))
-    for file in files:
-        os.close(file)
-    while numbers:
-        pid, status = os.wait()
-        # Other children of this process were left behind by an import.
-        if (ended := numbers.pop(pid, None)) is not None:
-            requests.send(b"%d 0 %d" % (ended, os.waitstatus_to_exitcode(status)))
 
 
 def become(

@@ -171,8 +171,12 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
         is_wrapper(read_hf_config(str(checkpoint.hf_path))) and "are set in a wrapper's config.json"
     )
     if why := scaled or wrapped:
-        rule = f"the rotary embeddings of model.hf_path={checkpoint.hf_path} {why}"
-        raise ConfigError("model.rope.extends", True, rule, "Leave it out")
+        raise ConfigError(
+            "model.rope.extends",
+            True,
+            f"the rotary embeddings of model.hf_path={checkpoint.hf_path} {why}",
+            "Leave it out",
+        )
     longest = own.original_seq_len
     original = asked.original_seq_len or longest
     if not longest <= 2 * original <= 2 * longest:

@@ -324,7 +324,7 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
     from automoe.interop.torch_private import flight_records, group_members
 
     ranks = group_members()
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    found = {}
     for dump, record in flight_records(True):
         for entry in pickle.loads(record).get("entries", []):
             if not entry["retired"] and entry["state"] != "completed":

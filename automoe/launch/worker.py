@@ -164,7 +164,7 @@ def run_rank(
 
 def _write_result(config: Config, context: RunContext, objective: float | None) -> None:
     outcome = None if objective is None else float(objective)
-    state: runs.State = "preempted" if context.preempted else "done"
+    state = "preempted" if context.preempted else "done"
     if state == "done" and not math.isfinite(outcome or 0.0):
         raise AutomoeError(
             f"the recipe {config.recipe} ended with {outcome}, which is not a result"

@@ -32,7 +32,16 @@ def draw_mesh(mesh: MeshShape) -> Figure:
     # Stages are always stacked: short stages side by side would hide that pp is the outermost axis.
     rows = mesh.pp * (per_stage // columns)
     if mesh.world_size > MAX_GRID_RANKS or rows > MAX_ROWS:
-        return _draw_schematic(mesh)
+        # Each view is a column of strips, one per axis; the first part of a strip opens into the next.
+        strips = max(len(mesh.active_axes(view)) for view in VIEWS)
+        figure, axes = new_figure(11.5, 1.0 + 1.15 * strips, columns=2)
+        for axis, view in zip(axes, VIEWS, strict=True):
+            for level, (name, size) in enumerate(mesh.active_axes(view)):
+                _draw_strip(axis, 1.5 * level, name, size, mesh.stride(view, name))
+            axis.set(xlim=(-0.24, 1.01), ylim=(strips * 1.5 - 0.35, -0.1))
+            axis.axis("off")
+            _title(axis, mesh, view)
+        return figure
     height_cells = rows + STAGE_GAP * (mesh.pp - 1)
     cell = max(0.42, min(0.85, 5.4 / columns, 5.6 / height_cells))
     width = max(4.3, columns * cell + 1.0)
@@ -113,8 +122,14 @@ def _draw_view(
         )
         position = mesh.coordinates(rank, view)
         for line, name in enumerate(names[:3]):
-            label = f"{SHORT.get(name, name)} {position[name]}"
-            axis.text(x + 0.5, y + 0.56 + 0.15 * line, label, fontsize=6.4, color=FRAME, **CENTRED)
+            axis.text(
+                x + 0.5,
+                y + 0.56 + 0.15 * line,
+                f"{SHORT.get(name, name)} {position[name]}",
+                fontsize=6.4,
+                color=FRAME,
+                **CENTRED,
+            )
     # Otherwise groups and rows end at different ranks, and only colours show the groups.
     if max(frame, columns) % min(frame, columns) == 0:
         size = min(frame, columns) - 0.08, max(1, frame // columns) - 0.08
@@ -169,22 +184,9 @@ def _title(axis: Axes, mesh: MeshShape, view: str) -> None:
     )
 
 
-def _draw_schematic(mesh: MeshShape) -> Figure:
-    """Draw each view as strips, one per axis; the first part of a strip opens into the next."""
-    strips = max(len(mesh.active_axes(view)) for view in VIEWS)
-    figure, axes = new_figure(11.5, 1.0 + 1.15 * strips, columns=2)
-    for axis, view in zip(axes, VIEWS, strict=True):
-        for level, (name, size) in enumerate(mesh.active_axes(view)):
-            _draw_strip(axis, 1.5 * level, name, size, mesh.stride(view, name))
-        axis.set(xlim=(-0.24, 1.01), ylim=(strips * 1.5 - 0.35, -0.1))
-        axis.axis("off")
-        _title(axis, mesh, view)
-    return figure
-
-
 def _draw_strip(axis: Axes, top: float, name: str, size: int, stride: int) -> None:
     """Draw the parts of one mesh axis, and a funnel from the first part to a strip below."""
-    drawn: list[int | None] = list(range(size))
+    drawn = list(range(size))
     if size > MAX_STRIP_CELLS:
         drawn[MAX_STRIP_CELLS - 2 : -1] = [None]
     width = 1.0 / len(drawn)

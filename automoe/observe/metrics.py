@@ -14,11 +14,11 @@ import contextlib
 import errno
 import math
 import os
-import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from automoe.errors import FULL, ConfigError, retried
 from automoe.observe.environment import describe_environment
-from automoe.storage.files import free_name, named, open_regular, replace_file, set_aside
+from automoe.storage.files import named, open_regular, replace_file, set_aside
 from automoe.storage.sealed import SEAL, replace_json, sealed, unsealed
 
 METRICS_FILE = "metrics.jsonl"
@@ -122,10 +122,9 @@ class AppendLog:
     a full disk neither ends a run nor leaves a gap in its record.
 
     Args:
-        resume_step: last step to keep in an existing file. If lines before it are damaged, a copy
-            of the file stays as ``metrics.damaged.1.jsonl``. None renames an existing file and
+        resume_step: last step to keep in an existing file. None renames an existing file and
             starts a new one.
-        every_step: whether a step without a record counts as damage.
+        every_step: whether a step without a record is reported.
         warn: function that shows a line about damage or a full disk to the user.
     """
 
@@ -189,33 +188,28 @@ class AppendLog:
         self._fd = _open(self.path)
 
     def _truncate_after(self, step: int, every_step: bool) -> None:
-        """Remove records after ``step``, a line cut by a kill, and damaged lines.
+        """Cut the file before the first record after ``step``; report what is missing before it.
 
-        Damage before the end of ``step`` is reported to the user.
+        A line that a kill has cut goes. A damaged line stays, since readers omit it.
         """
+
+        def stays(line: _Line) -> bool:
+            return line.raw.endswith(b"\n") and (line.step or 0) <= step
+
         # The parsed records of a long run would take several times the file's size.
-        lines = retried(lambda: [line._replace(record={}) for line in _lines(self.path)])
-        good = {line.step: line for line in lines if line.step is not None and line.step <= step}
-        kept = [good[number] for number in sorted(good)]
-        missing = _without_record(lines, kept, step) if every_step else []
-        end = next(
-            (line.number for line in lines if line.step is not None and line.step > step),
-            len(lines) + 1,
+        lines = retried(
+            lambda: [line._replace(record={}) for line in takewhile(stays, _lines(self.path))]
         )
-        # The resumed run repeats the damaged steps after the last good record.
-        if every_step and not missing:
-            end = max((line.number for line in kept), default=0)
-        damaged = _damaged(lines[: end - 1])
+        kept = [line for line in lines if line.step is not None]
+        os.ftruncate(self._fd, sum(len(line.raw) for line in lines))
         self.num_records = len(kept)
+        damaged = _damaged(lines)
         told = [f"damaged lines: {damaged}"] if damaged else []
-        told += [f"no record of steps: {_numbers(missing)}"] if missing else []
-        if kept == lines[: len(kept)]:
-            os.ftruncate(self._fd, sum(len(line.raw) for line in kept))
-        else:
-            aside = free_name(self.path, f"{self.path.stem}.damaged")
-            shutil.copyfile(self.path, aside)
-            self.replace(line.raw for line in kept)
-            told.append(f"the original file is kept as {aside.name}")
+        # A run that started from another run's checkpoint has no records before its own first step.
+        first = max(1, kept[0].step - kept[0].number + 1) if kept else 1
+        missing = sorted({*range(first, step + 1)} - {line.step for line in kept})
+        if every_step and missing:
+            told.append(f"no record of steps: {_numbers(missing)}")
         if told:
             self._warn(f"{self.path}: {'; '.join(told)}")
 
@@ -265,9 +259,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._last_load: Record | None = None
         except OSError as error:
             path = error.filename2 or error.filename
-            remedy = "Correct its permissions, or move it away"
             raise ConfigError(
-                "run_dir", run_dir, f"{path} cannot be opened: {error.strerror}", remedy
+                "run_dir",
+                run_dir,
+                f"{path} cannot be opened: {error.strerror}",
+                "Correct its permissions, or move it away",
             ) from None
 
     def write(self, record: Mapping[str, Any], counts: Any = None) -> None:
@@ -360,17 +356,6 @@ def _lines(path: StrPath) -> Iterator[_Line]:
                 record = unsealed(raw) if raw.endswith(b"\n") else {}
             step = record.get("step")
             yield _Line(number, raw, record, step if type(step) is int else None)
-
-
-def _without_record(lines: list[_Line], kept: list[_Line], step: int) -> list[int]:
-    """Return the steps up to ``step`` without a record.
-
-    A run that started from another run's checkpoint has no records before its own first step.
-    """
-    first = 1
-    if kept:
-        first = max(1, kept[0].step - sum(line.step is None for line in lines[: kept[0].number]))
-    return sorted(set(range(first, step + 1)) - {line.step for line in kept})
 
 
 def ranges(numbers: list[int]) -> list[str]:

@@ -74,7 +74,7 @@ def new_figure(
 
 def save(figure: Figure, path: Path, *, crop: bool = False) -> Path:
     """Write ``figure`` as a PNG and return its path; ``crop`` cuts off empty margins."""
-    options: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.14} if crop else {}
+    options = {"bbox_inches": "tight", "pad_inches": 0.14} if crop else {}
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI, **options)
     replace_file(path, drawn.getvalue())

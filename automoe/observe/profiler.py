@@ -31,7 +31,7 @@ def profile_steps(config: Config, run_dir: str | os.PathLike[str], rank: int) ->
     if window is None:
         yield
         return
-    running: dict[int, profile] = {}  # First step -> profile in progress; at most one entry.
+    running = {}  # First step -> profile in progress; at most one entry.
 
     def listener(name: str, step: int | None, edge: str) -> None:
         if name != "step" or step is None:

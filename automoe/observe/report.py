@@ -77,17 +77,21 @@ def build_report(run_dir: StrPath) -> Path:
             found = read_jsonl(run_dir / name)
             last = found[-1]["step"] if found else 0
             if last < config.train.steps:
-                problem = (
-                    f"it ends after step {last}, and the run is done after {config.train.steps}"
+                _warn(
+                    run_dir / name,
+                    f"it ends after step {last}, and the run is done after {config.train.steps}",
                 )
-                _warn(run_dir / name, problem)
+    # An error with every key that the template uses
+    if error := status.get("error") or None:
+        plain = {"rank": None, "type": "", "message": "", "traceback": []}
+        error = plain | (error if isinstance(error, dict) else {"message": error})
     pictures, meshes = _draw(run_dir, records, config, mesh)
     config_file = run_dir / CONFIG_FILE
     page = render(
         TEMPLATE_FILE,
         run_dir=run_dir.resolve(),
         state=status.get("state", "state unknown"),
-        error=_first_error(status),
+        error=error,
         steps_done=records[-1]["step"] if records else 0,
         numbers=final_numbers(records),
         pictures=pictures,
@@ -134,15 +138,6 @@ def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
         (prompt, [(step, texts[prompt]) for step, texts in answers if prompt in texts])
         for prompt in (answers[0][1] if answers else ())
     ]
-
-
-def _first_error(status: Record) -> Record | None:
-    """Return the error in ``status.json`` with every key that the template uses; None without one."""
-    error = status.get("error")
-    if not error:
-        return None
-    plain = {"rank": None, "type": "", "message": "", "traceback": []}
-    return plain | (error if isinstance(error, dict) else {"message": error})
 
 
 def _read_config(run_dir: Path) -> tuple[Config | None, MeshShape | None, str]:

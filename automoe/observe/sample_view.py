@@ -35,24 +35,25 @@ def describe_row(
     count = int(doc_ids.max()) + 1
     filled = int((doc_ids >= 0).sum())
     head = f"a row of the training data: {count} samples, {filled} of {len(tokens)} tokens, {trained.sum()} trained"
-    lines: list[Line] = [(head, False)]
+    lines = [(head, False)]
     for sample in range(min(count, _MOST_SAMPLES)):
         here = np.flatnonzero(doc_ids == sample)
         borders = [0, *(np.flatnonzero(np.diff(trained[here])) + 1), len(here)]
         for start, end in zip(borders[:-1], borders[1:], strict=True):
             part = here[start:end]
-            lines += _part(_spell(tokens[part], tokenizer), bool(trained[part[0]]), width)
+            # A special token appears by its name, or by its number if it has none.
+            ids = tokens[part]
+            special = tokenizer.byte_lengths[ids] == 0
+            cuts = np.flatnonzero(special[1:] | special[:-1]) + 1
+            lines += _part(
+                "".join(tokenizer.decode(run) or f"<{run[0]}>" for run in np.split(ids, cuts)),
+                bool(trained[part[0]]),
+                width,
+            )
         lines.append(("", False))
     if count > _MOST_SAMPLES:
         lines.append((f"and {count - _MOST_SAMPLES} more", False))
     return lines
-
-
-def _spell(ids: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Decode ``ids``; special tokens appear by their name, or by their number if they have none."""
-    special = tokenizer.byte_lengths[ids] == 0
-    cuts = np.flatnonzero(special[1:] | special[:-1]) + 1
-    return "".join(tokenizer.decode(run) or f"<{run[0]}>" for run in np.split(ids, cuts))
 
 
 def _part(text: str, trained: bool, width: int) -> list[Line]:

@@ -17,7 +17,7 @@ from automoe.config.convert import written
 from automoe.config.mesh_shape import VIEWS, MeshShape
 from automoe.config.schema import Config, tokenizer_of
 from automoe.model.params import count_params
-from automoe.observe.metrics import Record, Records, perplexity, series
+from automoe.observe.metrics import Records, perplexity, series
 
 Facts = list[tuple[str, str]]
 MAX_GRID_RANKS = 64  # larger meshes are shown as groups, without a grid of ranks
@@ -78,7 +78,7 @@ def final_numbers(records: Records) -> Facts:
         series(records, key)[1]
         for key in ("val_bits_per_byte", "peak_memory_bytes", "step_seconds")
     )
-    validated: Record = next(
+    validated = next(
         (record for record in reversed(records) if record.get("val_loss") is not None), {}
     )
     facts = {"training loss": number(last.get("loss"), 4)}

@@ -140,8 +140,12 @@ class Muon(torch.optim.AdamW):
             max((parameter.device_mesh.size() for parameter in sharded), default=1)
             > self._num_ranks
         ):
-            rule = "matrices are sharded, and build_optimizer was given no group of their ranks"
-            raise ConfigError("optim.algorithm", "muon", rule, "Pass ranks=meshes.stage_group()")
+            raise ConfigError(
+                "optim.algorithm",
+                "muon",
+                "matrices are sharded, and build_optimizer was given no group of their ranks",
+                "Pass ranks=meshes.stage_group()",
+            )
         self._blocks = self._gather_blocks()  # by rank, then by parameter
         self._rounds = [self._owners(indices) for indices in self._split_into_rounds()]
 

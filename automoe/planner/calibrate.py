@@ -308,7 +308,7 @@ def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[fl
     batch = StepBatch(index % 256, index % 256, index, torch.zeros_like(index), 0, 0)
 
     def step(config: Config, runner: Any, state: TrainState) -> tuple[float, float]:
-        made: list[Any] = []
+        made = []
 
         def forward() -> None:
             inputs, trained = prepare_inputs(batch, meshes, config, device)
@@ -341,7 +341,7 @@ def measure_links(bench: Bench) -> Links:
     device, _ = bench.prepare()
     rank = dist.get_rank()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    found: Links = {}
+    found = {}
     for size, stride in group_shapes(dist.get_world_size()):
         first = rank - rank // stride % size * stride
         ranks = list(range(first, first + size * stride, stride))
@@ -414,7 +414,7 @@ def cluster_values(
     """
     cpu = bench.device == "cpu"
     constants = Constants.load()
-    values: dict[str, Any] = {
+    values = {
         "name": name,
         "gpu": alone["gpu"],
         "peak_flops": alone["peak"],

@@ -156,7 +156,6 @@ def most_kept(config: Config, steps_between: float) -> int:
 
 def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -> Iterator[_Tensor]:
     model = config.model
-    optim = config.optim
     sizes = Sizes(config, mesh)
     ranks = mesh.world_size // mesh.pp
     left_out = (
@@ -174,7 +173,7 @@ def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -
                 ("exp_avg", "exp_avg_sq") if sizes.num_moments(param) == 2 else ("momentum_buffer",)
             )
             kept |= {f"optimizer.{name}": moment for name in names}
-            if optim.ema_decay:
+            if config.optim.ema_decay:
                 kept["optimizer.ema"] = sizes.wide
         for name, size in kept.items():
             yield _sharded(f"{name}.{param.name}", param, mesh, size)

@@ -175,7 +175,12 @@ def _loop_moments(
         kinds.add((deferred, not deferred, True))
     if deferred and batch.num_micro_batches > 2:
         kinds.add((True, False, False))
-    few = _resident_units(params, mesh, sizes.compute)
+    # An FSDP unit is a layer, or all parameters outside layers; a few are gathered at once.
+    units: dict[int | None, int] = {}
+    for param in params:
+        unit = gathered_numel(param, mesh) * param.bytes_each(sizes.compute)
+        units[param.layer] = units.get(param.layer, 0) + unit
+    few = UNITS_RESIDENT * max(units.values(), default=0)
     for adds, added, reduces in kinds:
         loss = replace(stage.loss(adds), gathered_weights=stage.weights)
         for moment in (loss, *stage.backward(adds, reduces, mesh.ep_shard)):
@@ -303,15 +308,3 @@ def _muon_scratch(config: Config, sizes: Sizes, params: list[Param]) -> int:
     copies = 2 * (total + of_one_shape)
     copies = copies if alone else max(copies, 4 * total)
     return int(share * copies) * (2 if config.optim.muon_dtype == "bfloat16" else sizes.wide)
-
-
-def _resident_units(params: list[Param], mesh: MeshShape, size: int) -> int:
-    """Return the bytes of the FSDP units that are gathered at once, at ``size`` bytes per element.
-
-    A unit is a layer, or all parameters outside layers.
-    """
-    units: dict[int | None, int] = {}
-    for param in params:
-        unit = gathered_numel(param, mesh) * param.bytes_each(size)
-        units[param.layer] = units.get(param.layer, 0) + unit
-    return UNITS_RESIDENT * max(units.values(), default=0)

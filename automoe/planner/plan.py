@@ -127,7 +127,35 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
     if config.cluster.memory_bytes and plan.uneven_needed > config.cluster.memory_bytes:
         singles, combination = remedies(config, mesh, time.tokens_per_second)
         plan = replace(plan, single_changes=singles, combination=combination)
-    return replace(plan, warnings=[*_memory_warnings(config, plan), *_speed_warnings(config, plan)])
+    warnings = _memory_warnings(config, plan)
+    if unknown := missing_speeds(config.cluster, plan.mesh.world_size):
+        warnings.append(
+            f"cluster {config.cluster.name} has no {', '.join(unknown)}, and a CPU's speeds are used: the times mean "
+            "nothing. Set them in its file"
+        )
+    if plan.bubble > 0.25:
+        warnings.append(
+            f"the pipeline idles {plan.bubble:.0%} of a step: {plan.batch.num_micro_batches} micro-batches over "
+            f"mesh.pp={plan.mesh.pp} ranks. Raise train.global_batch_size or parallel.stages_per_rank"
+        )
+    if (
+        config.cluster.peak_flops
+        and config.model.num_moe_layers
+        and plan.batch.rows_per_expert < 64
+    ):
+        warnings.append(
+            f"an expert sees {plan.batch.rows_per_expert:.0f} rows a micro-batch, too few to keep a GPU busy. "
+            "Raise train.micro_batch_size or mesh.ep"
+        )
+    warnings += _time_warnings(config, plan)
+    saved = plan.checkpoint
+    interval = saved.interval_seconds
+    if interval and saved.write_seconds > interval:
+        warnings.append(
+            f"a checkpoint takes {saved.write_seconds:,.0f} s to write and is saved every {interval:,.0f} s. Raise "
+            "checkpoint.every or checkpoint.every_minutes"
+        )
+    return replace(plan, warnings=warnings)
 
 
 def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
@@ -223,38 +251,6 @@ def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
     return [key for key in keys if cluster.gpu != "cpu" and not getattr(cluster, key)]
 
 
-def _speed_warnings(config: Config, plan: Plan) -> list[str]:
-    warnings = []
-    if unknown := missing_speeds(config.cluster, plan.mesh.world_size):
-        warnings.append(
-            f"cluster {config.cluster.name} has no {', '.join(unknown)}, and a CPU's speeds are used: the times mean "
-            "nothing. Set them in its file"
-        )
-    if plan.bubble > 0.25:
-        warnings.append(
-            f"the pipeline idles {plan.bubble:.0%} of a step: {plan.batch.num_micro_batches} micro-batches over "
-            f"mesh.pp={plan.mesh.pp} ranks. Raise train.global_batch_size or parallel.stages_per_rank"
-        )
-    if (
-        config.cluster.peak_flops
-        and config.model.num_moe_layers
-        and plan.batch.rows_per_expert < 64
-    ):
-        warnings.append(
-            f"an expert sees {plan.batch.rows_per_expert:.0f} rows a micro-batch, too few to keep a GPU busy. "
-            "Raise train.micro_batch_size or mesh.ep"
-        )
-    warnings += _time_warnings(config, plan)
-    saved = plan.checkpoint
-    interval = plan.checkpoint.interval_seconds
-    if interval and saved.write_seconds > interval:
-        warnings.append(
-            f"a checkpoint takes {saved.write_seconds:,.0f} s to write and is saved every {interval:,.0f} s. Raise "
-            "checkpoint.every or checkpoint.every_minutes"
-        )
-    return warnings
-
-
 def _time_warnings(config: Config, plan: Plan) -> Iterator[str]:
     time = plan.time
     step = plan.time.seconds
@@ -274,9 +270,8 @@ def _time_warnings(config: Config, plan: Plan) -> Iterator[str]:
     # A difference below one layer's time cannot be reduced by moving a layer.
     if most > usual + max(SLOW * usual, a_layer):
         rank = time.by_rank.index(most)
-        schedule = config.parallel.schedule
         last = plan.mesh.pp * config.parallel.stages_per_rank - 1
-        has_head = rank == rank_of_stage(last, plan.mesh.pp, schedule)
+        has_head = rank == rank_of_stage(last, plan.mesh.pp, config.parallel.schedule)
         stages = "has the head" if has_head else "has more than the others"
         yield (
             f"pp rank {rank}, which {stages}, is busy {most / usual - 1:.0%} longer than the usual rank, and all wait "

@@ -58,7 +58,18 @@ def remedies(config: Config, mesh: MeshShape, speed: float) -> tuple[list[Remedy
     now = Candidate(config, mesh)
 
     def remedy(one: Candidate) -> Remedy:
-        return Remedy(_overrides(now, one), one.needed, one.speed, 1 - one.speed / speed)
+        changed = [
+            (f"mesh.{axis}", getattr(now.mesh, axis), getattr(one.mesh, axis)) for axis in AXES
+        ]
+        for section in ("parallel", "train"):
+            ours, theirs = (asdict(getattr(each.config, section)) for each in (now, one))
+            changed += [(f"{section}.{key}", ours[key], theirs[key]) for key in ours]
+        return Remedy(
+            [f"{key}={_text(after)}" for key, before, after in changed if before != after],
+            one.needed,
+            one.speed,
+            1 - one.speed / speed,
+        )
 
     near = [*_axes(now, 1), *(one for way in _WAYS[1:] for one in way(now))]
     alone = [one for one in near if _legal(one)]
@@ -157,14 +168,6 @@ _WAYS: tuple[Callable[[Candidate], Iterator[Candidate]], ...] = (
     _stages,
     _contexts,
 )
-
-
-def _overrides(now: Candidate, one: Candidate) -> list[str]:
-    changed = [(f"mesh.{axis}", getattr(now.mesh, axis), getattr(one.mesh, axis)) for axis in AXES]
-    for section in ("parallel", "train"):
-        ours, theirs = (asdict(getattr(each.config, section)) for each in (now, one))
-        changed += [(f"{section}.{key}", ours[key], theirs[key]) for key in ours]
-    return [f"{key}={_text(after)}" for key, before, after in changed if before != after]
 
 
 def _text(value: object) -> str:

@@ -177,7 +177,6 @@ def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> I
     """
     node = config.cluster.gpus_per_node
     experts = max(1, config.model.num_experts)
-    layers = config.model.num_layers
 
     def given(axis: str) -> int | None:
         size: int = getattr(config.mesh, axis)
@@ -200,7 +199,7 @@ def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> I
         return [{**one, last: rest} for rest, one in made if given(last) in (None, rest)]
 
     copies = {axis: given(axis) or 1 for axis in ("dp_replicate", "ep_replicate")}
-    for pp in sizes("pp", world_size, layers):
+    for pp in sizes("pp", world_size, config.model.num_layers):
         ranks = world_size // pp
         if any(ranks % count for count in copies.values()):
             continue

@@ -142,10 +142,12 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
             "mesh", "", "the search chooses it", "Leave mesh= out, or fix single axes: mesh.tp=2"
         )
     if unknown := missing_speeds(config.cluster, question.world or MAX_GPUS):
-        rule = (
-            f"a search ranks by time, and cluster {config.cluster.name} has no {', '.join(unknown)}"
+        raise ConfigError(
+            "cluster",
+            config.cluster.name,
+            f"a search ranks by time, and cluster {config.cluster.name} has no {', '.join(unknown)}",
+            "Set them in its file",
         )
-        raise ConfigError("cluster", config.cluster.name, rule, "Set them in its file")
     console = Console(highlight=False)
     with progress() as tell:
         rank = partial(
@@ -171,7 +173,7 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     if why := halves_missing(first.config, first.mesh):
         print(f"note: on this machine {why}", file=sys.stderr)
     if not as_json:
-        console.print(f"[bold]take it[/] {command}", soft_wrap=True, highlight=False)
+        console.print(f"[bold]take it[/] {command}", soft_wrap=True)
     return 0
 
 
@@ -221,7 +223,7 @@ def _say_nothing_fits(result: Search, config: Config, console: Any) -> None:
         why = f"the nearest miss needs {gib(miss.needed)} of {gib(config.cluster.memory_bytes)}"
     else:
         why = "each mesh of these ranks breaks a rule, or its weights and moments alone exceed the memory"
-    console.print(f"[bold red]nothing fits[/]: {why}", highlight=False)
+    console.print(f"[bold red]nothing fits[/]: {why}")
     print_search(config, result, console)
 
 
@@ -255,9 +257,11 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
         typed = [*others, f"train.{key}={getattr(best.config.train, key)}"]
     composed = compose_config(args.config_name, [*typed, f"mesh={name}"], str(folder))
     if any(getattr(composed.mesh, axis) != size for axis, size in values["mesh"].items()):
-        rule = f"{path} exists, but {args.config_name} sets other sizes after it"
         raise ConfigError(
-            "mesh", name, rule, "In that file, move - mesh: null after _self_ in its defaults"
+            "mesh",
+            name,
+            f"{path} exists, but {args.config_name} sets other sizes after it",
+            "In that file, move - mesh: null after _self_ in its defaults",
         )
     for section in values:
         ours = asdict(getattr(best.config, section))

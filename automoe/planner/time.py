@@ -322,13 +322,12 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) ->
     config = place.config
     mesh = place.mesh
     cpu = config.cluster.gpu == "cpu"
-    floor = place.machine.constants.host_layer
     # A dense layer launches half as many kernels. A CPU launches none; the fixed time of its
     # operators was measured as host_layer.
     share = float(not cpu or "host_layer" in config.cluster.constants) * (
         1 if layer >= config.model.first_k_dense else 0.5
     )
-    forward = backward = floor
+    forward = backward = place.machine.constants.host_layer
     if config.parallel.expert_wgrad != "autograd" and layer >= config.model.first_k_dense:
         # two products of each expert, in place of two of all
         more = 2 * (config.model.num_experts // mesh.ep - 1)
@@ -354,14 +353,12 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) ->
 def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, embeds: bool) -> None:
     """Add the embedding (or a copy) if ``embeds``, and the head with its loss if ``last``."""
     model = place.config.model
-    mesh = place.mesh
-    machine = place.machine
-    numel = model.vocab_size * model.hidden_size // mesh.tp
+    numel = model.vocab_size * model.hidden_size // place.mesh.tp
     trained = place.config.lora.rank == 0
     ends = int(embeds) + int(last and not model.tie_embeddings)
     stage.dense += ends * numel * DTYPE_BYTES[place.config.train.dtype][1]
     stage.dense_trained += ends * numel * trained
-    gradient = machine.pass_over(10.0 * numel * trained)
+    gradient = place.machine.pass_over(10.0 * numel * trained)
     if first or (embeds and not last):  # The embedding's gradient has the size of the embedding.
         stage.passes.backward.add("ends", gradient)
     if last:

@@ -269,8 +269,7 @@ def write_titan(config: Config, mesh: MeshShape, config_name: str, out: str) -> 
             "torchtitan imports it: the file's name must be a Python name",
             "Set out=NAME.py",
         )
-    text = titan_module(config, mesh, name)
-    write_out(path, text, str(path), "it", "out=FILE")
+    write_out(path, titan_module(config, mesh, name), str(path), "it", "out=FILE")
     each = min(mesh.world_size, config.cluster.gpus_per_node)
     where = f"--nproc-per-node {each}"
     if mesh.world_size > each:

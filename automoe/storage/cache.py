@@ -56,8 +56,10 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
                 return found
             with tempfile.TemporaryDirectory(prefix=f"{entry.name}.", dir=entry.parent) as scratch:
                 if found is not None:
-                    note = f"note: {entry} is damaged ({found}), so the text is tokenised again"
-                    print(note, file=sys.stderr)
+                    print(
+                        f"note: {entry} is damaged ({found}), so the text is tokenised again",
+                        file=sys.stderr,
+                    )
                     os.rename(entry, Path(scratch) / "damaged")
                 new = Path(scratch) / "new"
                 new.mkdir()

@@ -45,8 +45,11 @@ def take_lock(path: Path, progress: Callable[[], object] | None = None) -> int:
             done = now
             since = time.monotonic()
         elif time.monotonic() - since > _IDLE_S:
-            idle = f"process {taken} holds {path} and does nothing: end that process"
-            raise OSError(errno.ETIMEDOUT, idle, str(path))
+            raise OSError(
+                errno.ETIMEDOUT,
+                f"process {taken} holds {path} and does nothing: end that process",
+                str(path),
+            )
         time.sleep(_LOOK_EVERY_S)
     return taken
 
@@ -97,6 +100,9 @@ def _open_lock(path: Path) -> int:
         ) from None
     if os.fstat(handle).st_nlink > 1:
         os.close(handle)
-        what = "a lock file with a second name (a hard link) locks two places: remove it"
-        raise OSError(errno.EINVAL, what, str(path))
+        raise OSError(
+            errno.EINVAL,
+            "a lock file with a second name (a hard link) locks two places: remove it",
+            str(path),
+        )
     return handle

@@ -196,8 +196,7 @@ def _belongs(
 def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | str | None:
     """Return the log-probabilities, or the reason why the file is unusable; None without a file."""
     try:
-        raw = read_file(path)
-        content = unsealed(raw)
+        content = unsealed(read_file(path))
         values = np.frombuffer(
             base64.b64decode(content["log_probs"], validate=True), "<f8"
         ).reshape(num_pairs, 2)

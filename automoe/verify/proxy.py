@@ -22,14 +22,7 @@ from automoe.config.mesh_shape import (
     resolve_mesh,
 )
 from automoe.config.rules_model import TRANSFORMERS
-from automoe.config.schema import (
-    AttentionConfig,
-    Config,
-    MeshConfig,
-    ModelConfig,
-    RouterConfig,
-    TrainConfig,
-)
+from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, RouterConfig
 
 MAX_AXIS = 2
 MAX_LAYERS = 4
@@ -111,12 +104,25 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     data = replace(config.data, on_long="truncate" if config.data.is_chat else "split")
     if data.is_preference:  # pairs are conversations that cannot be truncated
         data.on_long = "drop"
+    train = config.train
+    unit = 2 * small.cp
+    micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
+    # Interleaved schedules need a multiple of pp micro-batches, DualPipeV as many as stages.
+    unit_of = small.pp * (2 if config.parallel.schedule == "DualPipeV" else 1)
+    micro_batches = _multiple(min(micro_batches, MAX_MICRO_BATCHES), unit_of)
+    rows = min(train.micro_batch_size, 2)
     proxy = replace(
         config,
         mesh=MeshConfig(**asdict(small)),
         model=model,
         parallel=parallel,
-        train=_cut_train(config, shape, small),
+        train=replace(
+            train,
+            seq_len=min(train.seq_len, MAX_SEQ_LEN) // unit * unit,
+            micro_batch_size=rows,
+            global_batch_size=small.dp * rows * micro_batches,
+            rampup_batch_size=None,
+        ),
         data=data,
     )
     return proxy, small
@@ -216,21 +222,4 @@ def _cut_router(model: ModelConfig, num_experts: int) -> RouterConfig:
         num_groups=groups,
         topk_groups=max(1, groups // 2) if limits else groups,
         group_score_topk=min(router.group_score_topk, num_experts // groups),
-    )
-
-
-def _cut_train(config: Config, full: MeshShape, small: MeshShape) -> TrainConfig:
-    train = config.train
-    unit = 2 * small.cp
-    micro_batches = train.global_batch_size // (full.dp * train.micro_batch_size)
-    # Interleaved schedules need a multiple of pp micro-batches, DualPipeV as many as stages.
-    unit_of = small.pp * (2 if config.parallel.schedule == "DualPipeV" else 1)
-    micro_batches = _multiple(min(micro_batches, MAX_MICRO_BATCHES), unit_of)
-    rows = min(train.micro_batch_size, 2)
-    return replace(
-        train,
-        seq_len=min(train.seq_len, MAX_SEQ_LEN) // unit * unit,
-        micro_batch_size=rows,
-        global_batch_size=small.dp * rows * micro_batches,
-        rampup_batch_size=None,
     )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automoe.config.compose import key_of, parse_arguments
 from automoe.config.data_schema import DataConfig
@@ -394,7 +394,7 @@ def verify_pass(
         record=forced,
         order=order,
     )
-    options: dict[str, Any] = {"device": pool.device}
+    options = {"device": pool.device}
     if forced:
         options["forced"] = expected.choices
     ranks = pool.run(

@@ -13,7 +13,6 @@ from automoe.config.schema import Config
 from automoe.observe.summary import Facts, fact_lines
 
 if TYPE_CHECKING:
-    from automoe.verify.compare import Comparison
     from automoe.verify.run import PassResult
 
 
@@ -74,7 +73,7 @@ def show_result(console: Console, result: PassResult) -> None:
         Column("", no_wrap=True),
     )
     table = titled_table(title, *columns)
-    by_kind: dict[str, list[Comparison]] = {}
+    by_kind = {}
     for comparison in result.compared:
         by_kind.setdefault(comparison.kind, []).append(comparison)
     for kind, members in by_kind.items():

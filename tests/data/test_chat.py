@@ -287,10 +287,10 @@ def test_a_sample_longer_than_a_row_is_named_dropped_or_cut(make: Make) -> None:
     assert len(dropped._rows_of("train", 0).lengths) < len(cut._rows_of("train", 0).lengths)
     assert cut._rows_of("train", 0).lengths.max() == short
     assert "left out" in " ".join(dropped.describe()) and "cut, or left out" in " ".join(cut.describe())
-    # A template that rewrites turns makes several samples of a conversation: the message counts what a file holds.
+    # A template that rewrites turns makes several samples of a conversation: the message counts samples.
     lengths = Loader(make("thinks"), 0, 1).corpora[0].lengths
     assert len(lengths) > 40
-    with pytest.raises(DataError, match=r"\(40 of 40 conversations do not;"):
+    with pytest.raises(DataError, match=rf"\({len(lengths)} of {len(lengths)} samples do not;"):
         Loader(make("thinks", seq_len=int(lengths.min()) - 1), 0, 1)
     with pytest.raises(DataError, match=r"No conversation is left for the train split: each is longer"):
         Loader(make(seq_len=8, on_long="drop"), 0, 1)

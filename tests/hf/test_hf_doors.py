@@ -27,7 +27,7 @@ from automoe.hf import verify
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.folder import copied_files
-from automoe.hf.headers import MAX_HEADER_BYTES, check_holds, complete_headers, read_headers
+from automoe.hf.headers import check_holds, complete_headers, read_headers
 from automoe.hf.keys import INDEX_FILE, KeyMap
 from automoe.hf.write import convert_hf
 from automoe.launch.prepare import prepare
@@ -82,28 +82,13 @@ def test_a_right_header_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "needle"),
     [
-        ({"data_offsets": [0, 16]}, "'b' begins at byte .*a tensor before it ends at"),  # overlaps
-        ({"data_offsets": [8, 24]}, "'b' begins at byte .*a tensor before it ends at"),
-        ({"data_offsets": [16, 28], "shape": [3]}, "'c' begins at byte .*without gaps"),
-        ({"data_offsets": [16.0, 32.0]}, r"'b' has data_offsets \[16.0, 32.0\]"),
-        ({"data_offsets": [-16, 0]}, r"data_offsets \[-16, 0\]"),
-        ({"data_offsets": [True, 17]}, r"data_offsets \[True, 17\]"),
-        ({"data_offsets": [32, 16]}, r"data_offsets \[32, 16\]"),
-        ({"data_offsets": [16, 32, 48]}, "too many values"),
-        ({"data_offsets": [10**30, 10**30 + 16]}, "data_offsets"),
-        ({"data_offsets": [10**12, 10**12 + 16]}, "begins at byte"),
-        ({"data_offsets": "ab"}, "data_offsets"),
-        ({"shape": [2.0, 2.0]}, r"shape \[2.0, 2.0\]"),
-        ({"shape": [-2, -2]}, r"shape \[-2, -2\]"),
-        ({"shape": [True, 4]}, r"shape \[True, 4\]"),
-        ({"shape": "22"}, "shape '22'"),
-        ({"shape": "[2, 2]"}, r"shape '\[2, 2\]'"),  # as a tensor before it has, but text
-        ({"shape": [2, 3]}, r"16 bytes, and \[2, 3\] F32 takes 24"),
-        ({"shape": [1 << 62, 1 << 62]}, "takes"),
-        ({"dtype": "BF16"}, "16 bytes, and .* BF16 takes 8"),
-        ({"dtype": "F33"}, "dtype 'F33', which safetensors does not know"),
-        ({"dtype": ["F32"]}, "unhashable"),
-        ({"shape": json.loads("[" * 900 + "]" * 900)}, "shape|recursion|nested"),
+        ({"data_offsets": [8, 24]}, "invalid offset for tensor `b`"),  # overlaps
+        ({"data_offsets": [16, 28], "shape": [3]}, "invalid offset for tensor `c`"),  # leaves a hole
+        ({"data_offsets": [16.0, 32.0]}, "floating point `16.0`"),
+        ({"shape": [-2, -2]}, "integer `-2`"),
+        ({"shape": [2, 3]}, "invalid shape"),
+        ({"dtype": "F33"}, "unknown variant `F33`"),
+        ({"shape": json.loads("[" * 900 + "]" * 900)}, "shape|recursion|nested|sequence"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -120,12 +105,12 @@ def test_headers_that_contradict_themselves(change: Header, needle: str, tmp_pat
     ("text", "data", "needle"),
     [
         (json.dumps(three())[:-1] + ', "b": ' + json.dumps(three()["b"]) + "}", 48, "the key 'b' occurs twice in it"),
-        ('{"a":' + "[" * 100_000 + "]" * 100_000 + "}", 48, "nested deeper"),
-        ("[1]", 48, "it is a list"),
-        (json.dumps(three()), 47, "truncated"),
-        (json.dumps(three()), 50, "2 of its .* bytes follow the last tensor and belong to none"),
-        ('{"\udcff": 1}', 48, "no safetensors header"),
-        ('{"a": {"dtype": "F32", "shape": [' + "9" * 5000 + '], "data_offsets": [0, 48]}}', 48, "Exceeds the limit"),
+        ('{"a":' + "[" * 100_000 + "]" * 100_000 + "}", 48, "recursion limit"),
+        ("[1]", 48, "invalid type: sequence"),
+        (json.dumps(three()), 47, "not fully covered"),
+        (json.dumps(three()), 50, "not fully covered"),
+        ('{"\udcff": 1}', 48, "truncated or not a safetensors file"),
+        ('{"a": {"dtype": "F32", "shape": [' + "9" * 5000 + '], "data_offsets": [0, 48]}}', 48, "out of range"),
     ],
     ids=["twice", "deep", "list", "short", "long", "no-utf8", "digits"],
 )
@@ -136,11 +121,18 @@ def test_headers_that_are_none(text: str, data: int, needle: str, tmp_path: Path
         read_headers(tmp_path)
 
 
+@pytest.mark.parametrize("size", [0, 4, 8])
+def test_a_file_without_a_header(size: int, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(size))
+    with pytest.raises(CheckpointError, match="model.safetensors: truncated or not a safetensors file"):
+        read_headers(tmp_path)
+
+
 def test_a_header_of_8_gb_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.write((8 << 30).to_bytes(8, "little"))
         file.truncate(9 << 30)  # of which the disk holds nothing
-    with pytest.raises(CheckpointError, match=f"8,589,934,592 bytes, and .* at most {MAX_HEADER_BYTES:,}"):
+    with pytest.raises(CheckpointError, match="truncated or not a safetensors file.*too large"):
         read_headers(tmp_path)
 
 

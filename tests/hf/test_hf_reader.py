@@ -98,7 +98,7 @@ def test_git_lfs_pointer_for_an_index(sharded: Path) -> None:
 
 def test_header_that_is_no_json(single: Path) -> None:
     (single / "model.safetensors").write_bytes((20).to_bytes(8, "little") + b"\x00" * 200)
-    assert "no safetensors header" in refused(single)
+    assert "not a safetensors file" in refused(single)
 
 
 def test_directory_without_weights(single: Path) -> None:

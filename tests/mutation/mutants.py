@@ -136,7 +136,7 @@ _RECIPES = [
     ),
 ]
 _MOE = [
-    ("tokens.py", "return self.doc_ids >= 0", "return self.doc_ids >= -1", ROUTER),
+    ("automoe/comm/tokens.py", "return self.doc_ids >= 0", "return self.doc_ids >= -1", ROUTER),
     ("balance.py", "torch.sign(counts_E.mean() - counts_E)", "torch.sign(counts_E - counts_E.mean())", DSV3),
     ("balance.py", "counts_E.mean() - counts_E", "counts_E.median() - counts_E", DSV3),
     ("balance.py", "return grad, torch.ones(", "return grad, torch.zeros(", QWEN),

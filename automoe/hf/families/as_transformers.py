@@ -100,8 +100,9 @@ def _check_keys(hf: HFConfig, path: str, *keys: str) -> None:
     for key in keys:
         computed = _EVERYWHERE[key]
         if key in hf and hf[key] not in computed:
-            what = f"{key}={brief(hf[key])}, and every family here computes only {computed[0]}"
-            raise not_computed(path, what)
+            raise not_computed(
+                path, f"{key}={brief(hf[key])}, and every family here computes only {computed[0]}"
+            )
 
 
 def check_layers(hf: HFConfig, path: str) -> None:
@@ -109,8 +110,9 @@ def check_layers(hf: HFConfig, path: str) -> None:
     for part in (hf, hf.get("text_config")):
         for key, size in part.items() if isinstance(part, dict) else ():
             if key in _LAYERS and isinstance(size, int) and not 0 < size <= _MOST_LAYERS:
-                rule = f"{key}={size}, and a model has at least 1 and at most {_MOST_LAYERS}"
-                raise damaged(path, rule)
+                raise damaged(
+                    path, f"{key}={size}, and a model has at least 1 and at most {_MOST_LAYERS}"
+                )
             if isinstance(size, int) and abs(size) >= 1 << 63:
                 raise damaged(path, f"{key}={brief(size)}, which is out of range for any model")
 

@@ -109,9 +109,12 @@ class ClassFamily(Family):
         whole = build_causal_lm(str(config.hf_path)).config
         text = whole.get_text_config(decoder=True)
         if config.random_weights and text is not whole:
-            rule = f"an export would be the text model of {config.architecture}, which has no class of its own"
-            remedy = "Set checkpoint.export_hf=false, or model.random_weights=false"
-            raise ConfigError("model.random_weights", True, rule, remedy)
+            raise ConfigError(
+                "model.random_weights",
+                True,
+                f"an export would be the text model of {config.architecture}, which has no class of its own",
+                "Set checkpoint.export_hf=false, or model.random_weights=false",
+            )
         if base is None or base.get("model_type") != text.model_type:
             base = text.to_dict()
         kept = {key: value for key, value in base.items() if key not in _OF_FILES}
@@ -190,7 +193,7 @@ def _published(
     except NotImplementedError:  # an operation that cannot be reverted
         return None
     of_storage = {id(one.untyped_storage()): name for name, one in tensors.items()}
-    table: dict[str, list[Piece]] = {name: [] for name in tensors}
+    table = {name: [] for name in tensors}
     for key, view in stored.items():
         name = of_storage.get(id(view.untyped_storage()))
         piece = None if name is None else _piece(key, view, tensors[name])
@@ -207,7 +210,7 @@ def _published(
 def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
     """Return the slice of ``tensor`` behind ``view``, stored as ``key``; None if it is no slice."""
     at = view.storage_offset()
-    select: list[int | None] = []
+    select = []
     origin = []
     order = []
     free = list(range(view.dim()))

@@ -178,11 +178,12 @@ class Family:
                 )
         for ours, least in self.least.items():
             if config.num_moe_layers and (found := value_of(config, ours)) < least:
-                rule = (
-                    f"transformers loads a {self.model_type} checkpoint only with {least} or more"
+                raise ConfigError(
+                    f"model.{ours}",
+                    found,
+                    f"transformers loads a {self.model_type} checkpoint only with {least} or more",
+                    f"Set model.{ours}={least} or more, or checkpoint.export_hf=false",
                 )
-                remedy = f"Set model.{ours}={least} or more, or checkpoint.export_hf=false"
-                raise ConfigError(f"model.{ours}", found, rule, remedy)
         hidden = config.hidden_size
         heads = config.attention.num_heads
         if self.whole_heads and hidden % heads:
@@ -323,7 +324,7 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
 
     Older readers take the default theta if they find ``rope_parameters`` alone.
     """
-    scaling: HFConfig = {}
+    scaling = {}
     factor = 1.0
     if rope.scaling != "none":
         factor = rope.factor

@@ -25,9 +25,11 @@ def _read_head_dim(size: int | None, theirs: Any) -> int:
 def _write_head_dim(size: int, config: ModelConfig) -> int:
     heads = config.attention.num_heads
     if size * heads != config.hidden_size:
-        rule = f"{_WHOLE}: {heads} * {size} = {heads * size}, not {config.hidden_size}"
         raise ConfigError(
-            "model.attention.head_dim", size, rule, f"Set model.hidden_size={heads * size}"
+            "model.attention.head_dim",
+            size,
+            f"{_WHOLE}: {heads} * {size} = {heads * size}, not {config.hidden_size}",
+            f"Set model.hidden_size={heads * size}",
         )
     return size
 

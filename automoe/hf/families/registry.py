@@ -70,8 +70,12 @@ def known_families() -> dict[str, Family]:
     families = dict(FAMILIES)
     for name, family in registered("model.family").items():
         if name != family.model_type:
-            rule = f"it is registered for a family with model_type={family.model_type}"
-            raise ConfigError("model.family", name, rule, "Register it under its model_type")
+            raise ConfigError(
+                "model.family",
+                name,
+                f"it is registered for a family with model_type={family.model_type}",
+                "Register it under its model_type",
+            )
         families[name] = family
     return families | {name: family for family in families.values() for name in family.known_as}
 

@@ -50,8 +50,14 @@ class Trackers:
         def send(tracker: Tracker) -> None:
             held = tracker.held()
             for record in records:
-                step, loss = record["step"], held.get(record["step"], math.nan)
-                if step in held and (loss is None or _same(loss, float(record["loss"]))):
+                step = record["step"]
+                loss = held.get(step, math.nan)
+                ours = float(record["loss"])
+                if step in held and (
+                    loss is None
+                    or math.isclose(ours, loss, rel_tol=1e-6)  # TensorBoard keeps float32
+                    or (math.isnan(ours) and math.isnan(loss))
+                ):
                     continue
                 tracker.log(step, _numbers(record))
                 if rows := samples.get(step):
@@ -100,7 +106,7 @@ def make_trackers(
     absolute = run_dir.resolve()
     sweep = absolute.parent
     group = observe.run_group or (sweep.name if (sweep / SWEEP_FILE).is_file() else "")
-    opened: dict[str, Tracker] = {}
+    opened = {}
     for name, module in _selected(config):
         about = About(
             name=observe.run_name or absolute.name,
@@ -137,11 +143,6 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
         for key, value in record.items()
         if key != "step" and (isinstance(value, (int, float)) or value in names)
     }
-
-
-def _same(ours: float, theirs: float) -> bool:
-    # TensorBoard keeps float32.
-    return math.isclose(ours, theirs, rel_tol=1e-6) or (math.isnan(ours) and math.isnan(theirs))
 
 
 def _selected(config: Config) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,18 @@ class _Answering:
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            answer: list[Any] = []
+            answer = Future()
 
             def work() -> None:
                 try:
-                    answer.append((getattr(self._client, name)(*args, **options), None))
+                    answer.set_result(getattr(self._client, name)(*args, **options))
                 except Exception as error:
-                    answer.append((None, error))
+                    answer.set_exception(error)
 
-            thread = threading.Thread(target=work, daemon=True)
-            thread.start()
-            thread.join(ANSWER_S)
-            if not answer:
+            threading.Thread(target=work, daemon=True).start()
+            if not wait([answer], ANSWER_S).done:
                 raise TimeoutError(f"no whole answer to {name} within {ANSWER_S:g} s")
-            value, error = answer[0]
-            if error is not None:
-                raise error
-            return value
+            return answer.result()
 
         return call
 

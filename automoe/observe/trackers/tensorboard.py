@@ -34,18 +34,13 @@ class TensorBoardTracker(Tracker):
 
     def held(self) -> Mapping[int, float | None]:
         """Return the loss of each step in the files of earlier starts, as TensorBoard reads them."""
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-        held: dict[int, float | None] = {}
+        held = {}
         for path in self._earlier:
-            data = path.read_bytes()
-            at = 0
-            while at < len(data):  # a record: its size (8 bytes), a checksum (4), itself, another
-                begin = at + 12
-                at = begin + int.from_bytes(data[at : at + 8], "little") + 4
-                if at > len(data):  # a kill has cut it
-                    break
-                event = Event.FromString(data[begin : at - 4])
+            for event in LegacyEventFileLoader(
+                str(path)
+            ).Load():  # up to a record that a kill has cut
                 if event.HasField("session_log"):  # it takes these steps back
                     held = {step: loss for step, loss in held.items() if step < event.step}
                 for value in event.summary.value:

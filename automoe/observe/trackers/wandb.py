@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from struct import unpack_from
 from typing import Any
 
 from automoe.config.schema import Config
@@ -61,20 +62,23 @@ class WandbTracker(Tracker):
 
 
 def _losses(data: bytes) -> Iterator[tuple[int, float]]:
-    """Yield step and loss of each record in a ``.wandb`` file (LevelDB's log format)."""
+    """Yield step and loss of each record in a ``.wandb`` file (LevelDB's log format).
+
+    The wandb package has no reader in Python any more.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    at, block, head = 7, 1 << 15, 7
+    at = 7
     waiting = b""
-    while at + head <= len(data):
-        if (left := block - at % block) < head:  # too short for another piece
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:  # too short for another piece
             at += left
             continue
-        kind = data[at + 6]  # 1: a whole record, 2, 3 and 4: its first, middle and last piece
-        begin = at + head
-        at = begin + int.from_bytes(data[at + 4 : at + 6], "little")
-        waiting = data[begin:at] if kind in (1, 2) else waiting + data[begin:at]
-        if kind not in (1, 4) or at > len(data):  # a kill has cut the last one
+        # The kind 1 is a whole record; 2, 3 and 4 are its first, middle and last piece.
+        size, kind = unpack_from("<HB", data, at + 4)
+        waiting = waiting * (kind > 2) + data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (2, 3) or at > len(data):  # a kill has cut the last one
             continue
         row = {
             item.key or ".".join(item.nested_key): item.value_json
@@ -104,7 +108,7 @@ def start(config: Config, about: About) -> WandbTracker:
 
 def _init(wandb: Any, config: Config, about: About, mode: str) -> Any:
     # W&B's own output would break the aligned step lines.
-    settings: dict[str, Any] = {"silent": True, "console": "off"}
+    settings = {"silent": True, "console": "off"}
     if "WANDB_INIT_TIMEOUT" not in os.environ:
         settings["init_timeout"] = INIT_TIMEOUT_S
     settings |= {"finish_timeout": FINISH_TIMEOUT_S, "finish_timeout_raises": True}

@@ -53,6 +53,26 @@ def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> 
         ConfigError: the file cannot be written.
     """
     summary, *tables = plan_tables(config, plan)
+    from automoe.observe.mesh_view import draw_mesh
+    from automoe.observe.plot_style import DPI
+    from automoe.planner.views.plan_plots import draw_memory, draw_schedule, draw_time
+
+    figures = [
+        ("Time", draw_time(plan), "Of the busiest pipeline rank"),
+        (
+            "Memory",
+            draw_memory(config, plan),
+            "Bytes of a rank by component, at the moment of a step when they are most",
+        ),
+    ]
+    if plan.mesh.pp > 1:
+        figures.append(("Pipeline", *draw_schedule(config, plan)))
+    figures.append(("Meshes", draw_mesh(plan.mesh), MESH_CAPTION))
+    made = []
+    for heading, figure, caption in figures:
+        png = io.BytesIO()
+        figure.savefig(png, dpi=DPI, bbox_inches="tight", pad_inches=0.14)
+        made.append((heading, picture(png.getvalue(), caption)))
     page = render(
         TEMPLATE_FILE,
         name=args.config_name,
@@ -64,7 +84,7 @@ def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> 
         verdict=_verdict(config, plan),
         warnings=plan.warnings,
         numbers=_numbers(config, plan),
-        pictures=_pictures(config, plan),
+        pictures=made,
         facts=_rows(summary),
         tables=[_as_data(table) for table in tables],
         config_text=dump_config(config),
@@ -114,33 +134,14 @@ def _numbers(config: Config, plan: Plan) -> list[tuple[str, str]]:
         ),
     ]
     if time.mfu is not None:
-        both = f"{time.mfu:.1%}, {time.mfu_full_attention:.1%}"
-        numbers.insert(2, ("MFU, with all of attention's matrix", both))
+        numbers.insert(
+            2,
+            (
+                "MFU, with all of attention's matrix",
+                f"{time.mfu:.1%}, {time.mfu_full_attention:.1%}",
+            ),
+        )
     return numbers
-
-
-def _pictures(config: Config, plan: Plan) -> list[tuple[str, dict[str, Any]]]:
-    from automoe.observe.mesh_view import draw_mesh
-    from automoe.observe.plot_style import DPI
-    from automoe.planner.views.plan_plots import draw_memory, draw_schedule, draw_time
-
-    figures = [
-        ("Time", draw_time(plan), "Of the busiest pipeline rank"),
-        (
-            "Memory",
-            draw_memory(config, plan),
-            "Bytes of a rank by component, at the moment of a step when they are most",
-        ),
-    ]
-    if plan.mesh.pp > 1:
-        figures.append(("Pipeline", *draw_schedule(config, plan)))
-    figures.append(("Meshes", draw_mesh(plan.mesh), MESH_CAPTION))
-    made = []
-    for heading, figure, caption in figures:
-        png = io.BytesIO()
-        figure.savefig(png, dpi=DPI, bbox_inches="tight", pad_inches=0.14)
-        made.append((heading, picture(png.getvalue(), caption)))
-    return made
 
 
 def _as_data(table: Table) -> dict[str, Any]:

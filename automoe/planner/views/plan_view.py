@@ -45,7 +45,7 @@ def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) 
     plan = make_plan(config, mesh)
     console = console or Console(highlight=False)
     # Mesh grids are aligned by columns, which wrapping would destroy.
-    console.print(render_mesh_text(mesh), soft_wrap=True, markup=False, highlight=False)
+    console.print(render_mesh_text(mesh), soft_wrap=True, markup=False)
     for table in plan_tables(config, plan):
         narrow = len(table.columns) > 5 and console.width < STAGES_WIDTH
         wide = (
@@ -53,7 +53,7 @@ def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) 
         )
         wide.print(table, "")
     for warning in plan.warnings:
-        console.print(f"[bold yellow]warning[/] {escape(warning)}", highlight=False)
+        console.print(f"[bold yellow]warning[/] {escape(warning)}")
     return plan
 
 
@@ -249,18 +249,28 @@ def _time_rows(config: Config, plan: Plan) -> Rows:
     yield "step", f"{time.seconds:.3g}", *blank, f"{time.tokens_per_second:,.0f} tokens/s"
     yield "", "", *blank, f"{low} to {high} to be expected"
     if time.mfu is not None:
-        full = f"{time.mfu_full_attention:.1%} with all of attention"
-        yield "MFU", f"{time.mfu:.1%}", *blank, full
+        yield (
+            "MFU",
+            f"{time.mfu:.1%}",
+            *blank,
+            f"{time.mfu_full_attention:.1%} with all of attention",
+        )
 
 
 def _checkpoint_rows(config: Config, plan: Plan) -> Rows:
     cost = plan.checkpoint
     yield "size", gib(cost.bytes), f"{cost.num_files:,} files, up to {gib(cost.rank_bytes)} each"
-    shards = f"{cost.num_shards:,} shards of {cost.num_tensors:,} tensors"
-    yield "index", gib(cost.metadata_bytes), shards
+    yield (
+        "index",
+        gib(cost.metadata_bytes),
+        f"{cost.num_shards:,} shards of {cost.num_tensors:,} tensors",
+    )
     source = "assumed" if cost.assumed else "cluster.storage_bandwidth"
-    speed = f"at {cost.node_bandwidth / 1e9:g} GB/s a node ({source})"
-    yield "write", _seconds(cost.write_seconds), speed
+    yield (
+        "write",
+        _seconds(cost.write_seconds),
+        f"at {cost.node_bandwidth / 1e9:g} GB/s a node ({source})",
+    )
     how = "until it is written"
     if config.checkpoint.async_save:
         how = f"the copy to CPU memory, {gib(cost.staged_bytes)} a rank, which stays"
@@ -268,8 +278,11 @@ def _checkpoint_rows(config: Config, plan: Plan) -> Rows:
     if cost.interval_seconds is None:
         yield "on the disk", "none", "checkpoint.every=0, and checkpoint.every_minutes=0"
         return
-    share = f"{cost.blocked_share:.2%} of the time stands still"
-    yield "every", _seconds(cost.interval_seconds), share
+    yield (
+        "every",
+        _seconds(cost.interval_seconds),
+        f"{cost.blocked_share:.2%} of the time stands still",
+    )
     yield "on the disk", gib(cost.disk_bytes), f"{cost.most_kept:,} kept and one being written"
 
 

@@ -24,22 +24,20 @@ def print_search(config: Config, search: Search, console: Console) -> None:
     console.print(
         f"[bold]{search.world_size:,} {'rank' if search.world_size == 1 else 'ranks'}[/] of {cluster.name}, "
         f"rows of {config.train.seq_len:,} tokens, "
-        f"{config.train.global_batch_size:,} a step",
-        highlight=False,
+        f"{config.train.global_batch_size:,} a step"
     )
     for number, one in enumerate(search.found, 1):
         first, *others = _lines(number, one)
-        console.print(first, highlight=False, markup=False)
+        console.print(first, markup=False)
         console.print(Padding(Text("\n".join(others)), (0, 0, 0, 4)))
     if len(search.found) > 1:
-        console.print(f"The second {why_slower(*search.found[:2])}.", highlight=False)
+        console.print(f"The second {why_slower(*search.found[:2])}.")
     for line in _account(search):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, markup=False)
     if search.found and not search.found[0].time.calibrated:
         console.print(
             f"uncalibrated: products of matrices were not measured on {cluster.name}; trust the order of meshes more "
-            "than their tokens/s",
-            highlight=False,
+            "than their tokens/s"
         )
 
 
