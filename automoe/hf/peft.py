@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from automoe.classes.build import loading_class, names_in_class
 from automoe.comm.agreement import Ranks
 from automoe.config.hub import id_and_commit, local_folder
 from automoe.config.rules_model import NO_MODULES
@@ -34,7 +35,6 @@ from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
 from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
-from automoe.model.hf_class import loading_class, names_in_class
 from automoe.model.params import model_params
 from automoe.model.wrapper import ALONE, Names, is_wrapper
 from automoe.storage.foreign import open_inside

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from automoe.classes.build import loading_class, names_in_class
 from automoe.comm.agreement import Ranks
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig, MoEConfig
@@ -33,7 +34,6 @@ from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import compare_beside, not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
 from automoe.model.causal_lm import CausalLM
-from automoe.model.hf_class import loading_class, names_in_class
 from automoe.model.params import count_params
 from automoe.moe.router import recorded_choices
 from automoe.parallel.parallelize import build_decoder

@@ -222,7 +222,7 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
                "are only for stacks gate_up_proj and down_proj [experts, outputs, inputs]",
                "Set lora.targets=[attention,mlp,shared_experts]")
     if config.model.family == TRANSFORMERS:
-        from automoe.model.hf_class import uncalled_layers  # imports torch
+        from automoe.classes.build import uncalled_layers  # imports torch
 
         unused = uncalled_layers(str(config.model.hf_path))
         asked = {param.name: param.spec.lora for param in params if is_target(param, lora)}

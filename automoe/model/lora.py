@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from automoe.classes.lora import add_to_experts, add_to_linear
 from automoe.comm.local_shard import global_offset, local_shard, take_over
 from automoe.config.schema import Config, LoraConfig
 from automoe.interop.torch_private import full_tensor
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
 from automoe.model.causal_lm import CausalLM
-from automoe.model.class_lora import add_to_experts, add_to_linear
 from automoe.model.init import indexed_blocks
 from automoe.model.linear import Linear, Rows, take_rows
 from automoe.model.params import Param, layer_params, model_params
@@ -99,7 +99,7 @@ def adapt(
 def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: torch.dtype) -> None:
     """Replace the modules of one layer that have adapters, and experts with packed matrices.
 
-    Modules of a class of ``transformers`` stay and call their adapters (``class_lora``).
+    Modules of a class of ``transformers`` stay and call their adapters (``automoe.classes.lora``).
     """
     lora = config.lora
     by_module: dict[str, list[Param]] = {}

@@ -1,6 +1,6 @@
 """A row of the table of parameters, and a tensor that it makes. No torch.
 
-``automoe.model.params`` has the rows of native families, and ``automoe.model.hf_class`` makes those
+``automoe.model.params`` has the rows of native families, and ``automoe.classes.build`` makes those
 of any other class of ``transformers``.
 """
 

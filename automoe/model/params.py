@@ -402,7 +402,7 @@ def stage_params(
     modules, else with the head. A class of ``transformers`` is one stage.
     """
     if model.family == TRANSFORMERS:
-        from automoe.model.hf_class import class_params  # imports torch
+        from automoe.classes.build import class_params  # imports torch
 
         every = class_params(str(model.hf_path))
         return [param for param in every if buffers or param.spec.kind != "buffer"]

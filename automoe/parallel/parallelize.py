@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from automoe.classes.model import TransformersModel
 from automoe.comm.collectives import communicator
 from automoe.comm.process_groups import SINGLE_RANK, ProcessGroupCollection
 from automoe.config.mesh_shape import MeshShape, stage_layers, stays_unsharded
@@ -24,7 +25,6 @@ from automoe.model.lora import adapt, fill_adapters
 from automoe.model.loss import chunk_loss_fn
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
-from automoe.model.transformers_model import TransformersModel
 from automoe.moe.experts import expert_backend
 from automoe.moe.gradient_sums import GradientSums
 from automoe.moe.grouped_mm import grouped_mm_experts

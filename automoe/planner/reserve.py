@@ -100,7 +100,7 @@ def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[
     A line is about memory unless it says otherwise.
     """
     if config.model.family == TRANSFORMERS:
-        from automoe.planner.class_layers import class_layers  # imports torch
+        from automoe.classes.activations import class_layers  # imports torch
 
         why = class_layers(config, mesh.ep, batch.expert_rows_per_rank)
         if isinstance(why, str):

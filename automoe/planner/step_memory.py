@@ -330,7 +330,7 @@ def plan_stage(
         again.setdefault(kind.mtp, {})[layer] = kind.recomputed
     once, measured = 0.0, dict[int, tuple[float, float]]()
     if config.model.family == TRANSFORMERS:
-        from automoe.planner.class_layers import class_layers  # imports torch
+        from automoe.classes.activations import class_layers  # imports torch
 
         if not isinstance(counted := class_layers(config, mesh.ep, load.expert_rows), str):
             once, measured = counted[0], dict(enumerate(counted[1]))

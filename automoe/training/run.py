@@ -15,6 +15,7 @@ import torch
 
 from automoe.checkpoint.store import CheckpointStore, Resumed
 from automoe.checkpoint.train_state import TrainState
+from automoe.classes.model import TransformersModel
 from automoe.comm.groups import open_groups, set_timeouts
 from automoe.config.mesh_shape import MeshShape, exchanges_heads
 from automoe.config.rules_model import TRANSFORMERS
@@ -23,7 +24,6 @@ from automoe.errors import AutomoeError
 from automoe.hf.headers import without_collection
 from automoe.hf.read import Loaded
 from automoe.model.flops import step_flops_per_token
-from automoe.model.transformers_model import TransformersModel
 from automoe.observe.metrics import last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row

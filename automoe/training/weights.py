@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from automoe.classes.model import TransformersModel
 from automoe.config.schema import Config, tokenizer_of
 from automoe.data.chat_template import chat_template_of
 from automoe.errors import ConfigError
@@ -16,7 +17,6 @@ from automoe.hf.read import Loaded, load_hf
 from automoe.hf.upcycle import upcycled_model
 from automoe.hf.write import to_hf
 from automoe.model.causal_lm import CausalLM
-from automoe.model.transformers_model import TransformersModel
 from automoe.optim.ema import take_averages
 from automoe.parallel.fsdp import reshard
 from automoe.parallel.mesh import Meshes

@@ -339,7 +339,7 @@ def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
     dtype = config.train.dtype
     tolerance = TOLERANCES[dtype]
     if config.model.family == TRANSFORMERS:
-        from automoe.model.transformers_model import computes_in_float32
+        from automoe.classes.model import computes_in_float32
 
         return (CLASS_TOLERANCE,) * 2 if computes_in_float32(config.model) else (tolerance,) * 2
     if config.train.fp8 == "off" and (dtype == "float64" or config.moe.dispatch_dtype == "auto"):

@@ -14,6 +14,7 @@ from peft import PeftModel
 from transformers import AutoConfig
 
 from automoe.checkpoint.train_state import TrainState
+from automoe.classes.build import loading_class
 from automoe.comm.tokens import IGNORE
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import LoraConfig, MeshConfig
@@ -22,7 +23,6 @@ from automoe.hf.families.registry import FAMILIES, model_config_from_hf
 from automoe.hf.peft import to_peft
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
-from automoe.model.hf_class import loading_class
 from automoe.model.params import LORA_GROUPS, model_params
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes

@@ -48,7 +48,7 @@ LAYERS = (
     ("automoe.kernels", "automoe.quantize"),
     ("automoe.comm",),
     # the table of parameters, without torch; that of a class of transformers; where a wrapper has its text model
-    ("automoe.model.params", "automoe.model.param_spec", "automoe.model.hf_class", "automoe.model.wrapper"),
+    ("automoe.model.params", "automoe.model.param_spec", "automoe.classes.build", "automoe.model.wrapper"),
     ("automoe.config", "automoe.storage", *PRIVATE_TO_TORCH),
     ("automoe.errors",),
 )

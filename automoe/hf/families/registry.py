@@ -79,7 +79,7 @@ def known_families() -> dict[str, Family]:
 def family_of(config: ModelConfig) -> Family:
     """Return the declaration of ``config.family``, or the family of a class of transformers."""
     if config.family == TRANSFORMERS:
-        from automoe.hf.families.class_family import class_family
+        from automoe.classes.family import class_family
 
         return class_family(str(config.hf_path), config)
     return known_families()[config.family]
@@ -162,7 +162,7 @@ def model_of_stranger(path: str | Path) -> ModelConfig:
     """
     if str(text_config(read_hf_config(path)).get("model_type")) in known_families():
         return model_config_from_hf(path)
-    from automoe.hf.families import class_family  # noqa: F401  (no child spends its time on that)
+    from automoe.classes import family  # noqa: F401  (no child spends its time on that)
 
     def build() -> ModelConfig:
         config = model_config_from_hf(path)
@@ -190,7 +190,7 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     hf = text_config(whole)
     family = known_families().get(str(hf.get("model_type")))
     if family is None:
-        from automoe.hf.families.class_family import class_family
+        from automoe.classes.family import class_family
 
         _check_layers(whole, local_folder(path))
         family = class_family(str(path))

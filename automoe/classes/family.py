@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from automoe.classes.build import build_causal_lm, decoder_layers, experts_modules, is_tied, refused
 from automoe.config.hub import local_folder
 from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import AttentionConfig, ModelConfig
@@ -22,13 +23,6 @@ from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import HFConfig, number_of
 from automoe.hf.families.family import Family
 from automoe.hf.keys import KeyMap, Piece
-from automoe.model.hf_class import (
-    build_causal_lm,
-    decoder_layers,
-    experts_modules,
-    is_tied,
-    refused,
-)
 from automoe.model.params import model_params
 from automoe.model.wrapper import names_in
 

@@ -18,21 +18,21 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from automoe.comm.tokens import Tokens
-from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
-from automoe.errors import ConfigError
-from automoe.kernels.counter_random import stream_key
-from automoe.model.backend import BackendConfig
-from automoe.model.causal_lm import CausalLM, Unit
-from automoe.model.class_experts import are_swiglu, compute_by
-from automoe.model.class_lora import check_called
-from automoe.model.hf_class import (
+from automoe.classes.build import (
     build_causal_lm,
     decoder_layers,
     experts_modules,
     head_scale,
     refused,
 )
+from automoe.classes.experts import are_swiglu, compute_by
+from automoe.classes.lora import check_called
+from automoe.comm.tokens import Tokens
+from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
+from automoe.errors import ConfigError
+from automoe.kernels.counter_random import stream_key
+from automoe.model.backend import BackendConfig
+from automoe.model.causal_lm import CausalLM, Unit
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.moe.experts import expert_backend
 from automoe.moe.router import BalancedRouter, Routing, score_experts

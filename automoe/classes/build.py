@@ -289,7 +289,7 @@ def uncalled_layers(path: str) -> frozenset[str]:
     """Return the weights of linear layers that the class reads without calling the layer.
 
     The class runs on meta. The result is empty if its code fails there; the first forward pass of a
-    run then finds such a layer (``class_lora.check_called``).
+    run then finds such a layer (``automoe.classes.lora.check_called``).
     """
     model = build_causal_lm(path)
     left = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)}

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from automoe.classes.build import experts_modules
+from automoe.classes.model import TransformersModel
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import Config, ModelConfig, MoEConfig
 from automoe.interop.torch_fake import NEED_NUMBERS, AliveBytes, FakeTensorMode
-from automoe.model.hf_class import experts_modules
 from automoe.model.init import default_dtype
-from automoe.model.transformers_model import TransformersModel
 from automoe.moe.dispatch.base import Experts
 from automoe.parallel.expert import RoutedCall
 from automoe.storage.foreign import brief
