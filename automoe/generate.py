@@ -228,10 +228,10 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from automoe.classes.build import loading_class, num_parameters
     from automoe.data.tokenizer_files import check_files
     from automoe.hf.families.registry import check_model
     from automoe.hf.headers import NO_ADAPTER, check_numbers, read_headers, unread_adapter
+    from automoe.hf.loading import loading_class, num_parameters
 
     disable_progress_bar()
     for name in _NOISY:

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
 from automoe import cli
-from automoe.classes.build import num_parameters
 from automoe.config.frozen import save_config
 from automoe.config.schema import CheckpointConfig, Config, LoraConfig, MoEConfig
 from automoe.errors import CheckpointError, DataError, spelled_out
 from automoe.generate import Speaker, checkpoint_of, load_checkpoint
 from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.loading import num_parameters
 from automoe.hf.read import load_hf
 from automoe.parallel.parallelize import build_decoder
 from automoe.storage import guarded

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from automoe.classes.build import experts_modules
+from automoe.classes.expert_parallel import RoutedCall
 from automoe.classes.model import TransformersModel
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import Config, ModelConfig, MoEConfig
 from automoe.interop.torch_fake import NEED_NUMBERS, AliveBytes, FakeTensorMode
 from automoe.model.init import default_dtype
 from automoe.moe.dispatch.base import Experts
-from automoe.parallel.expert import RoutedCall
 from automoe.storage.foreign import brief
 
 # what a micro-batch keeps once, such as masks; of each layer what it keeps, and the most that its

@@ -1,47 +1,22 @@
-"""Facts about a causal language model of ``transformers``, read from its class.
+"""A causal language model of ``transformers``, built on the meta device, and its layers and experts.
 
-A class is built on the meta device from a ``config.json``. Code that comes with a checkpoint is
-never imported.
+A class is built from a ``config.json``. Code that comes with a checkpoint is never imported.
 """
 
 from __future__ import annotations
 
 import inspect
 from copy import copy
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError, one_line
-from automoe.model.param_spec import Param, ParamSpec
-from automoe.model.wrapper import ALONE, Names, text_config
+from automoe.hf.loading import text_path
+from automoe.model.wrapper import text_config
 
-# The first of these words in a parameter's name tells its part of the model.
-_PART_WORDS = (
-    ("norm", "norms"),
-    ("shared", "shared_experts"),
-    ("router", "router"),
-    (".gate.", "router"),
-    ("attn", "attention"),
-    ("attention", "attention"),
-    ("mixer", "attention"),
-    ("mamba", "attention"),
-    ("conv", "attention"),
-    ("", "dense_ffn"),
-)
-_PLACES = {"attention": 1, "router": 7, "dense_ffn": 7, "shared_experts": 7, "routed_experts": 7}
-# Groups of ``lora.targets``, by part.
-_GROUPS = {
-    "attention": "attention",
-    "dense_ffn": "mlp",
-    "shared_experts": "shared_experts",
-    "routed_experts": "experts",
-}
 ADAPTED_STACKS = {"gate_up_proj", "down_proj"}
 # Words in keys of config.json that make training draw random numbers.
 _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
@@ -114,53 +89,10 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
     return model
 
 
-def loading_class(config: Any, whole: bool = False) -> Any:
-    """Return the auto class of ``transformers`` that loads a checkpoint with this config.
-
-    Args:
-        whole: load all parts of a wrapper; else its text model alone, if that has a class of its
-            own.
-    """
-    import transformers
-
-    wrapper = config.get_text_config(decoder=True) is not config
-    if (wrapper and whole) or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM
-
-
-def num_parameters(config: Any) -> int:
-    """Build the class of a ``transformers`` configuration on meta, and count its parameters.
-
-    Of buffers, such as tables of positions, what exceeds 1 GiB counts in numbers of 4 bytes.
-    """
-    with torch.device("meta"):
-        model = loading_class(config).from_config(config, trust_remote_code=False)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    return model.num_parameters() + max(0, buffers - (1 << 30)) // 4
-
-
-def _text_path(model: Any) -> str:
-    """Return the name of a wrapper's text model; empty if ``model`` is itself the text model."""
-    kind = type(model.config.get_text_config(decoder=True))
-    named = ((name, getattr(module, "config", None)) for name, module in model.named_modules())
-    return next((name for name, config in named if type(config) is kind), "")
-
-
-def names_in_class(model: Any) -> Names:
-    """Return the names of the text model's parameters in a class of ``transformers``."""
-    path = _text_path(model)
-    if not path:
-        return ALONE
-    if model.get_submodule(path).get_output_embeddings() is not None:
-        return Names(((f"{path}.", ""),))
-    return Names(((f"{path}.", "model."), ("lm_head.", "lm_head.")))
-
-
 def _remove_beside(model: Any) -> None:
     """Remove from a wrapper the modules that are neither text model nor head."""
     owner = model
-    for name in filter(None, _text_path(model).split(".")):
+    for name in filter(None, text_path(model).split(".")):
         if owner._parameters:
             own = f"{type(owner).__name__}.{next(iter(owner._parameters))}"
             raise ValueError(f"{own} is in none of the wrapper's parts, which pass through unread")
@@ -190,10 +122,10 @@ def is_tied(model: Any) -> bool:
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that ``ExpertParallel`` shards, by name: stacked experts of a layer."""
-    return {name: module for name, module in model.named_modules() if _holds_experts(module)}
+    return {name: module for name, module in model.named_modules() if holds_experts(module)}
 
 
-def _holds_experts(module: nn.Module) -> bool:
+def holds_experts(module: nn.Module) -> bool:
     number = getattr(module, "num_experts", None)
     shapes = [parameter.shape for parameter in module.parameters()]
     stacked = all(len(shape) > 1 and shape[0] == number for shape in shapes)
@@ -207,100 +139,6 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     found = [module for module in model.modules() if type(module).__name__ in kinds]
     inner = {id(part) for module in found for part in list(module.modules())[1:]}
     return [module for module in found if id(module) not in inner]
-
-
-def class_params(path: str) -> tuple[Param, ...]:
-    """Return the parameters of the class of ``config.json``, in order, and saved buffers.
-
-    Raises:
-        ConfigError: as ``build_causal_lm``.
-    """
-    return _class_params(path, (local_folder(path) / "config.json").read_bytes())
-
-
-@cache
-def _class_params(path: str, stated: bytes) -> tuple[Param, ...]:
-    model = build_causal_lm(path)
-    layer_of = {
-        tensor: number
-        for number, layer in enumerate(decoder_layers(model))
-        for tensor in layer.state_dict(keep_vars=True).values()
-    }
-    experts = {p for module in experts_modules(model).values() for p in module.parameters()}
-    adapted = _adapted(model)
-    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
-    part_of = {module.weight: part for part, module in reversed(ends.items()) if module is not None}
-    params = []
-    if is_tied(model):
-        model.set_output_embeddings(None)
-    for name, parameter in model.state_dict(keep_vars=True).items():
-        part = "routed_experts" if parameter in experts else part_of.get(parameter)
-        if part is None:
-            part = next(part for word, part in _PART_WORDS if word in name)
-        matrix = parameter.dim() > 1 and not name.endswith("bias")
-        kind = "matrix" if matrix else "vector"
-        if not isinstance(parameter, nn.Parameter):
-            kind = "buffer"
-        if part == "router" and not matrix:
-            part = "norms"
-        spec = ParamSpec(name, "", _PLACES.get(part, 0), kind, part=part)
-        if name in adapted and (group := _GROUPS.get(part)):
-            # As in native families, names of attention's matrices stand alone.
-            inside = "" if group == "attention" else f"{group}."
-            spec = replace(spec, shape="O I", group=group, lora=inside + adapted[name])
-        params.append(Param(name, tuple(parameter.shape), spec, layer_of.get(parameter)))
-    return tuple(params)
-
-
-def _adapted(model: Any) -> dict[str, str]:
-    """Return the parameters that may get adapters, each with its last name in ``lora.targets``.
-
-    These are the matrices of linear layers, named as the layer, and stacks [E, O, I] of experts
-    under transformers' usual names. Vectors (gates of one number) have no adapter.
-    """
-    found = {}
-    for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        if isinstance(module, nn.Linear) and module.out_features > 1:
-            found[f"{name}.weight"] = last
-        elif _holds_experts(module) and not getattr(module, "is_transposed", False):
-            stacks = {one: p for one, p in module.named_parameters() if p.dim() == 3}
-            if stacks.keys() == ADAPTED_STACKS:
-                found |= {f"{name}.{one}": one for one in stacks}
-    return found
-
-
-class _WithoutNumbers(TorchFunctionMode):
-    """Mode that lets code that reads tensor values run on meta.
-
-    Every value that is read is one, and ``nonzero`` finds no element.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__index__):
-            return func(torch.ones((), dtype=args[0].dtype, device="cpu"))
-        if func in (torch.nonzero, Tensor.nonzero):
-            return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
-        return func(*args, **(kwargs or {}))
-
-
-@cache
-def uncalled_layers(path: str) -> frozenset[str]:
-    """Return the weights of linear layers that the class reads without calling the layer.
-
-    The class runs on meta. The result is empty if its code fails there; the first forward pass of a
-    run then finds such a layer (``automoe.classes.lora.check_called``).
-    """
-    model = build_causal_lm(path)
-    left = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)}
-    for name, module in model.named_modules():
-        module.register_forward_hook(lambda *_, key=f"{name}.weight": left.discard(key))
-    with torch.device("meta"), torch.no_grad(), _WithoutNumbers():
-        try:
-            model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
-        except Exception:  # code of a class may raise any exception on meta
-            return frozenset()
-    return frozenset(left)
 
 
 def head_scale(model: Any, path: str) -> float:

@@ -1,30 +1,19 @@
-"""Configuration and published tensors of a model that its class of ``transformers`` computes.
+"""Configuration of a model that its class of ``transformers`` computes.
 
-transformers' own conversion mapping says which published tensors make up a parameter. This module
-reads the mapping as data: it reverts the mapping on views of meta tensors, and each resulting view
-shows the slice of a parameter that a published tensor holds.
+``FAMILY`` is registered as a plugin's family is (``automoe.config.plugins``). No torch is imported
+before a checkpoint is read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
-from typing import Any
 
-import torch
-from torch import nn
-
-from automoe.classes.build import build_causal_lm, decoder_layers, experts_modules, is_tied, refused
-from automoe.config.hub import local_folder
-from automoe.config.rules_model import TRANSFORMERS
+from automoe.classes.tier import ClassTier
 from automoe.config.schema import AttentionConfig, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import HFConfig, number_of
 from automoe.hf.families.family import Family
-from automoe.hf.keys import KeyMap, Piece
-from automoe.model.params import model_params
-from automoe.model.wrapper import names_in
+from automoe.hf.keys import KeyMap
 
 _TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"
@@ -37,12 +26,26 @@ _OF_FILES = ("auto_map", "dtype", "torch_dtype", "quantization_config", "transfo
 class ClassFamily(Family):
     """Family of a class of ``transformers``, derived from the class instead of declared."""
 
+    def of(self, model: ModelConfig) -> Family:
+        from automoe.classes.layouts import class_keys  # torch
+
+        keys = class_keys(str(model.hf_path))
+        return replace(self, architecture=model.architecture, keys=keys)
+
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
         """Return the configuration that the trainer needs, derived from the class.
 
         Raises:
             ConfigError: the trainer cannot use the class; the message says why.
         """
+        from automoe.classes.build import (  # torch
+            build_causal_lm,
+            decoder_layers,
+            experts_modules,
+            is_tied,
+            refused,
+        )
+
         model = build_causal_lm(path)
         text = model.config.get_text_config(decoder=True)
         layers = decoder_layers(model)
@@ -64,7 +67,7 @@ class ClassFamily(Family):
             )
         head = model.get_output_embeddings()
         config = ModelConfig(
-            family=TRANSFORMERS,
+            family="transformers",
             architecture=type(model).__name__,
             hf_path=path,
             vocab_size=head.out_features,
@@ -100,6 +103,8 @@ class ClassFamily(Family):
         Raises:
             ConfigError: weights are random, and the text model has no class of its own.
         """
+        from automoe.classes.build import build_causal_lm  # torch
+
         whole = build_causal_lm(str(config.hf_path)).config
         text = whole.get_text_config(decoder=True)
         if config.random_weights and text is not whole:
@@ -113,116 +118,5 @@ class ClassFamily(Family):
         return kept | {"architectures": [config.architecture]} | tied
 
 
-def class_family(path: str, config: ModelConfig | None = None) -> ClassFamily:
-    """Return the family of the class in ``config.json``; with ``config``, its layouts too."""
-    keys = KeyMap(fused=True)  # ``check_holds`` then expects no tensor per expert
-    if config is not None:
-        keys = _layouts(path, (local_folder(path) / "config.json").read_bytes())
-    architecture = config.architecture if config is not None else ""
-    return ClassFamily(TRANSFORMERS, architecture, {}, {}, keys=keys)
-
-
-class _View(torch.Tensor):
-    """Meta tensor that ignores ``contiguous``, so that every slice stays a view."""
-
-    def contiguous(self, *_: Any, **__: Any) -> torch.Tensor:
-        return self
-
-
-@cache
-def _layouts(path: str, stated: bytes) -> KeyMap:
-    """Return the ``KeyMap`` of the layout in which the class is published; others in ``layouts``.
-
-    The other layouts have the prefixes of a wrapper, or the class's own names.
-
-    Args:
-        stated: content of config.json, as a part of the cache's key.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    model = build_causal_lm(path)
-    params = model_params(ModelConfig(family=TRANSFORMERS, hf_path=path), buffers=True)
-    tensors = {param.name: torch.empty(param.shape, device="meta") for param in params}
-    transforms = get_model_conversion_mapping(model, add_legacy=False)
-    tables = []
-    for with_prefixes in (False, True):
-        if with_prefixes:
-            model._weight_conversions = transforms
-        tables.append(_published(model, tensors))
-    own = {
-        name: (
-            Piece(name, tuple(one.shape), (None,) * one.dim(), (0,) * one.dim(), tuple(one.shape)),
-        )
-        for name, one in tensors.items()
-    }
-    unread = tuple(model._keys_to_ignore_on_load_unexpected or ())
-    layouts = [
-        KeyMap(table=_plain(table), unread=unread) for table in (*tables, own) if table is not None
-    ]
-    return replace(layouts[0], layouts=tuple(layouts))
-
-
-def _plain(table: dict[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
-    """Return ``table`` with plain names of the stored tensors."""
-    keys = [piece.key for pieces in table.values() for piece in pieces]
-    names = names_in(Path(), {}, keys)
-    return {
-        name: tuple(piece._replace(key=names.plain(piece.key) or piece.key) for piece in pieces)
-        for name, pieces in table.items()
-    }
-
-
-def _published(
-    model: nn.Module, tensors: dict[str, torch.Tensor]
-) -> dict[str, tuple[Piece, ...]] | None:
-    """Return the published pieces of each parameter; None if one is no slice of a parameter."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    views = {name: tensor.as_subclass(_View) for name, tensor in tensors.items()}
-    try:
-        stored = revert_weight_conversion(model, views)
-    except NotImplementedError:  # an operation that cannot be reverted
-        return None
-    of_storage = {id(one.untyped_storage()): name for name, one in tensors.items()}
-    table: dict[str, list[Piece]] = {name: [] for name in tensors}
-    for key, view in stored.items():
-        name = of_storage.get(id(view.untyped_storage()))
-        piece = None if name is None else _piece(key, view, tensors[name])
-        if piece is None:
-            return None
-        table[name].append(piece)
-    whole = all(
-        sum(torch.Size(piece.shape).numel() for piece in pieces) == tensors[name].numel()
-        for name, pieces in table.items()
-    )
-    return {name: tuple(pieces) for name, pieces in table.items()} if whole else None
-
-
-def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
-    """Return the slice of ``tensor`` behind ``view``, stored as ``key``; None if it is no slice."""
-    at = view.storage_offset()
-    select: list[int | None] = []
-    origin = []
-    order = []
-    free = list(range(view.dim()))
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        first, at = divmod(at, stride) if stride else (0, at)
-        dim = next(
-            (one for one in free if view.stride(one) == stride and view.shape[one] <= size), None
-        )
-        if dim is None:
-            select.append(first)
-            continue
-        free.remove(dim)
-        select.append(None)
-        origin.append(first)
-        order.append(dim)
-    if free:
-        return None
-    size = tuple(view.shape[dim] for dim in order)
-    inverse = tuple(order.index(dim) for dim in range(len(order)))
-    if inverse == tuple(range(len(order))):
-        inverse = ()
-    return Piece(
-        key, tuple(view.shape), tuple(select), (0,) * len(size), size, inverse, origin=tuple(origin)
-    )
+# ``check_holds`` expects no tensor per expert, since ``keys`` are ``fused``.
+FAMILY = ClassFamily("transformers", "", {}, {}, keys=KeyMap(fused=True), tier=ClassTier())

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from automoe.classes.build import loading_class, names_in_class
 from automoe.comm.agreement import Ranks
 from automoe.config.hub import id_and_commit, local_folder
 from automoe.config.rules_model import NO_MODULES
@@ -31,6 +30,7 @@ from automoe.hf.folder import new_folder
 from automoe.hf.headers import ADAPTER
 from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
+from automoe.hf.loading import loading_class, names_in_class
 from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
 from automoe.interop.torch_private import full_tensor

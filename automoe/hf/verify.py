@@ -18,10 +18,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from automoe.classes.build import loading_class, names_in_class
 from automoe.comm.agreement import Ranks
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.config.tier import tier_of
 from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.as_transformers import without_warnings
@@ -30,6 +29,7 @@ from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.folder import float32_copy, write_settings
 from automoe.hf.headers import NO_ADAPTER, switched_off
 from automoe.hf.keys import Encoding, hf_tensors
+from automoe.hf.loading import loading_class, names_in_class
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import compare_beside, not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
@@ -99,8 +99,7 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         # The files may also hold copies of the source's modules, which the model does not have.
         trained = min(read.num_mtp_layers, config.num_mtp_layers)
         read = replace(read, num_mtp_layers=trained)
-        native = config.family != TRANSFORMERS
-        for key in differing_values(config, read, family_of(config)) if native else ():
+        for key in differing_values(config, read, family_of(config)):
             raise CheckpointError(
                 f"{catalog.folder}/config.json says model.{key}={value_of(read, key)}, and the model has "
                 f"{value_of(config, key)}: the family {config.family} cannot express it"
@@ -205,7 +204,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
     with torch.no_grad(), recorded_choices(model) as free:
         model(tokens)
     forced = None
-    if config.num_moe_layers and config.family != TRANSFORMERS:
+    if config.num_moe_layers and tier_of(config).repeats_routing:
         chosen = free()[:, :, :, 0].sort(-1).values
         same = (chosen == choices.sort(-1).values).all(-1).float().mean().item()
         if same < MIN_SAME_ROUTING:

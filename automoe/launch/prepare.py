@@ -21,8 +21,8 @@ from automoe.config.frozen import Device, flat
 from automoe.config.hub import local_folder, pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset, preset_choice
 from automoe.config.rules import check_rows
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, ModelConfig, RopeConfig, export_name, tokenizer_of
+from automoe.config.tier import tier_of
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.errors import ConfigError, listed
@@ -361,10 +361,7 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
     shape = validate(config, num_ranks, device)
     check_rows(config, adapter_rows(config, shape), shape)
     _check_fp8_base(config)
-    if config.model.family == TRANSFORMERS:
-        from automoe.parallel.parallelize import build_decoder, parameter_dtype
-
-        build_decoder(config.model, config.moe, parameter_dtype(config))
+    tier_of(config.model).check(config)
     from automoe.data.tokenizer import check_tokenizer, fitting_tokenizer
 
     check_tokenizer(tokenizer_of(config))

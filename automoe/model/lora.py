@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from automoe.classes.lora import add_to_experts, add_to_linear
 from automoe.comm.local_shard import global_offset, local_shard, take_over
 from automoe.config.schema import Config, LoraConfig
 from automoe.interop.torch_private import full_tensor
@@ -99,7 +98,7 @@ def adapt(
 def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: torch.dtype) -> None:
     """Replace the modules of one layer that have adapters, and experts with packed matrices.
 
-    Modules of a class of ``transformers`` stay and call their adapters (``automoe.classes.lora``).
+    Modules that are not automoe's stay, and the model adds their adapters.
     """
     lora = config.lora
     by_module: dict[str, list[Param]] = {}
@@ -114,17 +113,18 @@ def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: to
             made = [each for p in owned if is_target(p, lora) for each in adapters(p, lora.rank)]
             shapes = {each.name.rpartition(".")[2]: each.shape for each in made}
             stacks = ExpertLora(*given, shapes, PRODUCTS[config.moe.experts])
+            stacks = stacks.to("meta", dtype)
             if isinstance(base, GroupedExperts):
-                part.set_submodule(name, LoRAExperts(base, stacks.to("meta", dtype)))
+                part.set_submodule(name, LoRAExperts(base, stacks))
             else:
-                add_to_experts(base, stacks.to("meta", dtype))
+                part.add_adapter(base, stacks)
         else:
             out_features, in_features = owned[0].shape
             adapter = Lora(*given, in_features, out_features).to("meta", dtype)
             if isinstance(base, Linear):
                 part.set_submodule(name, LoRALinear(base, adapter))
             else:
-                add_to_linear(base, adapter)
+                part.add_adapter(base, adapter)
 
 
 def fill_adapters(part: CausalLM) -> None:

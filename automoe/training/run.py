@@ -15,10 +15,8 @@ import torch
 
 from automoe.checkpoint.store import CheckpointStore, Resumed
 from automoe.checkpoint.train_state import TrainState
-from automoe.classes.model import TransformersModel
 from automoe.comm.groups import open_groups, set_timeouts
 from automoe.config.mesh_shape import MeshShape, exchanges_heads
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
 from automoe.hf.headers import without_collection
@@ -124,13 +122,9 @@ class Run:
         """
         loader = self.state.loader
         assert loader is not None
-        model = self.config.model
-        if model.family == TRANSFORMERS:
-            [part] = self.state.model_parts.values()
-            assert isinstance(part, TransformersModel)
-            self.note(
-                f"{model.architecture}: layers and routers by transformers' own code; {part.experts_by}"
-            )
+        for part in self.state.model_parts.values():
+            for line in part.notes:
+                self.note(line)
         if loaded is not None:
             self.note(str(loaded))
         elif self.config.data.is_chat:

@@ -21,7 +21,6 @@ from automoe.config.mesh_shape import (
     largest_divisor,
     resolve_mesh,
 )
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -30,6 +29,7 @@ from automoe.config.schema import (
     RouterConfig,
     TrainConfig,
 )
+from automoe.config.tier import tier_of
 
 MAX_AXIS = 2
 MAX_LAYERS = 4
@@ -88,7 +88,7 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     num_stages = small.pp * parallel.stages_per_rank
     blocked = config.train.fp8 == "blockwise"
     model = config.model
-    if model.family != TRANSFORMERS:
+    if not tier_of(model).fixed:
         model = _cut_model(model, small, num_stages, num_token_ids, blocked)
     if parallel.layers_per_stage is not None:
         # Stages keep different sizes, and modules for multi-token prediction that are on other

@@ -14,12 +14,12 @@ from peft import PeftModel
 from transformers import AutoConfig
 
 from automoe.checkpoint.train_state import TrainState
-from automoe.classes.build import loading_class
 from automoe.comm.tokens import IGNORE
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import LoraConfig, MeshConfig
 from automoe.data.loader import StepBatch
 from automoe.hf.families.registry import FAMILIES, model_config_from_hf
+from automoe.hf.loading import loading_class
 from automoe.hf.peft import to_peft
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf

@@ -13,13 +13,14 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from automoe.classes.build import decoder_layers, loading_class
-from automoe.classes.family import class_family
+from automoe.classes.build import decoder_layers
+from automoe.classes.family import FAMILY
 from automoe.classes.model import TransformersModel, spans
 from automoe.config.data_schema import DataConfig
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.loading import loading_class
 from automoe.hf.read import load_hf
 from automoe.model.init import default_dtype
 from automoe.parallel.parallelize import build_decoder
@@ -226,7 +227,7 @@ def trajectory_in_float64(*args: Any, **given: Any) -> Trajectory:
 
 def tier_config(path: Path) -> ModelConfig:
     """Return the configuration in the tier of any class, one with a native family too."""
-    return class_family(str(path)).read_config({}, str(path))
+    return FAMILY.read_config({}, str(path))
 
 
 def run_config(path: Path, mesh: MeshConfig, **train: object) -> Config:

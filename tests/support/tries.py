@@ -29,7 +29,7 @@ from tests.support import forked
 
 IMPORTED = (
     *forked.IMPORTED, "automoe.generate", "automoe.convert", "automoe.eval", "automoe.plan", "automoe.upcycle",
-    "automoe.verify", "automoe.doctor", "automoe.demo", "automoe.data.chat", "automoe.classes.family",
+    "automoe.verify", "automoe.doctor", "automoe.demo", "automoe.data.chat", "automoe.classes.layouts",
     "automoe.classes.model", "tokenizers", "transformers", "pyarrow.parquet",
 )  # fmt: skip
 SECONDS = 60
