@@ -1,35 +1,69 @@
-"""Configuration of a model that its class of ``transformers`` computes.
+"""The family of every class of ``transformers``: rules, configuration, published tensors.
 
-``FAMILY`` is registered as a plugin's family is (``automoe.config.plugins``). No torch is imported
-before a checkpoint is read.
+``FAMILY`` is found as a plugin's family is (``automoe.config.plugins``).
+
+transformers' own conversion mapping says which published tensors make up a parameter. This module
+reads the mapping as data: it reverts the mapping on views of meta tensors, and each resulting view
+shows the slice of a parameter that a published tensor holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
-from automoe.classes.tier import ClassTier
-from automoe.config.schema import AttentionConfig, ModelConfig
+import torch
+from torch import nn
+
+from automoe.classes.activations import class_layers
+from automoe.classes.build import build_causal_lm, decoder_layers, experts_modules, is_tied, refused
+from automoe.classes.expert_parallel import ExpertParallel
+from automoe.classes.model import TransformersModel, computes_in_float32
+from automoe.classes.params import class_params, uncalled_layers
+from automoe.config.hub import local_folder
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.rules import Row
+from automoe.config.rules_model import sharded_expert_rows
+from automoe.config.schema import AttentionConfig, Config, ModelConfig, MoEConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import HFConfig, number_of
 from automoe.hf.families.family import Family
-from automoe.hf.keys import KeyMap
+from automoe.hf.keys import KeyMap, Piece
+from automoe.model.adapters import is_target
+from automoe.model.backend import BackendConfig
+from automoe.model.causal_lm import CausalLM
+from automoe.model.params import Param
+from automoe.model.wrapper import names_in
+from automoe.parallel.parallelize import build_decoder, parameter_dtype
 
 _TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"
 )  # fmt: skip
 # Keys that describe the source's files; a written config.json does not have them.
 _OF_FILES = ("auto_map", "dtype", "torch_dtype", "quantization_config", "transformers_version")
+# Settings that automoe's decoder computes.
+_DECODER_ALONE = """
+    moe.gate moe.dispatch_dtype moe.router_jitter moe.router_dtype moe.capacity_factor moe.record_routing
+    moe.replay_routing train.fp8 train.compile kernels.attention kernels.rope kernels.loss kernels.norm lora.base
+    optim.algorithm optim.master_weights optim.qk_clip model.rope.extends
+""".split()
 
 
 @dataclass(frozen=True)
 class ClassFamily(Family):
     """Family of a class of ``transformers``, derived from the class instead of declared."""
 
-    def of(self, model: ModelConfig) -> Family:
-        from automoe.classes.layouts import class_keys  # torch
+    resizable = False
+    repeats_routing = False
+    expert_style = ExpertParallel
 
-        keys = class_keys(str(model.hf_path))
+    def of(self, model: ModelConfig) -> Family:
+        path = str(model.hf_path)
+        keys = _layouts(path, (local_folder(path) / "config.json").read_bytes())
         return replace(self, architecture=model.architecture, keys=keys)
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
@@ -38,14 +72,6 @@ class ClassFamily(Family):
         Raises:
             ConfigError: the trainer cannot use the class; the message says why.
         """
-        from automoe.classes.build import (  # torch
-            build_causal_lm,
-            decoder_layers,
-            experts_modules,
-            is_tied,
-            refused,
-        )
-
         model = build_causal_lm(path)
         text = model.config.get_text_config(decoder=True)
         layers = decoder_layers(model)
@@ -103,8 +129,6 @@ class ClassFamily(Family):
         Raises:
             ConfigError: weights are random, and the text model has no class of its own.
         """
-        from automoe.classes.build import build_causal_lm  # torch
-
         whole = build_causal_lm(str(config.hf_path)).config
         text = whole.get_text_config(decoder=True)
         if config.random_weights and text is not whole:
@@ -117,6 +141,171 @@ class ClassFamily(Family):
         tied = {"tie_word_embeddings": config.tie_embeddings}
         return kept | {"architectures": [config.architecture]} | tied
 
+    # fmt: off
+    def rows(self, config: Config, shape: MeshShape) -> Iterator[Row]:
+        model = config.model
+        yield ("model.hf_path", model.hf_path is None, "model.family=transformers takes the class from a config.json",
+               "Set model.hf_path to a folder with one")
+        tier = (f"{model.architecture} has no native family: its class of transformers computes it, with ep, ep_shard, "
+                "dp_shard and their replicas; native families (docs/huggingface.md) have every axis and kernel")
+        for axis in ("pp", "cp", "tp", "etp"):
+            yield f"mesh.{axis}", getattr(shape, axis) > 1, tier, f"Set mesh.{axis}=1"
+        plain = Config()
+        for key in _DECODER_ALONE:
+            value = attrgetter(key)(plain)
+            yield key, attrgetter(key)(config) != value, tier, f"Set {key}={str(value).lower()}"
+        yield "moe.experts", config.moe.experts not in ("grouped_mm", "loop", "triton"), tier, "Set moe.experts=grouped_mm"
+        recompute = config.parallel.recompute
+        yield "parallel.recompute", recompute not in ([], "full"), tier, "Set parallel.recompute=full, or []"
+        if model.num_moe_layers:
+            yield from sharded_expert_rows(model, shape)
+            yield ("parallel.expert_wgrad", config.parallel.expert_wgrad != "autograd",
+                   "the experts of a class of transformers use its own products (model.family=transformers)",
+                   "Set parallel.expert_wgrad=autograd")
+
+    def adapter_rows(self, config: Config, params: list[Param]) -> Iterator[Row]:
+        architecture = config.model.architecture
+        if "experts" in config.lora.targets:
+            left = [param.name for param in params if _is_unknown_stack(param)]
+            yield ("lora.targets", bool(left), f"{architecture} has experts {', '.join(left[:2])}; adapters "
+                   "are only for stacks gate_up_proj and down_proj [experts, outputs, inputs]",
+                   "Set lora.targets=[attention,mlp,shared_experts]")
+        unused = uncalled_layers(str(config.model.hf_path))
+        asked = {param.name: param.spec.lora for param in params if is_target(param, config.lora)}
+        odd = [name for name in asked if name in unused]
+        others = sorted({str(last) for name, last in asked.items() if name not in unused})
+        yield ("lora.targets", bool(odd), f"{architecture} reads {', '.join(odd[:2])} and does not call the "
+               "layer, so an adapter adds nothing", f"Set lora.targets=[{','.join(others)}]")
+    # fmt: on
+
+    def check(self, config: Config) -> None:
+        build_decoder(config.model, config.moe, parameter_dtype(config))
+
+    def params(self, model: ModelConfig, buffers: bool) -> list[Param]:
+        table = class_params(str(model.hf_path))
+        return [param for param in table if buffers or param.spec.kind != "buffer"]
+
+    def build(self, model: ModelConfig, moe: MoEConfig, backend: BackendConfig | None) -> CausalLM:
+        return TransformersModel(model, moe, backend)
+
+    def layer_bytes(self, config: Config, ep: int, expert_rows: float) -> Any:
+        return class_layers(config, ep, expert_rows)
+
+    def computes_in_float32(self, model: ModelConfig) -> bool:
+        return computes_in_float32(model)
+
+
+def _is_unknown_stack(param: Param) -> bool:
+    """Return whether ``param`` holds experts and gets no adapter."""
+    stacked = len(param.shape) == 3 or "expert" in param.name
+    in_ffn = param.part in ("routed_experts", "dense_ffn") and param.multiplies
+    return stacked and in_ffn and param.spec.lora is None
+
+
+class _View(torch.Tensor):
+    """Meta tensor that ignores ``contiguous``, so that every slice stays a view."""
+
+    def contiguous(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self
+
+
+@cache
+def _layouts(path: str, stated: bytes) -> KeyMap:
+    """Return the ``KeyMap`` of the layout in which the class is published; others in ``layouts``.
+
+    The other layouts have the prefixes of a wrapper, or the class's own names.
+
+    Args:
+        stated: content of config.json, as a part of the cache's key.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    model = build_causal_lm(path)
+    tensors = {param.name: torch.empty(param.shape, device="meta") for param in class_params(path)}
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    tables = []
+    for with_prefixes in (False, True):
+        if with_prefixes:
+            model._weight_conversions = transforms
+        tables.append(_published(model, tensors))
+    own = {
+        name: (
+            Piece(name, tuple(one.shape), (None,) * one.dim(), (0,) * one.dim(), tuple(one.shape)),
+        )
+        for name, one in tensors.items()
+    }
+    unread = tuple(model._keys_to_ignore_on_load_unexpected or ())
+    layouts = [
+        KeyMap(table=_plain(table), unread=unread) for table in (*tables, own) if table is not None
+    ]
+    return replace(layouts[0], layouts=tuple(layouts))
+
+
+def _plain(table: dict[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
+    """Return ``table`` with plain names of the stored tensors."""
+    keys = [piece.key for pieces in table.values() for piece in pieces]
+    names = names_in(Path(), {}, keys)
+    return {
+        name: tuple(piece._replace(key=names.plain(piece.key) or piece.key) for piece in pieces)
+        for name, pieces in table.items()
+    }
+
+
+def _published(
+    model: nn.Module, tensors: dict[str, torch.Tensor]
+) -> dict[str, tuple[Piece, ...]] | None:
+    """Return the published pieces of each parameter; None if one is no slice of a parameter."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    views = {name: tensor.as_subclass(_View) for name, tensor in tensors.items()}
+    try:
+        stored = revert_weight_conversion(model, views)
+    except NotImplementedError:  # an operation that cannot be reverted
+        return None
+    of_storage = {id(one.untyped_storage()): name for name, one in tensors.items()}
+    table: dict[str, list[Piece]] = {name: [] for name in tensors}
+    for key, view in stored.items():
+        name = of_storage.get(id(view.untyped_storage()))
+        piece = None if name is None else _piece(key, view, tensors[name])
+        if piece is None:
+            return None
+        table[name].append(piece)
+    whole = all(
+        sum(torch.Size(piece.shape).numel() for piece in pieces) == tensors[name].numel()
+        for name, pieces in table.items()
+    )
+    return {name: tuple(pieces) for name, pieces in table.items()} if whole else None
+
+
+def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
+    """Return the slice of ``tensor`` behind ``view``, stored as ``key``; None if it is no slice."""
+    at = view.storage_offset()
+    select: list[int | None] = []
+    origin = []
+    order = []
+    free = list(range(view.dim()))
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        first, at = divmod(at, stride) if stride else (0, at)
+        dim = next(
+            (one for one in free if view.stride(one) == stride and view.shape[one] <= size), None
+        )
+        if dim is None:
+            select.append(first)
+            continue
+        free.remove(dim)
+        select.append(None)
+        origin.append(first)
+        order.append(dim)
+    if free:
+        return None
+    size = tuple(view.shape[dim] for dim in order)
+    inverse = tuple(order.index(dim) for dim in range(len(order)))
+    if inverse == tuple(range(len(order))):
+        inverse = ()
+    return Piece(
+        key, tuple(view.shape), tuple(select), (0,) * len(size), size, inverse, origin=tuple(origin)
+    )
+
 
 # ``check_holds`` expects no tensor per expert, since ``keys`` are ``fused``.
-FAMILY = ClassFamily("transformers", "", {}, {}, keys=KeyMap(fused=True), tier=ClassTier())
+FAMILY = ClassFamily("transformers", "", {}, {}, keys=KeyMap(fused=True))

@@ -255,7 +255,7 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
-    choices = (*dict.fromkeys(choices + registered_names(key)),)
+    choices += registered_names(key)
     value = str(value) if isinstance(value, FromEnvironment) else value
     if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as false
         return "off"

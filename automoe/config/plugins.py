@@ -42,8 +42,8 @@ KINDS = {
     **RUN_POINTS,
 }
 _registered: dict[str, dict[str, Any]] = {key: {} for key in KINDS}
-# Classes of transformers are found as a plugin is; no other room imports theirs.
-_registered["model.family"]["transformers"] = "automoe.classes.family:FAMILY"
+# Found as a plugin is, since no other room imports its room: the family of classes of transformers.
+_SHIPPED = {("model.family", "transformers"): "automoe.classes.family:FAMILY"}
 _loaded: set[str] = set()
 
 
@@ -88,12 +88,12 @@ def registered(key: str) -> dict[str, Any]:
 
 
 def look_up(key: str, name: str) -> Any:
-    """Return the object registered as ``key=name``; None if there is none.
+    """Return what a plugin, or ``_SHIPPED``, has for ``key=name``; None if there is nothing.
 
     Raises:
         ConfigError: as ``registered``.
     """
-    value = _registered[key].get(name)
+    value = _registered[key].get(name) or _SHIPPED.get((key, name))
     if not isinstance(value, str):
         return value
     module, _, attribute = value.partition(":")

@@ -1,7 +1,7 @@
 """Who computes the models of a family, and what the trainer asks about that. Needs no torch.
 
-automoe's decoder computes every family that is a declaration, and ``Tier`` has its answers. A
-family that other code computes has a tier of its own, found by name as a plugin's is:
+``Tier`` has the answers of automoe's decoder, which computes every family that is a declaration. A
+family (``automoe.hf.families.family.Family``) that other code computes overrides them:
 ``automoe.classes`` is such code, for the classes of ``transformers``.
 """
 
@@ -27,13 +27,15 @@ class Tier:
     A method that returns None leaves the work to the decoder's own function.
 
     Attributes:
-        fixed: True if ``config.json`` at ``model.hf_path`` alone defines the model, so that no
+        resizable: False if ``config.json`` at ``model.hf_path`` alone defines the model, so that no
             smaller one stands for it.
         repeats_routing: True if choices of experts can be recorded and repeated.
+        expert_style: class that shards experts; None: ``automoe.parallel.expert.ExpertStyle``.
     """
 
-    fixed = False
+    resizable = True
     repeats_routing = True
+    expert_style: Any = None
 
     def rows(self, config: Config, shape: MeshShape) -> Iterable[Row] | None:
         """Return the rules for a model's sizes and for how a mesh shards them."""
@@ -52,10 +54,6 @@ class Tier:
 
     def build(self, model: ModelConfig, moe: Any, backend: BackendConfig | None) -> CausalLM | None:
         """Return the model on the meta device, with parameters of torch's default dtype."""
-        return None
-
-    def expert_style(self) -> Any:
-        """Return the class that shards experts, ``automoe.parallel.expert.ExpertStyle`` or a subclass."""
         return None
 
     def layer_bytes(self, config: Config, ep: int, expert_rows: float) -> Any:
@@ -80,6 +78,5 @@ _DECODER = Tier()
 
 
 def tier_of(model: ModelConfig) -> Tier:
-    """Return the tier of ``model.family``: a plugin's, or the decoder's."""
-    family = look_up("model.family", model.family)
-    return _DECODER if family is None else family.tier
+    """Return the family of ``model`` if it is a plugin's, or the decoder's answers."""
+    return look_up("model.family", model.family) or _DECODER

@@ -259,7 +259,7 @@ def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertStyle:
                 f"moe.dispatch_dtype=fp8 needs a GPU of compute capability 8.9 or later, and this one has {found}. "
                 "Set moe.dispatch_dtype=auto"
             )
-    make = tier_of(config.model).expert_style() or ExpertStyle
+    make = tier_of(config.model).expert_style or ExpertStyle
     style = make(
         config.moe.dispatcher,
         config.cluster.gpus_per_node,

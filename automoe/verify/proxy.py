@@ -88,7 +88,7 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     num_stages = small.pp * parallel.stages_per_rank
     blocked = config.train.fp8 == "blockwise"
     model = config.model
-    if not tier_of(model).fixed:
+    if tier_of(model).resizable:
         model = _cut_model(model, small, num_stages, num_token_ids, blocked)
     if parallel.layers_per_stage is not None:
         # Stages keep different sizes, and modules for multi-token prediction that are on other

@@ -191,7 +191,10 @@ def make_runnable(
         if not here.data.is_synthetic:
             ids = load_tokenizer(tokenizer_of(here)).vocab_size
         here, shape = make_proxy(here, shape, ids)
-    if tier_of(here.model).fixed and (size := count_params(here.model).total) > MAX_PARAMETERS:
+    if (
+        not tier_of(here.model).resizable
+        and (size := count_params(here.model).total) > MAX_PARAMETERS
+    ):
         raise ConfigError(
             "model.hf_path",
             here.model.hf_path,
@@ -228,7 +231,7 @@ def _without_checkpoint(config: Config, device: Device) -> Config:
         config.data.chat.template = "plain"
     rope = replace(config.model.rope, extends=False)  # the scaling stays
     model = replace(config.model, hf_path=None, rope=rope)
-    if tier_of(config.model).fixed:
+    if not tier_of(config.model).resizable:
         model = replace(config.model, random_weights=True)
     return replace(
         config,

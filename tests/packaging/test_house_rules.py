@@ -159,7 +159,7 @@ def asks_for_the_tier(tree: ast.AST) -> list[str]:
         compared = ast.walk(node) if isinstance(node, ast.Compare | ast.MatchValue) else ()
         spelled = {constant.value for constant in compared if isinstance(constant, ast.Constant)}
         named = getattr(node, "id", getattr(node, "attr", getattr(node, "name", None)))
-        if "transformers" in spelled or named in ("TRANSFORMERS", "TransformersModel", "ClassTier", "ClassFamily"):
+        if "transformers" in spelled or named in ("TRANSFORMERS", "TransformersModel", "ClassFamily"):
             found.append(ast.unparse(node))
     return found
 
@@ -185,7 +185,7 @@ def test_classes_of_transformers_are_reached_through_their_family_alone() -> Non
 )
 def test_a_question_for_the_tier_is_found(code: str) -> None:
     assert asks_for_the_tier(ast.parse(code))
-    assert not asks_for_the_tier(ast.parse("tier_of(model).fixed or logging.getLogger('transformers')"))
+    assert not asks_for_the_tier(ast.parse("tier_of(model).resizable or logging.getLogger('transformers')"))
 
 
 def test_nothing_that_ships_imports_tests_or_a_recipe_by_name() -> None:

@@ -82,7 +82,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(Tier):
     """A model family as data.
 
     Attributes:
@@ -106,7 +106,6 @@ class Family:
         whole_heads: True if transformers requires the number of heads to divide the hidden size,
             even with head_dim set.
         least: smallest values that transformers computes in a layer with experts.
-        tier: who computes the models.
     """
 
     model_type: str
@@ -123,7 +122,6 @@ class Family:
     known_as: tuple[str, ...] = ()
     whole_heads: bool = False
     least: dict[str, int] = field(default_factory=dict)
-    tier: Tier = Tier()
 
     def of(self, model: ModelConfig) -> Family:
         """Return the family with what depends on the checkpoint of ``model``."""

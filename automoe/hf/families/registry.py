@@ -14,7 +14,7 @@ from typing import Any
 from automoe.config.data_schema import DataConfig
 from automoe.config.hub import local_folder
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.plugins import registered
+from automoe.config.plugins import look_up, registered
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig
@@ -79,7 +79,8 @@ def known_families() -> dict[str, Family]:
 
 def family_of(config: ModelConfig) -> Family:
     """Return the family that ``config`` names."""
-    return known_families()[config.family].of(config)
+    family = known_families().get(config.family) or look_up("model.family", config.family)
+    return family.of(config)
 
 
 def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, Any]:
@@ -159,7 +160,7 @@ def model_of_stranger(path: str | Path) -> ModelConfig:
     """
     if str(text_config(read_hf_config(path)).get("model_type")) in known_families():
         return model_config_from_hf(path)
-    import torch  # noqa: F401  (no child spends its time on that)
+    look_up("model.family", UNDECLARED)  # imported here: no child spends its time on that
 
     def build() -> ModelConfig:
         config = model_config_from_hf(path)
@@ -185,11 +186,10 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     """
     whole = read_hf_config(path)
     hf = text_config(whole)
-    families = known_families()
-    family = families.get(str(hf.get("model_type")))
+    family = known_families().get(str(hf.get("model_type")))
     if family is None:
         _check_layers(whole, local_folder(path))
-        family = families[UNDECLARED]
+        family = look_up("model.family", UNDECLARED)
     config = family.read_config(hf, str(path))
     config = config if mtp else replace(config, num_mtp_layers=0)
     # The weights are read, not drawn, so initializer_range may be 0.
