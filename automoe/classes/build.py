@@ -5,13 +5,13 @@ A class is built from a ``config.json``. Code that comes with a checkpoint is ne
 
 from __future__ import annotations
 
-import inspect
 from copy import copy
 from typing import Any
 
 import torch
 from torch import nn
 
+from automoe.classes.expert_parallel import obstacle
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError, one_line
 from automoe.hf.loading import text_path
@@ -126,11 +126,8 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    number = getattr(module, "num_experts", None)
-    shapes = [parameter.shape for parameter in module.parameters()]
-    stacked = all(len(shape) > 1 and shape[0] == number for shape in shapes)
-    called_with = inspect.signature(module.forward).parameters
-    return stacked and any(len(shape) > 2 for shape in shapes) and len(called_with) >= 3
+    """Return whether ``ExpertParallel`` shards ``module``, and it has stacks of matrices."""
+    return any(weight.dim() > 2 for weight in module.parameters()) and not obstacle(module)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

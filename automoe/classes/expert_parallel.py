@@ -40,26 +40,25 @@ class ExpertParallel(ExpertStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        num_experts = _check_module(module)
+        rule = obstacle(module)
+        remedy = (
+            "Apply ExpertParallel to the module that holds the stacked weights of a layer's experts"
+        )
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            rule = "its parameters are sharded already, and ExpertParallel shards those of a module once"
+            remedy = "Apply it once to each module, before fully_shard; one that several layers share is one module"
+        if rule:
+            raise ConfigError("module", type(module).__name__, rule, remedy)
         super()._apply(module, device_mesh)
         if not isinstance(module, GroupedExperts):
+            module.forward = RoutedCall(module, module.dispatcher).route
             # the module's own code counts its local experts
-            module.num_experts = num_experts // device_mesh.size()
+            module.num_experts //= device_mesh.size()
         return module
 
-    def connect(self, module: nn.Module, dispatcher: Dispatcher) -> None:
-        if isinstance(module, GroupedExperts):
-            super().connect(module, dispatcher)
-        else:
-            module.forward = RoutedCall(module, dispatcher).route
 
-
-def _check_module(module: nn.Module) -> int:
-    """Return the number of experts.
-
-    Raises:
-        ConfigError: the module is no experts module, or is sharded already.
-    """
+def obstacle(module: nn.Module) -> str:
+    """Return why ``module`` does not hold experts that can be sharded; empty if it does."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     num_experts = getattr(module, "num_experts", None)
     arguments = list(inspect.signature(module.forward).parameters)
@@ -68,31 +67,33 @@ def _check_module(module: nn.Module) -> int:
         for name, shape in shapes.items()
         if len(shape) < 2 or shape[0] != num_experts
     ]
-    remedy = (
-        "Apply ExpertParallel to the module that holds the stacked weights of a layer's experts"
-    )
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        rule = (
-            "its parameters are sharded already, and ExpertParallel shards those of a module once"
-        )
-        remedy = "Apply it once to each module, before fully_shard; one that several layers share is one module"
-    elif not shapes:
-        rule = "it has no parameters to shard"
-    elif not isinstance(num_experts, int):
-        rule = f"it has no attribute num_experts; its parameters are {shapes}"
-    elif other:
-        rule = f"dim 0 of every parameter must be its {num_experts} experts (num_experts), and is not in {other}"
-    elif len(arguments) < 3:
-        rule = (
+    if not shapes:
+        return "it has no parameters to shard"
+    if not isinstance(num_experts, int):
+        return f"it has no attribute num_experts; its parameters are {shapes}"
+    if other:
+        return f"dim 0 of every parameter must be its {num_experts} experts (num_experts), and is not in {other}"
+    if len(arguments) < 3:
+        return (
             f"it is called with ({', '.join(arguments)}), and ExpertParallel needs three arguments: rows [T, H], "
             "chosen experts [T, K] and their weights [T, K]"
         )
-    else:
-        return num_experts
-    raise ConfigError("module", type(module).__name__, rule, remedy)
+    return ""
 
 
-class RoutedCall(nn.Module):
+class OwnCode(nn.Module):
+    """The forward that ``module`` has now, to be called with other weights (``functional_call``)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module  # registered, so that functional_call finds its parameters
+        self.own_forward = module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.own_forward(*args, **kwargs)
+
+
+class RoutedCall(OwnCode):
     """Forward of an experts module that dispatches tokens to the module's code on local shards.
 
     The module's code knows no ranks. Its hooks, for example those of ``fully_shard``, run once,
@@ -100,10 +101,8 @@ class RoutedCall(nn.Module):
     """
 
     def __init__(self, module: nn.Module, dispatcher: Dispatcher) -> None:
-        super().__init__()
+        super().__init__(module)
         self.num_experts = module.num_experts
-        self.module = module  # registered, so that functional_call finds its parameters
-        self.own_forward = module.forward
         self.dispatcher = dispatcher
         self.signature = inspect.signature(module.forward)
 
@@ -165,6 +164,3 @@ class RoutedCall(nn.Module):
         # Adapters take their own shards: dropout counts features by their place in the whole.
         own = {name: one for name, one in shards.items() if ".lora." not in name}
         return functional_call(self, own, (rows_RH, expert_R.unsqueeze(1), probs_R.unsqueeze(1)))
-
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        return self.own_forward(*args)

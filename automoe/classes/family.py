@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from automoe.classes.activations import class_layers
 from automoe.classes.build import build_causal_lm, decoder_layers, experts_modules, is_tied, refused
 from automoe.classes.expert_parallel import ExpertParallel
 from automoe.classes.model import TransformersModel, computes_in_float32
@@ -166,7 +165,11 @@ class ClassFamily(Family):
     def adapter_rows(self, config: Config, params: list[Param]) -> Iterator[Row]:
         architecture = config.model.architecture
         if "experts" in config.lora.targets:
-            left = [param.name for param in params if _is_unknown_stack(param)]
+            left = [  # stacks of experts that get no adapter
+                param.name for param in params
+                if param.part in ("routed_experts", "dense_ffn") and param.multiplies and param.spec.lora is None
+                and (len(param.shape) == 3 or "expert" in param.name)
+            ]
             yield ("lora.targets", bool(left), f"{architecture} has experts {', '.join(left[:2])}; adapters "
                    "are only for stacks gate_up_proj and down_proj [experts, outputs, inputs]",
                    "Set lora.targets=[attention,mlp,shared_experts]")
@@ -189,17 +192,12 @@ class ClassFamily(Family):
         return TransformersModel(model, moe, backend)
 
     def layer_bytes(self, config: Config, ep: int, expert_rows: float) -> Any:
+        from automoe.classes.activations import class_layers  # takes long to import
+
         return class_layers(config, ep, expert_rows)
 
     def computes_in_float32(self, model: ModelConfig) -> bool:
         return computes_in_float32(model)
-
-
-def _is_unknown_stack(param: Param) -> bool:
-    """Return whether ``param`` holds experts and gets no adapter."""
-    stacked = len(param.shape) == 3 or "expert" in param.name
-    in_ffn = param.part in ("routed_experts", "dense_ffn") and param.multiplies
-    return stacked and in_ffn and param.spec.lora is None
 
 
 class _View(torch.Tensor):

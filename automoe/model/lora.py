@@ -112,19 +112,16 @@ def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: to
         if any(param.expert for param in owned):
             made = [each for p in owned if is_target(p, lora) for each in adapters(p, lora.rank)]
             shapes = {each.name.rpartition(".")[2]: each.shape for each in made}
-            stacks = ExpertLora(*given, shapes, PRODUCTS[config.moe.experts])
-            stacks = stacks.to("meta", dtype)
-            if isinstance(base, GroupedExperts):
-                part.set_submodule(name, LoRAExperts(base, stacks))
-            else:
-                part.add_adapter(base, stacks)
+            adapter = ExpertLora(*given, shapes, PRODUCTS[config.moe.experts])
         else:
-            out_features, in_features = owned[0].shape
-            adapter = Lora(*given, in_features, out_features).to("meta", dtype)
-            if isinstance(base, Linear):
-                part.set_submodule(name, LoRALinear(base, adapter))
-            else:
-                part.add_adapter(base, adapter)
+            adapter = Lora(*given, *reversed(owned[0].shape))
+        adapter.to("meta", dtype)
+        if isinstance(base, GroupedExperts):
+            part.set_submodule(name, LoRAExperts(base, adapter))
+        elif isinstance(base, Linear):
+            part.set_submodule(name, LoRALinear(base, adapter))
+        else:
+            part.add_adapter(base, adapter)
 
 
 def fill_adapters(part: CausalLM) -> None:
