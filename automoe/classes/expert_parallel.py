@@ -49,12 +49,14 @@ class ExpertParallel(ExpertStyle):
             remedy = "Apply it once to each module, before fully_shard; one that several layers share is one module"
         if rule:
             raise ConfigError("module", type(module).__name__, rule, remedy)
-        super()._apply(module, device_mesh)
-        if not isinstance(module, GroupedExperts):
-            module.forward = RoutedCall(module, module.dispatcher).route
-            # the module's own code counts its local experts
-            module.num_experts //= device_mesh.size()
-        return module
+        return super()._apply(module, device_mesh)
+
+    def connect(self, module: nn.Module, dispatcher: Dispatcher) -> None:
+        if isinstance(module, GroupedExperts):
+            return super().connect(module, dispatcher)
+        module.forward = RoutedCall(module, dispatcher).route
+        # the module's own code counts its local experts
+        module.num_experts = len(local_shard(next(module.parameters())))
 
 
 def obstacle(module: nn.Module) -> str:

@@ -176,8 +176,12 @@ class ExpertStyle(ParallelStyle):
             dispatcher = ExpertTensorDispatcher(dispatcher, group)
             if module.down_proj_bias is not None:
                 module.first_bias_column = global_offset(module.down_proj_bias)[1]
-        module.dispatcher = dispatcher
+        self.connect(module, dispatcher)
         return module
+
+    def connect(self, module: nn.Module, dispatcher: Dispatcher) -> None:
+        """Make calls of ``module`` go through ``dispatcher``."""
+        module.dispatcher = dispatcher
 
     def dispatcher(self, group: dist.ProcessGroup, num_experts: int) -> Dispatcher:
         """Return the shared dispatcher of ``group`` and ``num_experts``, made at the first call."""
