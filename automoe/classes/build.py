@@ -15,7 +15,7 @@ from automoe.classes.expert_parallel import obstacle
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError, one_line
 from automoe.hf.loading import text_path
-from automoe.model.wrapper import text_config
+from automoe.hf.wrapper import text_config
 
 ADAPTED_STACKS = {"gate_up_proj", "down_proj"}
 # Words in keys of config.json that make training draw random numbers.

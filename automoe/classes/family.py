@@ -32,11 +32,11 @@ from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import HFConfig, number_of
 from automoe.hf.families.family import Family
 from automoe.hf.keys import KeyMap, Piece
+from automoe.hf.wrapper import names_in
 from automoe.model.adapters import is_target
 from automoe.model.backend import BackendConfig
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import Param
-from automoe.model.wrapper import names_in
 from automoe.parallel.parallelize import build_decoder, parameter_dtype
 
 _TOP_K = (

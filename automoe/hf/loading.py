@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from automoe.model.wrapper import ALONE, Names
+from automoe.hf.wrapper import ALONE, Names
 
 
 def loading_class(config: Any, whole: bool = False) -> Any:

@@ -33,10 +33,10 @@ from automoe.hf.keys import KeyMap, Piece, hf_pieces
 from automoe.hf.loading import loading_class, names_in_class
 from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
+from automoe.hf.wrapper import ALONE, Names, is_wrapper
 from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import model_params
-from automoe.model.wrapper import ALONE, Names, is_wrapper
 from automoe.storage.foreign import open_inside
 
 WEIGHTS_FILE = "adapter_model.safetensors"

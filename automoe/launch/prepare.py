@@ -26,11 +26,11 @@ from automoe.config.tier import tier_of
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.errors import ConfigError, listed
+from automoe.hf.wrapper import is_wrapper
 from automoe.launch.hardware import default_num_ranks, resolve_device
 from automoe.launch.run_dir import read_config
 from automoe.model.adapters import adapter_rows
 from automoe.model.params import count_params
-from automoe.model.wrapper import is_wrapper
 
 LARGE = 1e9  # parameters
 # Fields of a model that the configuration sets, whatever the checkpoint has.
@@ -261,7 +261,7 @@ def _check_fp8_base(config: Config) -> None:
     if config.lora.base != "fp8" or path is None:
         return
     from automoe.hf.families.registry import family_of, read_hf_config
-    from automoe.model.wrapper import quantization_in
+    from automoe.hf.wrapper import quantization_in
 
     remedy = "Set lora.base=nf4 or weights"
     if family_of(config.model).keys.transposed:

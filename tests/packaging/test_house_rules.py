@@ -48,8 +48,8 @@ LAYERS = (
     ("automoe.moe",),
     ("automoe.kernels", "automoe.quantize"),
     ("automoe.comm",),
-    # the table of parameters, without torch; where a wrapper has its text model
-    ("automoe.model.params", "automoe.model.param_spec", "automoe.model.wrapper"),
+    # the table of parameters, without torch
+    ("automoe.model.params", "automoe.model.param_spec"),
     ("automoe.config", "automoe.storage", *PRIVATE_TO_TORCH),
     ("automoe.errors",),
 )

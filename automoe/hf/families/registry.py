@@ -34,8 +34,8 @@ from automoe.hf.families import (
 from automoe.hf.families.as_transformers import config_of_class, damaged, not_computed, number_of
 from automoe.hf.families.family import Family
 from automoe.hf.headers import ADAPTER, check_holds, complete_headers, has_own_head
+from automoe.hf.wrapper import ALONE, names_in, text_config
 from automoe.hf.writers import check_writer
-from automoe.model.wrapper import ALONE, names_in, text_config
 from automoe.storage.foreign import is_there, parse_settings, read_bytes, read_settings
 from automoe.storage.guarded import guarded
 
