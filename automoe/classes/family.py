@@ -19,10 +19,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from automoe.classes.build import build_causal_lm, decoder_layers, experts_modules, is_tied, refused
+from automoe.classes.build import (
+    build_causal_lm,
+    class_params,
+    decoder_layers,
+    experts_modules,
+    is_tied,
+    refused,
+    uncalled_layers,
+)
 from automoe.classes.expert_parallel import ExpertParallel
 from automoe.classes.model import TransformersModel, computes_in_float32
-from automoe.classes.params import class_params, uncalled_layers
 from automoe.config.hub import local_folder
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row

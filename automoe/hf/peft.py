@@ -30,10 +30,9 @@ from automoe.hf.folder import new_folder
 from automoe.hf.headers import ADAPTER
 from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
-from automoe.hf.loading import loading_class, names_in_class
 from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
-from automoe.hf.wrapper import ALONE, Names, is_wrapper
+from automoe.hf.wrapper import ALONE, Names, is_wrapper, loading_class, names_in_class
 from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import model_params

@@ -29,10 +29,10 @@ from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.folder import float32_copy, write_settings
 from automoe.hf.headers import NO_ADAPTER, switched_off
 from automoe.hf.keys import Encoding, hf_tensors
-from automoe.hf.loading import loading_class, names_in_class
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import compare_beside, not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
+from automoe.hf.wrapper import loading_class, names_in_class
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import count_params
 from automoe.moe.router import recorded_choices
