@@ -209,11 +209,13 @@ class Narrow(Family):
         return [("mesh.tp", shape.tp > 1, f"{config.model.num_layers} narrow layers", "Set mesh.tp=1")]
 
     def params(self, model: ModelConfig, buffers: bool) -> list[Param]:
-        return [param for param in model_params(replace(model, family="qwen3_moe"), buffers) if ".experts." in param.name]
+        return [
+            param for param in model_params(replace(model, family="qwen3_moe"), buffers) if ".experts." in param.name
+        ]
 
     def build(self, model: ModelConfig, moe: MoEConfig, backend: BackendConfig | None) -> CausalLM:
         with torch.device("meta"):
-            return Decoder(model, moe, range(1), backend, embeds=False, predicts=False)
+            return Decoder(model, moe, range(1), embeds=False, predicts=False, backend=backend)
 
 
 def test_a_family_from_outside_may_say_who_computes_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
