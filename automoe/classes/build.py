@@ -21,19 +21,11 @@ from automoe.errors import ConfigError, one_line
 from automoe.hf.wrapper import text_config, text_path
 from automoe.model.param_spec import Param, ParamSpec
 
-# The first of these words in a parameter's name tells its part of the model.
+# The first of these words in a parameter's name, before the colon, tells its part of the model.
 _PART_WORDS = (
-    ("norm", "norms"),
-    ("shared", "shared_experts"),
-    ("router", "router"),
-    (".gate.", "router"),
-    ("attn", "attention"),
-    ("attention", "attention"),
-    ("mixer", "attention"),
-    ("mamba", "attention"),
-    ("conv", "attention"),
-    ("", "dense_ffn"),
-)
+    "norm:norms shared:shared_experts router:router .gate.:router attn:attention "
+    "attention:attention mixer:attention mamba:attention conv:attention :dense_ffn"
+).split()
 _PLACES = {"attention": 1, "router": 7, "dense_ffn": 7, "shared_experts": 7, "routed_experts": 7}
 # Groups of ``lora.targets``, by part.
 _GROUPS = {
@@ -190,7 +182,8 @@ def _class_params(path: str, stated: bytes) -> tuple[Param, ...]:
     for name, parameter in model.state_dict(keep_vars=True).items():
         part = "routed_experts" if parameter in experts else part_of.get(parameter)
         if part is None:
-            part = next(part for word, part in _PART_WORDS if word in name)
+            words = (pair.split(":") for pair in _PART_WORDS)
+            part = next(part for word, part in words if word in name)
         matrix = parameter.dim() > 1 and not name.endswith("bias")
         kind = "matrix" if matrix else "vector"
         if not isinstance(parameter, nn.Parameter):

@@ -153,8 +153,7 @@ class RoutedCall(OwnCode):
     def _run_local(
         self, rows_RH: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor
     ) -> torch.Tensor:
-        parameters = dict(self.module.named_parameters())
-        shards = {f"module.{name}": local_shard(one) for name, one in parameters.items()}
+        shards = {name: local_shard(one) for name, one in self.named_parameters()}
         if not len(rows_RH):
             # Modules may skip experts without rows, and other ranks wait for this one in the
             # backward pass. Empty slices give every input a gradient of zeros.

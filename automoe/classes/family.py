@@ -34,23 +34,19 @@ from automoe.config.hub import local_folder
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row
 from automoe.config.rules_model import sharded_expert_rows
-from automoe.config.schema import AttentionConfig, Config, ModelConfig, MoEConfig
+from automoe.config.schema import AttentionConfig, Config, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import HFConfig, number_of
 from automoe.hf.families.family import Family
 from automoe.hf.keys import KeyMap, Piece
 from automoe.hf.wrapper import names_in
 from automoe.model.adapters import is_target
-from automoe.model.backend import BackendConfig
-from automoe.model.causal_lm import CausalLM
 from automoe.model.params import Param
 from automoe.parallel.parallelize import build_decoder, parameter_dtype
 
-_TOP_K = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"
-)  # fmt: skip
+_TOP_K = "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts".split()
 # Keys that describe the source's files; a written config.json does not have them.
-_OF_FILES = ("auto_map", "dtype", "torch_dtype", "quantization_config", "transformers_version")
+_OF_FILES = "auto_map dtype torch_dtype quantization_config transformers_version".split()
 # Settings that automoe's decoder computes.
 _DECODER_ALONE = """
     moe.gate moe.dispatch_dtype moe.router_jitter moe.router_dtype moe.capacity_factor moe.record_routing
@@ -66,6 +62,8 @@ class ClassFamily(Family):
     resizable = False
     repeats_routing = False
     expert_style = ExpertParallel
+    build = staticmethod(TransformersModel)
+    computes_in_float32 = staticmethod(computes_in_float32)
 
     def of(self, model: ModelConfig) -> Family:
         path = str(model.hf_path)
@@ -195,16 +193,10 @@ class ClassFamily(Family):
         table = class_params(str(model.hf_path))
         return [param for param in table if buffers or param.spec.kind != "buffer"]
 
-    def build(self, model: ModelConfig, moe: MoEConfig, backend: BackendConfig | None) -> CausalLM:
-        return TransformersModel(model, moe, backend)
-
     def layer_bytes(self, config: Config, ep: int, expert_rows: float) -> Any:
         from automoe.classes.activations import class_layers  # takes long to import
 
         return class_layers(config, ep, expert_rows)
-
-    def computes_in_float32(self, model: ModelConfig) -> bool:
-        return computes_in_float32(model)
 
 
 class _View(torch.Tensor):

@@ -218,10 +218,11 @@ class TransformersModel(CausalLM):
         self._probe: _Probe | None = None
         self._moe: dict[nn.Module, _MoELayer] = {}
         self.routers = nn.ModuleDict()
-        self.experts_by = self._choose_experts(list(experts_modules(model).values()), moe.experts)
+        modules = list(experts_modules(model).values())
+        self.experts_by = self._choose_experts(modules, moe.experts)
         what = f"{config.architecture}: layers and routers by transformers' own code"
         self.notes = (f"{what}; {self.experts_by}",)
-        for index, experts in enumerate(experts_modules(model).values()):
+        for index, experts in enumerate(modules):
             router = ClassRouter(config, moe, index, self.backend.pg_collection)
             self.routers[str(index)] = router
             self._moe[experts] = _MoELayer(router, experts)

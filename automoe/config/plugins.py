@@ -43,7 +43,7 @@ KINDS = {
 }
 _registered: dict[str, dict[str, Any]] = {key: {} for key in KINDS}
 # Found as a plugin is, since no other room imports its room: the family of classes of transformers.
-_SHIPPED = {("model.family", "transformers"): "automoe.classes.family:FAMILY"}
+_SHIPPED = {"model.family=transformers": "automoe.classes.family:FAMILY"}
 _loaded: set[str] = set()
 
 
@@ -93,7 +93,7 @@ def look_up(key: str, name: str) -> Any:
     Raises:
         ConfigError: as ``registered``.
     """
-    value = _registered[key].get(name) or _SHIPPED.get((key, name))
+    value = _registered[key].get(name) or _SHIPPED.get(f"{key}={name}")
     if not isinstance(value, str):
         return value
     module, _, attribute = value.partition(":")

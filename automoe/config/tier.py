@@ -8,17 +8,12 @@ family (``automoe.hf.families.family.Family``) that other code computes override
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import look_up
-from automoe.config.schema import Config, ModelConfig
-
-if TYPE_CHECKING:
-    from automoe.config.rules import Row
-    from automoe.model.backend import BackendConfig
-    from automoe.model.causal_lm import CausalLM
-    from automoe.model.param_spec import Param
+from automoe.config.rules import Row
+from automoe.config.schema import Config, ModelConfig, MoEConfig
 
 
 class Tier:
@@ -41,19 +36,25 @@ class Tier:
         """Return the rules for a model's sizes and for how a mesh shards them."""
         return None
 
-    def adapter_rows(self, config: Config, params: list[Param]) -> Iterable[Row]:
+    def adapter_rows(self, config: Config, params: list[Any]) -> Iterable[Row]:
         """Return further rules of ``lora.targets`` for a model with the parameters ``params``."""
         return ()
 
     def check(self, config: Config) -> None:
         """Raise ``ConfigError``, before ranks start, for what only the built model shows."""
 
-    def params(self, model: ModelConfig, buffers: bool) -> list[Param] | None:
-        """Return the table of parameters in the model's order, with saved buffers if ``buffers``."""
+    def params(self, model: ModelConfig, buffers: bool) -> Any:
+        """Return the table of parameters in the model's order, with saved buffers if ``buffers``.
+
+        It is a list of ``automoe.model.param_spec.Param``.
+        """
         return None
 
-    def build(self, model: ModelConfig, moe: Any, backend: BackendConfig | None) -> CausalLM | None:
-        """Return the model on the meta device, with parameters of torch's default dtype."""
+    def build(self, model: ModelConfig, moe: MoEConfig, backend: Any) -> Any:
+        """Return the model on the meta device, with parameters of torch's default dtype.
+
+        It is a ``automoe.model.causal_lm.CausalLM``.
+        """
         return None
 
     def layer_bytes(self, config: Config, ep: int, expert_rows: float) -> Any:
@@ -74,9 +75,6 @@ class Tier:
         return False
 
 
-_DECODER = Tier()
-
-
 def tier_of(model: ModelConfig) -> Tier:
     """Return the family of ``model`` if it is a plugin's, or the decoder's answers."""
-    return look_up("model.family", model.family) or _DECODER
+    return look_up("model.family", model.family) or Tier()
