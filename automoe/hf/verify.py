@@ -32,7 +32,7 @@ from automoe.hf.keys import Encoding, hf_tensors
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import compare_beside, not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
-from automoe.hf.wrapper import loading_class, names_in_class
+from automoe.hf.wrapper import loading_class, names_in_class, weightless
 from automoe.model.causal_lm import CausalLM
 from automoe.model.params import count_params
 from automoe.moe.router import recorded_choices
@@ -164,8 +164,7 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        model = loading_class(hf_config, whole=True).from_config(hf_config)
+    model = weightless(hf_config, whole=True)
     names = names_in_class(model)
     theirs = {
         plain: tuple(value.shape)

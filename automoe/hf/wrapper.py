@@ -161,15 +161,20 @@ def loading_class(config: Any, whole: bool = False) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def weightless(config: Any, whole: bool = False) -> Any:
+    """Return the model that ``loading_class`` makes of this config, on the meta device."""
+    import torch
+
+    with torch.device("meta"):
+        return loading_class(config, whole).from_config(config, trust_remote_code=False)
+
+
 def num_parameters(config: Any) -> int:
     """Build the class of a ``transformers`` configuration on meta, and count its parameters.
 
     Of buffers, such as tables of positions, what exceeds 1 GiB counts in numbers of 4 bytes.
     """
-    import torch
-
-    with torch.device("meta"):
-        model = loading_class(config).from_config(config, trust_remote_code=False)
+    model = weightless(config)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     return model.num_parameters() + max(0, buffers - (1 << 30)) // 4
 
