@@ -328,10 +328,9 @@ def plan_stage(
     again: dict[bool, dict[int, frozenset[str]]] = {} if kinds else {False: {}}
     for layer, kind in kinds.items():
         again.setdefault(kind.mtp, {})[layer] = kind.recomputed
-    once, measured = 0.0, dict[int, tuple[float, float]]()
     counted = tier_of(model).layer_bytes(config, mesh.ep, load.expert_rows)
-    if isinstance(counted, tuple):
-        once, measured = counted[0], dict(enumerate(counted[1]))
+    once, by_layer = counted if isinstance(counted, tuple) else (0.0, ())
+    measured = dict(enumerate(by_layer))
     for layer in layers:
         # Equal layers are planned once. If names select the trained parameters, no two layers are
         # equal.
