@@ -113,7 +113,7 @@ class GroupedExperts(nn.Module):
 
     Attributes:
         dispatcher: brings tokens to these experts. All experts are on this rank until
-            ``ExpertStyle`` shards them and sets its own dispatcher.
+            ``ExpertParallel`` shards them and sets its own dispatcher.
     """
 
     # Each parameter has a dim that expert tensor parallelism shards and a dim that FSDP shards.
