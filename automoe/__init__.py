@@ -22,15 +22,15 @@ import importlib  # noqa: E402  (only from here on is it Python's own)
 
 TYPE_CHECKING = False  # type checkers take it for True
 if TYPE_CHECKING:
+    from automoe.classes.expert_parallel import ExpertParallel as ExpertParallel
     from automoe.hf.api import from_hf as from_hf
     from automoe.hf.write import to_hf as to_hf
     from automoe.launch.from_python import train as train
-    from automoe.parallel.expert import ExpertParallel as ExpertParallel
 
 __version__ = "0.14.0"
 __all__ = ["ExpertParallel", "from_hf", "to_hf", "train"]
 _MODULES = {
-    "ExpertParallel": "automoe.parallel.expert",
+    "ExpertParallel": "automoe.classes.expert_parallel",
     "from_hf": "automoe.hf.api",
     "to_hf": "automoe.hf.write",
 }

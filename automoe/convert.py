@@ -43,7 +43,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _convert(source: str, out: str, **options: Any) -> Written:
-    from automoe.config.rules_model import TRANSFORMERS
     from automoe.hf.families.registry import model_of_stranger
     from automoe.hf.folder import check_conversion
     from automoe.hf.identity import checkpoint_folder
@@ -65,7 +64,7 @@ def _convert(source: str, out: str, **options: Any) -> Written:
     check_conversion(config, user_path("--out", out), **asked)
     size = bytes_text(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
     parameters = short_number(count_params(config).total)
-    kind = config.architecture if config.family == TRANSFORMERS else config.family
+    kind = config.architecture or config.family
     print(f"converting {source}: {kind}, {parameters} parameters, {size}", flush=True)
 
     from automoe.hf.write import convert_hf  # torch

@@ -68,10 +68,10 @@ def tier_of(model_type: str) -> dict[str, str]:
     """Return ``tier`` of a class, or why it is ``refused``, from a configuration alone, without weights."""
     from transformers import CONFIG_MAPPING
 
+    from automoe.classes.model import TransformersModel
     from automoe.config.schema import MoEConfig
     from automoe.errors import ConfigError
     from automoe.hf.families.registry import FAMILIES, family_of
-    from automoe.model.transformers_model import TransformersModel
     from tests.support.class_models import hf_class_config, tier_config
 
     with tempfile.TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ user's rights, so a module that only a run directory or a checkpoint names is no
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any, get_args, get_type_hints
 
 from automoe.config import schema
@@ -41,6 +42,8 @@ KINDS = {
     **RUN_POINTS,
 }
 _registered: dict[str, dict[str, Any]] = {key: {} for key in KINDS}
+# Found as a plugin is, since no other room imports its room: the family of classes of transformers.
+_SHIPPED = {"model.family=transformers": "automoe.classes.family:FAMILY"}
 _loaded: set[str] = set()
 
 
@@ -81,18 +84,28 @@ def registered(key: str) -> dict[str, Any]:
     Raises:
         ConfigError: a ``"module:attribute"`` cannot be imported.
     """
-    found = dict(_registered[key])
-    for name, value in found.items():
-        if isinstance(value, str):
-            module, _, attribute = value.partition(":")
-            try:
-                with working_directory_last():
-                    found[name] = getattr(importlib.import_module(module), attribute)
-            except (ImportError, AttributeError) as error:
-                raise ConfigError(
-                    key, name, f"{value} cannot be imported: {error}", "Correct register()"
-                ) from error
-    return found
+    return {name: look_up(key, name) for name in _registered[key]}
+
+
+def look_up(key: str, name: str) -> Any:
+    """Return what a plugin, or ``_SHIPPED``, has for ``key=name``; None if there is nothing.
+
+    Raises:
+        ConfigError: as ``registered``.
+    """
+    value = _registered[key].get(name) or _SHIPPED.get(f"{key}={name}")
+    if not isinstance(value, str):
+        return value
+    module, _, attribute = value.partition(":")
+    try:
+        if module not in sys.modules:
+            with working_directory_last():
+                importlib.import_module(module)
+        return getattr(sys.modules[module], attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            key, name, f"{value} cannot be imported: {error}", "Correct register()"
+        ) from error
 
 
 def registered_names(key: str) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd, inf, isqrt
-from operator import attrgetter
 from pathlib import Path
 
 from automoe.config.facts import BLOCK
@@ -12,17 +11,11 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import registered_names
 from automoe.config.rules import Row, divides
 from automoe.config.schema import Config, ModelConfig, TrainConfig
+from automoe.config.tier import tier_of
 
 MTP_FAMILIES = ("deepseek_v3", "glm4_moe", "deepseek_v32", "glm_moe_dsa")
 BY_CROSS_ENTROPY = "modules for multi-token prediction learn the next tokens by cross-entropy"
 NO_MODULES = "peft loads an adapter into the classes of transformers, which have no modules for multi-token prediction"
-TRANSFORMERS = "transformers"  # ``model.family`` of a class without a declaration
-# Settings that the decoder of native families computes.
-_NATIVE_ALONE = """
-    moe.gate moe.dispatch_dtype moe.router_jitter moe.router_dtype moe.capacity_factor moe.record_routing
-    moe.replay_routing train.fp8 train.compile kernels.attention kernels.rope kernels.loss kernels.norm lora.base
-    optim.algorithm optim.master_weights optim.qk_clip model.rope.extends
-""".split()
 
 # Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
 # fmt: off
@@ -33,15 +26,17 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("model.random_weights", model.random_weights and (model.hf_path is None or model.upcycle),
            "it skips the weights of model.hf_path, which is not set or is upcycled",
            "Set model.random_weights=false")
-    if model.family == TRANSFORMERS:
-        yield from _transformers_rows(config, shape)
-        return
+    yield from tier_of(model).rows(config, shape) or _decoder_rows(config, shape)
+
+
+def _decoder_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    model = config.model
     yield from _mtp_rows(config)
     yield ("model.first_k_dense", model.first_k_dense > model.num_layers,
            f"there are {model.num_layers} layers in all (model.num_layers)",
            f"Set model.first_k_dense={model.num_layers} or less")
     if model.num_moe_layers:
-        yield from _expert_rows(model, shape)
+        yield from sharded_expert_rows(model, shape)
     yield from _routing_rows(model)
     yield from _gqa_rows(model) if model.attention.kind == "gqa" else _mla_rows(model)
     yield from _window_rows(config)
@@ -95,27 +90,8 @@ def _mtp_rows(config: Config) -> Iterator[Row]:
            f"Set lora.export=merged, or {off}")
 
 
-def _transformers_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """Yield the rules of a model that its class of transformers computes."""
-    model = config.model
-    yield ("model.hf_path", model.hf_path is None, f"model.family={TRANSFORMERS} takes the class from a config.json",
-           "Set model.hf_path to a folder with one")
-    tier = (f"{model.architecture} has no native family: its class of transformers computes it, with ep, ep_shard, "
-            "dp_shard and their replicas; native families (docs/huggingface.md) have every axis and kernel")
-    for axis in ("pp", "cp", "tp", "etp"):
-        yield f"mesh.{axis}", getattr(shape, axis) > 1, tier, f"Set mesh.{axis}=1"
-    plain = Config()
-    for key in _NATIVE_ALONE:
-        value = attrgetter(key)(plain)
-        yield key, attrgetter(key)(config) != value, tier, f"Set {key}={str(value).lower()}"
-    yield "moe.experts", config.moe.experts not in ("grouped_mm", "loop", "triton"), tier, "Set moe.experts=grouped_mm"
-    recompute = config.parallel.recompute
-    yield "parallel.recompute", recompute not in ([], "full"), tier, "Set parallel.recompute=full, or []"
-    if model.num_moe_layers:
-        yield from _expert_rows(model, shape)
-
-
-def _expert_rows(model: ModelConfig, shape: MeshShape) -> Iterator[Row]:
+def sharded_expert_rows(model: ModelConfig, shape: MeshShape) -> Iterator[Row]:
+    """Yield the rules for sharding experts over ep, etp and ep_shard."""
     yield divides("model.num_experts", model.num_experts, shape.ep,
         f"mesh.ep={shape.ep} ranks hold equal numbers of experts: {model.num_experts} % {shape.ep} = "
         f"{model.num_experts % shape.ep}", f"mesh.ep={gcd(model.num_experts, shape.ep)}")

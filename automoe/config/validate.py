@@ -40,7 +40,7 @@ from automoe.config.recompute import recompute_rows
 from automoe.config.rules import Row, check_rows, divides, number_rows
 from automoe.config.rules_context import context_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
-from automoe.config.rules_model import TRANSFORMERS, model_rows, moe_rows
+from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import ConfigError
 
@@ -328,8 +328,6 @@ def _wgrad_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     halves = shape.pp > 1 and runs_halves(parallel.schedule)
     off = f"Set {key}=autograd"
     yield key, not config.model.num_moe_layers, "no layer has experts", off
-    yield (key, config.model.family == TRANSFORMERS,
-           f"the experts of a class of transformers use its own products (model.family={TRANSFORMERS})", off)
     yield key, config.lora.rank > 0, f"adapters are trained (lora.rank={config.lora.rank}), and matrices are frozen", off
     yield (key, backend != "grouped_mm", f"the products of moe.experts={backend} return gradients to autograd",
            f"Set moe.experts=grouped_mm, or {key}=autograd")

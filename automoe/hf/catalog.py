@@ -25,7 +25,7 @@ from automoe.hf.headers import (
     without_collection,
 )
 from automoe.hf.keys import FP8_BLOCK, Encoding, KeyMap, hf_pieces, hf_tensors, mtp_copies
-from automoe.model.wrapper import ALONE, Names, names_in, part_of, said_of
+from automoe.hf.wrapper import ALONE, Names, names_in, part_of, said_of
 from automoe.storage.foreign import is_there
 
 
@@ -36,7 +36,7 @@ class Catalog:
     Attributes:
         folder: the directory.
         keys: key map of the directory's layout.
-        sources: stored tensors by plain name (``automoe.model.wrapper``).
+        sources: stored tensors by plain name (``automoe.hf.wrapper``).
         block: rows and columns that share a scale in block-FP8.
         names: map between plain names and names in the files.
         beside: tensors outside the model, such as a vision part, by name in the files. They are not

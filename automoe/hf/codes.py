@@ -12,8 +12,8 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
 from automoe.hf.headers import ENDS, SHAPE, StoredTensor
 from automoe.hf.keys import FP8_BLOCK, GROUP, INT4, Encoding, KeyMap
+from automoe.hf.wrapper import Names, quantization_in
 from automoe.hf.writers import BASE
-from automoe.model.wrapper import Names, quantization_in
 from automoe.storage.foreign import brief, open_inside
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}

@@ -24,7 +24,7 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import Encoding, KeyMap, quantization_config
-from automoe.model.wrapper import TEXT, is_wrapper, text_config, wrapped_config
+from automoe.hf.wrapper import TEXT, is_wrapper, text_config, wrapped_config
 from automoe.storage.files import write_text
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.foreign import (

@@ -32,11 +32,10 @@ from automoe.hf.identity import checkpoint_identity
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
 from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
+from automoe.hf.wrapper import ALONE, Names, is_wrapper, names_in_class, weightless
 from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
-from automoe.model.hf_class import loading_class, names_in_class
 from automoe.model.params import model_params
-from automoe.model.wrapper import ALONE, Names, is_wrapper
 from automoe.storage.foreign import open_inside
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -229,11 +228,9 @@ def _weightless(config: ModelConfig) -> Any:
     """Return transformers' model of the checkpoint at ``config.hf_path``, on the meta device."""
     from transformers import AutoConfig
 
-    own = {"trust_remote_code": False}
     folder = local_folder(str(config.hf_path))
-    stated = AutoConfig.from_pretrained(folder, local_files_only=True, **own)
-    with torch.device("meta"):
-        return loading_class(stated, whole=True).from_config(stated, **own)
+    stated = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return weightless(stated, whole=True)
 
 
 def _names(config: ModelConfig) -> Names:

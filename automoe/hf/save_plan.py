@@ -37,8 +37,8 @@ from automoe.hf.quantized import from_codes, to_codes
 from automoe.hf.read import Reader, num_not_finite
 from automoe.hf.shards import LocalShard, stage_ranks
 from automoe.hf.upcycle import fill_upcycled
+from automoe.hf.wrapper import ALONE
 from automoe.interop.torch_private import is_strided_shard
-from automoe.model.wrapper import ALONE
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automoe.comm.local_shard import global_offset, local_shard
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.keys import mtp_copies, our_tensors
@@ -161,12 +160,11 @@ def stage_ranks(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 def local_shards(parts: Parts) -> Iterator[LocalShard]:
     """Yield the tensors of this rank's stages that a checkpoint holds, in the model's order."""
-    shapes = {}
     for part in parts.values():
         copies = mtp_copies(part.config)
+        shapes = dict(our_tensors(part.config))
         for name, parameter in part.named_parameters():
             if is_packed(parameter):
-                shapes = shapes or dict(our_tensors(part.config))
                 path, _, last = name.rpartition(".")
                 added = getattr(part.get_submodule(path), "added", {}).get(last)
                 yield _shard(name, parameter, columns=shapes[name][-1], added=added)
@@ -175,9 +173,8 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
                 yield _shard(name, parameter, copy=tied)
                 for again in (copy for copy, own in copies.items() if own == name and not tied):
                     yield _shard(again, parameter, again=True)
-        stored = dict(our_tensors(part.config)) if part.config.family == TRANSFORMERS else ()
         for name, buffer in part.named_buffers():
-            if name in stored or (not stored and name.endswith(".expert_bias")):
+            if name in shapes:
                 yield _shard(name, buffer, trained=False)
 
 

@@ -21,7 +21,7 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf, read_hf_config
 from automoe.hf.keys import KeyMap
-from automoe.model.wrapper import is_wrapper
+from automoe.hf.wrapper import is_wrapper
 
 if TYPE_CHECKING:
     from automoe.hf.shards import LocalShard

@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from automoe.comm.agreement import Ranks
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.config.tier import tier_of
 from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.as_transformers import without_warnings
@@ -32,8 +32,8 @@ from automoe.hf.keys import Encoding, hf_tensors
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
 from automoe.hf.save_plan import compare_beside, not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
+from automoe.hf.wrapper import loading_class, names_in_class, weightless
 from automoe.model.causal_lm import CausalLM
-from automoe.model.hf_class import loading_class, names_in_class
 from automoe.model.params import count_params
 from automoe.moe.router import recorded_choices
 from automoe.parallel.parallelize import build_decoder
@@ -99,8 +99,7 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         # The files may also hold copies of the source's modules, which the model does not have.
         trained = min(read.num_mtp_layers, config.num_mtp_layers)
         read = replace(read, num_mtp_layers=trained)
-        native = config.family != TRANSFORMERS
-        for key in differing_values(config, read, family_of(config)) if native else ():
+        for key in differing_values(config, read, family_of(config)):
             raise CheckpointError(
                 f"{catalog.folder}/config.json says model.{key}={value_of(read, key)}, and the model has "
                 f"{value_of(config, key)}: the family {config.family} cannot express it"
@@ -165,8 +164,7 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        model = loading_class(hf_config, whole=True).from_config(hf_config)
+    model = weightless(hf_config, whole=True)
     names = names_in_class(model)
     theirs = {
         plain: tuple(value.shape)
@@ -205,7 +203,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
     with torch.no_grad(), recorded_choices(model) as free:
         model(tokens)
     forced = None
-    if config.num_moe_layers and config.family != TRANSFORMERS:
+    if config.num_moe_layers and tier_of(config).repeats_routing:
         chosen = free()[:, :, :, 0].sort(-1).values
         same = (chosen == choices.sort(-1).values).all(-1).float().mean().item()
         if same < MIN_SAME_ROUTING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from automoe.errors import CheckpointError
-from automoe.model.wrapper import quantization_in
+from automoe.hf.wrapper import quantization_in
 
 BASE = "Train the bfloat16 checkpoint that it was quantized from"
 _FORMAT = f"of compressed-tensors: of its formats, INT4 in groups of 32 is read here. {BASE}"

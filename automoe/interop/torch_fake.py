@@ -1,6 +1,6 @@
 """Private parts of torch with which code runs on tensors without storage.
 
-``automoe.planner.class_layers`` counts a class of ``transformers`` with them. Tests of both files
+``automoe.classes.activations`` counts a class of ``transformers`` with them. Tests of both files
 fail when a release changes them. Import this module only in functions, since it takes long.
 """
 

@@ -21,16 +21,16 @@ from automoe.config.frozen import Device, flat
 from automoe.config.hub import local_folder, pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset, preset_choice
 from automoe.config.rules import check_rows
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, ModelConfig, RopeConfig, export_name, tokenizer_of
+from automoe.config.tier import tier_of
 from automoe.config.validate import validate
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.errors import ConfigError, listed
+from automoe.hf.wrapper import is_wrapper
 from automoe.launch.hardware import default_num_ranks, resolve_device
 from automoe.launch.run_dir import read_config
 from automoe.model.adapters import adapter_rows
 from automoe.model.params import count_params
-from automoe.model.wrapper import is_wrapper
 
 LARGE = 1e9  # parameters
 # Fields of a model that the configuration sets, whatever the checkpoint has.
@@ -265,7 +265,7 @@ def _check_fp8_base(config: Config) -> None:
     if config.lora.base != "fp8" or path is None:
         return
     from automoe.hf.families.registry import family_of, read_hf_config
-    from automoe.model.wrapper import quantization_in
+    from automoe.hf.wrapper import quantization_in
 
     remedy = "Set lora.base=nf4 or weights"
     if family_of(config.model).keys.transposed:
@@ -365,10 +365,7 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
     shape = validate(config, num_ranks, device)
     check_rows(config, adapter_rows(config, shape), shape)
     _check_fp8_base(config)
-    if config.model.family == TRANSFORMERS:
-        from automoe.parallel.parallelize import build_decoder, parameter_dtype
-
-        build_decoder(config.model, config.moe, parameter_dtype(config))
+    tier_of(config.model).check(config)
     from automoe.data.tokenizer import check_tokenizer, fitting_tokenizer
 
     check_tokenizer(tokenizer_of(config))

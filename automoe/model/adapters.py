@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 from automoe.config.facts import BASE_BLOCKS, ELEMENT_BYTES, ROW_BYTES
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, LoraConfig
+from automoe.config.tier import tier_of
 from automoe.errors import listed
 from automoe.model.params import LORA_GROUPS, Param, adapter_specs, layer_params, model_params
 
@@ -216,20 +216,7 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
     for target in lora.targets:
         yield ("lora.targets", target not in known, f"this model has no {target!r}: it has {', '.join(known)}",
                "Set lora.targets=[attention,experts]")
-    if config.model.family == TRANSFORMERS and "experts" in lora.targets:
-        left = [param.name for param in params if _is_unknown_stack(param)]
-        yield ("lora.targets", bool(left), f"{config.model.architecture} has experts {', '.join(left[:2])}; adapters "
-               "are only for stacks gate_up_proj and down_proj [experts, outputs, inputs]",
-               "Set lora.targets=[attention,mlp,shared_experts]")
-    if config.model.family == TRANSFORMERS:
-        from automoe.model.hf_class import uncalled_layers  # imports torch
-
-        unused = uncalled_layers(str(config.model.hf_path))
-        asked = {param.name: param.spec.lora for param in params if is_target(param, lora)}
-        odd = [name for name in asked if name in unused]
-        others = sorted({str(last) for name, last in asked.items() if name not in unused})
-        yield ("lora.targets", bool(odd), f"{config.model.architecture} reads {', '.join(odd[:2])} and does not call the "
-               "layer, so an adapter adds nothing", f"Set lora.targets=[{','.join(others)}]")
+    yield from tier_of(config.model).adapter_rows(config, params)
     yield ("lora.targets", not any(is_target(param, lora) for param in params),
            "no matrix of the model is among them", f"Choose from {', '.join(known)}")
     yield ("train.freeze", bool(train.freeze), f"with lora.rank={lora.rank} all of the model is frozen",
@@ -285,10 +272,3 @@ def _base_rows(config: Config, params: list[Param], shape: MeshShape | None) -> 
                f"Set mesh.{axis}=1, or lora.base=weights")
 
 # fmt: on
-
-
-def _is_unknown_stack(param: Param) -> bool:
-    """Return whether ``param`` holds experts of a class of transformers and gets no adapter."""
-    stacked = len(param.shape) == 3 or "expert" in param.name
-    in_ffn = param.part in ("routed_experts", "dense_ffn") and param.multiplies
-    return stacked and in_ffn and param.spec.lora is None

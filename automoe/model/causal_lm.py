@@ -1,8 +1,8 @@
 """Interface of a language model, or of one pipeline stage of it, to the trainer.
 
-Two classes implement it: ``Decoder`` for native families, which are declarations, and
-``TransformersModel`` for any other class of ``transformers``. Letters: B rows, S positions, s
-positions of this rank between two blocks, H hidden, V vocabulary, K top-k.
+``Decoder`` implements it for families that are declarations; a family may have a model of its own
+(``automoe.config.tier``). Letters: B rows, S positions, s positions of this rank between two
+blocks, H hidden, V vocabulary, K top-k.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class CausalLM(nn.Module, ABC):
             step sets its own.
         reported: sums of the values that the losses report, by name.
         first_id: token id of the first row of embedding and head on this rank.
+        notes: lines for a run's start: who computes what.
     """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -143,6 +146,16 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def units(self) -> Iterator[Unit]:
         """Yield the layers, in the order of the forward pass."""
+
+    def add_adapter(self, module: nn.Module, adapter: nn.Module) -> None:
+        """Make ``module``, which is not one of automoe's, add its adapter's output to its own."""
+        raise NotImplementedError
+
+    def check_isolation(self, seq_len: int = 0) -> None:
+        """Raise ``ConfigError`` if documents of a row reach one another. Collective.
+
+        Those of the decoder do not: masks keep them apart.
+        """
 
     def forward(
         self,

@@ -18,7 +18,6 @@ from automoe.interop.torch_private import full_tensor
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
 from automoe.model.causal_lm import CausalLM
-from automoe.model.class_lora import add_to_experts, add_to_linear
 from automoe.model.init import indexed_blocks
 from automoe.model.linear import Linear, Rows, take_rows
 from automoe.model.params import Param, layer_params, model_params
@@ -99,7 +98,7 @@ def adapt(
 def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: torch.dtype) -> None:
     """Replace the modules of one layer that have adapters, and experts with packed matrices.
 
-    Modules of a class of ``transformers`` stay and call their adapters (``class_lora``).
+    Modules that are not automoe's stay, and the model adds their adapters.
     """
     lora = config.lora
     by_module: dict[str, list[Param]] = {}
@@ -113,18 +112,16 @@ def _add_adapters(part: CausalLM, params: list[Param], config: Config, dtype: to
         if any(param.expert for param in owned):
             made = [each for p in owned if is_target(p, lora) for each in adapters(p, lora.rank)]
             shapes = {each.name.rpartition(".")[2]: each.shape for each in made}
-            stacks = ExpertLora(*given, shapes, PRODUCTS[config.moe.experts])
-            if isinstance(base, GroupedExperts):
-                part.set_submodule(name, LoRAExperts(base, stacks.to("meta", dtype)))
-            else:
-                add_to_experts(base, stacks.to("meta", dtype))
+            adapter = ExpertLora(*given, shapes, PRODUCTS[config.moe.experts])
         else:
-            out_features, in_features = owned[0].shape
-            adapter = Lora(*given, in_features, out_features).to("meta", dtype)
-            if isinstance(base, Linear):
-                part.set_submodule(name, LoRALinear(base, adapter))
-            else:
-                add_to_linear(base, adapter)
+            adapter = Lora(*given, *reversed(owned[0].shape))
+        adapter.to("meta", dtype)
+        if isinstance(base, GroupedExperts):
+            part.set_submodule(name, LoRAExperts(base, adapter))
+        elif isinstance(base, Linear):
+            part.set_submodule(name, LoRALinear(base, adapter))
+        else:
+            part.add_adapter(base, adapter)
 
 
 def fill_adapters(part: CausalLM) -> None:

@@ -1,7 +1,7 @@
 """A row of the table of parameters, and a tensor that it makes. No torch.
 
-``automoe.model.params`` has the rows of native families, and ``automoe.model.hf_class`` makes those
-of any other class of ``transformers``.
+``automoe.model.params`` has the rows of automoe's decoder. A model that other code computes has a
+table of its own (``automoe.config.tier``).
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import ModelConfig, has_indexer, is_linear
+from automoe.config.tier import tier_of
 from automoe.model.param_spec import PARTS, Param, ParamSpec
 
 _LAYER = re.compile(r"layers\.\d+\.")
@@ -353,8 +353,8 @@ class ParamCount:
 
 def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
     """Return the parameters of decoder layer ``layer``, with the router's bias if ``buffers``."""
-    if model.family == TRANSFORMERS:
-        return [param for param in stage_params(model, [], 0, buffers) if param.layer == layer]
+    if (other := tier_of(model).params(model, buffers)) is not None:
+        return [param for param in other if param.layer == layer]
     sizes = sizes_of(model)
     params = []
     for is_there, specs in _ROWS:
@@ -399,13 +399,10 @@ def stage_params(
 
     A tied head is the embedding and adds nothing, or is a copy of it if it is in another stage.
     Modules for multi-token prediction read a copy, too. The final norm is with the first of these
-    modules, else with the head. A class of ``transformers`` is one stage.
+    modules, else with the head. A model that the decoder does not compute is one stage.
     """
-    if model.family == TRANSFORMERS:
-        from automoe.model.hf_class import class_params  # imports torch
-
-        every = class_params(str(model.hf_path))
-        return [param for param in every if buffers or param.spec.kind != "buffer"]
+    if (other := tier_of(model).params(model, buffers)) is not None:
+        return other
     first, last = stage == 0, stage == len(layers) - 1
     table = (model.vocab_size, model.hidden_size)
     embedding = Param("embed_tokens.weight", table, _EMBEDDING)

@@ -5,26 +5,24 @@ Shapes: T tokens of this rank, K top-k, H hidden, E experts, R rows that this ra
 
 from __future__ import annotations
 
-import inspect
 import socket
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.func import functional_call
 
 from automoe.comm.collectives import ProcessGroupDispatch
-from automoe.comm.local_shard import global_offset, local_shard
+from automoe.comm.local_shard import global_offset
 from automoe.config.plugins import registered
 from automoe.config.schema import ClusterConfig, Config
+from automoe.config.tier import tier_of
 from automoe.errors import BackendError, ConfigError
 from automoe.interop.deepep import open_deepep
 from automoe.model.causal_lm import CausalLM
@@ -34,7 +32,6 @@ from automoe.moe.dispatch.base import Dispatcher
 from automoe.moe.dispatch.deepep import DeepEPDispatcher
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
-from automoe.moe.experts import GroupedExperts
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import TURNS, OverlappedDispatch
 
@@ -115,18 +112,8 @@ DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
 }
 
 
-class ExpertParallel(ParallelStyle):
-    """Style that shards a module's experts over a mesh and routes its calls through a dispatcher.
-
-        parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
-
-    The module is automoe's ``GroupedExperts``, or another module like those of transformers: all of
-    its parameters have the experts as dim 0, its attribute ``num_experts`` is their number, and its
-    arguments are rows [T, H], chosen experts [T, K] and their weights [T, K]. Its parameters
-    become DTensors on the mesh; its own code computes this rank's experts. Gradients of experts are
-    summed over the tokens of all ranks, those of other parameters are not: average or sum these as
-    for data parallelism. Every rank applies the style, and makes every call, with or without
-    tokens.
+class ExpertStyle(ParallelStyle):
+    """Style that shards ``GroupedExperts`` over a mesh and gives them a dispatcher.
 
     The mesh has one axis, or the axes ep and etp; the latter shards the width of ``GroupedExperts``
     (``WIDTH_DIMS``). ``fully_shard`` may follow, over another axis of the same mesh.
@@ -142,8 +129,7 @@ class ExpertParallel(ParallelStyle):
     Raises:
         BackendError: no such dispatcher, one that this machine does not have, or a plugin with
             ``in_8_bits``.
-        ConfigError: no rank per node; when the style is applied, a module or a mesh that it cannot
-            shard.
+        ConfigError: no rank per node; when the style is applied, a mesh that it cannot shard over.
     """
 
     def __init__(
@@ -178,12 +164,10 @@ class ExpertParallel(ParallelStyle):
         self._dispatchers: dict[tuple[str, int], Dispatcher] = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        grouped = isinstance(module, GroupedExperts)
-        num_experts = _check_module(module)
-        meshes = _axes(device_mesh, ("ep", "etp") if grouped else ("ep",))
+        meshes = _axes(device_mesh, ("ep", "etp") if hasattr(module, "WIDTH_DIMS") else ("ep",))
         self._shard(module, device_mesh, meshes)
         if "ep" in meshes:
-            dispatcher = self.dispatcher(meshes["ep"].get_group(), num_experts)
+            dispatcher = self.dispatcher(meshes["ep"].get_group(), module.num_experts)
         else:
             dispatcher = module.dispatcher
         if "etp" in meshes:
@@ -192,13 +176,12 @@ class ExpertParallel(ParallelStyle):
             dispatcher = ExpertTensorDispatcher(dispatcher, group)
             if module.down_proj_bias is not None:
                 module.first_bias_column = global_offset(module.down_proj_bias)[1]
-        if grouped:
-            module.dispatcher = dispatcher
-        else:
-            module.forward = RoutedCall(module, dispatcher).route
-            # the module's own code counts its local experts
-            module.num_experts = num_experts // device_mesh.size()
+        self.connect(module, dispatcher)
         return module
+
+    def connect(self, module: nn.Module, dispatcher: Dispatcher) -> None:
+        """Make calls of ``module`` go through ``dispatcher``."""
+        module.dispatcher = dispatcher
 
     def dispatcher(self, group: dist.ProcessGroup, num_experts: int) -> Dispatcher:
         """Return the shared dispatcher of ``group`` and ``num_experts``, made at the first call."""
@@ -212,7 +195,7 @@ class ExpertParallel(ParallelStyle):
     ) -> None:
         shards: dict[nn.Parameter, nn.Parameter] = {}  # a parameter with two names stays shared
         for name, whole in list(module.named_parameters(remove_duplicate=False)):
-            width = module.WIDTH_DIMS[name] if isinstance(module, GroupedExperts) else None
+            width = module.WIDTH_DIMS[name] if hasattr(module, "WIDTH_DIMS") else None
             dims = {
                 axis: dim
                 for axis, dim in (("ep", 0), ("etp", width))
@@ -249,44 +232,6 @@ def _axes(mesh: DeviceMesh, allowed: tuple[str, ...]) -> dict[str, DeviceMesh]:
     return {name: mesh[name] for name in names}
 
 
-def _check_module(module: nn.Module) -> int:
-    """Return the number of experts.
-
-    Raises:
-        ConfigError: the module is no experts module, or is sharded already.
-    """
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    num_experts = getattr(module, "num_experts", None)
-    arguments = list(inspect.signature(module.forward).parameters)
-    other = [
-        f"{name} {list(shape)}"
-        for name, shape in shapes.items()
-        if len(shape) < 2 or shape[0] != num_experts
-    ]
-    remedy = (
-        "Apply ExpertParallel to the module that holds the stacked weights of a layer's experts"
-    )
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        rule = (
-            "its parameters are sharded already, and ExpertParallel shards those of a module once"
-        )
-        remedy = "Apply it once to each module, before fully_shard; one that several layers share is one module"
-    elif not shapes:
-        rule = "it has no parameters to shard"
-    elif not isinstance(num_experts, int):
-        rule = f"it has no attribute num_experts; its parameters are {shapes}"
-    elif other:
-        rule = f"dim 0 of every parameter must be its {num_experts} experts (num_experts), and is not in {other}"
-    elif len(arguments) < 3:
-        rule = (
-            f"it is called with ({', '.join(arguments)}), and ExpertParallel needs three arguments: rows [T, H], "
-            "chosen experts [T, K] and their weights [T, K]"
-        )
-    else:
-        return num_experts
-    raise ConfigError("module", type(module).__name__, rule, remedy)
-
-
 def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim: int) -> None:
     number = parameter.shape[dim]
     if number % size:
@@ -301,89 +246,11 @@ def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim
         )
 
 
-class RoutedCall(nn.Module):
-    """Forward of an experts module that dispatches tokens to the module's code on local shards.
-
-    The module's code knows no ranks. Its hooks, for example those of ``fully_shard``, run once,
-    around the routed call.
-    """
-
-    def __init__(self, module: nn.Module, dispatcher: Dispatcher) -> None:
-        super().__init__()
-        self.num_experts = module.num_experts
-        self.module = module  # registered, so that functional_call finds its parameters
-        self.own_forward = module.forward
-        self.dispatcher = dispatcher
-        self.signature = inspect.signature(module.forward)
-
-    def route(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return [T, H], the weighted sum of each token's experts on all ranks.
-
-        Raises:
-            ConfigError: the arguments are not rows, chosen experts and their weights; on the CPU,
-                a choice is no expert.
-        """
-        given = self.signature.bind(*args, **kwargs).args
-        shapes = [tuple(getattr(value, "shape", ())) for value in given]
-        if (
-            [len(shape) for shape in shapes] != [2, 2, 2]
-            or shapes[1] != shapes[2]
-            or given[1].dtype not in (torch.int32, torch.int64)
-        ):
-            raise ConfigError(
-                "module",
-                type(self.module).__name__,
-                f"it was called with {shapes}, and ExpertParallel takes calls with rows [T, H], chosen experts [T, K] "
-                "as int32 or int64 and their weights [T, K]",
-                "Compute these three before the call. A mask over all experts names no choices",
-            )
-        x_TH, topk_ids_TK, weights_TK = given
-        # Not checked on CUDA, where reading the bounds would be a host sync.
-        if topk_ids_TK.is_cpu and topk_ids_TK.numel():
-            least, most = (int(bound) for bound in topk_ids_TK.aminmax())
-            if least < 0 or most >= self.num_experts:
-                raise ConfigError(
-                    "module",
-                    type(self.module).__name__,
-                    f"experts {least} to {most} were chosen, and it has experts 0 to {self.num_experts - 1}",
-                    "Give each of the K choices an expert; one that should not count has weight 0",
-                )
-        # Dispatchers send ids and weights as words of one type; a narrow one would round ids.
-        wide = torch.promote_types(weights_TK.dtype, torch.float32)
-
-        def experts(x_TH, gather_idx_R, offsets_E, probs_R) -> torch.Tensor:
-            return self._run_local(x_TH[gather_idx_R], offsets_E, probs_R.to(weights_TK.dtype))
-
-        routed = self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), weights_TK.to(wide), experts)
-        # The caller may add to the result in place; FSDP's hook would be lost with a view.
-        return routed.clone()
-
-    def _run_local(
-        self, rows_RH: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor
-    ) -> torch.Tensor:
-        parameters = dict(self.module.named_parameters())
-        shards = {f"module.{name}": local_shard(one) for name, one in parameters.items()}
-        if not len(rows_RH):
-            # Modules may skip experts without rows, and other ranks wait for this one in the
-            # backward pass. Empty slices give every input a gradient of zeros.
-            nothing = sum(shard[:0].sum() for shard in shards.values())
-            return rows_RH * (probs_R.unsqueeze(1) + nothing).to(rows_RH.dtype)
-        expert_R = torch.searchsorted(
-            offsets_E, torch.arange(len(rows_RH), device=rows_RH.device), right=True
-        )
-        # Adapters take their own shards: dropout counts features by their place in the whole.
-        own = {name: one for name, one in shards.items() if ".lora." not in name}
-        return functional_call(self, own, (rows_RH, expert_R.unsqueeze(1), probs_R.unsqueeze(1)))
-
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        return self.own_forward(*args)
-
-
-def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
+def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertStyle:
     """Return the configured style, one object for all of a rank's parts. World collective.
 
     Raises:
-        BackendError: as ``ExpertParallel``, or a GPU without 8-bit numbers.
+        BackendError: as ``ExpertStyle``, or a GPU without 8-bit numbers.
     """
     in_8_bits = config.moe.dispatch_dtype == "fp8" and config.model.num_moe_layers > 0
     if in_8_bits and meshes.default.device_type == "cuda":
@@ -392,7 +259,8 @@ def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
                 f"moe.dispatch_dtype=fp8 needs a GPU of compute capability 8.9 or later, and this one has {found}. "
                 "Set moe.dispatch_dtype=auto"
             )
-    style = ExpertParallel(
+    make = tier_of(config.model).expert_style or ExpertStyle
+    style = make(
         config.moe.dispatcher,
         config.cluster.gpus_per_node,
         meshes.timeout,
@@ -406,7 +274,7 @@ def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
     return style
 
 
-def apply_expert_parallel(model: CausalLM, meshes: Meshes, style: ExpertParallel) -> None:
+def apply_expert_parallel(model: CausalLM, meshes: Meshes, style: ExpertStyle) -> None:
     """Shard every MoE layer's experts over ep and etp, if these axes have several ranks."""
     axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
     if axes:

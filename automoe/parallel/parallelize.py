@@ -11,8 +11,8 @@ from automoe.comm.process_groups import SINGLE_RANK, ProcessGroupCollection
 from automoe.config.mesh_shape import MeshShape, stage_layers, stays_unsharded
 from automoe.config.pipeline import stages_of_ranks
 from automoe.config.plugins import registered
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
+from automoe.config.tier import tier_of
 from automoe.interop import transformer_engine
 from automoe.model.attention_kernels import attend_in_blocks, attention_fn
 from automoe.model.attention_masks import block_masks, dense_masks
@@ -24,7 +24,6 @@ from automoe.model.lora import adapt, fill_adapters
 from automoe.model.loss import chunk_loss_fn
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
-from automoe.model.transformers_model import TransformersModel
 from automoe.moe.experts import expert_backend
 from automoe.moe.gradient_sums import GradientSums
 from automoe.moe.grouped_mm import grouped_mm_experts
@@ -32,7 +31,7 @@ from automoe.optim.qk_clip import watch_logits
 from automoe.parallel.activation_checkpoint import apply_recompute, has_side_stream
 from automoe.parallel.compile import apply_compile, compiled
 from automoe.parallel.context import ring_attention
-from automoe.parallel.expert import ExpertParallel, apply_expert_parallel, expert_parallel_style
+from automoe.parallel.expert import ExpertStyle, apply_expert_parallel, expert_parallel_style
 from automoe.parallel.fp8 import apply_fp8, fp8_experts
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
@@ -45,7 +44,7 @@ from automoe.parallel.tensor import apply_tensor_parallel
 FOREIGN_EXPERTS = {"te": transformer_engine.experts}
 
 
-def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertParallel) -> None:
+def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertStyle) -> None:
     """Apply every axis but pp, compilation and recomputation to one part, in the required order.
 
     Collectives of tp, ep and cp belong inside compiled and recomputed regions. A recomputed region
@@ -146,8 +145,8 @@ def build_decoder(
     Parameters have ``dtype``; buffers have their own (counts must not be rounded).
     """
     with default_dtype(dtype):
-        if model.family == TRANSFORMERS:
-            return TransformersModel(model, moe, backend)
+        if (built := tier_of(model).build(model, moe, backend)) is not None:
+            return built
         with torch.device("meta"):
             return Decoder(model, moe, layers, backend=backend, **ends)
 

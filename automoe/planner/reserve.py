@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from automoe.config.batch import BatchPlan
 from automoe.config.mesh_shape import NEIGHBOUR, MeshShape, exchanges_heads
 from automoe.config.pipeline import SINGLE
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config
+from automoe.config.tier import tier_of
 from automoe.planner.memory import RankMemory
 
 CONTEXT = 534 * 2**20  # bytes of a CUDA context with torch's kernels, H100 (torchcomms#777)
@@ -99,12 +99,9 @@ def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[
 
     A line is about memory unless it says otherwise.
     """
-    if config.model.family == TRANSFORMERS:
-        from automoe.planner.class_layers import class_layers  # imports torch
-
-        why = class_layers(config, mesh.ep, batch.expert_rows_per_rank)
-        if isinstance(why, str):
-            yield f"{config.model.architecture}: counted as native layers this wide, because {why}"
+    why = tier_of(config.model).layer_bytes(config, mesh.ep, batch.expert_rows_per_rank)
+    if isinstance(why, str):
+        yield f"{config.model.architecture}: counted as native layers this wide, because {why}"
     if config.moe.dispatcher == "deepep":
         yield "moe.dispatcher=deepep: DeepEP's own buffers for NVLink and RDMA"
     if config.moe.experts == "te":

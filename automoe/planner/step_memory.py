@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_modules
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, has_indexer, is_linear, window_of
+from automoe.config.tier import tier_of
 from automoe.model.adapters import adapter_activation_bytes
 from automoe.model.params import Param
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, mask_bytes
@@ -328,12 +328,9 @@ def plan_stage(
     again: dict[bool, dict[int, frozenset[str]]] = {} if kinds else {False: {}}
     for layer, kind in kinds.items():
         again.setdefault(kind.mtp, {})[layer] = kind.recomputed
-    once, measured = 0.0, dict[int, tuple[float, float]]()
-    if config.model.family == TRANSFORMERS:
-        from automoe.planner.class_layers import class_layers  # imports torch
-
-        if not isinstance(counted := class_layers(config, mesh.ep, load.expert_rows), str):
-            once, measured = counted[0], dict(enumerate(counted[1]))
+    counted = tier_of(model).layer_bytes(config, mesh.ep, load.expert_rows)
+    once, by_layer = counted if isinstance(counted, tuple) else (0.0, ())
+    measured = dict(enumerate(by_layer))
     for layer in layers:
         # Equal layers are planned once. If names select the trained parameters, no two layers are
         # equal.

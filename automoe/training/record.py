@@ -14,8 +14,8 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import in_words
 from automoe.hf.families.registry import read_hf_config
+from automoe.hf.wrapper import text_config
 from automoe.model.adapters import describe_training
-from automoe.model.wrapper import text_config
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog
 from automoe.observe.trackers import make_trackers

@@ -17,13 +17,11 @@ from automoe.checkpoint.store import CheckpointStore, Resumed
 from automoe.checkpoint.train_state import TrainState
 from automoe.comm.groups import open_groups, set_timeouts
 from automoe.config.mesh_shape import MeshShape, exchanges_heads
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
 from automoe.hf.headers import without_collection
 from automoe.hf.read import Loaded
 from automoe.model.flops import step_flops_per_token
-from automoe.model.transformers_model import TransformersModel
 from automoe.observe.metrics import last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row
@@ -124,13 +122,9 @@ class Run:
         """
         loader = self.state.loader
         assert loader is not None
-        model = self.config.model
-        if model.family == TRANSFORMERS:
-            [part] = self.state.model_parts.values()
-            assert isinstance(part, TransformersModel)
-            self.note(
-                f"{model.architecture}: layers and routers by transformers' own code; {part.experts_by}"
-            )
+        for part in self.state.model_parts.values():
+            for line in part.notes:
+                self.note(line)
         if loaded is not None:
             self.note(str(loaded))
         elif self.config.data.is_chat:

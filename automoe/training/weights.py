@@ -16,9 +16,7 @@ from automoe.hf.read import Loaded, load_hf
 from automoe.hf.upcycle import upcycled_model
 from automoe.hf.write import to_hf
 from automoe.model.causal_lm import CausalLM
-from automoe.model.transformers_model import TransformersModel
 from automoe.optim.ema import take_averages
-from automoe.parallel.fsdp import reshard
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.parallelize import allocate, build_parts, materialize
 
@@ -31,14 +29,13 @@ def first_weights(
     The weights come from ``model.hf_path``; without a path they are random and the report is None.
 
     Raises:
-        ConfigError: a class of transformers does not isolate the documents of a row.
+        ConfigError: as ``CausalLM.check_isolation``.
     """
     model_parts = build_parts(config, meshes)
     loaded = _fill(model_parts, config, device)
     for part in model_parts.values():
-        if isinstance(part, TransformersModel) and config.data.document_mask:
+        if config.data.document_mask:
             part.check_isolation(config.train.seq_len)
-            reshard([part])
     return model_parts, loaded
 
 

@@ -21,8 +21,8 @@ from automoe.config.mesh_shape import (
     largest_divisor,
     resolve_mesh,
 )
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, RouterConfig
+from automoe.config.tier import tier_of
 
 MAX_AXIS = 2
 MAX_LAYERS = 4
@@ -81,7 +81,7 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     num_stages = small.pp * parallel.stages_per_rank
     blocked = config.train.fp8 == "blockwise"
     model = config.model
-    if model.family != TRANSFORMERS:
+    if tier_of(model).resizable:
         model = _cut_model(model, small, num_stages, num_token_ids, blocked)
     if parallel.layers_per_stage is not None:
         # Stages keep different sizes, and modules for multi-token prediction that are on other

@@ -17,8 +17,8 @@ from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row, check_rows
 from automoe.config.rules_kernels import triton_is_interpreted
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.config.schema import Config, MeshConfig, ParallelConfig, tokenizer_of
+from automoe.config.tier import tier_of
 from automoe.errors import ConfigError, LaunchError
 from automoe.launch.hardware import check_backends, missing_hardware, resolve_device
 from automoe.launch.prepare import check, check_here, compose
@@ -192,7 +192,7 @@ def make_runnable(
             ids = load_tokenizer(tokenizer_of(here)).vocab_size
         here, shape = make_proxy(here, shape, ids)
     if (
-        here.model.family == TRANSFORMERS
+        not tier_of(here.model).resizable
         and (size := count_params(here.model).total) > MAX_PARAMETERS
     ):
         raise ConfigError(
@@ -231,7 +231,7 @@ def _without_checkpoint(config: Config, device: Device) -> Config:
         config.data.chat.template = "plain"
     rope = replace(config.model.rope, extends=False)  # the scaling stays
     model = replace(config.model, hf_path=None, rope=rope)
-    if config.model.family == TRANSFORMERS:  # the checkpoint's config.json names the class
+    if not tier_of(config.model).resizable:
         model = replace(config.model, random_weights=True)
     return replace(
         config,
@@ -314,9 +314,9 @@ def passes(config: Config) -> list[Config]:
     # Products that accumulate into weight gradients exist only for grouped_mm.
     experts = "loop" if config.parallel.expert_wgrad == "autograd" else plain.moe.experts
     runs = [replace(in_float64, train=exact, moe=replace(plain.moe, experts=experts))]
-    if config.model.family == TRANSFORMERS:  # its routing cannot be repeated
+    if not tier_of(config.model).repeats_routing:
         return runs
-    # Nor can an indexer's choice be repeated, and rounding changes it.
+    # An indexer's choice cannot be repeated, and rounding changes it.
     indexed = config.model.attention.index_topk > 0
     if on_cuda and config.train.dtype == "bfloat16" and not indexed:
         runs.append(replace(runs[0], train=replace(exact, dtype="float32")))
@@ -338,10 +338,8 @@ def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
     """
     dtype = config.train.dtype
     tolerance = TOLERANCES[dtype]
-    if config.model.family == TRANSFORMERS:
-        from automoe.model.transformers_model import computes_in_float32
-
-        return (CLASS_TOLERANCE,) * 2 if computes_in_float32(config.model) else (tolerance,) * 2
+    if tier_of(config.model).computes_in_float32(config.model):
+        return CLASS_TOLERANCE, CLASS_TOLERANCE
     if config.train.fp8 == "off" and (dtype == "float64" or config.moe.dispatch_dtype == "auto"):
         return tolerance, tolerance
     if dtype != "float64":

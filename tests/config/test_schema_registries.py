@@ -10,9 +10,8 @@ import pytest
 from automoe.config import schema
 from automoe.config.data_schema import CHAT_KINDS
 from automoe.config.facts import ELEMENT_BYTES
-from automoe.config.rules_model import TRANSFORMERS
 from automoe.data.corpora import _SOURCES
-from automoe.hf.families.registry import FAMILIES
+from automoe.hf.families.registry import FAMILIES, UNDECLARED
 from automoe.model.attention_kernels import FORCED
 from automoe.moe.experts import BACKENDS
 from automoe.moe.router import GATES, ROUTER_DTYPES
@@ -26,7 +25,7 @@ from automoe.verify.run import TOLERANCES
 @pytest.mark.parametrize(
     ("section", "key", "registry"),
     [
-        (schema.ModelConfig, "family", [*FAMILIES, TRANSFORMERS]),
+        (schema.ModelConfig, "family", [*FAMILIES, UNDECLARED]),
         (schema.MoEConfig, "dispatcher", DISPATCHERS),
         (schema.MoEConfig, "experts", [*BACKENDS, *FOREIGN_EXPERTS]),
         (schema.MoEConfig, "gate", ["learned", *GATES]),

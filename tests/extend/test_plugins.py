@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,25 @@ import automoe
 from automoe.config import plugins
 from automoe.config.compose import compose_config
 from automoe.config.frozen import load_config
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import register
-from automoe.config.schema import Config, TrainConfig
+from automoe.config.rules import Row
+from automoe.config.schema import Config, ModelConfig, MoEConfig, TrainConfig
+from automoe.config.validate import validate
 from automoe.errors import ConfigError
+from automoe.hf.families.family import Family
 from automoe.hf.families.registry import known_families
+from automoe.model.backend import BackendConfig
+from automoe.model.causal_lm import CausalLM
+from automoe.model.decoder import Decoder
 from automoe.model.loss import LossInputs
+from automoe.model.params import Param, count_params, model_params
 from automoe.observe.metrics import read_metrics
-from automoe.parallel.parallelize import build_backend
+from automoe.parallel.parallelize import build_backend, build_decoder
 from automoe.training.hooks import Hooks
 from automoe.verify.pool import RankPool
+from automoe.verify.proxy import make_proxy
+from automoe.verify.run import passes
 from tests.support.expert_parallel import tiny_model, worst_difference
 
 ROOT = Path(automoe.__file__).parents[1]
@@ -186,6 +197,42 @@ def test_a_family_from_outside_is_read_and_equals_transformers(
     automoe.to_hf(model, tmp_path / "again")  # compared with transformers before it is called written
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert config["model_type"] == "dots1"
+
+
+class Narrow(Family):
+    """A family whose models are a part of the decoder, under a table and a rule of its own."""
+
+    resizable = False
+    repeats_routing = False
+
+    def rows(self, config: Config, shape: MeshShape) -> list[Row]:
+        return [("mesh.tp", shape.tp > 1, f"{config.model.num_layers} narrow layers", "Set mesh.tp=1")]
+
+    def params(self, model: ModelConfig, buffers: bool) -> list[Param]:
+        return [
+            param for param in model_params(replace(model, family="qwen3_moe"), buffers) if ".experts." in param.name
+        ]
+
+    def build(self, model: ModelConfig, moe: MoEConfig, backend: BackendConfig | None) -> CausalLM:
+        with torch.device("meta"):
+            return Decoder(model, moe, range(1), embeds=False, predicts=False, backend=backend)
+
+
+def test_a_family_from_outside_may_say_who_computes_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules, table and model are those of the family, through the functions that the trainer and the planner call."""
+    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
+    register("model.family", "narrow", Narrow("narrow", "NarrowForCausalLM", {}, {}))
+    config = compose_config(overrides=["model.family=narrow", "mesh.pp=1", "mesh.ep=1"])
+    assert validate(config, 1).world_size == 1 and known_families()["narrow"].of(config.model).resizable is False
+    with pytest.raises(ConfigError, match="mesh.tp=2: 4 narrow layers"):
+        validate(compose_config(overrides=["model.family=narrow", "mesh.pp=1", "mesh.ep=1", "mesh.tp=2"]), 2)
+    experts = count_params(replace(config.model, family="qwen3_moe")).by_part["routed_experts"]
+    assert count_params(config.model).total == experts
+    built = build_decoder(config.model, config.moe, torch.float32)
+    assert [unit.number for unit in built.units()] == [0]
+    assert make_proxy(config, validate(config, 1), 300)[0].model == config.model
+    [only] = passes(config)
+    assert only.train.dtype == "float64"
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from automoe.data.loader import StepBatch
 from automoe.hf.families.registry import FAMILIES, model_config_from_hf
 from automoe.hf.peft import to_peft
 from automoe.hf.read import load_hf
+from automoe.hf.wrapper import loading_class
 from automoe.hf.write import to_hf
-from automoe.model.hf_class import loading_class
 from automoe.model.params import LORA_GROUPS, model_params
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 import automoe
+from automoe.classes.model import TransformersModel, longest_span
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig, OptimConfig, ParallelConfig
@@ -25,7 +26,6 @@ from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype
 from automoe.model.params import count_params
-from automoe.model.transformers_model import TransformersModel, longest_span
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts

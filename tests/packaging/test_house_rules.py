@@ -41,14 +41,15 @@ LAYERS = (
     ("automoe.launch", "automoe.verify"),
     ("recipes",),
     ("automoe.training",),
+    ("automoe.classes",),
     ("automoe.parallel", "automoe.checkpoint", "automoe.hf", "automoe.data", "automoe.observe", "automoe.optim")
     + ("automoe.interop",),
     ("automoe.model",),
     ("automoe.moe",),
     ("automoe.kernels", "automoe.quantize"),
     ("automoe.comm",),
-    # the table of parameters, without torch; that of a class of transformers; where a wrapper has its text model
-    ("automoe.model.params", "automoe.model.param_spec", "automoe.model.hf_class", "automoe.model.wrapper"),
+    # the table of parameters, without torch
+    ("automoe.model.params", "automoe.model.param_spec"),
     ("automoe.config", "automoe.storage", *PRIVATE_TO_TORCH),
     ("automoe.errors",),
 )
@@ -145,11 +146,46 @@ def test_the_trainer_does_not_import_the_planner() -> None:
 def test_the_planner_computes_from_the_configuration_and_the_parameters_alone() -> None:
     tables = ("automoe.model.params", "automoe.model.adapters", "automoe.model.flops")
     fine = ("automoe.planner", "automoe.config", "automoe.errors", *tables)
-    # class_layers runs a class of transformers without numbers
-    entries = ("search_command", "calibrate", "torchtitan_config", "views", "class_layers")
+    entries = ("search_command", "calibrate", "torchtitan_config", "views")
     arithmetic = [m for m in OWN if m.startswith("automoe.planner.") and m.split(".")[2] not in entries]
     others = {f"{module} -> {other}" for module in arithmetic for other in OWN[module]}
     assert {line for line in others if not line.split(" -> ")[1].startswith(fine)} == set()
+
+
+def asks_for_the_tier(tree: ast.AST) -> list[str]:
+    """Where a file asks if a class of transformers computes a model: it names the constant, or compares with the name."""
+    found = []
+    for node in ast.walk(tree):
+        compared = ast.walk(node) if isinstance(node, ast.Compare | ast.MatchValue) else ()
+        spelled = {constant.value for constant in compared if isinstance(constant, ast.Constant)}
+        named = getattr(node, "id", getattr(node, "attr", getattr(node, "name", None)))
+        if "transformers" in spelled or named in ("TRANSFORMERS", "TransformersModel", "ClassFamily"):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_classes_of_transformers_are_reached_through_their_family_alone() -> None:
+    """No other room imports ``automoe.classes`` or asks whether a model is its: see ``automoe/config/tier.py``."""
+    others = {name: path for name, path in MODULES.items() if not name.startswith("automoe.classes")}
+    found = [f"{name} -> {other}" for name in others for other in OWN[name] if other.startswith("automoe.classes")]
+    found += [f"{name}: {use}" for name, path in others.items() for use in asks_for_the_tier(tree_of(path))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if model.family == TRANSFORMERS: pass",
+        "from automoe.somewhere import TRANSFORMERS",
+        "native = 'transformers' != config.model.family",
+        "if family in ('transformers', 'llama'): pass",
+        "isinstance(part, TransformersModel)",
+        "match model.family:\n    case 'transformers': pass",
+    ],
+)
+def test_a_question_for_the_tier_is_found(code: str) -> None:
+    assert asks_for_the_tier(ast.parse(code))
+    assert not asks_for_the_tier(ast.parse("tier_of(model).resizable or logging.getLogger('transformers')"))
 
 
 def test_nothing_that_ships_imports_tests_or_a_recipe_by_name() -> None:

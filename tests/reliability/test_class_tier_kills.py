@@ -11,10 +11,10 @@ import pytest
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
+from automoe.classes.model import TransformersModel
 from automoe.config.schema import MoEConfig
 from automoe.errors import ConfigError
 from automoe.export import export_run
-from automoe.model.transformers_model import TransformersModel
 from tests.support.class_models import save_class, tier_config
 from tests.support.command import ROOT, TrainCommand
 from tests.support.sampling import sample_seed

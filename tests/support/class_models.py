@@ -13,15 +13,16 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
+from automoe.classes.build import decoder_layers
+from automoe.classes.family import FAMILY
+from automoe.classes.model import TransformersModel, spans
 from automoe.config.data_schema import DataConfig
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import ConfigError
-from automoe.hf.families.class_family import class_family
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
-from automoe.model.hf_class import decoder_layers, loading_class
+from automoe.hf.wrapper import loading_class
 from automoe.model.init import default_dtype
-from automoe.model.transformers_model import TransformersModel, spans
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.trajectory import Trajectory, run_trajectory
 
@@ -226,7 +227,7 @@ def trajectory_in_float64(*args: Any, **given: Any) -> Trajectory:
 
 def tier_config(path: Path) -> ModelConfig:
     """Return the configuration in the tier of any class, one with a native family too."""
-    return class_family(str(path)).read_config({}, str(path))
+    return FAMILY.read_config({}, str(path))
 
 
 def run_config(path: Path, mesh: MeshConfig, **train: object) -> Config:
@@ -304,7 +305,7 @@ def experts_seconds(model_type: str, folder: Path) -> tuple[float, float]:
     """Return CPU seconds of a step with automoe's grouped products, and with those of transformers, as ``step_ratio``."""
 
     def theirs() -> torch.nn.Module:
-        with patch("automoe.model.transformers_model.are_swiglu", lambda experts: False):
+        with patch("automoe.classes.model.are_swiglu", lambda experts: False):
             return _part(tier_config(folder))
 
     ours, others = _seconds(model_type, folder, lambda: _part(tier_config(folder)), theirs)

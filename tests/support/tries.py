@@ -29,8 +29,8 @@ from tests.support import forked
 
 IMPORTED = (
     *forked.IMPORTED, "automoe.generate", "automoe.convert", "automoe.eval", "automoe.plan", "automoe.upcycle",
-    "automoe.verify", "automoe.doctor", "automoe.demo", "automoe.data.chat", "automoe.hf.families.class_family",
-    "automoe.model.transformers_model", "tokenizers", "transformers", "pyarrow.parquet",
+    "automoe.verify", "automoe.doctor", "automoe.demo", "automoe.data.chat", "automoe.classes.family",
+    "tokenizers", "transformers", "pyarrow.parquet",
 )  # fmt: skip
 SECONDS = 60
 BYTES = 4 << 30  # of private memory that a process may add

@@ -14,7 +14,7 @@ from typing import Any
 
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError, one_line
-from automoe.model.wrapper import TEXT, is_wrapper
+from automoe.hf.wrapper import TEXT, is_wrapper
 from automoe.storage.foreign import brief
 
 HFConfig = dict[str, Any]

@@ -13,6 +13,7 @@ from typing import Any
 
 from automoe.config.convert import typed
 from automoe.config.schema import ModelConfig, RopeConfig
+from automoe.config.tier import Tier
 from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import HFConfig, as_transformers, damaged, not_computed
 from automoe.hf.keys import KeyMap
@@ -81,7 +82,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(Tier):
     """A model family as data.
 
     Attributes:
@@ -121,6 +122,10 @@ class Family:
     known_as: tuple[str, ...] = ()
     whole_heads: bool = False
     least: dict[str, int] = field(default_factory=dict)
+
+    def of(self, model: ModelConfig) -> Family:
+        """Return the family with what depends on the checkpoint of ``model``."""
+        return self
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
         """Return our configuration of the model in a ``config.json``, as ``transformers`` reads it.

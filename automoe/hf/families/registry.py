@@ -14,9 +14,9 @@ from typing import Any
 from automoe.config.data_schema import DataConfig
 from automoe.config.hub import local_folder
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.plugins import registered
+from automoe.config.plugins import look_up, registered
 from automoe.config.rules import check_rows, number_rows
-from automoe.config.rules_model import TRANSFORMERS, model_rows, moe_rows
+from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.codes import check_codes, split
@@ -34,11 +34,12 @@ from automoe.hf.families import (
 from automoe.hf.families.as_transformers import config_of_class, damaged, not_computed, number_of
 from automoe.hf.families.family import Family
 from automoe.hf.headers import ADAPTER, check_holds, complete_headers, has_own_head
+from automoe.hf.wrapper import ALONE, names_in, text_config
 from automoe.hf.writers import check_writer
-from automoe.model.wrapper import ALONE, names_in, text_config
 from automoe.storage.foreign import is_there, parse_settings, read_bytes, read_settings
 from automoe.storage.guarded import guarded
 
+UNDECLARED = "transformers"  # family of every model_type that has none
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -81,12 +82,9 @@ def known_families() -> dict[str, Family]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the declaration of ``config.family``, or the family of a class of transformers."""
-    if config.family == TRANSFORMERS:
-        from automoe.hf.families.class_family import class_family
-
-        return class_family(str(config.hf_path), config)
-    return known_families()[config.family]
+    """Return the family that ``config`` names."""
+    family = known_families().get(config.family) or look_up("model.family", config.family)
+    return family.of(config)
 
 
 def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, Any]:
@@ -167,7 +165,7 @@ def model_of_stranger(path: str | Path) -> ModelConfig:
     """
     if str(text_config(read_hf_config(path)).get("model_type")) in known_families():
         return model_config_from_hf(path)
-    from automoe.hf.families import class_family  # noqa: F401  (no child spends its time on that)
+    look_up("model.family", UNDECLARED)  # imported here: no child spends its time on that
 
     def build() -> ModelConfig:
         config = model_config_from_hf(path)
@@ -195,10 +193,8 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     hf = text_config(whole)
     family = known_families().get(str(hf.get("model_type")))
     if family is None:
-        from automoe.hf.families.class_family import class_family
-
         _check_layers(whole, local_folder(path))
-        family = class_family(str(path))
+        family = look_up("model.family", UNDECLARED)
     config = family.read_config(hf, str(path))
     config = config if mtp else replace(config, num_mtp_layers=0)
     # The weights are read, not drawn, so initializer_range may be 0.

@@ -6,7 +6,6 @@ never imported.
 
 from __future__ import annotations
 
-import inspect
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -16,24 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from automoe.classes.expert_parallel import obstacle
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError, one_line
+from automoe.hf.wrapper import text_config, text_path
 from automoe.model.param_spec import Param, ParamSpec
-from automoe.model.wrapper import ALONE, Names, text_config
 
-# The first of these words in a parameter's name tells its part of the model.
+# The first of these words in a parameter's name, before the colon, tells its part of the model.
 _PART_WORDS = (
-    ("norm", "norms"),
-    ("shared", "shared_experts"),
-    ("router", "router"),
-    (".gate.", "router"),
-    ("attn", "attention"),
-    ("attention", "attention"),
-    ("mixer", "attention"),
-    ("mamba", "attention"),
-    ("conv", "attention"),
-    ("", "dense_ffn"),
-)
+    "norm:norms shared:shared_experts router:router .gate.:router attn:attention "
+    "attention:attention mixer:attention mamba:attention conv:attention :dense_ffn"
+).split()
 _PLACES = {"attention": 1, "router": 7, "dense_ffn": 7, "shared_experts": 7, "routed_experts": 7}
 # Groups of ``lora.targets``, by part.
 _GROUPS = {
@@ -114,53 +106,10 @@ def build_causal_lm(path: str, experts: str = "eager") -> Any:
     return model
 
 
-def loading_class(config: Any, whole: bool = False) -> Any:
-    """Return the auto class of ``transformers`` that loads a checkpoint with this config.
-
-    Args:
-        whole: load all parts of a wrapper; else its text model alone, if that has a class of its
-            own.
-    """
-    import transformers
-
-    wrapper = config.get_text_config(decoder=True) is not config
-    if (wrapper and whole) or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM
-
-
-def num_parameters(config: Any) -> int:
-    """Build the class of a ``transformers`` configuration on meta, and count its parameters.
-
-    Of buffers, such as tables of positions, what exceeds 1 GiB counts in numbers of 4 bytes.
-    """
-    with torch.device("meta"):
-        model = loading_class(config).from_config(config, trust_remote_code=False)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    return model.num_parameters() + max(0, buffers - (1 << 30)) // 4
-
-
-def _text_path(model: Any) -> str:
-    """Return the name of a wrapper's text model; empty if ``model`` is itself the text model."""
-    kind = type(model.config.get_text_config(decoder=True))
-    named = ((name, getattr(module, "config", None)) for name, module in model.named_modules())
-    return next((name for name, config in named if type(config) is kind), "")
-
-
-def names_in_class(model: Any) -> Names:
-    """Return the names of the text model's parameters in a class of ``transformers``."""
-    path = _text_path(model)
-    if not path:
-        return ALONE
-    if model.get_submodule(path).get_output_embeddings() is not None:
-        return Names(((f"{path}.", ""),))
-    return Names(((f"{path}.", "model."), ("lm_head.", "lm_head.")))
-
-
 def _remove_beside(model: Any) -> None:
     """Remove from a wrapper the modules that are neither text model nor head."""
     owner = model
-    for name in filter(None, _text_path(model).split(".")):
+    for name in filter(None, text_path(model).split(".")):
         if owner._parameters:
             own = f"{type(owner).__name__}.{next(iter(owner._parameters))}"
             raise ValueError(f"{own} is in none of the wrapper's parts, which pass through unread")
@@ -190,15 +139,12 @@ def is_tied(model: Any) -> bool:
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that ``ExpertParallel`` shards, by name: stacked experts of a layer."""
-    return {name: module for name, module in model.named_modules() if _holds_experts(module)}
+    return {name: module for name, module in model.named_modules() if holds_experts(module)}
 
 
-def _holds_experts(module: nn.Module) -> bool:
-    number = getattr(module, "num_experts", None)
-    shapes = [parameter.shape for parameter in module.parameters()]
-    stacked = all(len(shape) > 1 and shape[0] == number for shape in shapes)
-    called_with = inspect.signature(module.forward).parameters
-    return stacked and any(len(shape) > 2 for shape in shapes) and len(called_with) >= 3
+def holds_experts(module: nn.Module) -> bool:
+    """Return whether ``ExpertParallel`` shards ``module``, and it has stacks of matrices."""
+    return any(weight.dim() > 2 for weight in module.parameters()) and not obstacle(module)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
@@ -236,7 +182,8 @@ def _class_params(path: str, stated: bytes) -> tuple[Param, ...]:
     for name, parameter in model.state_dict(keep_vars=True).items():
         part = "routed_experts" if parameter in experts else part_of.get(parameter)
         if part is None:
-            part = next(part for word, part in _PART_WORDS if word in name)
+            words = (pair.split(":") for pair in _PART_WORDS)
+            part = next(part for word, part in words if word in name)
         matrix = parameter.dim() > 1 and not name.endswith("bias")
         kind = "matrix" if matrix else "vector"
         if not isinstance(parameter, nn.Parameter):
@@ -263,7 +210,7 @@ def _adapted(model: Any) -> dict[str, str]:
         last = name.rpartition(".")[2]
         if isinstance(module, nn.Linear) and module.out_features > 1:
             found[f"{name}.weight"] = last
-        elif _holds_experts(module) and not getattr(module, "is_transposed", False):
+        elif holds_experts(module) and not getattr(module, "is_transposed", False):
             stacks = {one: p for one, p in module.named_parameters() if p.dim() == 3}
             if stacks.keys() == ADAPTED_STACKS:
                 found |= {f"{name}.{one}": one for one in stacks}
@@ -289,7 +236,7 @@ def uncalled_layers(path: str) -> frozenset[str]:
     """Return the weights of linear layers that the class reads without calling the layer.
 
     The class runs on meta. The result is empty if its code fails there; the first forward pass of a
-    run then finds such a layer (``class_lora.check_called``).
+    run then finds such a layer (``automoe.classes.lora.check_called``).
     """
     model = build_causal_lm(path)
     left = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)}

@@ -1,4 +1,6 @@
-"""Checkpoints that wrap a text model together with vision or audio parts. Needs no torch.
+"""Checkpoints that wrap a text model together with vision or audio parts.
+
+torch and transformers are imported once a function of this module needs them.
 
 ``config.json`` of a wrapper has the text model's own configuration at ``text_config``, and its
 files hold the text model's tensors under a prefix. Only the text model is trained. In memory its
@@ -142,3 +144,53 @@ def said_of(beside: Mapping[str, int]) -> list[str]:
     ]
     text = "not trained, and copied bit for bit into an export: "
     return [text + listed(parts)] if parts else []
+
+
+def loading_class(config: Any, whole: bool = False) -> Any:
+    """Return the auto class of ``transformers`` that loads a checkpoint with this config.
+
+    Args:
+        whole: load all parts of a wrapper; else its text model alone, if that has a class of its
+            own.
+    """
+    import transformers
+
+    wrapper = config.get_text_config(decoder=True) is not config
+    if (wrapper and whole) or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def weightless(config: Any, whole: bool = False) -> Any:
+    """Return the model that ``loading_class`` makes of this config, on the meta device."""
+    import torch
+
+    with torch.device("meta"):
+        return loading_class(config, whole).from_config(config, trust_remote_code=False)
+
+
+def num_parameters(config: Any) -> int:
+    """Build the class of a ``transformers`` configuration on meta, and count its parameters.
+
+    Of buffers, such as tables of positions, what exceeds 1 GiB counts in numbers of 4 bytes.
+    """
+    model = weightless(config)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    return model.num_parameters() + max(0, buffers - (1 << 30)) // 4
+
+
+def text_path(model: Any) -> str:
+    """Return the name of a wrapper's text model; empty if ``model`` is itself the text model."""
+    kind = type(model.config.get_text_config(decoder=True))
+    named = ((name, getattr(module, "config", None)) for name, module in model.named_modules())
+    return next((name for name, config in named if type(config) is kind), "")
+
+
+def names_in_class(model: Any) -> Names:
+    """Return the names of the text model's parameters in a class of ``transformers``."""
+    path = text_path(model)
+    if not path:
+        return ALONE
+    if model.get_submodule(path).get_output_embeddings() is not None:
+        return Names(((f"{path}.", ""),))
+    return Names(((f"{path}.", "model."), ("lm_head.", "lm_head.")))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from automoe.model.hf_class import ADAPTED_STACKS
+from automoe.classes.build import ADAPTED_STACKS
 from automoe.moe.dispatch.base import run_choices
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import ExpertFn

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from automoe.classes.expert_parallel import OwnCode
 from automoe.comm.local_shard import local_shard
 from automoe.errors import ConfigError
 from automoe.moe.lora import Adapter, ExpertLora
@@ -33,7 +34,7 @@ def add_to_linear(linear: nn.Module, adapter: nn.Module) -> None:
 def add_to_experts(experts: nn.Module, adapters: ExpertLora) -> None:
     """Make ``experts`` compute with adapted weights; the adapters become their ``lora``."""
     experts.add_module("lora", adapters)
-    code = _Code(experts)
+    code = OwnCode(experts)
 
     @wraps(code.own_forward)  # ``experts_modules`` reads the signature
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -42,24 +43,12 @@ def add_to_experts(experts: nn.Module, adapters: ExpertLora) -> None:
             if getattr(adapters, f"A{number}") is not None:
                 weight = local_shard(getattr(experts, name))
                 a_ErI, b_EOr = (adapters.weight(each + number, weight.dtype) for each in "AB")
-                weights[f"experts.{name}"] = torch.baddbmm(
+                weights[f"module.{name}"] = torch.baddbmm(
                     weight, b_EOr, a_ErI, alpha=adapters.scale
                 )
         return functional_call(code, weights, args, kwargs)
 
     experts.forward = forward  # type: ignore[method-assign]
-
-
-class _Code(nn.Module):
-    """Wrapper that calls the original forward of an experts module with other weights."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.experts = experts
-        self.own_forward = experts.forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.own_forward(*args, **kwargs)
 
 
 def check_called(model: nn.Module) -> None:

@@ -1,4 +1,6 @@
-"""Configuration and published tensors of a model that its class of ``transformers`` computes.
+"""The family of every class of ``transformers``: rules, configuration, published tensors.
+
+``FAMILY`` is found as a plugin's family is (``automoe.config.plugins``).
 
 transformers' own conversion mapping says which published tensors make up a parameter. This module
 reads the mapping as data: it reverts the mapping on views of meta tensors, and each resulting view
@@ -7,41 +9,66 @@ shows the slice of a parameter that a published tensor holds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from automoe.config.hub import local_folder
-from automoe.config.rules_model import TRANSFORMERS
-from automoe.config.schema import AttentionConfig, ModelConfig
-from automoe.errors import ConfigError
-from automoe.hf.families.as_transformers import HFConfig, number_of
-from automoe.hf.families.family import Family
-from automoe.hf.keys import KeyMap, Piece
-from automoe.model.hf_class import (
+from automoe.classes.build import (
     build_causal_lm,
+    class_params,
     decoder_layers,
     experts_modules,
     is_tied,
     refused,
+    uncalled_layers,
 )
-from automoe.model.params import model_params
-from automoe.model.wrapper import names_in
+from automoe.classes.expert_parallel import ExpertParallel
+from automoe.classes.model import TransformersModel, computes_in_float32
+from automoe.config.hub import local_folder
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.rules import Row
+from automoe.config.rules_model import sharded_expert_rows
+from automoe.config.schema import AttentionConfig, Config, ModelConfig
+from automoe.errors import ConfigError
+from automoe.hf.families.as_transformers import HFConfig, number_of
+from automoe.hf.families.family import Family
+from automoe.hf.keys import KeyMap, Piece
+from automoe.hf.wrapper import names_in
+from automoe.model.adapters import is_target
+from automoe.model.params import Param
+from automoe.parallel.parallelize import build_decoder, parameter_dtype
 
-_TOP_K = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"
-)  # fmt: skip
+_TOP_K = "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts".split()
 # Keys that describe the source's files; a written config.json does not have them.
-_OF_FILES = ("auto_map", "dtype", "torch_dtype", "quantization_config", "transformers_version")
+_OF_FILES = "auto_map dtype torch_dtype quantization_config transformers_version".split()
+# Settings that automoe's decoder computes.
+_DECODER_ALONE = """
+    moe.gate moe.dispatch_dtype moe.router_jitter moe.router_dtype moe.capacity_factor moe.record_routing
+    moe.replay_routing train.fp8 train.compile kernels.attention kernels.rope kernels.loss kernels.norm lora.base
+    optim.algorithm optim.master_weights optim.qk_clip model.rope.extends
+""".split()
 
 
 @dataclass(frozen=True)
 class ClassFamily(Family):
     """Family of a class of ``transformers``, derived from the class instead of declared."""
+
+    resizable = False
+    repeats_routing = False
+    expert_style = ExpertParallel
+    build = staticmethod(TransformersModel)
+    computes_in_float32 = staticmethod(computes_in_float32)
+
+    def of(self, model: ModelConfig) -> Family:
+        path = str(model.hf_path)
+        keys = _layouts(path, (local_folder(path) / "config.json").read_bytes())
+        return replace(self, architecture=model.architecture, keys=keys)
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
         """Return the configuration that the trainer needs, derived from the class.
@@ -70,7 +97,7 @@ class ClassFamily(Family):
             )
         head = model.get_output_embeddings()
         config = ModelConfig(
-            family=TRANSFORMERS,
+            family="transformers",
             architecture=type(model).__name__,
             hf_path=path,
             vocab_size=head.out_features,
@@ -121,14 +148,58 @@ class ClassFamily(Family):
         tied = {"tie_word_embeddings": config.tie_embeddings}
         return kept | {"architectures": [config.architecture]} | tied
 
+    # fmt: off
+    def rows(self, config: Config, shape: MeshShape) -> Iterator[Row]:
+        model = config.model
+        yield ("model.hf_path", model.hf_path is None, "model.family=transformers takes the class from a config.json",
+               "Set model.hf_path to a folder with one")
+        tier = (f"{model.architecture} has no native family: its class of transformers computes it, with ep, ep_shard, "
+                "dp_shard and their replicas; native families (docs/huggingface.md) have every axis and kernel")
+        for axis in ("pp", "cp", "tp", "etp"):
+            yield f"mesh.{axis}", getattr(shape, axis) > 1, tier, f"Set mesh.{axis}=1"
+        plain = Config()
+        for key in _DECODER_ALONE:
+            value = attrgetter(key)(plain)
+            yield key, attrgetter(key)(config) != value, tier, f"Set {key}={str(value).lower()}"
+        yield "moe.experts", config.moe.experts not in ("grouped_mm", "loop", "triton"), tier, "Set moe.experts=grouped_mm"
+        recompute = config.parallel.recompute
+        yield "parallel.recompute", recompute not in ([], "full"), tier, "Set parallel.recompute=full, or []"
+        if model.num_moe_layers:
+            yield from sharded_expert_rows(model, shape)
+            yield ("parallel.expert_wgrad", config.parallel.expert_wgrad != "autograd",
+                   "the experts of a class of transformers use its own products (model.family=transformers)",
+                   "Set parallel.expert_wgrad=autograd")
 
-def class_family(path: str, config: ModelConfig | None = None) -> ClassFamily:
-    """Return the family of the class in ``config.json``; with ``config``, its layouts too."""
-    keys = KeyMap(fused=True)  # ``check_holds`` then expects no tensor per expert
-    if config is not None:
-        keys = _layouts(path, (local_folder(path) / "config.json").read_bytes())
-    architecture = config.architecture if config is not None else ""
-    return ClassFamily(TRANSFORMERS, architecture, {}, {}, keys=keys)
+    def adapter_rows(self, config: Config, params: list[Param]) -> Iterator[Row]:
+        architecture = config.model.architecture
+        if "experts" in config.lora.targets:
+            left = [  # stacks of experts that get no adapter
+                param.name for param in params
+                if param.part in ("routed_experts", "dense_ffn") and param.multiplies and param.spec.lora is None
+                and (len(param.shape) == 3 or "expert" in param.name)
+            ]
+            yield ("lora.targets", bool(left), f"{architecture} has experts {', '.join(left[:2])}; adapters "
+                   "are only for stacks gate_up_proj and down_proj [experts, outputs, inputs]",
+                   "Set lora.targets=[attention,mlp,shared_experts]")
+        unused = uncalled_layers(str(config.model.hf_path))
+        asked = {param.name: param.spec.lora for param in params if is_target(param, config.lora)}
+        odd = [name for name in asked if name in unused]
+        others = sorted({str(last) for name, last in asked.items() if name not in unused})
+        yield ("lora.targets", bool(odd), f"{architecture} reads {', '.join(odd[:2])} and does not call the "
+               "layer, so an adapter adds nothing", f"Set lora.targets=[{','.join(others)}]")
+    # fmt: on
+
+    def check(self, config: Config) -> None:
+        build_decoder(config.model, config.moe, parameter_dtype(config))
+
+    def params(self, model: ModelConfig, buffers: bool) -> list[Param]:
+        table = class_params(str(model.hf_path))
+        return [param for param in table if buffers or param.spec.kind != "buffer"]
+
+    def layer_bytes(self, config: Config, ep: int, expert_rows: float) -> Any:
+        from automoe.classes.activations import class_layers  # takes long to import
+
+        return class_layers(config, ep, expert_rows)
 
 
 class _View(torch.Tensor):
@@ -150,8 +221,7 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     model = build_causal_lm(path)
-    params = model_params(ModelConfig(family=TRANSFORMERS, hf_path=path), buffers=True)
-    tensors = {param.name: torch.empty(param.shape, device="meta") for param in params}
+    tensors = {param.name: torch.empty(param.shape, device="meta") for param in class_params(path)}
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     tables = []
     for with_prefixes in (False, True):
@@ -235,3 +305,7 @@ def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
     return Piece(
         key, tuple(view.shape), tuple(select), (0,) * len(size), size, inverse, origin=tuple(origin)
     )
+
+
+# ``check_holds`` expects no tensor per expert, since ``keys`` are ``fused``.
+FAMILY = ClassFamily("transformers", "", {}, {}, keys=KeyMap(fused=True))

@@ -18,24 +18,26 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from automoe.comm.tokens import Tokens
-from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
-from automoe.errors import ConfigError
-from automoe.kernels.counter_random import stream_key
-from automoe.model.backend import BackendConfig
-from automoe.model.causal_lm import CausalLM, Unit
-from automoe.model.class_experts import are_swiglu, compute_by
-from automoe.model.class_lora import check_called
-from automoe.model.hf_class import (
+from automoe.classes.build import (
     build_causal_lm,
     decoder_layers,
     experts_modules,
     head_scale,
     refused,
 )
+from automoe.classes.experts import are_swiglu, compute_by
+from automoe.classes.lora import add_to_experts, add_to_linear, check_called
+from automoe.comm.tokens import Tokens
+from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
+from automoe.errors import ConfigError
+from automoe.kernels.counter_random import stream_key
+from automoe.model.backend import BackendConfig
+from automoe.model.causal_lm import CausalLM, Unit
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.moe.experts import expert_backend
+from automoe.moe.lora import ExpertLora
 from automoe.moe.router import BalancedRouter, Routing, score_experts
+from automoe.parallel.fsdp import reshard
 
 SMALL = 1 << 16  # the class itself initialises parameters of up to so many numbers, on every rank
 # value of ``moe.experts``: transformers' own implementation, for experts that are not plain SwiGLU
@@ -225,8 +227,11 @@ class TransformersModel(CausalLM):
         self._probe: _Probe | None = None
         self._moe: dict[nn.Module, _MoELayer] = {}
         self.routers = nn.ModuleDict()
-        self.experts_by = self._choose_experts(list(experts_modules(model).values()), moe.experts)
-        for index, experts in enumerate(experts_modules(model).values()):
+        modules = list(experts_modules(model).values())
+        self.experts_by = self._choose_experts(modules, moe.experts)
+        what = f"{config.architecture}: layers and routers by transformers' own code"
+        self.notes = (f"{what}; {self.experts_by}",)
+        for index, experts in enumerate(modules):
             router = ClassRouter(config, moe, index, self.backend.pg_collection)
             self.routers[str(index)] = router
             self._moe[experts] = _MoELayer(router, experts)
@@ -278,6 +283,10 @@ class TransformersModel(CausalLM):
                 )
                 raise ConfigError(f"moe.{key}", coefficient, rule, f"Set moe.{key}=0")
             found[0].register_forward_hook(partial(self._moe[unit.experts].router.keep, recorder))
+
+    def add_adapter(self, module: nn.Module, adapter: nn.Module) -> None:
+        add = add_to_experts if isinstance(adapter, ExpertLora) else add_to_linear
+        add(module, adapter)
 
     @property
     def embedding(self) -> nn.Module:
@@ -361,6 +370,7 @@ class TransformersModel(CausalLM):
                     f"{moved:.1%} of its size, and rounding by {eps:.0e}",
                     "Set data.document_mask=false; for conversations data.chat.pack=false, too",
                 )
+        reshard([self])
 
     def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
         if self._probe is not None:

@@ -6,37 +6,24 @@ Counted is what the CPU's operators return, until it is freed. Memory inside an 
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 
+from automoe.classes.build import experts_modules
+from automoe.classes.expert_parallel import RoutedCall
+from automoe.classes.model import TransformersModel
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import Config, ModelConfig, MoEConfig
 from automoe.interop.torch_fake import NEED_NUMBERS, AliveBytes, FakeTensorMode
-from automoe.model.hf_class import experts_modules
 from automoe.model.init import default_dtype
-from automoe.model.transformers_model import TransformersModel
-from automoe.moe.dispatch.base import Experts
-from automoe.parallel.expert import RoutedCall
 from automoe.storage.foreign import brief
 
 # what a micro-batch keeps once, such as masks; of each layer what it keeps, and the most that its
 # backward pass needs beyond what this and earlier layers kept
 Counted = tuple[float, list[tuple[float, float]]]
-
-
-def _dispatch_evenly(
-    num_rows: int, num_experts: int, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor,
-    weights_TK: torch.Tensor, experts: Experts,
-) -> torch.Tensor:  # fmt: skip
-    """Stand for a dispatcher by which ``num_rows`` rows reach a rank's ``num_experts`` experts."""
-    token_R = topk_ids_TK.new_zeros(num_rows)
-    received_RH = x_TH.index_select(0, token_R)
-    probs_R = weights_TK.flatten().index_select(0, token_R)
-    out_RH = experts(received_RH, token_R, token_R.new_zeros(num_experts).int(), probs_R)
-    return torch.zeros_like(x_TH).index_add(0, token_R, out_RH)
 
 
 def class_layers(config: Config, ep: int, expert_rows: float) -> Counted | str:
@@ -73,19 +60,28 @@ def _count(
 ) -> Counted:  # fmt: skip
     with default_dtype(torch.bfloat16 if narrow else torch.float32):
         part = TransformersModel(model, MoEConfig(experts=experts))
+    num_local = max(1, model.num_experts // ep)
+
+    def dispatch(x_TH, topk_ids_TK, weights_TK, experts) -> torch.Tensor:
+        """Stand for a dispatcher by which ``expert_rows`` rows reach this rank's experts."""
+        token_R = topk_ids_TK.new_zeros(expert_rows)
+        received_RH = x_TH.index_select(0, token_R)
+        probs_R = weights_TK.flatten().index_select(0, token_R)
+        out_RH = experts(received_RH, token_R, token_R.new_zeros(num_local).int(), probs_R)
+        return torch.zeros_like(x_TH).index_add(0, token_R, out_RH)
+
     modules: list[Any] = list(experts_modules(part).values())
     for module in modules if ep > 1 else ():
         for name, one in list(module.named_parameters()):
-            setattr(module, name, nn.Parameter(one[: len(one) // ep].clone()))
-        dispatch: Any = partial(_dispatch_evenly, expert_rows, module.num_experts // ep)
+            setattr(module, name, nn.Parameter(one[:num_local].clone()))
         module.forward = RoutedCall(module, dispatch).route
-        module.num_experts //= ep
+        module.num_experts = num_local
     with FakeTensorMode(allow_non_fake_inputs=True):
         part.to_empty(device="cpu").train()
         index = torch.zeros(rows, seq_len, dtype=torch.int64)
         tokens = Tokens(index, index, index if masked else None, index[0, 0])
         before = [*part.parameters(), *part.buffers(), index]
-        with AliveBytes(max(1, model.num_experts // ep), before) as alive:
+        with AliveBytes(num_local, before) as alive:
             return _run(part, index, tokens, alive)
 
 

@@ -1,0 +1,167 @@
+"""Expert parallelism of experts modules of ``transformers``, and of others like them.
+
+Shapes: T tokens of this rank, K top-k, H hidden, E experts, R rows that this rank computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from automoe.comm.local_shard import local_shard
+from automoe.errors import ConfigError
+from automoe.moe.dispatch.base import Dispatcher
+from automoe.moe.experts import GroupedExperts
+from automoe.parallel.expert import ExpertStyle
+
+
+class ExpertParallel(ExpertStyle):
+    """Style that shards a module's experts over a mesh and routes its calls through a dispatcher.
+
+        parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
+
+    The module is automoe's ``GroupedExperts``, or another module like those of transformers: all of
+    its parameters have the experts as dim 0, its attribute ``num_experts`` is their number, and its
+    arguments are rows [T, H], chosen experts [T, K] and their weights [T, K]. Its parameters
+    become DTensors on the mesh; its own code computes this rank's experts. Gradients of experts are
+    summed over the tokens of all ranks, those of other parameters are not: average or sum these as
+    for data parallelism. Every rank applies the style, and makes every call, with or without
+    tokens. Arguments and axes of the mesh are those of ``ExpertStyle``.
+
+    Raises:
+        ConfigError: when the style is applied, a module or a mesh that it cannot shard; and as
+            ``ExpertStyle``.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        rule = obstacle(module)
+        remedy = (
+            "Apply ExpertParallel to the module that holds the stacked weights of a layer's experts"
+        )
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            rule = "its parameters are sharded already, and ExpertParallel shards those of a module once"
+            remedy = "Apply it once to each module, before fully_shard; one that several layers share is one module"
+        if rule:
+            raise ConfigError("module", type(module).__name__, rule, remedy)
+        return super()._apply(module, device_mesh)
+
+    def connect(self, module: nn.Module, dispatcher: Dispatcher) -> None:
+        if isinstance(module, GroupedExperts):
+            return super().connect(module, dispatcher)
+        module.forward = RoutedCall(module, dispatcher).route
+        # the module's own code counts its local experts
+        module.num_experts = len(local_shard(next(module.parameters())))
+
+
+def obstacle(module: nn.Module) -> str:
+    """Return why ``module`` does not hold experts that can be sharded; empty if it does."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    num_experts = getattr(module, "num_experts", None)
+    arguments = list(inspect.signature(module.forward).parameters)
+    other = [
+        f"{name} {list(shape)}"
+        for name, shape in shapes.items()
+        if len(shape) < 2 or shape[0] != num_experts
+    ]
+    if not shapes:
+        return "it has no parameters to shard"
+    if not isinstance(num_experts, int):
+        return f"it has no attribute num_experts; its parameters are {shapes}"
+    if other:
+        return f"dim 0 of every parameter must be its {num_experts} experts (num_experts), and is not in {other}"
+    if len(arguments) < 3:
+        return (
+            f"it is called with ({', '.join(arguments)}), and ExpertParallel needs three arguments: rows [T, H], "
+            "chosen experts [T, K] and their weights [T, K]"
+        )
+    return ""
+
+
+class OwnCode(nn.Module):
+    """The forward that ``module`` has now, to be called with other weights (``functional_call``)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module  # registered, so that functional_call finds its parameters
+        self.own_forward = module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.own_forward(*args, **kwargs)
+
+
+class RoutedCall(OwnCode):
+    """Forward of an experts module that dispatches tokens to the module's code on local shards.
+
+    The module's code knows no ranks. Its hooks, for example those of ``fully_shard``, run once,
+    around the routed call.
+    """
+
+    def __init__(self, module: nn.Module, dispatcher: Dispatcher) -> None:
+        super().__init__(module)
+        self.num_experts = module.num_experts
+        self.dispatcher = dispatcher
+        self.signature = inspect.signature(module.forward)
+
+    def route(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return [T, H], the weighted sum of each token's experts on all ranks.
+
+        Raises:
+            ConfigError: the arguments are not rows, chosen experts and their weights; on the CPU,
+                a choice is no expert.
+        """
+        given = self.signature.bind(*args, **kwargs).args
+        shapes = [tuple(getattr(value, "shape", ())) for value in given]
+        if (
+            [len(shape) for shape in shapes] != [2, 2, 2]
+            or shapes[1] != shapes[2]
+            or given[1].dtype not in (torch.int32, torch.int64)
+        ):
+            raise ConfigError(
+                "module",
+                type(self.module).__name__,
+                f"it was called with {shapes}, and ExpertParallel takes calls with rows [T, H], chosen experts [T, K] "
+                "as int32 or int64 and their weights [T, K]",
+                "Compute these three before the call. A mask over all experts names no choices",
+            )
+        x_TH, topk_ids_TK, weights_TK = given
+        # Not checked on CUDA, where reading the bounds would be a host sync.
+        if topk_ids_TK.is_cpu and topk_ids_TK.numel():
+            least, most = (int(bound) for bound in topk_ids_TK.aminmax())
+            if least < 0 or most >= self.num_experts:
+                raise ConfigError(
+                    "module",
+                    type(self.module).__name__,
+                    f"experts {least} to {most} were chosen, and it has experts 0 to {self.num_experts - 1}",
+                    "Give each of the K choices an expert; one that should not count has weight 0",
+                )
+        # Dispatchers send ids and weights as words of one type; a narrow one would round ids.
+        wide = torch.promote_types(weights_TK.dtype, torch.float32)
+
+        def experts(x_TH, gather_idx_R, offsets_E, probs_R) -> torch.Tensor:
+            return self._run_local(x_TH[gather_idx_R], offsets_E, probs_R.to(weights_TK.dtype))
+
+        routed = self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), weights_TK.to(wide), experts)
+        # The caller may add to the result in place; FSDP's hook would be lost with a view.
+        return routed.clone()
+
+    def _run_local(
+        self, rows_RH: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor
+    ) -> torch.Tensor:
+        shards = {name: local_shard(one) for name, one in self.named_parameters()}
+        if not len(rows_RH):
+            # Modules may skip experts without rows, and other ranks wait for this one in the
+            # backward pass. Empty slices give every input a gradient of zeros.
+            nothing = sum(shard[:0].sum() for shard in shards.values())
+            return rows_RH * (probs_R.unsqueeze(1) + nothing).to(rows_RH.dtype)
+        expert_R = torch.searchsorted(
+            offsets_E, torch.arange(len(rows_RH), device=rows_RH.device), right=True
+        )
+        # Adapters take their own shards: dropout counts features by their place in the whole.
+        own = {name: one for name, one in shards.items() if ".lora." not in name}
+        return functional_call(self, own, (rows_RH, expert_R.unsqueeze(1), probs_R.unsqueeze(1)))
