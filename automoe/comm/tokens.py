@@ -1,13 +1,16 @@
-"""Per-token tensors and token counts that travel with a micro-batch.
+"""The micro-batch that a model is called with, its per-token tensors and token counts.
 
-Shapes: B rows, S positions held by this rank (the whole row unless ranks share it).
+Shapes: B rows, S positions held by this rank (the whole row unless ranks share it), D modules for
+multi-token prediction.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch.export import register_dataclass
 
 from automoe.comm.process_groups import Communicator
 from automoe.config.data_schema import IGNORE as IGNORE
@@ -46,6 +49,12 @@ def num_documents(labels: torch.Tensor, doc_ids: torch.Tensor | None) -> torch.T
     if doc_ids is None:
         return trained.amax(1).sum()
     return torch.zeros_like(trained).scatter_reduce_(1, doc_ids.clamp_min(0), trained, "amax").sum()
+
+
+def count_shifted(tokens_BSD: torch.Tensor, labels_BSD: torch.Tensor) -> torch.Tensor:
+    """Return [D, 2]: the number of labels and of given tokens of every depth."""
+    counted = torch.stack((labels_BSD >= 0, tokens_BSD >= 0), dim=-1)
+    return counted.sum((0, 1))
 
 
 @dataclass(frozen=True)
@@ -96,3 +105,84 @@ class Tokens:
         if self.doc_ids is None:
             return torch.ones_like(self.index, dtype=torch.bool)
         return self.doc_ids >= 0
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that a model is called with: a micro-batch, or a step's rows before they are split.
+
+    Torch's pipeline schedules split it by rows and hand every stage its own part.
+
+    Attributes:
+        tokens: [B, S] int64, which the part with the embedding reads.
+        labels: [B, S] next tokens, for the loss; ``IGNORE`` marks positions that are not trained.
+        positions, index, doc_ids, row_ids, not_padding, forced_ids: as in ``Tokens``, which all
+            layers read. Defaults: index 0 ... S-1, row_ids 0 ... B-1, positions equal to the index,
+            and a row is one document.
+        mtp_tokens, mtp_labels: [B, S, D] of every depth of multi-token prediction
+            (``automoe.model.mtp.shift_rows``), which its modules read.
+        next_token_at: [B, S] bool, equal on all ranks that share the vocabulary: positions for
+            which the head generates a token.
+        counts: counts of the global batch, which losses are divided by; None: those of these rows.
+        given: [B, ...] further inputs of the loss, by name.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    index: torch.Tensor | None = None
+    doc_ids: torch.Tensor | None = None
+    row_ids: torch.Tensor | None = None
+    not_padding: torch.Tensor | None = None
+    forced_ids: torch.Tensor | None = None
+    mtp_tokens: torch.Tensor | None = None
+    mtp_labels: torch.Tensor | None = None
+    next_token_at: torch.Tensor | None = None
+    counts: TokenCounts | None = None
+    given: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __or__(self, given: Mapping[str, torch.Tensor]) -> MicroBatch:
+        """Return these rows with further inputs of the loss."""
+        return replace(self, given={**self.given, **given})
+
+    def split(self, num_rows: int) -> list[MicroBatch]:
+        """Return micro-batches of ``num_rows`` rows."""
+        own = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        parts = []
+        for first in range(0, len(self.tokens), num_rows):
+            rows = slice(first, first + num_rows)
+            given = {name: x[rows] for name, x in self.given.items()}
+            parts.append(replace(self, given=given, **{name: x[rows] for name, x in own.items()}))
+        return parts
+
+    def per_token(self, num_tokens: torch.Tensor) -> Tokens:
+        """Return the tensors that all layers read; ``num_tokens`` as in ``Tokens``."""
+        num_rows, size = self.tokens.shape
+        index, row_ids = self.index, self.row_ids
+        if index is None:
+            index = torch.arange(size, device=self.tokens.device).expand(num_rows, -1)
+        if row_ids is None:
+            row_ids = torch.arange(num_rows, device=self.tokens.device).unsqueeze(1)
+            row_ids = row_ids.expand_as(index)
+        positions = index if self.positions is None else self.positions
+        rest = self.forced_ids, row_ids, self.not_padding
+        return Tokens(positions, index, self.doc_ids, num_tokens, *rest)
+
+    def known_counts(self) -> TokenCounts:
+        """Return ``counts``, with what is unknown counted over these rows."""
+        counts = self.counts or self._own_counts()
+        if self.mtp_tokens is not None and counts.mtp is None:
+            assert self.mtp_labels is not None
+            counts = replace(counts, mtp=count_shifted(self.mtp_tokens, self.mtp_labels))
+        return counts
+
+    def _own_counts(self) -> TokenCounts:
+        none = torch.zeros((), dtype=torch.int64, device=self.tokens.device)
+        valid = none + self.tokens.numel() if self.doc_ids is None else (self.doc_ids >= 0).sum()
+        if self.labels is None:
+            return TokenCounts(none, valid, none)
+        documents = num_documents(self.labels, self.doc_ids)
+        return TokenCounts((self.labels >= 0).sum(), valid, documents)
+
+
+register_dataclass(MicroBatch)  # TokenCounts stays one value, equal in all parts

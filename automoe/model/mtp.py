@@ -78,9 +78,3 @@ def shift_rows(
         torch.where(same, tokens_BS[:, later], NO_TOKEN),
         torch.where(same, labels_BS[:, later], IGNORE),
     )
-
-
-def count_shifted(tokens_BSD: torch.Tensor, labels_BSD: torch.Tensor) -> torch.Tensor:
-    """Return [D, 2]: the number of labels and of given tokens of every depth."""
-    counted = torch.stack((labels_BSD >= 0, tokens_BSD >= 0), dim=-1)
-    return counted.sum((0, 1))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from automoe.comm.tokens import Tokens
+from automoe.comm.tokens import MicroBatch, Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.errors import ConfigError
 from automoe.kernels.counter_random import stream_key
@@ -338,7 +338,7 @@ class TransformersModel(CausalLM):
             given = {"positions": index - later * first, "doc_ids": later.long()}
             self._probe = _Probe(first, {}, [])
             for tokens in (row, row.where(later, other)):
-                self(tokens, next_token_at=later & False, **given)
+                self(batch=MicroBatch(tokens, next_token_at=later & False, **given))
             one, changed = (state[0, first:].double() for state in self._probe.states)
             eps = torch.finfo(self._probe.states[0].dtype).eps
             self._probe = None

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 import automoe
+from automoe.comm.tokens import MicroBatch
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig, OptimConfig, ParallelConfig
@@ -100,7 +101,7 @@ def test_native_families_train_to_the_same_losses(saved: dict[str, Path], model_
         optimizer = build_optimizer([part], OptimConfig(lr=1e-2), 0, None)
         for tokens in rows:
             with AllInFloat64():
-                loss = part(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum()
+                loss = part(batch=MicroBatch(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous())).sum()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

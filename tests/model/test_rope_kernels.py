@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automoe.comm.tokens import MicroBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows
 from automoe.config.rules_kernels import kernel_rows
@@ -142,7 +143,7 @@ def test_a_model_computes_the_same(family: str) -> None:
         ).to_empty(device="cpu")
         reset_buffers(model)
         initialize(model, 0.3, seed=1)
-        loss = model(tokens, labels=tokens).sum()
+        loss = model(batch=MicroBatch(tokens, labels=tokens)).sum()
         loss.backward()
         runs.append({name: parameter.grad for name, parameter in model.named_parameters()} | {"loss": loss})
     assert len(runs[0]) > 20

@@ -13,6 +13,7 @@ from compile_cases import Compiled, compiled_by, run_compiled
 from recompute_cases import DEEPSEEK, QWEN3, SEQ_LEN, STEPS, VOCAB, batches, make_config, world_size
 from torch._dynamo.utils import counters
 
+from automoe.comm.tokens import MicroBatch
 from automoe.config.schema import Config, ModelConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
@@ -172,7 +173,7 @@ def test_every_release_of_torch_traces_attention_whole(model: ModelConfig) -> No
     """``make smoke-floor`` and ``make smoke-latest`` run it too; that nothing breaks is all that it shows."""
     tokens = torch.randint(0, VOCAB, (1, SEQ_LEN))
     with compiled_decoder(model, "eager") as decoder:
-        decoder(tokens, labels=tokens, doc_ids=torch.zeros_like(tokens)).sum().backward()
+        decoder(batch=MicroBatch(tokens, labels=tokens, doc_ids=torch.zeros_like(tokens))).sum().backward()
         assert counters["stats"]["unique_graphs"] > 0
 
 
@@ -181,9 +182,9 @@ def test_training_and_evaluation_are_compiled_once_each(decoder) -> None:
     one_document, two = torch.zeros_like(tokens), (torch.arange(SEQ_LEN) > 5).long().repeat(2, 1)
 
     def train_and_evaluate(doc_ids: torch.Tensor) -> None:
-        decoder.train()(tokens, labels=tokens, doc_ids=doc_ids).sum().backward()
+        decoder.train()(batch=MicroBatch(tokens, labels=tokens, doc_ids=doc_ids)).sum().backward()
         with torch.no_grad():
-            decoder.eval()(tokens, labels=tokens, doc_ids=doc_ids)
+            decoder.eval()(batch=MicroBatch(tokens, labels=tokens, doc_ids=doc_ids))
 
     train_and_evaluate(two)
     made = counters["stats"]["unique_graphs"]
@@ -194,7 +195,7 @@ def test_training_and_evaluation_are_compiled_once_each(decoder) -> None:
         train_and_evaluate(doc_ids)
     assert counters["stats"]["unique_graphs"] == made
     with pytest.raises(torch._dynamo.exc.RecompileError):  # other shapes would be seen
-        decoder(tokens[:, :-2], labels=tokens[:, :-2])
+        decoder(batch=MicroBatch(tokens[:, :-2], labels=tokens[:, :-2]))
 
 
 def test_a_graph_break_is_an_error(decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,4 +206,4 @@ def test_a_graph_break_is_an_error(decoder, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("automoe.model.norm.RMSNorm.forward", broken)
     tokens = torch.randint(0, VOCAB, (2, SEQ_LEN))
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        decoder(tokens, labels=tokens)
+        decoder(batch=MicroBatch(tokens, labels=tokens))

@@ -14,6 +14,7 @@ import torch
 from recompute_cases import DEEPSEEK, QWEN3, STEPS, batches, make_config, run_with_fault, world_size
 from torch.utils.checkpoint import CheckpointError
 
+from automoe.comm.tokens import MicroBatch
 from automoe.config.recompute import DISCARDED_OUTPUTS, MODULES
 from automoe.config.schema import Config, ModelConfig
 from automoe.parallel.activation_checkpoint import Recomputed, apply_recompute
@@ -168,7 +169,7 @@ def test_a_cache_that_micro_batches_share_is_seen() -> None:
     tokens = torch.randint(0, cases.VOCAB, (2, 2, cases.SEQ_LEN))
     with cases.results_shared_by_all_micro_batches():
         model = decoder(config)
-        losses = [model(rows, labels=rows).sum() for rows in tokens]
+        losses = [model(batch=MicroBatch(rows, labels=rows)).sum() for rows in tokens]
         with pytest.raises(CheckpointError):
             losses[1].backward()
 
@@ -191,7 +192,7 @@ def test_micro_batches_may_come_back_in_any_order() -> None:
     gradients = []
     for config, order in ((make_config(DEEPSEEK), (0, 1, 2)), (FULL, (1, 0, 2))):
         model = decoder(config)
-        losses = [model(tokens[:, :-1], labels=tokens[:, 1:]).sum() for tokens in rows]
+        losses = [model(batch=MicroBatch(tokens[:, :-1], labels=tokens[:, 1:])).sum() for tokens in rows]
         for i in order:
             losses[i].backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -202,7 +203,7 @@ def test_micro_batches_may_come_back_in_any_order() -> None:
 def test_a_backward_pass_may_be_repeated() -> None:
     model = decoder(FULL)
     tokens = torch.randint(0, cases.VOCAB, (2, cases.SEQ_LEN))
-    loss = model(tokens, labels=tokens).sum()
+    loss = model(batch=MicroBatch(tokens, labels=tokens)).sum()
     loss.backward(retain_graph=True)
     first = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     loss.backward()
@@ -221,7 +222,7 @@ def test_nothing_of_a_micro_batch_outlives_its_backward_pass(monkeypatch: pytest
     monkeypatch.setattr("automoe.parallel.activation_checkpoint.recompute_contexts", watched)
     model = decoder(FULL)
     tokens = torch.randint(0, cases.VOCAB, (2, cases.SEQ_LEN))
-    loss = model(tokens, labels=tokens).sum()
+    loss = model(batch=MicroBatch(tokens, labels=tokens)).sum()
     gc.collect()
     assert len(made) == DEEPSEEK.num_layers and all(ref() is not None for ref in made)
     loss.backward()

@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 import automoe.parallel.activation_checkpoint
+from automoe.comm.tokens import MicroBatch
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import RERUN
@@ -68,7 +69,8 @@ def saved_bytes(
 
     saved: list[list] = []
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), results_kept(saved):
-        output = part(x, doc_ids=(index >= SEQ_LEN // 2).long() if documents else None)
+        batch = MicroBatch(index, doc_ids=(index >= SEQ_LEN // 2).long() if documents else None)
+        [output] = part(x, batch=batch)
     assert output.requires_grad
     # Results saved for a recomputation are kept without autograd.
     for result in (result for each in saved for result in each):
