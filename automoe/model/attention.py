@@ -134,7 +134,8 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         attention = config.attention
         hidden = config.hidden_size
-        self.sequence = backend.pg_collection.sequence
+        calls = backend.calls(layer)
+        self.sequence = backend.pg_collection.sequence.gathering(calls.gather)
         self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
         self.num_kv_heads = attention.num_kv_heads
         bias = attention.qkv_bias
@@ -162,7 +163,7 @@ class GroupedQueryAttention(nn.Module):
             )
             norms = [norm(sizes["Yq"]), norm(sizes["Yk"])]
         self.q_norm, self.k_norm = norms
-        self.attend = AttentionContext.attend  # parallel.recompute=[core_attn] wraps it
+        self.attend = calls.attend(AttentionContext.attend)
         self.scale = softmax_scale(config.rope, self.head_dim)
 
     def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
@@ -214,7 +215,8 @@ class LatentAttention(nn.Module):
         super().__init__()
         attention = config.attention
         hidden = config.hidden_size
-        self.sequence = backend.pg_collection.sequence
+        calls = backend.calls(layer)
+        self.sequence = backend.pg_collection.sequence.gathering(calls.gather)
         self.num_heads = attention.num_heads
         self.expanded = expanded_width(attention, self.sequence.num_ranks)
         self.nope_dim = attention.qk_nope_head_dim
@@ -233,7 +235,8 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = backend.norm(self.kv_lora_rank, LATENT_NORM_EPS)
         self.kv_b_proj = Linear(self.kv_lora_rank, self.num_heads * (self.nope_dim + self.v_dim))
         self.o_proj = Linear(self.num_heads * self.v_dim, hidden)
-        self.attend = AttentionContext.attend  # parallel.recompute=[core_attn] wraps it
+        self.attend = calls.attend(AttentionContext.attend)
+        self.call_project_up = calls.project_up(type(self).project_up)
         self.scale = softmax_scale(config.rope, qk_dim)
         self.sparse = attention.index_topk > 0 and not backend.indexer_warmup
         self.indexer = Indexer(config, backend) if has_indexer(attention, layer) else None
@@ -252,7 +255,8 @@ class LatentAttention(nn.Module):
         if context.keys.num_ranks > 1 and self.gathers_latents(latent_BRL):
             gathered = gather_row(torch.cat((latent_BRL, k_rope_BRD), dim=-1), context.keys)
             latent_BRL, k_rope_BRD = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        q_BSND, k_BRND, v_BRND = self.project_up(query_BSL, latent_BRL, k_rope_BRD, context)
+        latents = query_BSL, latent_BRL, k_rope_BRD
+        q_BSND, k_BRND, v_BRND = self.call_project_up(self, *latents, context)
         inputs = None if self.indexer is None else self.indexer(x_BsH, query, context)
         # Compiled models have no indexers, and torch 2.11 cannot trace the call.
         sparse = self.sparse or self.indexer is not None

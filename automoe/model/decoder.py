@@ -20,6 +20,7 @@ from automoe.model.block import Block
 from automoe.model.causal_lm import CausalLM, Unit
 from automoe.model.linear import Embedding, Linear
 from automoe.model.mtp import MTPBlock
+from automoe.moe.calls import call_module
 from automoe.moe.layer import MoE
 
 
@@ -61,6 +62,7 @@ class Decoder(CausalLM):
         norm = self.backend.norm
         norms = config.num_layers in layers if config.num_mtp_layers else predicts
         self.norm = norm(hidden, config.norm_eps, config.zero_centered_norms) if norms else None
+        self.call_norm = self.backend.last_norm(call_module)
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
 
     def moe_layers(self) -> Iterator[tuple[int, MoE]]:
@@ -117,7 +119,7 @@ class Decoder(CausalLM):
         return self.backend.pg_collection.sequence.reduce_scatter(self.embed_tokens(ids_BS))
 
     def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        return x_BsH if self.norm is None else self.norm(x_BsH)
+        return x_BsH if self.norm is None else self.call_norm(self.norm, x_BsH)
 
     @property
     def embedding(self) -> nn.Module | None:

@@ -141,7 +141,7 @@ class GatedDeltaNet(nn.Module):
 
     first_values = {"dt_bias": "ones", "A_log": "log_uniform"}
 
-    def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
         super().__init__()
         a = config.attention
         hidden = config.hidden_size
@@ -152,7 +152,8 @@ class GatedDeltaNet(nn.Module):
         self.repeats = self.value_heads // self.key_heads
         keys = self.key_heads * self.key_dim
         values = self.value_heads * self.value_dim
-        self.sequence = backend.pg_collection.sequence
+        calls = backend.calls(layer)
+        self.sequence = backend.pg_collection.sequence.gathering(calls.gather)
         self.context = backend.pg_collection.context
         self.rows = self._own_rows(SINGLE_RANK)
         self.conv_rows = self._own_rows(self.context)
@@ -173,7 +174,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.value_heads))
         self.norm = backend.norm(self.value_dim, config.norm_eps)
         self.out_proj = Linear(values, hidden)
-        self.attend = gated_delta_rule
+        self.attend = calls.attend(gated_delta_rule)
 
     def forward(self, x_BSH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Return the output [B, S, H]; each document of a row starts from a state of zeros."""

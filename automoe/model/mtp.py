@@ -39,7 +39,7 @@ class MTPBlock(Block):
         self.eh_proj = Linear(2 * hidden, hidden)
         self.shared_head = torch.nn.ModuleDict({"norm": backend.norm(*of_norm)})
 
-    def forward(  # type: ignore[override]
+    def run(  # type: ignore[override]
         self,
         x_BsH: torch.Tensor,
         context: AttentionContext,
@@ -53,7 +53,7 @@ class MTPBlock(Block):
             embedded_BsH: embeddings of the tokens that this depth is given.
         """
         joined = torch.cat((self.enorm(embedded_BsH), self.hnorm(x_BsH)), dim=-1)
-        x_BsH = super().forward(self.eh_proj(joined), context, tokens)
+        x_BsH = super().run(self.eh_proj(joined), context, tokens)
         return self.shared_head["norm"](x_BsH).clone()  # a view could lose FSDP's hooks
 
 

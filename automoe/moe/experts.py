@@ -24,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from automoe.comm.local_shard import local_shard
+from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.plugins import registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
 from automoe.model.params import EXPERT_SPECS
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
+from automoe.moe.calls import UNWRAPPED
 from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import grouped_mm_experts
@@ -110,10 +111,11 @@ class GroupedExperts(nn.Module):
 
     Args:
         drops, in_8_bits: as in ``LocalDispatcher``.
+        wrap: returns the backend that is called, from this module and ``backend``.
 
     Attributes:
         dispatcher: brings tokens to these experts. All experts are on this rank until
-            ``ExpertParallel`` shards them and sets its own dispatcher.
+            ``ExpertParallel`` shards them and binds its own dispatcher.
     """
 
     # Each parameter has a dim that expert tensor parallelism shards and a dim that FSDP shards.
@@ -121,7 +123,12 @@ class GroupedExperts(nn.Module):
     ROW_DIMS = {name: spec.fsdp for name, spec in EXPERT_SPECS.items()}
 
     def __init__(
-        self, config: ModelConfig, backend: ExpertFn, drops: bool = False, in_8_bits: bool = False
+        self,
+        config: ModelConfig,
+        backend: ExpertFn,
+        drops: bool = False,
+        in_8_bits: bool = False,
+        wrap: Callable[[nn.Module, ExpertFn], ExpertFn] = UNWRAPPED.experts,
     ) -> None:
         super().__init__()
         num_experts = config.num_experts
@@ -138,11 +145,17 @@ class GroupedExperts(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops, in_8_bits)
         self.first_bias_column = 0  # first column of down_proj_bias on this rank
         self.hidden_size = hidden
-        self.backend = backend
+        self.backend = wrap(self, backend)
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = (
             ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
         )
+
+    def bind(self, dispatcher: Dispatcher) -> None:
+        """Receive tokens through ``dispatcher``, after the parameters became shards of this rank."""
+        self.dispatcher = dispatcher
+        if self.down_proj_bias is not None:
+            self.first_bias_column = global_offset(self.down_proj_bias)[1]
 
     def forward(
         self,

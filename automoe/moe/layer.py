@@ -15,6 +15,7 @@ from torch import nn
 from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.moe.calls import UNWRAPPED, LayerCalls
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
 from automoe.moe.discard_outputs import discard_scope
 from automoe.moe.experts import ExpertFn, GroupedExperts, expert_backend
@@ -32,6 +33,7 @@ class MoE(nn.Module):
             backend that ``moe.experts`` names.
         seed: seed of the router's jitter.
         router_dtype: dtype in which the router is stored; default: torch's default.
+        calls: what the layer's calls are wrapped in.
     """
 
     def __init__(
@@ -44,13 +46,20 @@ class MoE(nn.Module):
         experts: Callable[[], ExpertFn] | None = None,
         seed: int = 0,
         router_dtype: torch.dtype | None = None,
+        calls: LayerCalls = UNWRAPPED,
     ) -> None:
         super().__init__()
         self.pg_collection = pg_collection or ProcessGroupCollection()
-        self.router = Router(config, moe, moe_index, self.pg_collection, seed, router_dtype)
+        given = self.pg_collection, seed, router_dtype, calls.router
+        self.router = Router(config, moe, moe_index, *given)
         drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
         backend = expert_backend(moe.experts) if experts is None else experts()
-        self.experts = GroupedExperts(config, backend, drops, moe.dispatch_dtype == "fp8")
+        in_8_bits = moe.dispatch_dtype == "fp8"
+        self.experts = GroupedExperts(config, backend, drops, in_8_bits, calls.experts)
+        run = type(self).run_experts
+        self.call_experts = calls.run_experts(
+            discard_scope(run, outermost=True) if in_8_bits else run
+        )
         self.shared_experts = shared_experts
         self.moe = moe
         self.num_experts = config.num_experts
@@ -60,7 +69,7 @@ class MoE(nn.Module):
         routing = self.router(x_BSH, tokens)
         # Shared experts start first: their work is queued when the host waits for dispatch sizes.
         shared = self._start_shared_experts(x_BSH)
-        y_BSH = self.run_experts(x_BSH, routing, tokens)
+        y_BSH = self.call_experts(self, x_BSH, routing, tokens)
         return y_BSH if shared is None else y_BSH + shared()
 
     def _start_shared_experts(self, x_BSH: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -76,12 +85,6 @@ class MoE(nn.Module):
 
     def run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
         """Dispatch tokens, run their experts and combine the results: [B, S, H]."""
-        run = self._run_experts
-        if self.moe.dispatch_dtype == "fp8":
-            run = discard_scope(run, outermost=True)
-        return run(x_BSH, routing, tokens)
-
-    def _run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
         x_TH, ids_TK, weights_TK = (
             x.flatten(0, 1) for x in (x_BSH, routing.topk_expert_ids, routing.topk_scores)
         )

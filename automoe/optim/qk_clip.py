@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from automoe.comm.local_shard import global_offset, local_shard
 from automoe.comm.process_groups import first_of_rank
-from automoe.model.attention import AttentionContext, GroupedQueryAttention, LatentAttention
+from automoe.model.attention import AttentionContext, GroupedQueryAttention
 from automoe.model.rows import gather_row
 from automoe.moe.recompute import counts
 
@@ -95,13 +95,6 @@ class LargestLogits:
 
     def largest(self) -> float:
         return float(self.by_head.max()) if self.modules else -math.inf
-
-
-def watch_logits(part: nn.Module) -> None:
-    """Make every softmax attention of ``part`` record its largest logits."""
-    for module in part.modules():
-        if isinstance(module, (GroupedQueryAttention, LatentAttention)):
-            module.attend = WatchedAttention(module.attend)  # type: ignore[assignment]
 
 
 def take_largest_logits(

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.func import functional_call
 
 from automoe.comm.collectives import ProcessGroupDispatch
-from automoe.comm.local_shard import global_offset, local_shard
+from automoe.comm.local_shard import local_shard
 from automoe.config.plugins import registered
 from automoe.config.schema import ClusterConfig, Config
 from automoe.errors import BackendError, ConfigError
@@ -190,10 +190,8 @@ class ExpertParallel(ParallelStyle):
             etp = meshes["etp"]
             group = ProcessGroupDispatch(etp.get_group(), self._in_8_bits)
             dispatcher = ExpertTensorDispatcher(dispatcher, group)
-            if module.down_proj_bias is not None:
-                module.first_bias_column = global_offset(module.down_proj_bias)[1]
         if grouped:
-            module.dispatcher = dispatcher
+            module.bind(dispatcher)
         else:
             module.forward = RoutedCall(module, dispatcher).route
             # the module's own code counts its local experts

@@ -25,18 +25,16 @@ from automoe.model.loss import chunk_loss_fn
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
 from automoe.model.transformers_model import TransformersModel
+from automoe.moe.calls import as_it_is
 from automoe.moe.experts import expert_backend
-from automoe.moe.gradient_sums import GradientSums
-from automoe.moe.grouped_mm import grouped_mm_experts
-from automoe.optim.qk_clip import watch_logits
-from automoe.parallel.activation_checkpoint import apply_recompute, has_side_stream
-from automoe.parallel.compile import apply_compile, compiled
+from automoe.parallel.activation_checkpoint import recompute_class_layers
+from automoe.parallel.build import layer_calls
+from automoe.parallel.compile import compiled
 from automoe.parallel.context import ring_attention
 from automoe.parallel.expert import ExpertParallel, apply_expert_parallel, expert_parallel_style
 from automoe.parallel.fp8 import apply_fp8, fp8_experts
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.overlap import TURNS
 from automoe.parallel.pipeline import checked_loss
 from automoe.parallel.ring import cpu_ring, ring_masks
 from automoe.parallel.tensor import apply_tensor_parallel
@@ -56,17 +54,9 @@ def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertPar
     apply_tensor_parallel(part, meshes)
     apply_expert_parallel(part, meshes, style)
     apply_fp8(part, meshes, config)
-    if config.train.compile:
-        assert isinstance(part, Decoder)
-        apply_compile(part)
-    apply_recompute(part, config.parallel)
+    recompute_class_layers(part, config.parallel)
     if not stays_unsharded(config, meshes.shape):
         apply_data_parallel(part, meshes, config.parallel, config.train.dtype)
-    if (how := config.parallel.expert_wgrad) != "autograd":
-        later = TURNS.defer if how == "delayed" else None
-        for _, layer in part.moe_layers():
-            sums = GradientSums(layer.experts, later)
-            layer.experts.backend = partial(grouped_mm_experts, sums=sums)
 
 
 def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig:
@@ -116,7 +106,8 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         chunk_loss=chunk_loss,
         loss=loss,
         indexer_warmup=config.train.indexer == "warmup",
-        has_side_stream=partial(has_side_stream, config.parallel),
+        calls=partial(layer_calls, config),
+        last_norm=compiled if config.train.compile else as_it_is,
         always_masked=config.train.compile,
         seed=config.train.seed,
     )
@@ -181,8 +172,6 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
         part.mtp_loss_weight = config.train.mtp_loss_weight
         adapt(part, config, dtype, COMPUTE_DTYPES[config.train.dtype])
         parallelize(part, meshes, config, style)
-        if config.optim.qk_clip:
-            watch_logits(part)
         model_parts[stage] = part
     return model_parts
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from unittest.mock import patch
@@ -12,8 +14,8 @@ from torch._dynamo.utils import counters
 
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
-from automoe.parallel import parallelize
-from automoe.parallel.compile import apply_compile, compiled
+from automoe.parallel import build, parallelize
+from automoe.parallel.compile import compiled
 from automoe.verify.trajectory import Batches, Trajectory
 from tests.support.trajectories import run_trajectory
 
@@ -42,7 +44,9 @@ def run_compiled(
     return run, Compiled(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 
-def compiled_by(backend: str):
-    """``parallelize`` with another backend than inductor, which takes its time."""
-    by_backend = {fn.__name__: partial(fn, backend=backend) for fn in (apply_compile, compiled)}
-    return patch.multiple(parallelize, **by_backend)
+@contextmanager
+def compiled_by(backend: str) -> Iterator[None]:
+    """Compile with another backend than inductor, which takes its time."""
+    by_backend = partial(compiled, backend=backend)
+    with patch.object(build, "compiled", by_backend), patch.object(parallelize, "compiled", by_backend):
+        yield

@@ -15,12 +15,8 @@ from torch._dynamo.utils import counters
 
 from automoe.comm.tokens import MicroBatch
 from automoe.config.schema import Config, ModelConfig
-from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
-from automoe.model.loss import chunk_loss
-from automoe.parallel.compile import apply_compile
-from automoe.parallel.compile import compiled as compiled_fn
-from automoe.parallel.parallelize import build_decoder
+from automoe.parallel.parallelize import build_backend, build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
@@ -148,15 +144,15 @@ def compiled_decoder(model: ModelConfig, backend: str) -> Iterator[Decoder]:
     """Layers of ``model``, compiled, from an empty cache."""
     torch.compiler.reset()
     counters.clear()
-    config = make_config(model)
-    runtime = BackendConfig(always_masked=True, chunk_loss=compiled_fn(chunk_loss, backend))
-    made = build_decoder(config.model, config.moe, torch.float64, backend=runtime).to_empty(device="cpu")
+    config = compiled(make_config(model))
+    with compiled_by(backend):
+        runtime = build_backend(config)
+        made = build_decoder(config.model, config.moe, torch.float64, backend=runtime).to_empty(device="cpu")
     for _, layer in made.moe_layers():
         layer.router.reset_buffers()
         layer.router.load.reset_buffers()
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    apply_compile(made, backend)
     with torch._dynamo.config.patch(error_on_recompile=False):
         yield made
     torch.compiler.reset()

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -17,7 +18,9 @@ from torch.utils.checkpoint import CheckpointError
 from automoe.comm.tokens import MicroBatch
 from automoe.config.recompute import DISCARDED_OUTPUTS, MODULES
 from automoe.config.schema import Config, ModelConfig
-from automoe.parallel.activation_checkpoint import Recomputed, apply_recompute
+from automoe.model.backend import BackendConfig
+from automoe.parallel.activation_checkpoint import Recomputed
+from automoe.parallel.build import layer_calls
 from automoe.parallel.parallelize import build_backend, build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankError, RankPool
@@ -175,14 +178,14 @@ def test_a_cache_that_micro_batches_share_is_seen() -> None:
 
 
 def decoder(config: Config) -> torch.nn.Module:
-    model = build_decoder(config.model, config.moe, torch.float64).to_empty(device="cpu")
+    backend = BackendConfig(calls=partial(layer_calls, config))
+    model = build_decoder(config.model, config.moe, torch.float64, backend=backend).to_empty(device="cpu")
     for _, layer in model.moe_layers():
         layer.router.reset_buffers()
         layer.router.load.reset_buffers()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
-    apply_recompute(model, config.parallel)
     return model
 
 
@@ -255,19 +258,19 @@ def regions(model: ModelConfig, **parallel: object) -> dict[str, list[str]]:
 
 
 def test_regions_are_where_the_configuration_says() -> None:
-    dense = ["self_attn.attend", "mlp.forward"]
-    routed = ["self_attn.attend", "mlp.run_experts", "mlp.shared_experts.forward"]
+    dense = ["self_attn.attend", "mlp.call"]
+    routed = ["self_attn.attend", "mlp.call_experts", "mlp.shared_experts.call"]
     assert regions(DEEPSEEK) == {"0": [], "1": [], "2": [], "3": []}
     assert regions(DEEPSEEK, recompute=EVERYTHING) == {"0": dense, "1": routed, "2": routed, "3": routed}
     assert regions(DEEPSEEK, recompute="full", recompute_layers="every 2") == {
-        "0": ["forward"],
+        "0": ["call"],
         "1": [],
-        "2": ["forward"],
+        "2": ["call"],
         "3": [],
     }
     assert regions(DEEPSEEK, recompute=["mlp", "shared_experts"], recompute_layers=[0, 1]) == {
-        "0": ["mlp.forward"],
-        "1": ["mlp.shared_experts.forward"],
+        "0": ["mlp.call"],
+        "1": ["mlp.shared_experts.call"],
         "2": [],
         "3": [],
     }
