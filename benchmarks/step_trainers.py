@@ -26,18 +26,11 @@ from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
 from automoe.moe.router import expert_weights, gate_ids, score_experts
 from automoe.optim.adamw import build_optimizer
+from automoe.parallel.build import build_backend
 from automoe.parallel.expert import expert_parallel_style
 from automoe.parallel.fsdp import apply_data_parallel
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.parallelize import (
-    allocate,
-    build_backend,
-    build_decoder,
-    build_parts,
-    materialize,
-    parallelize,
-    parameter_dtype,
-)
+from automoe.parallel.parallelize import allocate, build_decoder, build_parts, materialize, parallelize, parameter_dtype
 from automoe.parallel.pipeline import build_runner
 from automoe.planner.plan import make_plan
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs

@@ -6,8 +6,7 @@ They have no storage for kernels that read by pointer; such kernels need ``wait_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -124,20 +123,13 @@ class _Sum(torch.autograd.Function):
 class GroupCommunicator(Communicator):
     """Communicator of a process group; shard r of the positions is on its rank r."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, wrap: Callable[[Callable], Callable] | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
-        gather = partial(all_gather, dim=1, group=group)
-        self._gather = gather if wrap is None else wrap(gather)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self._gather(x)
-
-    def gathering(self, wrap: Callable[[Callable], Callable]) -> Communicator:
-        return self if self.num_ranks == 1 else GroupCommunicator(self.group, wrap)
+        return all_gather(x, 1, self.group)
 
     def all_to_all(self, x_P: torch.Tensor) -> torch.Tensor:
         return _ExchangeParts.apply(x_P, self.group)

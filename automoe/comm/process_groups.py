@@ -6,7 +6,6 @@ every mesh. Shapes: B rows, S positions of one rank, P ranks of the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +27,6 @@ class Communicator:
         Gradients are reduce-scattered.
         """
         return x
-
-    def gathering(self, wrap: Callable[[Callable], Callable]) -> Communicator:
-        """Return this group with ``wrap`` around the function that gathers."""
-        return self
 
     def all_to_all(self, x_P: torch.Tensor) -> torch.Tensor:
         """Send part p of [P, ...] to rank p; part r of the result [P, ...] is from rank r.

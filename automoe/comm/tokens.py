@@ -88,14 +88,12 @@ class Tokens:
         """Return these tensors for this rank's shard of the positions."""
         if sequence.num_ranks == 1:
             return self
-        per_token = {
-            name: value
+        shards = {
+            name: sequence.local_shard(value)
             for name, value in vars(self).items()
             if name != "num_tokens" and value is not None
         }
-        return replace(
-            self, **{name: sequence.local_shard(value) for name, value in per_token.items()}
-        )
+        return replace(self, **shards)
 
     @property
     def valid(self) -> torch.Tensor:
@@ -109,9 +107,9 @@ class Tokens:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that a model is called with: a micro-batch, or a step's rows before they are split.
+    """Rows that a model is called with: a micro-batch, or a step's rows before torch splits them.
 
-    Torch's pipeline schedules split it by rows and hand every stage its own part.
+    Torch splits all tensors by rows, and hands every pipeline stage the same micro-batch.
 
     Attributes:
         tokens: [B, S] int64, which the part with the embedding reads.
@@ -145,44 +143,33 @@ class MicroBatch:
         """Return these rows with further inputs of the loss."""
         return replace(self, given={**self.given, **given})
 
-    def split(self, num_rows: int) -> list[MicroBatch]:
-        """Return micro-batches of ``num_rows`` rows."""
-        own = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
-        parts = []
-        for first in range(0, len(self.tokens), num_rows):
-            rows = slice(first, first + num_rows)
-            given = {name: x[rows] for name, x in self.given.items()}
-            parts.append(replace(self, given=given, **{name: x[rows] for name, x in own.items()}))
-        return parts
-
     def per_token(self, num_tokens: torch.Tensor) -> Tokens:
         """Return the tensors that all layers read; ``num_tokens`` as in ``Tokens``."""
-        num_rows, size = self.tokens.shape
-        index, row_ids = self.index, self.row_ids
+        tokens, index, row_ids = self.tokens, self.index, self.row_ids
         if index is None:
-            index = torch.arange(size, device=self.tokens.device).expand(num_rows, -1)
+            index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         if row_ids is None:
-            row_ids = torch.arange(num_rows, device=self.tokens.device).unsqueeze(1)
-            row_ids = row_ids.expand_as(index)
+            row_ids = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+            row_ids = row_ids.expand_as(tokens)
         positions = index if self.positions is None else self.positions
         rest = self.forced_ids, row_ids, self.not_padding
         return Tokens(positions, index, self.doc_ids, num_tokens, *rest)
 
     def known_counts(self) -> TokenCounts:
         """Return ``counts``, with what is unknown counted over these rows."""
-        counts = self.counts or self._own_counts()
-        if self.mtp_tokens is not None and counts.mtp is None:
-            assert self.mtp_labels is not None
+        counts = self.counts
+        if counts is None:
+            trained = documents = torch.zeros((), dtype=torch.int64, device=self.tokens.device)
+            valid = trained + self.tokens.numel()
+            if self.doc_ids is not None:
+                valid = (self.doc_ids >= 0).sum()
+            if self.labels is not None:
+                trained = (self.labels >= 0).sum()
+                documents = num_documents(self.labels, self.doc_ids)
+            counts = TokenCounts(trained, valid, documents)
+        if self.mtp_tokens is not None and self.mtp_labels is not None and counts.mtp is None:
             counts = replace(counts, mtp=count_shifted(self.mtp_tokens, self.mtp_labels))
         return counts
-
-    def _own_counts(self) -> TokenCounts:
-        none = torch.zeros((), dtype=torch.int64, device=self.tokens.device)
-        valid = none + self.tokens.numel() if self.doc_ids is None else (self.doc_ids >= 0).sum()
-        if self.labels is None:
-            return TokenCounts(none, valid, none)
-        documents = num_documents(self.labels, self.doc_ids)
-        return TokenCounts((self.labels >= 0).sum(), valid, documents)
 
 
 register_dataclass(MicroBatch)  # TokenCounts stays one value, equal in all parts

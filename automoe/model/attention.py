@@ -135,7 +135,8 @@ class GroupedQueryAttention(nn.Module):
         attention = config.attention
         hidden = config.hidden_size
         calls = backend.calls(layer)
-        self.sequence = backend.pg_collection.sequence.gathering(calls.gather)
+        self.sequence = backend.pg_collection.sequence
+        self.gather = calls.gather(self.sequence.all_gather)
         self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
         self.num_kv_heads = attention.num_kv_heads
         bias = attention.qkv_bias
@@ -168,7 +169,7 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Return the attention output [B, s, H] for hidden states [B, s, H]."""
-        x_BSH = self.sequence.all_gather(x_BsH)
+        x_BSH = self.gather(x_BsH)
         heads = (*x_BSH.shape[:2], -1, self.head_dim)
         q_BSND = self.q_proj(x_BSH)
         gate = None
@@ -216,7 +217,8 @@ class LatentAttention(nn.Module):
         attention = config.attention
         hidden = config.hidden_size
         calls = backend.calls(layer)
-        self.sequence = backend.pg_collection.sequence.gathering(calls.gather)
+        self.sequence = backend.pg_collection.sequence
+        self.gather = calls.gather(self.sequence.all_gather)
         self.num_heads = attention.num_heads
         self.expanded = expanded_width(attention, self.sequence.num_ranks)
         self.nope_dim = attention.qk_nope_head_dim
@@ -246,12 +248,12 @@ class LatentAttention(nn.Module):
         # Each rank computes the latents of its s positions and gathers latents, which are narrower
         # than x. The projections up from the latents are sharded by heads.
         query = x_BsH if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x_BsH))
-        query_BSL = self.sequence.all_gather(query)
+        query_BSL = self.gather(query)
         latent, k_rope = self.kv_a_proj_with_mqa(x_BsH).split(
             (self.kv_lora_rank, self.rope_dim), dim=-1
         )
-        latent_BRL = self.sequence.all_gather(self.kv_a_layernorm(latent))
-        k_rope_BRD = context.rotate(self.sequence.all_gather(k_rope).unsqueeze(2)).squeeze(2)
+        latent_BRL = self.gather(self.kv_a_layernorm(latent))
+        k_rope_BRD = context.rotate(self.gather(k_rope).unsqueeze(2)).squeeze(2)
         if context.keys.num_ranks > 1 and self.gathers_latents(latent_BRL):
             gathered = gather_row(torch.cat((latent_BRL, k_rope_BRD), dim=-1), context.keys)
             latent_BRL, k_rope_BRD = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)

@@ -17,7 +17,7 @@ from automoe.model.loss import ChunkLoss, Loss, chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
 from automoe.moe.calls import UNWRAPPED, LayerCalls, Wrap, as_it_is
-from automoe.moe.experts import ExpertFn
+from automoe.moe.experts import MakeExperts
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class BackendConfig:
     """
 
     pg_collection: ProcessGroupCollection = field(default_factory=ProcessGroupCollection)
-    experts: Callable[[], ExpertFn] | None = None
+    experts: MakeExperts | None = None
     router_dtype: torch.dtype | None = None
     attend: AttentionFn = attend
     masks: MaskFn = dense_masks

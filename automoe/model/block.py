@@ -37,6 +37,7 @@ class MLP(nn.Module):
         intermediate_size: int,
         gated_output: bool = False,
         sequence: Communicator = SINGLE_RANK,
+        gather: Wrap = as_it_is,
         wrap: Wrap = as_it_is,
     ) -> None:
         super().__init__()
@@ -45,13 +46,14 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size)
         self.output_gate = Linear(hidden_size, 1) if gated_output else None
         self.sequence = sequence
+        self.gather = gather(sequence.all_gather)
         self.call = wrap(type(self).run)
 
     def forward(self, x_BsH: torch.Tensor) -> torch.Tensor:
         return self.call(self, x_BsH)
 
     def run(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        x_BSH = self.sequence.all_gather(x_BsH)
+        x_BSH = self.gather(x_BsH)
         out_BsH = self.sequence.reduce_scatter(
             self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
         )
@@ -68,7 +70,7 @@ class Block(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         calls = backend.calls(layer)
-        sequence = backend.pg_collection.sequence.gathering(calls.gather)
+        ranks = backend.pg_collection.sequence, calls.gather
         self.call = calls.layer(type(self).run)
         self.call_mix = calls.mix(type(self).mix)
         self.call_norm = calls.norm(call_module)
@@ -84,11 +86,11 @@ class Block(nn.Module):
         )
         self.mlp: nn.Module
         if layer < config.first_k_dense:
-            self.mlp = MLP(hidden, config.intermediate_size, False, sequence, calls.mlp)
+            self.mlp = MLP(hidden, config.intermediate_size, False, *ranks, calls.mlp)
         else:
             width = config.shared_width
             gated = config.shared_expert_gate
-            made = (hidden, width, gated, sequence, calls.shared_experts)
+            made = (hidden, width, gated, *ranks, calls.shared_experts)
             shared = MLP(*made) if width else None
             moe_index = layer - config.first_k_dense
             if not calls.side_stream:

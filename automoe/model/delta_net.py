@@ -153,7 +153,8 @@ class GatedDeltaNet(nn.Module):
         keys = self.key_heads * self.key_dim
         values = self.value_heads * self.value_dim
         calls = backend.calls(layer)
-        self.sequence = backend.pg_collection.sequence.gathering(calls.gather)
+        self.sequence = backend.pg_collection.sequence
+        self.gather = calls.gather(self.sequence.all_gather)
         self.context = backend.pg_collection.context
         self.rows = self._own_rows(SINGLE_RANK)
         self.conv_rows = self._own_rows(self.context)
@@ -179,7 +180,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x_BSH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Return the output [B, S, H]; each document of a row starts from a state of zeros."""
         docs_BS = context.doc_ids
-        x_BSH = self.sequence.all_gather(x_BSH)
+        x_BSH = self.gather(x_BSH)
         width = self.repeats * self.value_dim
         mixed_BSD, z, b_BSN, a_BSN = self._project(x_BSH, width)
         mixed_BSD, b_BSN, a_BSN = self._exchange(mixed_BSD, b_BSN, a_BSN)

@@ -41,8 +41,6 @@ class LayerCalls:
         shared_experts: the shared experts.
         router: each part of the router's arithmetic.
         run_experts: dispatch, experts and combine.
-        experts: function that gets the module and the backend of the routed experts, and returns
-            the backend.
         side_stream: whether shared experts may run on a stream of their own.
     """
 
@@ -56,7 +54,6 @@ class LayerCalls:
     shared_experts: Wrap = as_it_is
     router: Wrap = as_it_is
     run_experts: Wrap = as_it_is
-    experts: Callable[[nn.Module, Call], Call] = lambda module, backend: backend
     side_stream: bool = True
 
 

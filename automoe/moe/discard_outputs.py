@@ -45,12 +45,14 @@ def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         fn: function of tensors and other arguments that returns a tensor or a tuple of tensors. No
-            result may share storage with an argument. A second run must give the same numbers.
+            result may share storage with an argument, but the only one may be an argument and is
+            then kept. A second run must give the same numbers.
     """
 
     def call(*args: Any) -> Any:
         outputs = fn(*args)
-        discard(outputs, fn, *args)
+        if not any(outputs is arg for arg in args):
+            discard(outputs, fn, *args)
         return outputs
 
     return call

@@ -30,12 +30,12 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
 from automoe.model.params import EXPERT_SPECS
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
-from automoe.moe.calls import UNWRAPPED
 from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import grouped_mm_experts
 
 ExpertFn = Callable[..., torch.Tensor]  # the module docstring lists its arguments
+MakeExperts = Callable[[nn.Module], ExpertFn]  # takes the ``GroupedExperts`` to multiply by
 
 
 def loop_experts(
@@ -110,8 +110,8 @@ class GroupedExperts(nn.Module):
     all ups. ``config.biased_experts`` adds gate_up_proj_bias [E, 2, I] and down_proj_bias [E, H].
 
     Args:
+        backend: constructor of the function that multiplies by the weights of this module.
         drops, in_8_bits: as in ``LocalDispatcher``.
-        wrap: returns the backend that is called, from this module and ``backend``.
 
     Attributes:
         dispatcher: brings tokens to these experts. All experts are on this rank until
@@ -125,10 +125,9 @@ class GroupedExperts(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        backend: ExpertFn,
+        backend: MakeExperts,
         drops: bool = False,
         in_8_bits: bool = False,
-        wrap: Callable[[nn.Module, ExpertFn], ExpertFn] = UNWRAPPED.experts,
     ) -> None:
         super().__init__()
         num_experts = config.num_experts
@@ -145,7 +144,7 @@ class GroupedExperts(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops, in_8_bits)
         self.first_bias_column = 0  # first column of down_proj_bias on this rank
         self.hidden_size = hidden
-        self.backend = wrap(self, backend)
+        self.backend = backend(self)
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = (
             ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU

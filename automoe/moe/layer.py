@@ -18,7 +18,7 @@ from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.moe.calls import UNWRAPPED, LayerCalls
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
 from automoe.moe.discard_outputs import discard_scope
-from automoe.moe.experts import ExpertFn, GroupedExperts, expert_backend
+from automoe.moe.experts import GroupedExperts, MakeExperts, expert_backend
 from automoe.moe.router import Router, Routing
 
 
@@ -43,7 +43,7 @@ class MoE(nn.Module):
         moe_index: int,
         shared_experts: nn.Module | None,
         pg_collection: ProcessGroupCollection | None = None,
-        experts: Callable[[], ExpertFn] | None = None,
+        experts: MakeExperts | None = None,
         seed: int = 0,
         router_dtype: torch.dtype | None = None,
         calls: LayerCalls = UNWRAPPED,
@@ -53,9 +53,9 @@ class MoE(nn.Module):
         given = self.pg_collection, seed, router_dtype, calls.router
         self.router = Router(config, moe, moe_index, *given)
         drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
-        backend = expert_backend(moe.experts) if experts is None else experts()
+        backend = experts or (lambda _: expert_backend(moe.experts))
         in_8_bits = moe.dispatch_dtype == "fp8"
-        self.experts = GroupedExperts(config, backend, drops, in_8_bits, calls.experts)
+        self.experts = GroupedExperts(config, backend, drops, in_8_bits)
         run = type(self).run_experts
         self.call_experts = calls.run_experts(
             discard_scope(run, outermost=True) if in_8_bits else run
@@ -68,20 +68,12 @@ class MoE(nn.Module):
         """Return the layer's output [B, S, H] for hidden states [B, S, H]."""
         routing = self.router(x_BSH, tokens)
         # Shared experts start first: their work is queued when the host waits for dispatch sizes.
-        shared = self._start_shared_experts(x_BSH)
+        shared = None
+        if self.shared_experts is not None:
+            beside = self.moe.overlap_shared_experts and x_BSH.is_cuda
+            shared = (run_on_side_stream if beside else partial)(self.shared_experts, x_BSH)
         y_BSH = self.call_experts(self, x_BSH, routing, tokens)
         return y_BSH if shared is None else y_BSH + shared()
-
-    def _start_shared_experts(self, x_BSH: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """Start the shared experts and return a function that returns their output [B, S, H].
-
-        Return None if the layer has no shared experts.
-        """
-        if self.shared_experts is None:
-            return None
-        if self.moe.overlap_shared_experts and x_BSH.is_cuda:
-            return run_on_side_stream(self.shared_experts, x_BSH)
-        return partial(self.shared_experts, x_BSH)
 
     def run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
         """Dispatch tokens, run their experts and combine the results: [B, S, H]."""

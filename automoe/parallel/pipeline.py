@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from automoe.comm.tokens import MicroBatch
 from automoe.config.facts import SENDS_KEPT
@@ -178,8 +179,14 @@ class SingleStageRunner(StepRunner):
     def part(self) -> CausalLM:
         return self.model_parts[0]
 
+    def _split(self, inputs: MicroBatch) -> list[MicroBatch]:
+        """Split the rows of a step, as torch's schedules do."""
+        count = len(inputs.tokens) // self.config.train.micro_batch_size
+        _, parts = split_args_kwargs_into_chunks((), {"batch": inputs}, count)
+        return [part["batch"] for part in parts]
+
     def _train(self, inputs: MicroBatch) -> torch.Tensor:
-        micro_batches = inputs.split(self.config.train.micro_batch_size)
+        micro_batches = self._split(inputs)
         total = torch.zeros((), dtype=torch.float64, device=inputs.tokens.device)
         for i, micro_batch in enumerate(micro_batches):
             defer(self.part, self.config.parallel, last=i == len(micro_batches) - 1)
@@ -190,8 +197,7 @@ class SingleStageRunner(StepRunner):
 
     @torch.no_grad()
     def _outputs(self, inputs: MicroBatch) -> torch.Tensor:
-        micro_batches = inputs.split(self.config.train.micro_batch_size)
-        return torch.cat([self.part(batch=one) for one in micro_batches])
+        return torch.cat([self.part(batch=one) for one in self._split(inputs)])
 
 
 Neighbours = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]

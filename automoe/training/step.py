@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,31 +93,37 @@ def prepare_inputs(
     counts = torch.tensor(
         [int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum()), int(documents)]
     )
-    whole = {"tokens": batch.tokens, "labels": batch.labels, "positions": batch.positions}
+    shifted: dict[str, Any] = {}
     if depths := config.model.num_mtp_layers:
-        shifts = shift_rows(batch.tokens, batch.labels, batch.doc_ids, depths)
-        counts = torch.cat((counts, count_shifted(*shifts).flatten()))
-        whole |= zip(("mtp_tokens", "mtp_labels"), shifts, strict=True)
+        both = shift_rows(batch.tokens, batch.labels, batch.doc_ids, depths)
+        counts = torch.cat((counts, count_shifted(*both).flatten()))
+        shifted = {"mtp_tokens": both[0], "mtp_labels": both[1]}
     for axis in ("dp_shard", "dp_replicate"):
         if (group := meshes.group(axis)) is not None:
             dist.all_reduce(counts, group=group)
     index = torch.arange(seq_len)
+    row_ids = torch.arange(batch.first_row, batch.first_row + num_rows)
+    whole = MicroBatch(
+        batch.tokens,
+        batch.labels,
+        batch.positions,
+        index=index.expand(num_rows, -1),
+        doc_ids=batch.doc_ids if config.data.document_mask else None,
+        row_ids=row_ids.unsqueeze(1).expand(-1, seq_len),
+        not_padding=batch.doc_ids >= 0,
+        forced_ids=forced_ids,
+        **shifted,
+    )
     if meshes.shape.cp > 1:
         index = head_tail_index(seq_len, meshes.shape.cp, meshes.coordinate("cp"))
-    whole["not_padding"] = batch.doc_ids >= 0
-    if config.data.document_mask:
-        whole["doc_ids"] = batch.doc_ids
-    if forced_ids is not None:
-        whole["forced_ids"] = forced_ids
-    of_rank = {name: send(tensor[:, index], device) for name, tensor in whole.items()}
-    row_ids = torch.arange(batch.first_row, batch.first_row + num_rows).unsqueeze(1)
+    own: dict[str, Any] = {
+        name: send(x[:, index], device)
+        for name, x in vars(whole).items()
+        if isinstance(x, torch.Tensor)
+    }
     sent = send(counts, device)
-    inputs = MicroBatch(
-        index=send(index.expand(num_rows, -1), device),
-        row_ids=send(row_ids.expand(-1, len(index)), device),
-        counts=TokenCounts(sent[0], sent[1], sent[2], sent[3:].view(-1, 2)),
-        **of_rank,  # type: ignore[arg-type]  # none is given or counts
-    )
+    sums = TokenCounts(sent[0], sent[1], sent[2], sent[3:].view(-1, 2))
+    inputs = replace(whole, counts=sums, **own)
     return inputs, int(counts[0])
 
 

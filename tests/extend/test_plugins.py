@@ -25,7 +25,7 @@ from automoe.errors import ConfigError
 from automoe.hf.families.registry import known_families
 from automoe.model.loss import LossInputs
 from automoe.observe.metrics import read_metrics
-from automoe.parallel.parallelize import build_backend
+from automoe.parallel.build import build_backend
 from automoe.training.hooks import Hooks
 from automoe.verify.pool import RankPool
 from tests.support.expert_parallel import tiny_model, worst_difference

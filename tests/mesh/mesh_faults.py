@@ -221,7 +221,7 @@ def gradients_never_reduced():
 def gradients_of_the_last_micro_batch_only():
     def make(original):
         def train(self, inputs):
-            return original(self, inputs.split(self.config.train.micro_batch_size)[-1])
+            return original(self, self._split(inputs)[-1])
 
         return train
 

@@ -1,4 +1,4 @@
-"""Torch's schedules and our loop split a step's rows alike, and inputs of a loss reach it as they are."""
+"""Torch splits a step's rows into micro-batches, and inputs of a loss reach it as they are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS, SIZE = 6, 4
 
 
 @pytest.mark.parametrize("missing", [(), ("doc_ids", "given", "mtp_tokens", "mtp_labels"), ("labels", "counts")])
-def test_torch_splits_rows_as_the_loop_does(missing: tuple[str, ...]) -> None:
+def test_torch_splits_rows(missing: tuple[str, ...]) -> None:
     tensors = {
         one.name: torch.arange(ROWS * SIZE).view(ROWS, SIZE) + number
         for number, one in enumerate(fields(MicroBatch))
@@ -30,19 +30,19 @@ def test_torch_splits_rows_as_the_loop_does(missing: tuple[str, ...]) -> None:
     counts = TokenCounts(*torch.arange(3))
     beside = {"counts": counts, "given": {"pairs": torch.rand(ROWS, 2, 2), "weights": torch.rand(ROWS)}}
     whole = MicroBatch(**tensors, **{name: value for name, value in beside.items() if name not in missing})
-    _, by_torch = split_args_kwargs_into_chunks((), {"batch": whole}, 3)
-    ours = whole.split(2)
-    assert len(ours) == len(by_torch) == 3
-    for number, (one, other) in enumerate(zip(ours, by_torch, strict=True)):
-        for name, value in vars(other["batch"]).items():
+    _, parts = split_args_kwargs_into_chunks((), {"batch": whole}, 3)
+    assert len(parts) == 3
+    for number, part in enumerate(parts):
+        rows = slice(2 * number, 2 * number + 2)
+        for name, value in vars(part["batch"]).items():
+            before = getattr(whole, name)
             if name == "given":
-                assert one.given.keys() == value.keys()
-                assert all(torch.equal(one.given[key], tensor) for key, tensor in value.items())
+                assert value.keys() == before.keys()
+                assert all(torch.equal(tensor, before[key][rows]) for key, tensor in value.items())
             elif isinstance(value, torch.Tensor):
-                assert torch.equal(getattr(one, name), value)
-                assert torch.equal(value, tensors[name][2 * number : 2 * number + 2])
+                assert torch.equal(value, before[rows])
             else:
-                assert getattr(one, name) is value
+                assert value is before
 
 
 def dtypes_given(config) -> list[torch.dtype]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from unittest.mock import patch
@@ -14,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
-from automoe.parallel import build, parallelize
+from automoe.parallel import build
 from automoe.parallel.compile import compiled
 from automoe.verify.trajectory import Batches, Trajectory
 from tests.support.trajectories import run_trajectory
@@ -44,9 +42,6 @@ def run_compiled(
     return run, Compiled(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 
-@contextmanager
-def compiled_by(backend: str) -> Iterator[None]:
+def compiled_by(backend: str):
     """Compile with another backend than inductor, which takes its time."""
-    by_backend = partial(compiled, backend=backend)
-    with patch.object(build, "compiled", by_backend), patch.object(parallelize, "compiled", by_backend):
-        yield
+    return patch.object(build, "compiled", partial(compiled, backend=backend))

@@ -16,7 +16,8 @@ from torch._dynamo.utils import counters
 from automoe.comm.tokens import MicroBatch
 from automoe.config.schema import Config, ModelConfig
 from automoe.model.decoder import Decoder
-from automoe.parallel.parallelize import build_backend, build_decoder
+from automoe.parallel.build import build_backend
+from automoe.parallel.parallelize import build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories

@@ -20,8 +20,8 @@ from automoe.config.recompute import DISCARDED_OUTPUTS, MODULES
 from automoe.config.schema import Config, ModelConfig
 from automoe.model.backend import BackendConfig
 from automoe.parallel.activation_checkpoint import Recomputed
-from automoe.parallel.build import layer_calls
-from automoe.parallel.parallelize import build_backend, build_decoder
+from automoe.parallel.build import build_backend, layer_calls
+from automoe.parallel.parallelize import build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
