@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 from torch.export import register_dataclass
 
 from automoe.comm.process_groups import Communicator
@@ -32,13 +33,13 @@ class TokenCounts:
             are not padding; None: these are not known.
     """
 
-    trained: torch.Tensor
-    non_padding: torch.Tensor
-    documents: torch.Tensor
-    mtp: torch.Tensor | None = None
+    trained: Tensor
+    non_padding: Tensor
+    documents: Tensor
+    mtp: Tensor | None = None
 
 
-def num_documents(labels: torch.Tensor, doc_ids: torch.Tensor | None) -> torch.Tensor:
+def num_documents(labels: Tensor, doc_ids: Tensor | None) -> Tensor:
     """Return the number of documents with a label, in whole rows: an int64 scalar.
 
     Args:
@@ -51,7 +52,7 @@ def num_documents(labels: torch.Tensor, doc_ids: torch.Tensor | None) -> torch.T
     return torch.zeros_like(trained).scatter_reduce_(1, doc_ids.clamp_min(0), trained, "amax").sum()
 
 
-def count_shifted(tokens_BSD: torch.Tensor, labels_BSD: torch.Tensor) -> torch.Tensor:
+def count_shifted(tokens_BSD: Tensor, labels_BSD: Tensor) -> Tensor:
     """Return [D, 2]: the number of labels and of given tokens of every depth."""
     counted = torch.stack((labels_BSD >= 0, tokens_BSD >= 0), dim=-1)
     return counted.sum((0, 1))
@@ -76,13 +77,13 @@ class Tokens:
             padding.
     """
 
-    positions: torch.Tensor
-    index: torch.Tensor
-    doc_ids: torch.Tensor | None
-    num_tokens: torch.Tensor
-    forced_ids: torch.Tensor | None = None
-    row_ids: torch.Tensor | None = None
-    not_padding: torch.Tensor | None = None
+    positions: Tensor
+    index: Tensor
+    doc_ids: Tensor | None
+    num_tokens: Tensor
+    forced_ids: Tensor | None = None
+    row_ids: Tensor | None = None
+    not_padding: Tensor | None = None
 
     def local_shard(self, sequence: Communicator) -> Tokens:
         """Return these tensors for this rank's shard of the positions."""
@@ -96,7 +97,7 @@ class Tokens:
         return replace(self, **shards)
 
     @property
-    def valid(self) -> torch.Tensor:
+    def valid(self) -> Tensor:
         """[B, S] bool, True for tokens that are not padding."""
         if self.not_padding is not None:
             return self.not_padding
@@ -125,25 +126,25 @@ class MicroBatch:
         given: [B, ...] further inputs of the loss, by name.
     """
 
-    tokens: torch.Tensor
-    labels: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    index: torch.Tensor | None = None
-    doc_ids: torch.Tensor | None = None
-    row_ids: torch.Tensor | None = None
-    not_padding: torch.Tensor | None = None
-    forced_ids: torch.Tensor | None = None
-    mtp_tokens: torch.Tensor | None = None
-    mtp_labels: torch.Tensor | None = None
-    next_token_at: torch.Tensor | None = None
+    tokens: Tensor
+    labels: Tensor | None = None
+    positions: Tensor | None = None
+    index: Tensor | None = None
+    doc_ids: Tensor | None = None
+    row_ids: Tensor | None = None
+    not_padding: Tensor | None = None
+    forced_ids: Tensor | None = None
+    mtp_tokens: Tensor | None = None
+    mtp_labels: Tensor | None = None
+    next_token_at: Tensor | None = None
     counts: TokenCounts | None = None
-    given: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    given: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def __or__(self, given: Mapping[str, torch.Tensor]) -> MicroBatch:
+    def __or__(self, given: Mapping[str, Tensor]) -> MicroBatch:
         """Return these rows with further inputs of the loss."""
         return replace(self, given={**self.given, **given})
 
-    def per_token(self, num_tokens: torch.Tensor) -> Tokens:
+    def per_token(self, num_tokens: Tensor) -> Tokens:
         """Return the tensors that all layers read; ``num_tokens`` as in ``Tokens``."""
         tokens, index, row_ids = self.tokens, self.index, self.row_ids
         if index is None:

@@ -6,12 +6,10 @@ hidden.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.process_groups import SINGLE_RANK, Communicator
 from automoe.comm.tokens import Tokens
@@ -38,7 +36,6 @@ class MLP(nn.Module):
         gated_output: bool = False,
         sequence: Communicator = SINGLE_RANK,
         gather: Wrap = as_it_is,
-        wrap: Wrap = as_it_is,
     ) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size)
@@ -47,12 +44,8 @@ class MLP(nn.Module):
         self.output_gate = Linear(hidden_size, 1) if gated_output else None
         self.sequence = sequence
         self.gather = gather(sequence.all_gather)
-        self.call = wrap(type(self).run)
 
-    def forward(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        return self.call(self, x_BsH)
-
-    def run(self, x_BsH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BsH: Tensor) -> Tensor:
         x_BSH = self.gather(x_BsH)
         out_BsH = self.sequence.reduce_scatter(
             self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
@@ -74,6 +67,7 @@ class Block(nn.Module):
         self.call = calls.layer(type(self).run)
         self.call_mix = calls.mix(type(self).mix)
         self.call_norm = calls.norm(call_module)
+        self.call_mlp = calls.mlp(call_module)
         self.input_layernorm = backend.norm(hidden, config.norm_eps, config.zero_centered_norms)
         if is_linear(config.attention, layer):
             self.linear_attn = GatedDeltaNet(config, layer, backend)
@@ -86,15 +80,12 @@ class Block(nn.Module):
         )
         self.mlp: nn.Module
         if layer < config.first_k_dense:
-            self.mlp = MLP(hidden, config.intermediate_size, False, *ranks, calls.mlp)
+            self.mlp = MLP(hidden, config.intermediate_size, False, *ranks)
         else:
             width = config.shared_width
             gated = config.shared_expert_gate
-            made = (hidden, width, gated, *ranks, calls.shared_experts)
-            shared = MLP(*made) if width else None
+            shared = MLP(hidden, width, gated, *ranks) if width else None
             moe_index = layer - config.first_k_dense
-            if not calls.side_stream:
-                moe = replace(moe, overlap_shared_experts=False)
             given = backend.pg_collection, backend.experts, backend.seed, backend.router_dtype
             self.mlp = MoE(config, moe, moe_index, shared, *given, calls)
 
@@ -103,21 +94,21 @@ class Block(nn.Module):
         """The module that mixes positions: softmax attention or a delta net."""
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
-    def forward(self, *args: Any) -> torch.Tensor:
+    def forward(self, *args: Any) -> Tensor:
         """Return what ``run`` returns."""
         return self.call(self, *args)
 
-    def run(self, x_BsH: torch.Tensor, context: AttentionContext, tokens: Tokens) -> torch.Tensor:
+    def run(self, x_BsH: Tensor, context: AttentionContext, tokens: Tokens) -> Tensor:
         """Return the layer's output [B, s, H].
 
         ``tokens`` belongs to the positions of x, ``context`` to all positions.
         """
         x_BsH, h_BsH = self.call_mix(self, x_BsH, context)
-        return x_BsH + (self.mlp(h_BsH, tokens) if isinstance(self.mlp, MoE) else self.mlp(h_BsH))
+        if isinstance(self.mlp, MoE):
+            return x_BsH + self.mlp(h_BsH, tokens)
+        return x_BsH + self.call_mlp(self.mlp, h_BsH)
 
-    def mix(
-        self, x_BsH: torch.Tensor, context: AttentionContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def mix(self, x_BsH: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """Return x plus attention's output, and the norm of that sum for the feed-forward."""
         h_BsH = self.call_norm(self.input_layernorm, x_BsH)
         x_BsH = x_BsH + self.attention(h_BsH, context)

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.local_shard import local_shard
 from automoe.comm.process_groups import first_of_rank
@@ -84,11 +84,11 @@ class CausalLM(nn.Module, ABC):
         self.predicts = predicts
         self.loss = self.backend.loss
         self.mtp_loss_weight = TrainConfig.mtp_loss_weight
-        self.reported = dict[str, torch.Tensor]()
+        self.reported = dict[str, Tensor]()
         self.first_id = first_of_rank(self.backend.pg_collection.sequence, config.vocab_size)
 
     @abstractmethod
-    def run_layers(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def run_layers(self, x: Tensor, tokens: Tokens) -> Tensor:
         """Return hidden states [B, s, H] after this part's last layer.
 
         Args:
@@ -96,12 +96,8 @@ class CausalLM(nn.Module, ABC):
         """
 
     def deeper_states(
-        self,
-        x_BsH: torch.Tensor,
-        given_BSD: torch.Tensor | None,
-        tokens: Tokens,
-        mtp_D2: torch.Tensor | None,
-    ) -> Iterator[torch.Tensor]:
+        self, x_BsH: Tensor, given_BSD: Tensor | None, tokens: Tokens, mtp_D2: Tensor | None
+    ) -> Iterator[Tensor]:
         """Yield the head's input [B, s, H] at each depth of this part's multi-token prediction.
 
         A model with modules for multi-token prediction overrides this method.
@@ -122,12 +118,12 @@ class CausalLM(nn.Module, ABC):
         return *getattr(self.loss, "metrics", ()), *mtp
 
     @abstractmethod
-    def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
+    def last_norm(self, x_BsH: Tensor) -> Tensor:
         """Return the final norm of the last layer's output, or ``x_BsH`` if another part has it."""
 
     @property
     @abstractmethod
-    def head_weight(self) -> torch.Tensor:
+    def head_weight(self) -> Tensor:
         """Vocabulary head [V, H]; the embedding itself if the two are tied."""
 
     @property
@@ -144,8 +140,8 @@ class CausalLM(nn.Module, ABC):
         """Yield the layers, in the order of the forward pass."""
 
     def forward(
-        self, *states: torch.Tensor, batch: MicroBatch | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        self, *states: Tensor, batch: MicroBatch | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
         """Run this part.
 
         Args:
@@ -189,9 +185,7 @@ class CausalLM(nn.Module, ABC):
             loss = loss + (more - more.detach())
         return loss
 
-    def _mtp_loss(
-        self, states: Iterable[torch.Tensor], labels_BSD: torch.Tensor, inputs: LossInputs
-    ) -> torch.Tensor:
+    def _mtp_loss(self, states: Iterable[Tensor], labels_BSD: Tensor, inputs: LossInputs) -> Tensor:
         """Return this rank's share of weight / D * sum over depths of mean cross-entropy.
 
         Each depth reports its mean cross-entropy and its acceptance: the share of labels that are
@@ -220,7 +214,7 @@ class CausalLM(nn.Module, ABC):
             inputs.report(f"mtp_acceptance.{depth + 1}", hits.to(torch.float64) / count)
         return self.mtp_loss_weight / depths * torch.stack(losses).sum()
 
-    def _next_tokens(self, x_BsH: torch.Tensor, at_BS: torch.Tensor) -> torch.Tensor:
+    def _next_tokens(self, x_BsH: Tensor, at_BS: Tensor) -> Tensor:
         sequence = self.backend.pg_collection.sequence
         x_BSH = sequence.all_gather(x_BsH)
         tokens_BS = torch.full_like(at_BS, IGNORE, dtype=torch.int64)
@@ -229,7 +223,7 @@ class CausalLM(nn.Module, ABC):
             tokens_BS[at_BS] = greedy_tokens(x_BSH[at_BS], weight_VH, self.first_id, sequence)
         return tokens_BS
 
-    def _loss(self, x_BsH: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    def _loss(self, x_BsH: Tensor, inputs: LossInputs) -> Tensor:
         sequence = self.backend.pg_collection.sequence
         weight_VH = local_shard(self.head_weight)
         x_TH = sequence.all_gather(x_BsH).flatten(0, 1)

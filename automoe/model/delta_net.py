@@ -56,9 +56,10 @@ def gated_delta_rule(
     size = v_BSNV.shape[1]
     repeats = v_BSNV.shape[2] // k_BSGK.shape[2]
     wide = torch.promote_types(dtype, torch.float32)
-    # Padding after the row has a beta of zero, so it changes no state; it is cut off at the end.
+    # [B, S, N, D], for any width D, becomes [B, N, M, C, D]. Padding after the row has a beta of
+    # zero, so it changes no state; it is cut off at the end.
     q_BNMCK, k_BNMCK, v_BNMCV, log_decay_BNMC1, beta_BNMC1 = (
-        _chunked(x.to(wide), chunk)
+        F.pad(x.to(wide).transpose(1, 2), (0, 0, 0, -size % chunk)).unflatten(2, (-1, chunk))
         for x in (
             (_unit(q_BSGK.to(wide)) * q_BSGK.shape[-1] ** -0.5).repeat_interleave(repeats, dim=2),
             _unit(k_BSGK.to(wide)).repeat_interleave(repeats, dim=2),
@@ -101,12 +102,6 @@ def gated_delta_rule(
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
-
-
-def _chunked(x_BSND: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Split [B, S, N, D], for any width D, into [B, N, M, C, D], padded with zeros at the end."""
-    x_BNSD = F.pad(x_BSND.transpose(1, 2), (0, 0, 0, -x_BSND.shape[1] % chunk))
-    return x_BNSD.unflatten(2, (-1, chunk))
 
 
 def causal_conv(

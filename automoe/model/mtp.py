@@ -10,6 +10,7 @@ Letters: B rows, S positions, s positions of this rank between two blocks, H hid
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from automoe.comm.tokens import IGNORE, Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
@@ -40,12 +41,8 @@ class MTPBlock(Block):
         self.shared_head = torch.nn.ModuleDict({"norm": backend.norm(*of_norm)})
 
     def run(  # type: ignore[override]
-        self,
-        x_BsH: torch.Tensor,
-        context: AttentionContext,
-        tokens: Tokens,
-        embedded_BsH: torch.Tensor,
-    ) -> torch.Tensor:
+        self, x_BsH: Tensor, context: AttentionContext, tokens: Tokens, embedded_BsH: Tensor
+    ) -> Tensor:
         """Return the head's input [B, s, H] at this depth; x is its input at the previous depth.
 
         Args:
@@ -58,8 +55,8 @@ class MTPBlock(Block):
 
 
 def shift_rows(
-    tokens_BS: torch.Tensor, labels_BS: torch.Tensor, doc_ids_BS: torch.Tensor, depths: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens_BS: Tensor, labels_BS: Tensor, doc_ids_BS: Tensor, depths: int
+) -> tuple[Tensor, Tensor]:
     """Return the tokens that every depth is given, and its labels: [B, S, D] each.
 
     Depth k is given the token k places later and has the label of that place if the place belongs

@@ -37,8 +37,7 @@ class LayerCalls:
         gather: all-gathers of positions by attention and feed-forward, over several ranks.
         project_up: latent attention's projections from latents to heads.
         attend: softmax attention or the delta rule, without projections.
-        mlp: a dense feed-forward.
-        shared_experts: the shared experts.
+        mlp, shared_experts: a feed-forward that all tokens pass.
         router: each part of the router's arithmetic.
         run_experts: dispatch, experts and combine.
         side_stream: whether shared experts may run on a stream of their own.

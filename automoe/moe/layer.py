@@ -10,12 +10,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
-from automoe.moe.calls import UNWRAPPED, LayerCalls
+from automoe.moe.calls import UNWRAPPED, LayerCalls, call_module
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
 from automoe.moe.discard_outputs import discard_scope
 from automoe.moe.experts import GroupedExperts, MakeExperts, expert_backend
@@ -61,21 +61,23 @@ class MoE(nn.Module):
             discard_scope(run, outermost=True) if in_8_bits else run
         )
         self.shared_experts = shared_experts
+        self.call_shared = calls.shared_experts(call_module)
+        self.side_stream = moe.overlap_shared_experts and calls.side_stream
         self.moe = moe
         self.num_experts = config.num_experts
 
-    def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor, tokens: Tokens) -> Tensor:
         """Return the layer's output [B, S, H] for hidden states [B, S, H]."""
         routing = self.router(x_BSH, tokens)
         # Shared experts start first: their work is queued when the host waits for dispatch sizes.
         shared = None
         if self.shared_experts is not None:
-            beside = self.moe.overlap_shared_experts and x_BSH.is_cuda
-            shared = (run_on_side_stream if beside else partial)(self.shared_experts, x_BSH)
+            start = run_on_side_stream if self.side_stream and x_BSH.is_cuda else partial
+            shared = start(partial(self.call_shared, self.shared_experts), x_BSH)
         y_BSH = self.call_experts(self, x_BSH, routing, tokens)
         return y_BSH if shared is None else y_BSH + shared()
 
-    def run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
+    def run_experts(self, x_BSH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
         """Dispatch tokens, run their experts and combine the results: [B, S, H]."""
         x_TH, ids_TK, weights_TK = (
             x.flatten(0, 1) for x in (x_BSH, routing.topk_expert_ids, routing.topk_scores)
@@ -101,9 +103,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def run_on_side_stream(
-    fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-) -> Callable[[], torch.Tensor]:
+def run_on_side_stream(fn: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
     """Start ``fn(x)`` on a side CUDA stream, in parallel to the current stream in both passes.
 
     Returns:
@@ -125,7 +125,7 @@ def run_on_side_stream(
     with torch.cuda.stream(side):
         out = fn(x)
 
-    def join() -> torch.Tensor:
+    def join() -> Tensor:
         main.wait_stream(side)
         out.record_stream(main)
         return out

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
@@ -115,7 +116,7 @@ class StepRunner(ABC):
                 raise ConfigError("model.num_mtp_layers", depths, BY_CROSS_ENTROPY, remedy)
             part.loss = loss
 
-    def train(self, inputs: MicroBatch) -> torch.Tensor:
+    def train(self, inputs: MicroBatch) -> Tensor:
         """Run forward and backward; gradients are summed over the global batch on return.
 
         Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and
@@ -129,17 +130,17 @@ class StepRunner(ABC):
         return loss.detach().to(torch.float64) * self.reports_loss
 
     @abstractmethod
-    def _train(self, inputs: MicroBatch) -> torch.Tensor:
+    def _train(self, inputs: MicroBatch) -> Tensor:
         """Run forward and backward; return the sum of the losses of this rank's last stage."""
 
-    def evaluate(self, inputs: MicroBatch) -> torch.Tensor:
+    def evaluate(self, inputs: MicroBatch) -> Tensor:
         """Run a forward pass without gradients or counting; return this rank's loss share."""
         shares = self.outputs(inputs)
         if shares is None or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return shares.to(torch.float64).sum()
 
-    def outputs(self, inputs: MicroBatch) -> torch.Tensor | None:
+    def outputs(self, inputs: MicroBatch) -> Tensor | None:
         """Run a forward pass without gradients or counting; return the last stage's outputs.
 
         Returns:
@@ -154,13 +155,13 @@ class StepRunner(ABC):
         return found
 
     @abstractmethod
-    def _outputs(self, inputs: MicroBatch) -> torch.Tensor | None:
+    def _outputs(self, inputs: MicroBatch) -> Tensor | None:
         """Run the forward passes of ``outputs``."""
 
-    def take_reported(self) -> dict[str, torch.Tensor]:
+    def take_reported(self) -> dict[str, Tensor]:
         """Return and reset this rank's contributions to the losses' extra metrics, by name."""
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        found = dict[str, torch.Tensor]()
+        found = dict[str, Tensor]()
         for part in self.model_parts.values():
             for name in part.metrics:
                 found[name] = (
@@ -185,7 +186,7 @@ class SingleStageRunner(StepRunner):
         _, parts = split_args_kwargs_into_chunks((), {"batch": inputs}, count)
         return [part["batch"] for part in parts]
 
-    def _train(self, inputs: MicroBatch) -> torch.Tensor:
+    def _train(self, inputs: MicroBatch) -> Tensor:
         micro_batches = self._split(inputs)
         total = torch.zeros((), dtype=torch.float64, device=inputs.tokens.device)
         for i, micro_batch in enumerate(micro_batches):
@@ -196,7 +197,7 @@ class SingleStageRunner(StepRunner):
         return total
 
     @torch.no_grad()
-    def _outputs(self, inputs: MicroBatch) -> torch.Tensor:
+    def _outputs(self, inputs: MicroBatch) -> Tensor:
         return torch.cat([self.part(batch=one) for one in self._split(inputs)])
 
 
@@ -305,12 +306,12 @@ class PipelineRunner(StepRunner):
         rows = train.micro_batch_size
         seq = train.seq_len // meshes.shape.cp
 
-        def meta(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        def meta(*size: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(
                 size, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point
             )
 
-        def border(stage: int) -> tuple[torch.Tensor, ...]:
+        def border(stage: int) -> tuple[Tensor, ...]:
             return (hidden,) * num_states(config.model, layers[stage])
 
         compute = COMPUTE_DTYPES[train.dtype]
@@ -366,19 +367,17 @@ class PipelineRunner(StepRunner):
 
         return group(stage - 1, sides), group(stage + 1, sides[::-1])
 
-    def _train(self, inputs: MicroBatch) -> torch.Tensor:
-        losses: list[torch.Tensor] = []
+    def _train(self, inputs: MicroBatch) -> Tensor:
+        losses: list[Tensor] = []
         self._run("step", inputs, losses)
         TURNS.check_nothing_waits()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(losses).detach().to(zero).sum() if losses else zero
 
-    def _outputs(self, inputs: MicroBatch) -> torch.Tensor | None:
+    def _outputs(self, inputs: MicroBatch) -> Tensor | None:
         return self._run("eval", inputs, [])
 
-    def _run(
-        self, method: str, inputs: MicroBatch, losses: list[torch.Tensor]
-    ) -> torch.Tensor | None:
+    def _run(self, method: str, inputs: MicroBatch, losses: list[Tensor]) -> Tensor | None:
         # With train.rampup_batch_size, steps have fewer micro-batches than validation has.
         count = len(inputs.tokens) // self.config.train.micro_batch_size
         if count != self.num_micro_batches:

@@ -258,8 +258,8 @@ def regions(model: ModelConfig, **parallel: object) -> dict[str, list[str]]:
 
 
 def test_regions_are_where_the_configuration_says() -> None:
-    dense = ["self_attn.attend", "mlp.call"]
-    routed = ["self_attn.attend", "mlp.call_experts", "mlp.shared_experts.call"]
+    dense = ["call_mlp", "self_attn.attend"]
+    routed = ["self_attn.attend", "mlp.call_shared", "mlp.call_experts"]
     assert regions(DEEPSEEK) == {"0": [], "1": [], "2": [], "3": []}
     assert regions(DEEPSEEK, recompute=EVERYTHING) == {"0": dense, "1": routed, "2": routed, "3": routed}
     assert regions(DEEPSEEK, recompute="full", recompute_layers="every 2") == {
@@ -269,8 +269,8 @@ def test_regions_are_where_the_configuration_says() -> None:
         "3": [],
     }
     assert regions(DEEPSEEK, recompute=["mlp", "shared_experts"], recompute_layers=[0, 1]) == {
-        "0": ["mlp.call"],
-        "1": ["mlp.shared_experts.call"],
+        "0": ["call_mlp"],
+        "1": ["mlp.call_shared"],
         "2": [],
         "3": [],
     }
@@ -279,5 +279,5 @@ def test_regions_are_where_the_configuration_says() -> None:
 def test_a_whole_layer_keeps_its_shared_experts_on_its_own_stream() -> None:
     config = make_config(DEEPSEEK, recompute="full", recompute_layers=[2])
     layers = build_decoder(config.model, config.moe, torch.float32, backend=build_backend(config)).moe_layers()
-    assert [layer.moe.overlap_shared_experts for _, layer in layers] == [True, False, True]
+    assert [layer.side_stream for _, layer in layers] == [True, False, True]
     assert config.moe.overlap_shared_experts
