@@ -67,7 +67,6 @@ class Block(nn.Module):
         self.call = calls.layer(type(self).run)
         self.call_mix = calls.mix(type(self).mix)
         self.call_norm = calls.norm(call_module)
-        self.call_mlp = calls.mlp(call_module)
         self.input_layernorm = backend.norm(hidden, config.norm_eps, config.zero_centered_norms)
         if is_linear(config.attention, layer):
             self.linear_attn = GatedDeltaNet(config, layer, backend)
@@ -81,6 +80,7 @@ class Block(nn.Module):
         self.mlp: nn.Module
         if layer < config.first_k_dense:
             self.mlp = MLP(hidden, config.intermediate_size, False, *ranks)
+            self.call_mlp = calls.mlp(call_module)
         else:
             width = config.shared_width
             gated = config.shared_expert_gate

@@ -259,7 +259,7 @@ def regions(model: ModelConfig, **parallel: object) -> dict[str, list[str]]:
 
 def test_regions_are_where_the_configuration_says() -> None:
     dense = ["call_mlp", "self_attn.attend"]
-    routed = ["self_attn.attend", "mlp.call_shared", "mlp.call_experts"]
+    routed = ["self_attn.attend", "mlp.call_experts", "mlp.call_shared"]
     assert regions(DEEPSEEK) == {"0": [], "1": [], "2": [], "3": []}
     assert regions(DEEPSEEK, recompute=EVERYTHING) == {"0": dense, "1": routed, "2": routed, "3": routed}
     assert regions(DEEPSEEK, recompute="full", recompute_layers="every 2") == {
