@@ -110,6 +110,5 @@ class Block(nn.Module):
 
     def mix(self, x_BsH: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """Return x plus attention's output, and the norm of that sum for the feed-forward."""
-        h_BsH = self.call_norm(self.input_layernorm, x_BsH)
-        x_BsH = x_BsH + self.attention(h_BsH, context)
+        x_BsH = x_BsH + self.attention(self.call_norm(self.input_layernorm, x_BsH), context)
         return x_BsH, self.call_norm(self.post_attention_layernorm, x_BsH)
