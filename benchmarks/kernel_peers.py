@@ -24,7 +24,7 @@ from automoe.moe.dispatch.base import LocalDispatcher, sort_by_expert
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import expert_backend
 from automoe.moe.layer import MoE
-from automoe.parallel.parallelize import FOREIGN_EXPERTS
+from automoe.parallel.build import FOREIGN_EXPERTS
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -17,7 +17,7 @@ from kernel_peers import Absent, torchtitan_moe
 from torch import nn
 
 from automoe.checkpoint.train_state import TrainState
-from automoe.comm.tokens import TokenCounts
+from automoe.comm.tokens import MicroBatch
 from automoe.config.mesh_shape import resolve_mesh, stays_unsharded
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
 from automoe.data.loader import StepBatch
@@ -26,18 +26,11 @@ from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
 from automoe.moe.router import expert_weights, gate_ids, score_experts
 from automoe.optim.adamw import build_optimizer
+from automoe.parallel.build import build_backend
 from automoe.parallel.expert import expert_parallel_style
 from automoe.parallel.fsdp import apply_data_parallel
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.parallelize import (
-    allocate,
-    build_backend,
-    build_decoder,
-    build_parts,
-    materialize,
-    parallelize,
-    parameter_dtype,
-)
+from automoe.parallel.parallelize import allocate, build_decoder, build_parts, materialize, parallelize, parameter_dtype
 from automoe.parallel.pipeline import build_runner
 from automoe.planner.plan import make_plan
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
@@ -277,10 +270,9 @@ class TransformersPart(nn.Module):
     def moe_layers(self) -> Iterator[tuple[int, nn.Module]]:
         return iter(())  # none that counts its load
 
-    def forward(
-        self, tokens: torch.Tensor, *, labels: torch.Tensor, token_counts: TokenCounts, **_beside: Any
-    ) -> torch.Tensor:
-        out = self.model(input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=token_counts.trained)
+    def forward(self, *, batch: MicroBatch) -> torch.Tensor:
+        labels, num_labels = batch.labels, batch.known_counts().trained
+        out = self.model(input_ids=batch.tokens, labels=labels, shift_labels=labels, num_items_in_batch=num_labels)
         return torch.stack([out.loss])
 
 

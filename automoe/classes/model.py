@@ -27,7 +27,7 @@ from automoe.classes.build import (
 )
 from automoe.classes.experts import are_swiglu, compute_by
 from automoe.classes.lora import add_to_experts, add_to_linear, check_called
-from automoe.comm.tokens import Tokens
+from automoe.comm.tokens import MicroBatch, Tokens
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.errors import ConfigError
 from automoe.kernels.counter_random import stream_key
@@ -222,6 +222,11 @@ class TransformersModel(CausalLM):
             self.add_module(name, module)
         self._class = [model]  # in a list, so that its modules have no second name here
         self._layers = decoder_layers(model)  # FSDP renames their class
+        for number, layer in enumerate(self._layers):
+            # Replacing forward, not wrapping the module, keeps parameter names.
+            call = self.backend.calls(number).layer(layer.forward)
+            if call != layer.forward:
+                layer.forward = call
         self._tokens: Tokens | None = None
         self._unchecked = True
         self._probe: _Probe | None = None
@@ -256,9 +261,9 @@ class TransformersModel(CausalLM):
             rule += "is not a Triton kernel and has no float64"
             raise ConfigError("moe.experts", chosen, rule, "Set moe.experts=loop")
         if ours:
-            backend = self.backend.experts or partial(expert_backend, chosen)
+            make = self.backend.experts or (lambda _: expert_backend(chosen))
             for experts in modules:
-                compute_by(experts, backend())
+                compute_by(experts, make(experts))
         whose = "automoe's" if ours else "transformers' own"
         return f"experts by {whose} {chosen}"
 
@@ -355,7 +360,7 @@ class TransformersModel(CausalLM):
             given = {"positions": index - later * first, "doc_ids": later.long()}
             self._probe = _Probe(first, {}, [])
             for tokens in (row, row.where(later, other)):
-                self(tokens, next_token_at=later & False, **given)
+                self(batch=MicroBatch(tokens, next_token_at=later & False, **given))
             one, changed = (state[0, first:].double() for state in self._probe.states)
             eps = torch.finfo(self._probe.states[0].dtype).eps
             self._probe = None

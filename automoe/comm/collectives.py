@@ -120,8 +120,10 @@ class _Sum(torch.autograd.Function):
         return ctx.communicator.all_reduce(grad), None
 
 
-class GroupCommunicator(Communicator):
-    """Communicator of a process group; shard r of the positions is on its rank r."""
+class _Group:
+    """A process group; tensors are gathered and scattered along ``dim``."""
+
+    dim = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -129,13 +131,19 @@ class GroupCommunicator(Communicator):
         self.num_ranks = dist.get_world_size(group)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return all_gather(x, 1, self.group)
+        return all_gather(x, self.dim, self.group)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(x, self.dim, self.group)
+
+
+class GroupCommunicator(_Group, Communicator):
+    """Communicator of a process group; shard r of the positions is on its rank r."""
+
+    dim = 1
 
     def all_to_all(self, x_P: torch.Tensor) -> torch.Tensor:
         return _ExchangeParts.apply(x_P, self.group)
-
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter(x, 1, self.group)
 
     def local_shard(self, x: torch.Tensor) -> torch.Tensor:
         return x.chunk(self.num_ranks, dim=1)[self.rank]
@@ -160,23 +168,15 @@ def communicator(group: dist.ProcessGroup | None) -> Communicator:
     return SINGLE_RANK if group is None else GroupCommunicator(group)
 
 
-class ProcessGroupDispatch:
+class ProcessGroupDispatch(_Group):
     """``automoe.moe.dispatch.base.DispatchGroup`` over a process group.
 
     Copies of a model share it, because a process group cannot be copied.
     """
 
     def __init__(self, group: dist.ProcessGroup, in_8_bits: bool = False) -> None:
-        self.group = group
+        super().__init__(group)
         self.in_8_bits = in_8_bits
-        self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return all_gather(x, 0, self.group)
-
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter(x, 0, self.group)
 
     def all_to_all(
         self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]

@@ -1,13 +1,17 @@
-"""Per-token tensors and token counts that travel with a micro-batch.
+"""The micro-batch that a model is called with, its per-token tensors and token counts.
 
-Shapes: B rows, S positions held by this rank (the whole row unless ranks share it).
+Shapes: B rows, S positions held by this rank (the whole row unless ranks share it), D modules for
+multi-token prediction.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
+from torch.export import register_dataclass
 
 from automoe.comm.process_groups import Communicator
 from automoe.config.data_schema import IGNORE as IGNORE
@@ -29,13 +33,13 @@ class TokenCounts:
             are not padding; None: these are not known.
     """
 
-    trained: torch.Tensor
-    non_padding: torch.Tensor
-    documents: torch.Tensor
-    mtp: torch.Tensor | None = None
+    trained: Tensor
+    non_padding: Tensor
+    documents: Tensor
+    mtp: Tensor | None = None
 
 
-def num_documents(labels: torch.Tensor, doc_ids: torch.Tensor | None) -> torch.Tensor:
+def num_documents(labels: Tensor, doc_ids: Tensor | None) -> Tensor:
     """Return the number of documents with a label, in whole rows: an int64 scalar.
 
     Args:
@@ -46,6 +50,12 @@ def num_documents(labels: torch.Tensor, doc_ids: torch.Tensor | None) -> torch.T
     if doc_ids is None:
         return trained.amax(1).sum()
     return torch.zeros_like(trained).scatter_reduce_(1, doc_ids.clamp_min(0), trained, "amax").sum()
+
+
+def count_shifted(tokens_BSD: Tensor, labels_BSD: Tensor) -> Tensor:
+    """Return [D, 2]: the number of labels and of given tokens of every depth."""
+    counted = torch.stack((labels_BSD >= 0, tokens_BSD >= 0), dim=-1)
+    return counted.sum((0, 1))
 
 
 @dataclass(frozen=True)
@@ -67,32 +77,100 @@ class Tokens:
             padding.
     """
 
-    positions: torch.Tensor
-    index: torch.Tensor
-    doc_ids: torch.Tensor | None
-    num_tokens: torch.Tensor
-    forced_ids: torch.Tensor | None = None
-    row_ids: torch.Tensor | None = None
-    not_padding: torch.Tensor | None = None
+    positions: Tensor
+    index: Tensor
+    doc_ids: Tensor | None
+    num_tokens: Tensor
+    forced_ids: Tensor | None = None
+    row_ids: Tensor | None = None
+    not_padding: Tensor | None = None
 
     def local_shard(self, sequence: Communicator) -> Tokens:
         """Return these tensors for this rank's shard of the positions."""
         if sequence.num_ranks == 1:
             return self
-        per_token = {
-            name: value
+        shards = {
+            name: sequence.local_shard(value)
             for name, value in vars(self).items()
             if name != "num_tokens" and value is not None
         }
-        return replace(
-            self, **{name: sequence.local_shard(value) for name, value in per_token.items()}
-        )
+        return replace(self, **shards)
 
     @property
-    def valid(self) -> torch.Tensor:
+    def valid(self) -> Tensor:
         """[B, S] bool, True for tokens that are not padding."""
         if self.not_padding is not None:
             return self.not_padding
         if self.doc_ids is None:
             return torch.ones_like(self.index, dtype=torch.bool)
         return self.doc_ids >= 0
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that a model is called with: a micro-batch, or a step's rows before torch splits them.
+
+    Torch splits all tensors by rows, and hands every pipeline stage the same micro-batch.
+
+    Attributes:
+        tokens: [B, S] int64, which the part with the embedding reads.
+        labels: [B, S] next tokens, for the loss; ``IGNORE`` marks positions that are not trained.
+        positions, index, doc_ids, row_ids, not_padding, forced_ids: as in ``Tokens``, which all
+            layers read. Defaults: index 0 ... S-1, row_ids 0 ... B-1, positions equal to the index,
+            and a row is one document.
+        mtp_tokens, mtp_labels: [B, S, D] of every depth of multi-token prediction
+            (``automoe.model.mtp.shift_rows``), which its modules read.
+        next_token_at: [B, S] bool, equal on all ranks that share the vocabulary: positions for
+            which the head generates a token.
+        counts: counts of the global batch, which losses are divided by; None: those of these rows.
+        given: [B, ...] further inputs of the loss, by name.
+    """
+
+    tokens: Tensor
+    labels: Tensor | None = None
+    positions: Tensor | None = None
+    index: Tensor | None = None
+    doc_ids: Tensor | None = None
+    row_ids: Tensor | None = None
+    not_padding: Tensor | None = None
+    forced_ids: Tensor | None = None
+    mtp_tokens: Tensor | None = None
+    mtp_labels: Tensor | None = None
+    next_token_at: Tensor | None = None
+    counts: TokenCounts | None = None
+    given: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __or__(self, given: Mapping[str, Tensor]) -> MicroBatch:
+        """Return these rows with further inputs of the loss."""
+        return replace(self, given={**self.given, **given})
+
+    def per_token(self, num_tokens: Tensor) -> Tokens:
+        """Return the tensors that all layers read; ``num_tokens`` as in ``Tokens``."""
+        tokens, index, row_ids = self.tokens, self.index, self.row_ids
+        if index is None:
+            index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if row_ids is None:
+            row_ids = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+            row_ids = row_ids.expand_as(tokens)
+        positions = index if self.positions is None else self.positions
+        rest = self.forced_ids, row_ids, self.not_padding
+        return Tokens(positions, index, self.doc_ids, num_tokens, *rest)
+
+    def known_counts(self) -> TokenCounts:
+        """Return ``counts``, with what is unknown counted over these rows."""
+        counts = self.counts
+        if counts is None:
+            trained = documents = torch.zeros((), dtype=torch.int64, device=self.tokens.device)
+            valid = trained + self.tokens.numel()
+            if self.doc_ids is not None:
+                valid = (self.doc_ids >= 0).sum()
+            if self.labels is not None:
+                trained = (self.labels >= 0).sum()
+                documents = num_documents(self.labels, self.doc_ids)
+            counts = TokenCounts(trained, valid, documents)
+        if self.mtp_tokens is not None and self.mtp_labels is not None and counts.mtp is None:
+            counts = replace(counts, mtp=count_shifted(self.mtp_tokens, self.mtp_labels))
+        return counts
+
+
+register_dataclass(MicroBatch)  # TokenCounts stays one value, equal in all parts

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from automoe.comm.agreement import Ranks
+from automoe.comm.tokens import MicroBatch
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.config.tier import tier_of
 from automoe.errors import CheckpointError, listed
@@ -212,7 +213,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
             )
         forced = torch.stack((choices, choices), dim=3)
     with torch.no_grad():
-        ours = model(tokens, forced_ids=forced)
+        ours = model(batch=MicroBatch(tokens, forced_ids=forced))
     return _relative_error(
         ours, theirs, catalog.folder, "transformers computes other logits from it"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.local_shard import local_shard
 from automoe.comm.process_groups import SINGLE_RANK, Communicator, first_of_rank
@@ -44,7 +44,7 @@ class AttentionContext:
         chosen: [B, S, R] bool, the choice of the last indexer, for layers that share it.
     """
 
-    chosen: torch.Tensor | None = None
+    chosen: Tensor | None = None
 
     def __init__(
         self, config: ModelConfig, tokens: Tokens, backend: BackendConfig, dtype: torch.dtype
@@ -79,12 +79,10 @@ class AttentionContext:
         if tokens.positions.device.type == "cuda":
             prepare_cuda()
 
-    def rotate(self, x_BSND: torch.Tensor, start: int = 0) -> torch.Tensor:
+    def rotate(self, x_BSND: Tensor, start: int = 0) -> Tensor:
         return self.rope.rotate(x_BSND, self.cos, self.sin, self.interleaved, start)
 
-    def query_blocks(
-        self, window: int = 0, chosen_BSR: torch.Tensor | None = None
-    ) -> list[QueryBlock]:
+    def query_blocks(self, window: int = 0, chosen_BSR: Tensor | None = None) -> list[QueryBlock]:
         """Return blocks of queries, masked by documents and ``window``, or by the chosen keys."""
         assert window in (0, self.window)
         if chosen_BSR is None:
@@ -96,7 +94,7 @@ class AttentionContext:
 
     def attend(
         self, q_BSND, k_BRGD, v_BRGD, scale: float, window: int = 0, sinks_N=None, chosen_BSR=None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute attention as an ``AttentionFn`` does, with the masks of ``query_blocks``.
 
         Args:
@@ -134,7 +132,9 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         attention = config.attention
         hidden = config.hidden_size
+        calls = backend.calls(layer)
         self.sequence = backend.pg_collection.sequence
+        self.gather = calls.gather(self.sequence.all_gather)
         self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
         self.num_kv_heads = attention.num_kv_heads
         bias = attention.qkv_bias
@@ -162,12 +162,12 @@ class GroupedQueryAttention(nn.Module):
             )
             norms = [norm(sizes["Yq"]), norm(sizes["Yk"])]
         self.q_norm, self.k_norm = norms
-        self.attend = AttentionContext.attend  # parallel.recompute=[core_attn] wraps it
+        self.attend = calls.attend(AttentionContext.attend)
         self.scale = softmax_scale(config.rope, self.head_dim)
 
-    def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def forward(self, x_BsH: Tensor, context: AttentionContext) -> Tensor:
         """Return the attention output [B, s, H] for hidden states [B, s, H]."""
-        x_BSH = self.sequence.all_gather(x_BsH)
+        x_BSH = self.gather(x_BsH)
         heads = (*x_BSH.shape[:2], -1, self.head_dim)
         q_BSND = self.q_proj(x_BSH)
         gate = None
@@ -188,9 +188,7 @@ class GroupedQueryAttention(nn.Module):
         out_BSND = out_BSND if gate is None else out_BSND * gate.sigmoid()
         return self.o_proj.reduce_scatter(out_BSND.flatten(2), self.sequence)
 
-    def _norm(
-        self, q_BSND: torch.Tensor, k_BSGD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _norm(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
         """Apply q_norm and k_norm to each head, or to the heads of all ranks together."""
         if not self.over_heads:
             return self.q_norm(q_BSND), self.k_norm(k_BSGD)
@@ -214,7 +212,9 @@ class LatentAttention(nn.Module):
         super().__init__()
         attention = config.attention
         hidden = config.hidden_size
+        calls = backend.calls(layer)
         self.sequence = backend.pg_collection.sequence
+        self.gather = calls.gather(self.sequence.all_gather)
         self.num_heads = attention.num_heads
         self.expanded = expanded_width(attention, self.sequence.num_ranks)
         self.nope_dim = attention.qk_nope_head_dim
@@ -233,26 +233,27 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = backend.norm(self.kv_lora_rank, LATENT_NORM_EPS)
         self.kv_b_proj = Linear(self.kv_lora_rank, self.num_heads * (self.nope_dim + self.v_dim))
         self.o_proj = Linear(self.num_heads * self.v_dim, hidden)
-        self.attend = AttentionContext.attend  # parallel.recompute=[core_attn] wraps it
+        self.attend = calls.attend(AttentionContext.attend)
+        self.call_up = calls.project_up(type(self).project_up)
         self.scale = softmax_scale(config.rope, qk_dim)
         self.sparse = attention.index_topk > 0 and not backend.indexer_warmup
         self.indexer = Indexer(config, backend) if has_indexer(attention, layer) else None
 
-    def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def forward(self, x_BsH: Tensor, context: AttentionContext) -> Tensor:
         """Return the attention output [B, s, H] for hidden states [B, s, H]."""
         # Each rank computes the latents of its s positions and gathers latents, which are narrower
         # than x. The projections up from the latents are sharded by heads.
         query = x_BsH if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x_BsH))
-        query_BSL = self.sequence.all_gather(query)
+        query_BSL = self.gather(query)
         latent, k_rope = self.kv_a_proj_with_mqa(x_BsH).split(
             (self.kv_lora_rank, self.rope_dim), dim=-1
         )
-        latent_BRL = self.sequence.all_gather(self.kv_a_layernorm(latent))
-        k_rope_BRD = context.rotate(self.sequence.all_gather(k_rope).unsqueeze(2)).squeeze(2)
+        latent_BRL = self.gather(self.kv_a_layernorm(latent))
+        k_rope_BRD = context.rotate(self.gather(k_rope).unsqueeze(2)).squeeze(2)
         if context.keys.num_ranks > 1 and self.gathers_latents(latent_BRL):
             gathered = gather_row(torch.cat((latent_BRL, k_rope_BRD), dim=-1), context.keys)
             latent_BRL, k_rope_BRD = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        q_BSND, k_BRND, v_BRND = self.project_up(query_BSL, latent_BRL, k_rope_BRD, context)
+        q_BSND, k_BRND, v_BRND = self.call_up(self, query_BSL, latent_BRL, k_rope_BRD, context)
         inputs = None if self.indexer is None else self.indexer(x_BsH, query, context)
         # Compiled models have no indexers, and torch 2.11 cannot trace the call.
         sparse = self.sparse or self.indexer is not None
@@ -266,23 +267,19 @@ class LatentAttention(nn.Module):
         loss = self.indexer.loss(inputs, chosen_BSR, q_BSND, k_BRND, self.scale, context)
         return out_BsH if loss is None else attach_loss(out_BsH, loss)
 
-    def _choose(self, inputs: IndexInputs | None, context: AttentionContext) -> torch.Tensor | None:
+    def _choose(self, inputs: IndexInputs | None, context: AttentionContext) -> Tensor | None:
         if self.indexer is not None:
             context.chosen = self.indexer.choose(inputs, context)
         return context.chosen
 
-    def gathers_latents(self, latent: torch.Tensor) -> bool:
+    def gathers_latents(self, latent: Tensor) -> bool:
         return gathers_latents(
             self.kv_lora_rank, self.expanded, latent.device.type, latent.element_size()
         )
 
     def project_up(
-        self,
-        query_BSL: torch.Tensor,
-        latent_BRL: torch.Tensor,
-        k_rope_BRD: torch.Tensor,
-        context: AttentionContext,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, query_BSL: Tensor, latent_BRL: Tensor, k_rope_BRD: Tensor, context: AttentionContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads.
 
         They cover whole rows if positions are exchanged for heads.

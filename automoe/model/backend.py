@@ -16,7 +16,8 @@ from automoe.model.attention_masks import MaskFn, dense_masks
 from automoe.model.loss import ChunkLoss, Loss, chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
-from automoe.moe.experts import ExpertFn
+from automoe.moe.calls import UNWRAPPED, LayerCalls, Wrap, as_it_is
+from automoe.moe.experts import MakeExperts
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,14 @@ class BackendConfig:
         chunk_loss: the cross-entropy of a chunk of tokens.
         loss: reduction of per-token losses; None: mean cross-entropy.
         indexer_warmup: attention sees all keys, and indexers learn from all of them.
-        has_side_stream: function that says of a layer's number whether the layer's shared experts
-            may run on a side stream.
+        calls: function that returns what the calls of a layer, given its number, are wrapped in.
+        last_norm: wrapper of the call of the norm before the head.
         always_masked: mask all rows that have document ids, whatever the ids (``attention_mask``).
         seed: seed of the router's jitter.
     """
 
     pg_collection: ProcessGroupCollection = field(default_factory=ProcessGroupCollection)
-    experts: Callable[[], ExpertFn] | None = None
+    experts: MakeExperts | None = None
     router_dtype: torch.dtype | None = None
     attend: AttentionFn = attend
     masks: MaskFn = dense_masks
@@ -51,6 +52,7 @@ class BackendConfig:
     chunk_loss: ChunkLoss = chunk_loss
     loss: Loss | None = None
     indexer_warmup: bool = False
-    has_side_stream: Callable[[int], bool] = lambda layer: True
+    calls: Callable[[int], LayerCalls] = lambda layer: UNWRAPPED
+    last_norm: Wrap = as_it_is
     always_masked: bool = False
     seed: int = 0

@@ -6,11 +6,10 @@ hidden.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.process_groups import SINGLE_RANK, Communicator
 from automoe.comm.tokens import Tokens
@@ -19,6 +18,7 @@ from automoe.model.attention import AttentionContext, GroupedQueryAttention, Lat
 from automoe.model.backend import BackendConfig
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
+from automoe.moe.calls import Wrap, as_it_is, call_module
 from automoe.moe.layer import MoE
 
 
@@ -35,6 +35,7 @@ class MLP(nn.Module):
         intermediate_size: int,
         gated_output: bool = False,
         sequence: Communicator = SINGLE_RANK,
+        gather: Wrap = as_it_is,
     ) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size)
@@ -42,9 +43,10 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size)
         self.output_gate = Linear(hidden_size, 1) if gated_output else None
         self.sequence = sequence
+        self.gather = gather(sequence.all_gather)
 
-    def forward(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        x_BSH = self.sequence.all_gather(x_BsH)
+    def forward(self, x_BsH: Tensor) -> Tensor:
+        x_BSH = self.gather(x_BsH)
         out_BsH = self.sequence.reduce_scatter(
             self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
         )
@@ -60,10 +62,14 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         hidden = config.hidden_size
-        sequence = backend.pg_collection.sequence
+        calls = backend.calls(layer)
+        ranks = backend.pg_collection.sequence, calls.gather
+        self.call = calls.layer(type(self).run)
+        self.call_mix = calls.mix(type(self).mix)
+        self.call_norm = calls.norm(call_module)
         self.input_layernorm = backend.norm(hidden, config.norm_eps, config.zero_centered_norms)
         if is_linear(config.attention, layer):
-            self.linear_attn = GatedDeltaNet(config, backend)
+            self.linear_attn = GatedDeltaNet(config, layer, backend)
         elif config.attention.kind == "mla":
             self.self_attn = LatentAttention(config, layer, backend)
         else:
@@ -73,35 +79,36 @@ class Block(nn.Module):
         )
         self.mlp: nn.Module
         if layer < config.first_k_dense:
-            self.mlp = MLP(hidden, config.intermediate_size, sequence=sequence)
+            self.mlp = MLP(hidden, config.intermediate_size, False, *ranks)
+            self.call_mlp = calls.mlp(call_module)
         else:
             width = config.shared_width
             gated = config.shared_expert_gate
-            shared = MLP(hidden, width, gated, sequence) if width else None
+            shared = MLP(hidden, width, gated, *ranks) if width else None
             moe_index = layer - config.first_k_dense
-            if not backend.has_side_stream(layer):
-                moe = replace(moe, overlap_shared_experts=False)
             given = backend.pg_collection, backend.experts, backend.seed, backend.router_dtype
-            self.mlp = MoE(config, moe, moe_index, shared, *given)
+            self.mlp = MoE(config, moe, moe_index, shared, *given, calls)
 
     @property
     def attention(self) -> nn.Module:
         """The module that mixes positions: softmax attention or a delta net."""
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
-    def forward(
-        self, x_BsH: torch.Tensor, context: AttentionContext, tokens: Tokens
-    ) -> torch.Tensor:
+    def forward(self, *args: Any) -> Tensor:
+        """Return what ``run`` returns."""
+        return self.call(self, *args)
+
+    def run(self, x_BsH: Tensor, context: AttentionContext, tokens: Tokens) -> Tensor:
         """Return the layer's output [B, s, H].
 
         ``tokens`` belongs to the positions of x, ``context`` to all positions.
         """
-        x_BsH, h_BsH = self.mix(x_BsH, context)
-        return x_BsH + (self.mlp(h_BsH, tokens) if isinstance(self.mlp, MoE) else self.mlp(h_BsH))
+        x_BsH, h_BsH = self.call_mix(self, x_BsH, context)
+        if isinstance(self.mlp, MoE):
+            return x_BsH + self.mlp(h_BsH, tokens)
+        return x_BsH + self.call_mlp(self.mlp, h_BsH)
 
-    def mix(
-        self, x_BsH: torch.Tensor, context: AttentionContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def mix(self, x_BsH: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """Return x plus attention's output, and the norm of that sum for the feed-forward."""
-        x_BsH = x_BsH + self.attention(self.input_layernorm(x_BsH), context)
-        return x_BsH, self.post_attention_layernorm(x_BsH)
+        x_BsH = x_BsH + self.attention(self.call_norm(self.input_layernorm, x_BsH), context)
+        return x_BsH, self.call_norm(self.post_attention_layernorm, x_BsH)

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.local_shard import local_shard
 from automoe.comm.process_groups import first_of_rank
-from automoe.comm.tokens import IGNORE, TokenCounts, Tokens, num_documents
+from automoe.comm.tokens import IGNORE, MicroBatch, Tokens
 from automoe.config.schema import ModelConfig, TrainConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_losses
-from automoe.model.mtp import MTP_METRICS, count_shifted
+from automoe.model.mtp import MTP_METRICS
 from automoe.moe.router import BalancedRouter
 
 
@@ -88,11 +87,11 @@ class CausalLM(nn.Module, ABC):
         self.predicts = predicts
         self.loss = self.backend.loss
         self.mtp_loss_weight = TrainConfig.mtp_loss_weight
-        self.reported = dict[str, torch.Tensor]()
+        self.reported = dict[str, Tensor]()
         self.first_id = first_of_rank(self.backend.pg_collection.sequence, config.vocab_size)
 
     @abstractmethod
-    def run_layers(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def run_layers(self, x: Tensor, tokens: Tokens) -> Tensor:
         """Return hidden states [B, s, H] after this part's last layer.
 
         Args:
@@ -100,12 +99,8 @@ class CausalLM(nn.Module, ABC):
         """
 
     def deeper_states(
-        self,
-        x_BsH: torch.Tensor,
-        given_BSD: torch.Tensor | None,
-        tokens: Tokens,
-        mtp_D2: torch.Tensor | None,
-    ) -> Iterator[torch.Tensor]:
+        self, x_BsH: Tensor, given_BSD: Tensor | None, tokens: Tokens, mtp_D2: Tensor | None
+    ) -> Iterator[Tensor]:
         """Yield the head's input [B, s, H] at each depth of this part's multi-token prediction.
 
         A model with modules for multi-token prediction overrides this method.
@@ -126,12 +121,12 @@ class CausalLM(nn.Module, ABC):
         return *getattr(self.loss, "metrics", ()), *mtp
 
     @abstractmethod
-    def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
+    def last_norm(self, x_BsH: Tensor) -> Tensor:
         """Return the final norm of the last layer's output, or ``x_BsH`` if another part has it."""
 
     @property
     @abstractmethod
-    def head_weight(self) -> torch.Tensor:
+    def head_weight(self) -> Tensor:
         """Vocabulary head [V, H]; the embedding itself if the two are tied."""
 
     @property
@@ -158,83 +153,52 @@ class CausalLM(nn.Module, ABC):
         """
 
     def forward(
-        self,
-        x: torch.Tensor,
-        *deeper: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        index: torch.Tensor | None = None,
-        doc_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        token_counts: TokenCounts | None = None,
-        forced_ids: torch.Tensor | None = None,
-        row_ids: torch.Tensor | None = None,
-        not_padding: torch.Tensor | None = None,
-        next_token_at: torch.Tensor | None = None,
-        mtp_tokens: torch.Tensor | None = None,
-        mtp_labels: torch.Tensor | None = None,
-        **given: torch.Tensor,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        self, *states: Tensor, batch: MicroBatch | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
         """Run this part.
 
         Args:
-            x: [B, S] int64 tokens if this part embeds, else [B, s, H] from the previous part.
-            deeper: [B, s, H] of each depth of multi-token prediction in the parts before.
-            labels: [B, S] next tokens; ``IGNORE`` marks positions that are not trained.
-            token_counts: counts of the global batch, which the losses are divided by. Default: this
-                micro-batch's own counts.
-            positions, index, doc_ids, forced_ids, row_ids, not_padding: see ``Tokens``. Defaults:
-                positions are the index within the row, index 0 ... S-1, row_ids 0 ... B-1, and a
-                row is one document.
-            next_token_at: [B, S] bool, equal on all ranks that share the vocabulary: positions to
-                generate from.
-            mtp_tokens, mtp_labels: [B, S, D] of every depth of multi-token prediction
-                (``automoe.model.mtp.shift_rows``): train the modules too. Their losses have
-                gradients and are reported, but are not in the loss that is returned.
-            given: [B, ...] further inputs of the loss, by name.
+            states: [B, s, H] from the part before: hidden states, then those of each depth of
+                multi-token prediction so far. For a part that embeds: tokens [B, S]; default: those
+                of the batch.
+            batch: default: only tokens.
 
         Returns:
-            [B, s, H] hidden states, if this part does not predict; from the first module for
-            multi-token prediction on, a tuple of these and the states of each depth so far.
-            [B, S, V] logits, without labels. [1] this micro-batch's share of the loss, with labels;
-            the default loss is the mean cross-entropy in nats. [B, S] likeliest next tokens, with
-            ``next_token_at``; ``IGNORE`` at other positions.
+            If this part does not predict, the states for the next part. Else one tensor of what
+            the batch asks for. With ``next_token_at``: [B, S] likeliest next tokens, ``IGNORE`` at
+            other positions. Else with ``labels``: [1] this micro-batch's share of the loss, by
+            default of the mean cross-entropy in nats. Without either: [B, S, V] logits. Losses of
+            modules for multi-token prediction have gradients and are reported, but are not in the
+            loss.
         """
-        if index is None:
-            index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        if row_ids is None:
-            row_ids = torch.arange(x.shape[0], device=x.device).unsqueeze(1).expand_as(index)
-        counts = token_counts or self._own_counts(index, doc_ids, labels)
-        if mtp_tokens is not None and counts.mtp is None:
-            counts = replace(counts, mtp=count_shifted(mtp_tokens, mtp_labels))
-        positions = index if positions is None else positions
-        tokens = Tokens(
-            positions, index, doc_ids, counts.non_padding, forced_ids, row_ids, not_padding
-        )
+        batch = batch or MicroBatch(*states)
+        counts = batch.known_counts()
+        tokens = batch.per_token(counts.non_padding)
+        x, *deeper = states or (batch.tokens,)
         x = self.last_norm(self.run_layers(x, tokens))
-        own = self.deeper_states(deeper[-1] if deeper else x, mtp_tokens, tokens, counts.mtp)
+        last = deeper[-1] if deeper else x
+        own = self.deeper_states(last, batch.mtp_tokens, tokens, counts.mtp)
         if not self.predicts:
             if more := tuple(own):
                 # FSDP's hooks make views of inputs, which torch cannot detach between the halves of
                 # a backward (zero-bubble schedules)
                 x, *deeper = (state.clone() for state in (x, *deeper))
-            return (x, *deeper, *more) if deeper or more else x
-        states = chain(deeper, own)
+            return x, *deeper, *more
+        if batch.next_token_at is not None:
+            return self._next_tokens(x, batch.next_token_at)
+        if batch.labels is None:
+            gathered = self.backend.pg_collection.sequence.all_gather(x)
+            return nn.functional.linear(gathered, local_shard(self.head_weight))
         row = self.backend.pg_collection.context
-        inputs = (
-            labels
-            if labels is None
-            else LossInputs(labels, doc_ids, counts, row, given, self.reported)
-        )
-        predicted = self._predict(x, inputs, next_token_at)
-        if mtp_tokens is None or inputs is None or next_token_at is not None:
-            return predicted
-        loss = self._mtp_loss(states, mtp_labels, inputs)
-        # The difference has the value zero and the gradient of the modules' losses.
-        return predicted + (loss - loss.detach())
+        inputs = LossInputs(batch.labels, batch.doc_ids, counts, row, batch.given, self.reported)
+        loss = self._loss(x, inputs)
+        if batch.mtp_labels is not None:
+            more = self._mtp_loss(chain(deeper, own), batch.mtp_labels, inputs)
+            # The difference has the value zero and the gradient of the modules' losses.
+            loss = loss + (more - more.detach())
+        return loss
 
-    def _mtp_loss(
-        self, states: Iterable[torch.Tensor], labels_BSD: torch.Tensor, inputs: LossInputs
-    ) -> torch.Tensor:
+    def _mtp_loss(self, states: Iterable[Tensor], labels_BSD: Tensor, inputs: LossInputs) -> Tensor:
         """Return this rank's share of weight / D * sum over depths of mean cross-entropy.
 
         Each depth reports its mean cross-entropy and its acceptance: the share of labels that are
@@ -263,24 +227,19 @@ class CausalLM(nn.Module, ABC):
             inputs.report(f"mtp_acceptance.{depth + 1}", hits.to(torch.float64) / count)
         return self.mtp_loss_weight / depths * torch.stack(losses).sum()
 
-    def _predict(
-        self, x_BsH: torch.Tensor, inputs: LossInputs | None, next_token_at: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return next tokens, logits or (with labels) the loss, given the head's input."""
+    def _next_tokens(self, x_BsH: Tensor, at_BS: Tensor) -> Tensor:
+        sequence = self.backend.pg_collection.sequence
+        x_BSH = sequence.all_gather(x_BsH)
+        tokens_BS = torch.full_like(at_BS, IGNORE, dtype=torch.int64)
+        if at_BS.any():
+            weight_VH = local_shard(self.head_weight)
+            tokens_BS[at_BS] = greedy_tokens(x_BSH[at_BS], weight_VH, self.first_id, sequence)
+        return tokens_BS
+
+    def _loss(self, x_BsH: Tensor, inputs: LossInputs) -> Tensor:
         sequence = self.backend.pg_collection.sequence
         weight_VH = local_shard(self.head_weight)
-        x_BSH = sequence.all_gather(x_BsH)
-        if next_token_at is not None:
-            tokens_BS = torch.full_like(next_token_at, IGNORE, dtype=torch.int64)
-            if next_token_at.any():
-                rows_NH = x_BSH[next_token_at]
-                tokens_BS[next_token_at] = greedy_tokens(
-                    rows_NH, weight_VH, self.first_id, sequence
-                )
-            return tokens_BS
-        if inputs is None:
-            return nn.functional.linear(x_BSH, weight_VH)
-        x_TH = x_BSH.flatten(0, 1)
+        x_TH = sequence.all_gather(x_BsH).flatten(0, 1)
         labels_T = inputs.labels.flatten()
         if self.loss is not None:
             nll_T = token_losses(x_TH, weight_VH, labels_T, self.first_id, sequence)
@@ -291,17 +250,3 @@ class CausalLM(nn.Module, ABC):
         # A step without one trained label has a loss of zero, not NaN.
         # The loss is stacked and not viewed: FSDP hooks outputs, and a view could lose the hook.
         return torch.stack([loss / inputs.counts.trained.clamp_min(1)])
-
-    @staticmethod
-    def _own_counts(
-        index: torch.Tensor, doc_ids: torch.Tensor | None, labels: torch.Tensor | None
-    ) -> TokenCounts:
-        none = torch.zeros((), dtype=torch.int64, device=index.device)
-        valid = (
-            torch.tensor(index.numel(), device=index.device)
-            if doc_ids is None
-            else (doc_ids >= 0).sum()
-        )
-        if labels is None:
-            return TokenCounts(none, valid, none)
-        return TokenCounts((labels >= 0).sum(), valid, num_documents(labels, doc_ids))

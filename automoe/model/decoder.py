@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
@@ -20,6 +20,7 @@ from automoe.model.block import Block
 from automoe.model.causal_lm import CausalLM, Unit
 from automoe.model.linear import Embedding, Linear
 from automoe.model.mtp import MTPBlock
+from automoe.moe.calls import call_module
 from automoe.moe.layer import MoE
 
 
@@ -61,6 +62,7 @@ class Decoder(CausalLM):
         norm = self.backend.norm
         norms = config.num_layers in layers if config.num_mtp_layers else predicts
         self.norm = norm(hidden, config.norm_eps, config.zero_centered_norms) if norms else None
+        self.call_norm = self.backend.last_norm(call_module)
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
 
     def moe_layers(self) -> Iterator[tuple[int, MoE]]:
@@ -73,7 +75,7 @@ class Decoder(CausalLM):
             inside = (block.mlp.router, block.mlp.experts) if isinstance(block.mlp, MoE) else ()
             yield Unit(int(name), block, *inside)
 
-    def run_layers(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def run_layers(self, x: Tensor, tokens: Tokens) -> Tensor:
         sequence = self.backend.pg_collection.sequence
         if self.embeds:
             x = self._embed(x)
@@ -90,12 +92,8 @@ class Decoder(CausalLM):
         return x
 
     def deeper_states(
-        self,
-        x_BsH: torch.Tensor,
-        given_BSD: torch.Tensor | None,
-        tokens: Tokens,
-        mtp_D2: torch.Tensor | None,
-    ) -> Iterator[torch.Tensor]:
+        self, x_BsH: Tensor, given_BSD: Tensor | None, tokens: Tokens, mtp_D2: Tensor | None
+    ) -> Iterator[Tensor]:
         modules = [pair for pair in self.layers.items() if isinstance(pair[1], MTPBlock)]
         if given_BSD is None or mtp_D2 is None:
             yield from [x_BsH] * len(modules)
@@ -112,19 +110,19 @@ class Decoder(CausalLM):
             x_BsH = block(x_BsH, context, local_tokens, self._embed(given_BS.clamp_min(0)))
             yield x_BsH
 
-    def _embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
+    def _embed(self, ids_BS: Tensor) -> Tensor:
         assert self.embed_tokens is not None
         return self.backend.pg_collection.sequence.reduce_scatter(self.embed_tokens(ids_BS))
 
-    def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        return x_BsH if self.norm is None else self.norm(x_BsH)
+    def last_norm(self, x_BsH: Tensor) -> Tensor:
+        return x_BsH if self.norm is None else self.call_norm(self.norm, x_BsH)
 
     @property
     def embedding(self) -> nn.Module | None:
         return self.embed_tokens
 
     @property
-    def head_weight(self) -> torch.Tensor:
+    def head_weight(self) -> Tensor:
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         assert head is not None
         return head.weight

@@ -56,9 +56,10 @@ def gated_delta_rule(
     size = v_BSNV.shape[1]
     repeats = v_BSNV.shape[2] // k_BSGK.shape[2]
     wide = torch.promote_types(dtype, torch.float32)
-    # Padding after the row has a beta of zero, so it changes no state; it is cut off at the end.
+    # [B, S, N, D], for any width D, becomes [B, N, M, C, D]. Padding after the row has a beta of
+    # zero, so it changes no state; it is cut off at the end.
     q_BNMCK, k_BNMCK, v_BNMCV, log_decay_BNMC1, beta_BNMC1 = (
-        _chunked(x.to(wide), chunk)
+        F.pad(x.to(wide).transpose(1, 2), (0, 0, 0, -size % chunk)).unflatten(2, (-1, chunk))
         for x in (
             (_unit(q_BSGK.to(wide)) * q_BSGK.shape[-1] ** -0.5).repeat_interleave(repeats, dim=2),
             _unit(k_BSGK.to(wide)).repeat_interleave(repeats, dim=2),
@@ -103,12 +104,6 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
 
 
-def _chunked(x_BSND: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Split [B, S, N, D], for any width D, into [B, N, M, C, D], padded with zeros at the end."""
-    x_BNSD = F.pad(x_BSND.transpose(1, 2), (0, 0, 0, -x_BSND.shape[1] % chunk))
-    return x_BNSD.unflatten(2, (-1, chunk))
-
-
 def causal_conv(
     x_BSD: torch.Tensor, weight_D1W: torch.Tensor, doc_ids_BS: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -141,7 +136,7 @@ class GatedDeltaNet(nn.Module):
 
     first_values = {"dt_bias": "ones", "A_log": "log_uniform"}
 
-    def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
         super().__init__()
         a = config.attention
         hidden = config.hidden_size
@@ -152,7 +147,9 @@ class GatedDeltaNet(nn.Module):
         self.repeats = self.value_heads // self.key_heads
         keys = self.key_heads * self.key_dim
         values = self.value_heads * self.value_dim
+        calls = backend.calls(layer)
         self.sequence = backend.pg_collection.sequence
+        self.gather = calls.gather(self.sequence.all_gather)
         self.context = backend.pg_collection.context
         self.rows = self._own_rows(SINGLE_RANK)
         self.conv_rows = self._own_rows(self.context)
@@ -173,12 +170,12 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.value_heads))
         self.norm = backend.norm(self.value_dim, config.norm_eps)
         self.out_proj = Linear(values, hidden)
-        self.attend = gated_delta_rule
+        self.attend = calls.attend(gated_delta_rule)
 
     def forward(self, x_BSH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Return the output [B, S, H]; each document of a row starts from a state of zeros."""
         docs_BS = context.doc_ids
-        x_BSH = self.sequence.all_gather(x_BSH)
+        x_BSH = self.gather(x_BSH)
         width = self.repeats * self.value_dim
         mixed_BSD, z, b_BSN, a_BSN = self._project(x_BSH, width)
         mixed_BSD, b_BSN, a_BSN = self._exchange(mixed_BSD, b_BSN, a_BSN)

@@ -63,7 +63,6 @@ class Indexer(nn.Module):
         super().__init__()
         attention = config.attention
         assert attention.q_lora_rank is not None, "refused by the rules"
-        # Not named ``sequence``: recomputation drops what is gathered under that name.
         self.ranks = backend.pg_collection.sequence
         self.dim = attention.index_head_dim
         self.topk = attention.index_topk

@@ -10,6 +10,7 @@ Letters: B rows, S positions, s positions of this rank between two blocks, H hid
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from automoe.comm.tokens import IGNORE, Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
@@ -39,13 +40,9 @@ class MTPBlock(Block):
         self.eh_proj = Linear(2 * hidden, hidden)
         self.shared_head = torch.nn.ModuleDict({"norm": backend.norm(*of_norm)})
 
-    def forward(  # type: ignore[override]
-        self,
-        x_BsH: torch.Tensor,
-        context: AttentionContext,
-        tokens: Tokens,
-        embedded_BsH: torch.Tensor,
-    ) -> torch.Tensor:
+    def run(  # type: ignore[override]
+        self, x_BsH: Tensor, context: AttentionContext, tokens: Tokens, embedded_BsH: Tensor
+    ) -> Tensor:
         """Return the head's input [B, s, H] at this depth; x is its input at the previous depth.
 
         Args:
@@ -53,13 +50,13 @@ class MTPBlock(Block):
             embedded_BsH: embeddings of the tokens that this depth is given.
         """
         joined = torch.cat((self.enorm(embedded_BsH), self.hnorm(x_BsH)), dim=-1)
-        x_BsH = super().forward(self.eh_proj(joined), context, tokens)
+        x_BsH = super().run(self.eh_proj(joined), context, tokens)
         return self.shared_head["norm"](x_BsH).clone()  # a view could lose FSDP's hooks
 
 
 def shift_rows(
-    tokens_BS: torch.Tensor, labels_BS: torch.Tensor, doc_ids_BS: torch.Tensor, depths: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens_BS: Tensor, labels_BS: Tensor, doc_ids_BS: Tensor, depths: int
+) -> tuple[Tensor, Tensor]:
     """Return the tokens that every depth is given, and its labels: [B, S, D] each.
 
     Depth k is given the token k places later and has the label of that place if the place belongs
@@ -78,9 +75,3 @@ def shift_rows(
         torch.where(same, tokens_BS[:, later], NO_TOKEN),
         torch.where(same, labels_BS[:, later], IGNORE),
     )
-
-
-def count_shifted(tokens_BSD: torch.Tensor, labels_BSD: torch.Tensor) -> torch.Tensor:
-    """Return [D, 2]: the number of labels and of given tokens of every depth."""
-    counted = torch.stack((labels_BSD >= 0, tokens_BSD >= 0), dim=-1)
-    return counted.sum((0, 1))

@@ -200,49 +200,34 @@ def _has_delta_net(model: ModelConfig, layer: int) -> bool:
     return is_linear(model.attention, layer)
 
 
-def _has_gqa(model: ModelConfig, layer: int) -> bool:
-    return model.attention.kind == "gqa" and not _has_delta_net(model, layer)
-
-
-def _has_mla(model: ModelConfig, layer: int) -> bool:
-    return model.attention.kind == "mla" and not _has_delta_net(model, layer)
-
-
-def _has_indexer(model: ModelConfig, layer: int) -> bool:
-    return has_indexer(model.attention, layer)
-
-
-def _is_dense(model: ModelConfig, layer: int) -> bool:
-    return layer < model.first_k_dense
+def _has_softmax(kind: str) -> Callable[[ModelConfig, int], bool]:
+    return lambda model, layer: model.attention.kind == kind and not _has_delta_net(model, layer)
 
 
 def _is_moe(model: ModelConfig, layer: int) -> bool:
     return layer >= model.first_k_dense
 
 
-def _has_shared_experts(model: ModelConfig, layer: int) -> bool:
-    return _is_moe(model, layer) and model.shared_width > 0
-
-
-def _is_mtp(model: ModelConfig, layer: int) -> bool:
-    return layer >= model.num_layers
-
-
 _MODULES = (
-    _Module("", "mtp", _MTP, _is_mtp),
+    _Module("", "mtp", _MTP, lambda model, layer: layer >= model.num_layers),
     _Module("", "norms", _NORMS, lambda model, layer: True),
     _Module("linear_attn", "attention", _DELTA_NET, _has_delta_net, "attention"),
-    _Module("self_attn", "attention", _GQA, _has_gqa, "attention"),
-    _Module("self_attn", "attention", _MLA, _has_mla, "attention"),
-    _Module("self_attn.indexer", "attention", _INDEXER, _has_indexer),
-    _Module("mlp", "dense_ffn", _DENSE_FFN, _is_dense, "mlp"),
+    _Module("self_attn", "attention", _GQA, _has_softmax("gqa"), "attention"),
+    _Module("self_attn", "attention", _MLA, _has_softmax("mla"), "attention"),
+    _Module(
+        "self_attn.indexer",
+        "attention",
+        _INDEXER,
+        lambda model, layer: has_indexer(model.attention, layer),
+    ),
+    _Module("mlp", "dense_ffn", _DENSE_FFN, lambda *given: not _is_moe(*given), "mlp"),
     _Module("mlp.router", "router", _ROUTER, _is_moe),
     _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts"),
     _Module(
         "mlp.shared_experts",
         "shared_experts",
         _SHARED_EXPERTS,
-        _has_shared_experts,
+        lambda model, layer: _is_moe(model, layer) and model.shared_width > 0,
         "shared_experts",
     ),
 )

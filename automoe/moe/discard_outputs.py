@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -45,12 +46,14 @@ def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         fn: function of tensors and other arguments that returns a tensor or a tuple of tensors. No
-            result may share storage with an argument. A second run must give the same numbers.
+            result may share storage with an argument, but the only one may be an argument and is
+            then kept. A second run must give the same numbers.
     """
 
     def call(*args: Any) -> Any:
         outputs = fn(*args)
-        discard(outputs, fn, *args)
+        if not any(outputs is arg for arg in args):
+            discard(outputs, fn, *args)
         return outputs
 
     return call
@@ -96,7 +99,7 @@ class _Hooks(saved_tensors_hooks):
             reference = StorageWeakRef(tensor.untyped_storage())
             self.discarded[storage_address(tensor)] = (reference, recompute, i, tensor.dtype)
 
-    def _pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         _, recompute, i, dtype = self.discarded.get(storage_address(tensor), (None, None, 0, None))
         if recompute is not None and tensor.dtype == dtype:
             return _SavedView(recompute, i, tensor)
@@ -111,8 +114,8 @@ class _Hooks(saved_tensors_hooks):
 _CURRENT: ContextVar[_Hooks | None] = ContextVar("discard_outputs", default=None)
 
 
-def _as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
-    return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
 class _Recompute:
@@ -120,16 +123,16 @@ class _Recompute:
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn = fn
-        self.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
-        self.tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        self.others = [None if isinstance(arg, Tensor) else arg for arg in args]
+        self.tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         # Saved through autograd, so an input that is itself discarded is recomputed and not kept.
         self.inputs = _SaveInputs.apply(
             torch.empty(0, requires_grad=True), *(args[i] for i in self.tensors)
         )
         self.readers = self.waiting = self.times = 0
-        self.recomputed: tuple[torch.Tensor, ...] | None = None
+        self.recomputed: tuple[Tensor, ...] | None = None
 
-    def outputs(self) -> tuple[torch.Tensor, ...]:
+    def outputs(self) -> tuple[Tensor, ...]:
         if self.recomputed is None:
             args = list(self.others)
             for i, tensor in zip(self.tensors, self.inputs.grad_fn.saved_tensors, strict=True):
@@ -149,14 +152,14 @@ class _Recompute:
 class _SavedView:
     """Saved form of a discarded output, or of a view of it, for one reader."""
 
-    def __init__(self, recompute: _Recompute, index: int, tensor: torch.Tensor) -> None:
+    def __init__(self, recompute: _Recompute, index: int, tensor: Tensor) -> None:
         self.recompute = recompute
         self.index = index
         self.layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
         self.times_read = 0
         recompute.readers += 1
 
-    def __call__(self) -> torch.Tensor:
+    def __call__(self) -> Tensor:
         output = self.recompute.outputs()[self.index]
         if self.times_read != self.recompute.times:  # a retained graph may run backward again
             self.times_read = self.recompute.times
@@ -168,10 +171,10 @@ class _SaveInputs(torch.autograd.Function):
     """Autograd function that only saves its tensors; its result is empty."""
 
     @staticmethod
-    def forward(ctx, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         return anchor.new_empty(0)
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor):
+    def backward(ctx, *grads: Tensor):
         raise AssertionError("no gradient comes here")

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from automoe.comm.local_shard import local_shard
+from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.plugins import registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
@@ -34,12 +34,13 @@ from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import grouped_mm_experts
 
-ExpertFn = Callable[..., torch.Tensor]  # the module docstring lists its arguments
+ExpertFn = Callable[..., Tensor]  # the module docstring lists its arguments
+MakeExperts = Callable[[nn.Module], ExpertFn]  # takes the ``GroupedExperts`` to multiply by
 
 
 def loop_experts(
     x_TH, gather_idx_R, offsets_E, probs_R, weights: ExpertWeights, activation: Activation = SWIGLU
-) -> torch.Tensor:
+) -> Tensor:
     """Compute one expert after the other in any dtype, float64 included: the reference backend."""
     ends = offsets_E.tolist()
     # Indexing w[i] instead would give each expert a gradient of the size of all experts.
@@ -109,11 +110,12 @@ class GroupedExperts(nn.Module):
     all ups. ``config.biased_experts`` adds gate_up_proj_bias [E, 2, I] and down_proj_bias [E, H].
 
     Args:
+        backend: constructor of the function that multiplies by the weights of this module.
         drops, in_8_bits: as in ``LocalDispatcher``.
 
     Attributes:
         dispatcher: brings tokens to these experts. All experts are on this rank until
-            ``ExpertParallel`` shards them and sets its own dispatcher.
+            ``ExpertParallel`` shards them and binds its own dispatcher.
     """
 
     # Each parameter has a dim that expert tensor parallelism shards and a dim that FSDP shards.
@@ -121,7 +123,11 @@ class GroupedExperts(nn.Module):
     ROW_DIMS = {name: spec.fsdp for name, spec in EXPERT_SPECS.items()}
 
     def __init__(
-        self, config: ModelConfig, backend: ExpertFn, drops: bool = False, in_8_bits: bool = False
+        self,
+        config: ModelConfig,
+        backend: MakeExperts,
+        drops: bool = False,
+        in_8_bits: bool = False,
     ) -> None:
         super().__init__()
         num_experts = config.num_experts
@@ -138,19 +144,21 @@ class GroupedExperts(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops, in_8_bits)
         self.first_bias_column = 0  # first column of down_proj_bias on this rank
         self.hidden_size = hidden
-        self.backend = backend
+        self.backend = backend(self)
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = (
             ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
         )
 
+    def bind(self, dispatcher: Dispatcher) -> None:
+        """Receive tokens through ``dispatcher``, after the parameters became shards of this rank."""
+        self.dispatcher = dispatcher
+        if self.down_proj_bias is not None:
+            self.first_bias_column = global_offset(self.down_proj_bias)[1]
+
     def forward(
-        self,
-        x_TH: torch.Tensor,
-        gather_idx_R: torch.Tensor,
-        offsets_E: torch.Tensor,
-        probs_R: torch.Tensor,
-    ) -> torch.Tensor:
+        self, x_TH: Tensor, gather_idx_R: Tensor, offsets_E: Tensor, probs_R: Tensor
+    ) -> Tensor:
         """Return the experts' output [R, H]; the module docstring lists arguments and shapes."""
         # The dispatcher brings rows for this rank's experts only, so only their shards are used.
         parameters = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
@@ -160,11 +168,11 @@ class GroupedExperts(nn.Module):
             weights = weights._replace(down_proj_bias=padded)
         return self.multiply(x_TH, gather_idx_R, offsets_E, probs_R, weights, self.activation)
 
-    def multiply(self, *args: Any) -> torch.Tensor:
+    def multiply(self, *args: Any) -> Tensor:
         """Call the backend. Subclasses override this method to compute experts differently."""
         return self.backend(*args)
 
-    def _pad_to_hidden(self, bias: torch.Tensor) -> torch.Tensor:
+    def _pad_to_hidden(self, bias: Tensor) -> Tensor:
         """Pad this rank's columns of a bias with zeros to [E, H]; etp ranks' outputs are summed."""
         behind = self.hidden_size - self.first_bias_column - bias.shape[1]
         return (

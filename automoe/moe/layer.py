@@ -10,14 +10,15 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.moe.calls import UNWRAPPED, LayerCalls, call_module
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
 from automoe.moe.discard_outputs import discard_scope
-from automoe.moe.experts import ExpertFn, GroupedExperts, expert_backend
+from automoe.moe.experts import GroupedExperts, MakeExperts, expert_backend
 from automoe.moe.router import Router, Routing
 
 
@@ -32,6 +33,7 @@ class MoE(nn.Module):
             backend that ``moe.experts`` names.
         seed: seed of the router's jitter.
         router_dtype: dtype in which the router is stored; default: torch's default.
+        calls: what the layer's calls are wrapped in.
     """
 
     def __init__(
@@ -41,47 +43,42 @@ class MoE(nn.Module):
         moe_index: int,
         shared_experts: nn.Module | None,
         pg_collection: ProcessGroupCollection | None = None,
-        experts: Callable[[], ExpertFn] | None = None,
+        experts: MakeExperts | None = None,
         seed: int = 0,
         router_dtype: torch.dtype | None = None,
+        calls: LayerCalls = UNWRAPPED,
     ) -> None:
         super().__init__()
         self.pg_collection = pg_collection or ProcessGroupCollection()
-        self.router = Router(config, moe, moe_index, self.pg_collection, seed, router_dtype)
+        given = self.pg_collection, seed, router_dtype, calls.router
+        self.router = Router(config, moe, moe_index, *given)
         drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
-        backend = expert_backend(moe.experts) if experts is None else experts()
-        self.experts = GroupedExperts(config, backend, drops, moe.dispatch_dtype == "fp8")
+        backend = experts or (lambda _: expert_backend(moe.experts))
+        in_8_bits = moe.dispatch_dtype == "fp8"
+        self.experts = GroupedExperts(config, backend, drops, in_8_bits)
+        run = type(self).run_experts
+        self.call_experts = calls.run_experts(
+            discard_scope(run, outermost=True) if in_8_bits else run
+        )
         self.shared_experts = shared_experts
+        self.call_shared = calls.shared_experts(call_module)
+        self.side_stream = moe.overlap_shared_experts and calls.side_stream
         self.moe = moe
         self.num_experts = config.num_experts
 
-    def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor, tokens: Tokens) -> Tensor:
         """Return the layer's output [B, S, H] for hidden states [B, S, H]."""
         routing = self.router(x_BSH, tokens)
         # Shared experts start first: their work is queued when the host waits for dispatch sizes.
-        shared = self._start_shared_experts(x_BSH)
-        y_BSH = self.run_experts(x_BSH, routing, tokens)
+        shared = None
+        if self.shared_experts is not None:
+            start = run_on_side_stream if self.side_stream and x_BSH.is_cuda else partial
+            shared = start(partial(self.call_shared, self.shared_experts), x_BSH)
+        y_BSH = self.call_experts(self, x_BSH, routing, tokens)
         return y_BSH if shared is None else y_BSH + shared()
 
-    def _start_shared_experts(self, x_BSH: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """Start the shared experts and return a function that returns their output [B, S, H].
-
-        Return None if the layer has no shared experts.
-        """
-        if self.shared_experts is None:
-            return None
-        if self.moe.overlap_shared_experts and x_BSH.is_cuda:
-            return run_on_side_stream(self.shared_experts, x_BSH)
-        return partial(self.shared_experts, x_BSH)
-
-    def run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
+    def run_experts(self, x_BSH: Tensor, routing: Routing, tokens: Tokens) -> Tensor:
         """Dispatch tokens, run their experts and combine the results: [B, S, H]."""
-        run = self._run_experts
-        if self.moe.dispatch_dtype == "fp8":
-            run = discard_scope(run, outermost=True)
-        return run(x_BSH, routing, tokens)
-
-    def _run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
         x_TH, ids_TK, weights_TK = (
             x.flatten(0, 1) for x in (x_BSH, routing.topk_expert_ids, routing.topk_scores)
         )
@@ -106,9 +103,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def run_on_side_stream(
-    fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-) -> Callable[[], torch.Tensor]:
+def run_on_side_stream(fn: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
     """Start ``fn(x)`` on a side CUDA stream, in parallel to the current stream in both passes.
 
     Returns:
@@ -130,7 +125,7 @@ def run_on_side_stream(
     with torch.cuda.stream(side):
         out = fn(x)
 
-    def join() -> torch.Tensor:
+    def join() -> Tensor:
         main.wait_stream(side)
         out.record_stream(main)
         return out

@@ -31,6 +31,7 @@ from automoe.moe.balance import (
     sequence_balance_loss,
     z_loss,
 )
+from automoe.moe.calls import Wrap, as_it_is
 from automoe.moe.capacity import choose_kept
 from automoe.moe.recompute import is_recomputing, save_for_recompute
 
@@ -191,8 +192,10 @@ class BalancedRouter(nn.Module):
         moe_index: int,
         pg_collection: ProcessGroupCollection | None = None,
         expert_bias: torch.Tensor | None = None,
+        wrap: Wrap = as_it_is,
     ) -> None:
         super().__init__()
+        self.call_count = wrap(type(self).count)
         self.moe = moe
         self.pg_collection = pg_collection or ProcessGroupCollection()
         self.num_experts = config.num_experts
@@ -246,8 +249,8 @@ class BalancedRouter(nn.Module):
         return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
 
     def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
-        chosen_BE, plain_BE, losses = self.count(
-            scores, routing.topk_expert_ids, routing.plain_ids, tokens
+        chosen_BE, plain_BE, losses = self.call_count(
+            self, scores, routing.topk_expert_ids, routing.plain_ids, tokens
         )
         if any(loss.requires_grad for loss in losses):
             routing = routing._replace(
@@ -269,10 +272,14 @@ class Router(BalancedRouter):
         pg_collection: ProcessGroupCollection | None = None,
         seed: int = 0,
         dtype: torch.dtype | None = None,
+        wrap: Wrap = as_it_is,
     ) -> None:
         num_experts = config.num_experts
         bias = torch.empty(num_experts, dtype=torch.float32) if config.router.expert_bias else None
-        super().__init__(config, moe, moe_index, pg_collection, bias)
+        super().__init__(config, moe, moe_index, pg_collection, bias, wrap)
+        own = type(self)
+        self.call_score, self.call_select = wrap(own.score), wrap(own.select)
+        self.call_weigh = wrap(own.weigh)
         self.config = config.router
         self.seed = seed  # seed of the jitter
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=dtype))
@@ -289,10 +296,11 @@ class Router(BalancedRouter):
         jitter_BSH = (
             self._jitter(x_BSH, tokens) if self.training and self.moe.router_jitter else None
         )
-        scores = self.score(x_BSH, jitter_BSH)
+        scores = self.call_score(self, x_BSH, jitter_BSH)
         with torch.no_grad():
             topk_ids_BSK, plain_ids_BSK = save_for_recompute(self._choose, scores.choice, tokens)
-        routing = Routing(topk_ids_BSK, self.weigh(scores.choice, topk_ids_BSK), plain_ids_BSK)
+        weights_BSK = self.call_weigh(self, scores.choice, topk_ids_BSK)
+        routing = Routing(topk_ids_BSK, weights_BSK, plain_ids_BSK)
         if self.moe.capacity_factor:
             args = (
                 topk_ids_BSK,
@@ -358,7 +366,7 @@ class Router(BalancedRouter):
                 self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index
             )
             return topk_ids_BSK, topk_ids_BSK
-        return self.select(choice_BSE)
+        return self.call_select(self, choice_BSE)
 
 
 GATES = ("balanced", "zipf", "one_hot", "empty")

@@ -13,13 +13,9 @@ def sum_rows(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) -> tor
     On CUDA it would add with atomics, in any order, and round each sum to the dtype of the rows.
     """
     if rows_MH.device.type == "cpu":
-        return _add_in_turn(rows_MH, index_M, num_sums)
+        out = rows_MH.new_zeros(num_sums + 1, rows_MH.shape[1])
+        return out.index_add_(0, index_M, rows_MH)[:num_sums]
     return sum_in_order(rows_MH, index_M, num_sums)
-
-
-def _add_in_turn(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) -> torch.Tensor:
-    out = rows_MH.new_zeros(num_sums + 1, rows_MH.shape[1])
-    return out.index_add_(0, index_M, rows_MH)[:num_sums]
 
 
 def sum_in_order(rows_MH: torch.Tensor, index_M: torch.Tensor, num_sums: int) -> torch.Tensor:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from automoe.comm.local_shard import global_offset, local_shard
 from automoe.comm.process_groups import first_of_rank
-from automoe.model.attention import AttentionContext, GroupedQueryAttention, LatentAttention
+from automoe.model.attention import AttentionContext, GroupedQueryAttention
 from automoe.model.rows import gather_row
 from automoe.moe.recompute import counts
 
@@ -34,20 +34,20 @@ class WatchedAttention:
 
     def __init__(self, attend: Any) -> None:
         self.attend = attend
-        self.largest: torch.Tensor | None = None
+        self.largest: Tensor | None = None
         self.first = 0  # number, among this tp rank's heads, of the first one computed here
 
     def __call__(
         self,
         context: AttentionContext,
-        q_BSND: torch.Tensor,
-        k_BRGD: torch.Tensor,
-        v_BRGD: torch.Tensor,
+        q_BSND: Tensor,
+        k_BRGD: Tensor,
+        v_BRGD: Tensor,
         scale: float,
         window: int = 0,
-        sinks_N: torch.Tensor | None = None,
-        chosen_BSR: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks_N: Tensor | None = None,
+        chosen_BSR: Tensor | None = None,
+    ) -> Tensor:
         if counts():
             self.first = context.heads.rank * q_BSND.shape[2]
             valid_BS = gather_row(context.tokens.valid.int(), context.heads) > 0
@@ -61,12 +61,8 @@ class WatchedAttention:
 
 @torch.no_grad()
 def largest_logits(
-    q_BSND: torch.Tensor,
-    k_BRGD: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    valid_BS: torch.Tensor,
-) -> torch.Tensor:
+    q_BSND: Tensor, k_BRGD: Tensor, mask: Tensor | None, scale: float, valid_BS: Tensor
+) -> Tensor:
     """Return the largest logit [N] of each head over the valid queries and the keys that they see.
 
     Args:
@@ -91,17 +87,10 @@ class LargestLogits:
     """Largest logits of a step, by attention module and head."""
 
     modules: list[Any]  # GroupedQueryAttention and LatentAttention
-    by_head: torch.Tensor  # [modules, num_heads]
+    by_head: Tensor  # [modules, num_heads]
 
     def largest(self) -> float:
         return float(self.by_head.max()) if self.modules else -math.inf
-
-
-def watch_logits(part: nn.Module) -> None:
-    """Make every softmax attention of ``part`` record its largest logits."""
-    for module in part.modules():
-        if isinstance(module, (GroupedQueryAttention, LatentAttention)):
-            module.attend = WatchedAttention(module.attend)  # type: ignore[assignment]
 
 
 def take_largest_logits(
@@ -120,7 +109,7 @@ def take_largest_logits(
     return LargestLogits(found, by_head)
 
 
-def _of_all_heads(module: Any) -> torch.Tensor:
+def _of_all_heads(module: Any) -> Tensor:
     own = module.attend.largest
     module.attend.largest = None
     first = first_of_rank(module.sequence, module.num_heads) + module.attend.first
@@ -157,7 +146,7 @@ def clip_logits(found: LargestLogits, limit: float) -> None:
         _scale_rows(module.kv_b_proj, torch.stack(root + values, 1))
 
 
-def _scale_rows(linear: nn.Module, factors: torch.Tensor) -> None:
+def _scale_rows(linear: nn.Module, factors: Tensor) -> None:
     """Multiply the rows of a projection, and its bias, by ``factors`` [heads, rows of a head]."""
     for parameter in linear.parameters():
         if parameter.requires_grad:

@@ -11,50 +11,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from automoe.comm.collectives import wait_tensor
-from automoe.model.block import MLP, Block
-from automoe.model.decoder import Decoder
-from automoe.model.mtp import MTPBlock
-from automoe.model.norm import RMSNorm
-from automoe.moe.router import Router
-
-# The router saves its choice of experts for the recomputation between ``score`` and ``weigh``, in
-# Python, so its forward is compiled in parts.
-COMPILED: dict[type[nn.Module], tuple[str, ...]] = {
-    Block: ("mix",),
-    MTPBlock: ("mix",),
-    MLP: ("forward",),
-    Router: ("score", "select", "weigh", "count"),
-}
 
 # Versions of one function in a process: each kind of layer, recomputed or not, with and without
 # gradients, for each dtype and shape. torch's default of 8 is enough for one dtype only.
 VERSIONS = 256
-
-
-def apply_compile(model: Decoder, backend: str = "inductor") -> None:
-    """Compile the ``COMPILED`` methods of the model's modules and its last norm, at first call.
-
-    Call this function before recomputation, which runs compiled parts again unchanged, and before
-    FSDP, whose hooks stay outside. The loss was compiled with the model's backend.
-    """
-    for module in model.modules():
-        for name in COMPILED.get(type(module), ()):
-            _compile_method(module, name, backend)
-    if model.norm is not None:
-        assert type(model.norm) is RMSNorm
-        _compile_method(model.norm, "forward", backend)
-    assert model.backend.always_masked, "a mask is made for some documents and not for others"
-
-
-def _compile_method(module: nn.Module, name: str, backend: str) -> None:
-    setattr(module, name, partial(compiled(getattr(type(module), name), backend), module))
 
 
 @functools.cache  # one for all modules: torch keeps what it has compiled by function

@@ -19,7 +19,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from automoe.comm.collectives import ProcessGroupDispatch
-from automoe.comm.local_shard import global_offset
 from automoe.config.plugins import registered
 from automoe.config.schema import ClusterConfig, Config
 from automoe.config.tier import tier_of
@@ -174,14 +173,12 @@ class ExpertStyle(ParallelStyle):
             etp = meshes["etp"]
             group = ProcessGroupDispatch(etp.get_group(), self._in_8_bits)
             dispatcher = ExpertTensorDispatcher(dispatcher, group)
-            if module.down_proj_bias is not None:
-                module.first_bias_column = global_offset(module.down_proj_bias)[1]
         self.connect(module, dispatcher)
         return module
 
     def connect(self, module: nn.Module, dispatcher: Dispatcher) -> None:
         """Make calls of ``module`` go through ``dispatcher``."""
-        module.dispatcher = dispatcher
+        module.bind(dispatcher)
 
     def dispatcher(self, group: dist.ProcessGroup, num_experts: int) -> Dispatcher:
         """Return the shared dispatcher of ``group`` and ``num_experts``, made at the first call."""

@@ -53,7 +53,10 @@ def apply_fp8(model: CausalLM, meshes: Meshes, config: Config) -> None:
     if mode == "off":
         return
     tp = meshes.group("tp")
-    for name, linear in list(_linears(model)):
+    for name, linear in list(model.named_modules()):
+        spec = find_spec(f"{name}.weight")
+        if spec is None or not spec.fp8:
+            continue
         # Ranks of tp use different rows or columns of the weight: shards, or some rows of a whole
         # one.
         differs = isinstance(linear.weight, DTensor) or linear.rows is not None
@@ -97,13 +100,6 @@ def _sum_of_terms(
         return terms[..., rows] if rank % shared_by == 0 else torch.zeros_like(grad)
 
     return summed
-
-
-def _linears(model: CausalLM) -> Iterator[tuple[str, Linear]]:
-    for name, module in model.named_modules():
-        spec = find_spec(f"{name}.weight")
-        if spec is not None and spec.fp8:
-            yield name, module
 
 
 def _scaling(

@@ -49,8 +49,8 @@ def apply_data_parallel(
     """
     compute = COMPUTE_DTYPES[dtype]
     reduce = PARAM_DTYPES[dtype]
-    # Routing weights must reach the experts in full precision, so inputs are cast at the layer, not
-    # here.
+    # Inputs are cast at the layer: the experts need routing weights in full precision, and the loss
+    # its inputs.
     as_is = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
     )
@@ -69,7 +69,7 @@ def apply_data_parallel(
             # The router multiplies in float32; in a unit of its own its weight stays unrounded.
             shard(unit.router, mp_policy=wide)
         shard(unit.layer, mp_policy=dense)
-    shard(model, mp_policy=dense, reshard_after_forward=False)
+    shard(model, mp_policy=as_is, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # Any other factor would use a pre-multiplied sum, which gloo lacks.
         module.set_force_sum_reduction_for_comms(True)

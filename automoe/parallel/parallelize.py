@@ -1,135 +1,37 @@
-"""Application of the meshes to a model: the order of the parallelisms, and the model's builder."""
+"""Application of the meshes to a model: the order of the parallelisms, and a rank's parts."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
-from automoe.comm.collectives import communicator
-from automoe.comm.process_groups import SINGLE_RANK, ProcessGroupCollection
 from automoe.config.mesh_shape import MeshShape, stage_layers, stays_unsharded
 from automoe.config.pipeline import stages_of_ranks
-from automoe.config.plugins import registered
-from automoe.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
+from automoe.config.schema import Config, ModelConfig, MoEConfig
 from automoe.config.tier import tier_of
-from automoe.interop import transformer_engine
-from automoe.model.attention_kernels import attend_in_blocks, attention_fn
-from automoe.model.attention_masks import block_masks, dense_masks
 from automoe.model.backend import BackendConfig
 from automoe.model.causal_lm import CausalLM
 from automoe.model.decoder import Decoder
 from automoe.model.init import default_dtype, initialize, reset_buffers
 from automoe.model.lora import adapt, fill_adapters
-from automoe.model.loss import chunk_loss_fn
-from automoe.model.norm import RMSNorm
-from automoe.model.rope import rope_fns
-from automoe.moe.experts import expert_backend
-from automoe.moe.gradient_sums import GradientSums
-from automoe.moe.grouped_mm import grouped_mm_experts
-from automoe.optim.qk_clip import watch_logits
-from automoe.parallel.activation_checkpoint import apply_recompute, has_side_stream
-from automoe.parallel.compile import apply_compile, compiled
-from automoe.parallel.context import ring_attention
+from automoe.parallel.build import build_backend
 from automoe.parallel.expert import ExpertStyle, apply_expert_parallel, expert_parallel_style
-from automoe.parallel.fp8 import apply_fp8, fp8_experts
+from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.overlap import TURNS
-from automoe.parallel.pipeline import checked_loss
-from automoe.parallel.ring import cpu_ring, ring_masks
 from automoe.parallel.tensor import apply_tensor_parallel
-
-# constructors of expert backends from other packages, by value of ``moe.experts``
-FOREIGN_EXPERTS = {"te": transformer_engine.experts}
 
 
 def parallelize(part: CausalLM, meshes: Meshes, config: Config, style: ExpertStyle) -> None:
-    """Apply every axis but pp, compilation and recomputation to one part, in the required order.
+    """Apply every axis but pp to one part, and 8-bit products, in the required order.
 
-    Collectives of tp, ep and cp belong inside compiled and recomputed regions. A recomputed region
-    runs compiled code again unchanged, except for ``core_attn``, which is inside a compiled part
-    and is recomputed by the compiler. FSDP comes last: its hooks stay outside both kinds of
-    regions, so weights are unsharded whenever a region runs.
+    Experts and other weights are sharded before FSDP cuts the shards. ``automoe.parallel.build``
+    has decided before what is compiled and recomputed.
     """
     apply_tensor_parallel(part, meshes)
     apply_expert_parallel(part, meshes, style)
     apply_fp8(part, meshes, config)
-    if config.train.compile:
-        assert isinstance(part, Decoder)
-        apply_compile(part)
-    apply_recompute(part, config.parallel)
     if not stays_unsharded(config, meshes.shape):
         apply_data_parallel(part, meshes, config.parallel, config.train.dtype)
-    if (how := config.parallel.expert_wgrad) != "autograd":
-        later = TURNS.defer if how == "delayed" else None
-        for _, layer in part.moe_layers():
-            sums = GradientSums(layer.experts, later)
-            layer.experts.backend = partial(grouped_mm_experts, sums=sums)
-
-
-def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig:
-    """Return the communicators and implementations of every part; ``meshes`` None: one rank.
-
-    Raises:
-        BackendError: the package of an implementation is missing, or this machine does not support
-            it.
-        ConfigError: as ``checked_loss``.
-    """
-    kernels = config.kernels
-    pg_collection = ProcessGroupCollection()
-    if meshes is not None:
-        pg_collection = _build_communicators(meshes, config.parallel)
-    experts = None
-    if config.model.num_moe_layers:
-        backend = expert_backend(config.moe.experts, FOREIGN_EXPERTS)
-        experts = lambda: backend  # noqa: E731
-        if meshes is not None and config.train.fp8 != "off":
-            experts = partial(fp8_experts, meshes, config)
-    masks = block_masks if kernels.attention == "flex" else dense_masks
-    cp = None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
-    if cp is not None and cp.device_type == "cpu":
-        attend, masks = cpu_ring(cp.get_group()), ring_masks(pg_collection.context)
-    elif cp is not None:
-        attend = ring_attention(cp)
-    elif kernels.attention == "te":
-        attend = transformer_engine.attention()
-    elif kernels.attention == "flex":
-        attend = compiled(attend_in_blocks)
-    else:
-        attend = attention_fn(kernels.attention)
-    loss = None
-    if (named := config.train.loss) != "cross_entropy":
-        loss = checked_loss(registered("train.loss")[named], named)
-    chunk_loss = chunk_loss_fn(kernels.loss)
-    if config.train.compile and kernels.loss == "torch":
-        chunk_loss = compiled(chunk_loss)
-    return BackendConfig(
-        pg_collection=pg_collection,
-        experts=experts,
-        router_dtype=PARAM_DTYPES[config.train.dtype],
-        attend=attend,
-        masks=masks,
-        rope=rope_fns(kernels.rope),
-        norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
-        chunk_loss=chunk_loss,
-        loss=loss,
-        indexer_warmup=config.train.indexer == "warmup",
-        has_side_stream=partial(has_side_stream, config.parallel),
-        always_masked=config.train.compile,
-        seed=config.train.seed,
-    )
-
-
-def _build_communicators(meshes: Meshes, parallel: ParallelConfig) -> ProcessGroupCollection:
-    context = communicator(meshes.group("cp"))
-    return ProcessGroupCollection(
-        sequence=communicator(meshes.group("tp")),
-        context=context,
-        keys=context if parallel.context == "gather" else SINGLE_RANK,
-        heads=context if parallel.context == "ulysses" else SINGLE_RANK,
-        data=tuple(communicator(meshes.group(axis)) for axis in ("dp_shard", "dp_replicate")),
-    )
 
 
 def build_decoder(
@@ -180,8 +82,6 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
         part.mtp_loss_weight = config.train.mtp_loss_weight
         adapt(part, config, dtype, COMPUTE_DTYPES[config.train.dtype])
         parallelize(part, meshes, config, style)
-        if config.optim.qk_clip:
-            watch_logits(part)
         model_parts[stage] = part
     return model_parts
 

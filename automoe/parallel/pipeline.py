@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
+from automoe.comm.tokens import MicroBatch
 from automoe.config.facts import SENDS_KEPT
 from automoe.config.mesh_shape import stage_layers
 from automoe.config.pipeline import SINGLE, pipeline_order, rank_of_stage
@@ -48,9 +51,6 @@ from automoe.storage.trace import training_pass
 SCHEDULES = dict(zip(SINGLE, (ScheduleGPipe, Schedule1F1B), strict=True))
 
 unshard_every_stage_once()  # a pipeline frees unsharded weights only at the end of a step
-
-# keyword arguments of ``CausalLM.forward``: tensors of M B rows, and the step's counts
-Inputs = dict[str, Any]
 
 
 def checked_loss(loss: Loss | None, name: str) -> Loss | None:
@@ -116,7 +116,7 @@ class StepRunner(ABC):
                 raise ConfigError("model.num_mtp_layers", depths, BY_CROSS_ENTROPY, remedy)
             part.loss = loss
 
-    def train(self, inputs: Inputs) -> torch.Tensor:
+    def train(self, inputs: MicroBatch) -> Tensor:
         """Run forward and backward; gradients are summed over the global batch on return.
 
         Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and
@@ -130,17 +130,17 @@ class StepRunner(ABC):
         return loss.detach().to(torch.float64) * self.reports_loss
 
     @abstractmethod
-    def _train(self, inputs: Inputs) -> torch.Tensor:
+    def _train(self, inputs: MicroBatch) -> Tensor:
         """Run forward and backward; return the sum of the losses of this rank's last stage."""
 
-    def evaluate(self, inputs: Inputs) -> torch.Tensor:
+    def evaluate(self, inputs: MicroBatch) -> Tensor:
         """Run a forward pass without gradients or counting; return this rank's loss share."""
         shares = self.outputs(inputs)
         if shares is None or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return shares.to(torch.float64).sum()
 
-    def outputs(self, inputs: Inputs) -> torch.Tensor | None:
+    def outputs(self, inputs: MicroBatch) -> Tensor | None:
         """Run a forward pass without gradients or counting; return the last stage's outputs.
 
         Returns:
@@ -155,13 +155,13 @@ class StepRunner(ABC):
         return found
 
     @abstractmethod
-    def _outputs(self, inputs: Inputs) -> torch.Tensor | None:
+    def _outputs(self, inputs: MicroBatch) -> Tensor | None:
         """Run the forward passes of ``outputs``."""
 
-    def take_reported(self) -> dict[str, torch.Tensor]:
+    def take_reported(self) -> dict[str, Tensor]:
         """Return and reset this rank's contributions to the losses' extra metrics, by name."""
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        found = dict[str, torch.Tensor]()
+        found = dict[str, Tensor]()
         for part in self.model_parts.values():
             for name in part.metrics:
                 found[name] = (
@@ -180,29 +180,25 @@ class SingleStageRunner(StepRunner):
     def part(self) -> CausalLM:
         return self.model_parts[0]
 
-    def _train(self, inputs: Inputs) -> torch.Tensor:
+    def _split(self, inputs: MicroBatch) -> list[MicroBatch]:
+        """Split the rows of a step, as torch's schedules do."""
+        count = len(inputs.tokens) // self.config.train.micro_batch_size
+        _, parts = split_args_kwargs_into_chunks((), {"batch": inputs}, count)
+        return [part["batch"] for part in parts]
+
+    def _train(self, inputs: MicroBatch) -> Tensor:
         micro_batches = self._split(inputs)
-        total = torch.zeros((), dtype=torch.float64, device=inputs["tokens"].device)
+        total = torch.zeros((), dtype=torch.float64, device=inputs.tokens.device)
         for i, micro_batch in enumerate(micro_batches):
             defer(self.part, self.config.parallel, last=i == len(micro_batches) - 1)
-            loss = self.part(micro_batch.pop("tokens"), **micro_batch).sum()
+            loss = self.part(batch=micro_batch).sum()
             loss.backward()
             total += loss.detach()
         return total
 
     @torch.no_grad()
-    def _outputs(self, inputs: Inputs) -> torch.Tensor:
-        micro_batches = self._split(inputs)
-        return torch.cat([self.part(one.pop("tokens"), **one) for one in micro_batches])
-
-    def _split(self, inputs: Inputs) -> list[Inputs]:
-        size = self.config.train.micro_batch_size
-        counts = {"token_counts": inputs["token_counts"]}
-        chunks = {name: value.split(size) for name, value in inputs.items() if name not in counts}
-        return [
-            counts | {name: tensors[i] for name, tensors in chunks.items()}
-            for i in range(len(chunks["tokens"]))
-        ]
+    def _outputs(self, inputs: MicroBatch) -> Tensor:
+        return torch.cat([self.part(batch=one) for one in self._split(inputs)])
 
 
 Neighbours = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
@@ -310,12 +306,12 @@ class PipelineRunner(StepRunner):
         rows = train.micro_batch_size
         seq = train.seq_len // meshes.shape.cp
 
-        def meta(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        def meta(*size: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(
                 size, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point
             )
 
-        def border(stage: int) -> tuple[torch.Tensor, ...]:
+        def border(stage: int) -> tuple[Tensor, ...]:
             return (hidden,) * num_states(config.model, layers[stage])
 
         compute = COMPUTE_DTYPES[train.dtype]
@@ -371,27 +367,27 @@ class PipelineRunner(StepRunner):
 
         return group(stage - 1, sides), group(stage + 1, sides[::-1])
 
-    def _train(self, inputs: Inputs) -> torch.Tensor:
-        losses: list[torch.Tensor] = []
+    def _train(self, inputs: MicroBatch) -> Tensor:
+        losses: list[Tensor] = []
         self._run("step", inputs, losses)
         TURNS.check_nothing_waits()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(losses).detach().to(zero).sum() if losses else zero
 
-    def _outputs(self, inputs: Inputs) -> torch.Tensor | None:
+    def _outputs(self, inputs: MicroBatch) -> Tensor | None:
         return self._run("eval", inputs, [])
 
-    def _run(self, method: str, inputs: Inputs, losses: list[torch.Tensor]) -> torch.Tensor | None:
+    def _run(self, method: str, inputs: MicroBatch, losses: list[Tensor]) -> Tensor | None:
         # With train.rampup_batch_size, steps have fewer micro-batches than validation has.
-        if (
-            count := len(inputs["labels"]) // self.config.train.micro_batch_size
-        ) != self.num_micro_batches:
+        count = len(inputs.tokens) // self.config.train.micro_batch_size
+        if count != self.num_micro_batches:
             self._use(count)
-        kwargs = {name: tensor for name, tensor in inputs.items() if name != "tokens"}
-        tokens = [inputs["tokens"]] if self.first else []
-        labels = inputs["labels"] if self.last else None
+        # torch knows a first stage by its positional input, and a target by its rows
+        tokens = [inputs.tokens] if self.first else []
+        labels = inputs.labels if self.last else None
         with receives_in_time(self.stages[0].group, self.device), errors_of_stages():
-            found = getattr(self.schedule, method)(*tokens, target=labels, losses=losses, **kwargs)
+            run = getattr(self.schedule, method)
+            found = run(*tokens, target=labels, losses=losses, batch=inputs)
             for stage in self.stages:
                 stage.finish_sends()
         return found

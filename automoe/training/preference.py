@@ -27,7 +27,7 @@ from automoe.data.prepare import Split
 from automoe.errors import DataError
 from automoe.model.loss import LossInputs
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.pipeline import Inputs, StepRunner
+from automoe.parallel.pipeline import StepRunner
 from automoe.storage.files import read_file
 from automoe.storage.sealed import replace_json, unsealed
 from automoe.training.context import RunContext
@@ -112,7 +112,7 @@ class Reference:
         self.log_probs = log_probs
         self.device = device
 
-    def inputs(self, batch: StepBatch) -> Inputs:
+    def inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
         """Return the extra inputs of ``PreferenceLoss`` for a batch; 0 where a row has no pair."""
         assert batch.pairs is not None
         found = torch.where(

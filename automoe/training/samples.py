@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -79,7 +79,8 @@ class Engine:
             own = numbers[start : start + count]
             batch = _batch([rows[n] for n in own], rows[numbers[0]], count, length)
             inputs, _ = prepare_inputs(batch, self.meshes, self.config, self.device)
-            tokens = self.runner.outputs(inputs | {"next_token_at": inputs["labels"] != IGNORE})
+            assert inputs.labels is not None
+            tokens = self.runner.outputs(replace(inputs, next_token_at=inputs.labels != IGNORE))
             # Only the last stage has tokens; a cp rank without the row's end has none for the row.
             if tokens is not None:
                 for n, token in zip(own, tokens.amax(1).tolist(), strict=False):

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from automoe.checkpoint.train_state import TrainState
-from automoe.comm.tokens import TokenCounts, num_documents
+from automoe.comm.tokens import MicroBatch, TokenCounts, count_shifted, num_documents
 from automoe.config.schema import Config, TrainConfig
 from automoe.data.loader import Loader, StepBatch
 from automoe.model.lora import set_dropout_step
-from automoe.model.mtp import MTP_METRICS, count_shifted, shift_rows
+from automoe.model.mtp import MTP_METRICS, shift_rows
 from automoe.observe.metrics import perplexity
 from automoe.optim.adamw import bias_update_rate, learning_rate, mtp_loss_weight, set_learning_rate
 from automoe.optim.ema import averaged_weights, update_averages
@@ -32,7 +33,7 @@ from automoe.optim.qk_clip import clip_logits, take_largest_logits
 from automoe.parallel.context import head_tail_index
 from automoe.parallel.fp8 import update_scales, weights_quantized_once
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.pipeline import Inputs, StepRunner
+from automoe.parallel.pipeline import StepRunner
 from automoe.parallel.shared_gradients import counted_parameters
 from automoe.storage.trace import phase
 from automoe.training.routing import record_routing
@@ -76,8 +77,8 @@ def prepare_inputs(
     config: Config,
     device: torch.device,
     forced_ids: torch.Tensor | None = None,
-) -> tuple[Inputs, int]:
-    """Return this rank's inputs of one step, and the global batch's label count. Collective.
+) -> tuple[MicroBatch, int]:
+    """Return this rank's rows of one step, and the global batch's label count. Collective.
 
     The loader made the labels before the rows are cut over cp here, so the label of a chunk's last
     position is kept. Counts are known before the first forward.
@@ -92,35 +93,42 @@ def prepare_inputs(
     counts = torch.tensor(
         [int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum()), int(documents)]
     )
-    shifted: Inputs = {}
+    shifted: dict[str, Any] = {}
     if depths := config.model.num_mtp_layers:
-        shifts = shift_rows(batch.tokens, batch.labels, batch.doc_ids, depths)
-        counts = torch.cat((counts, count_shifted(*shifts).flatten()))
-        shifted = dict(zip(("mtp_tokens", "mtp_labels"), shifts, strict=True))
+        both = shift_rows(batch.tokens, batch.labels, batch.doc_ids, depths)
+        counts = torch.cat((counts, count_shifted(*both).flatten()))
+        shifted = {"mtp_tokens": both[0], "mtp_labels": both[1]}
     for axis in ("dp_shard", "dp_replicate"):
         if (group := meshes.group(axis)) is not None:
             dist.all_reduce(counts, group=group)
     index = torch.arange(seq_len)
+    row_ids = torch.arange(batch.first_row, batch.first_row + num_rows)
+    whole = MicroBatch(
+        batch.tokens,
+        batch.labels,
+        batch.positions,
+        index=index.expand(num_rows, -1),
+        doc_ids=batch.doc_ids if config.data.document_mask else None,
+        row_ids=row_ids.unsqueeze(1).expand(-1, seq_len),
+        not_padding=batch.doc_ids >= 0,
+        forced_ids=forced_ids,
+        **shifted,
+    )
     if meshes.shape.cp > 1:
         index = head_tail_index(seq_len, meshes.shape.cp, meshes.coordinate("cp"))
-    whole = {"tokens": batch.tokens, "labels": batch.labels, "positions": batch.positions}
-    whole |= shifted
-    whole["not_padding"] = batch.doc_ids >= 0
-    if config.data.document_mask:
-        whole["doc_ids"] = batch.doc_ids
-    if forced_ids is not None:
-        whole["forced_ids"] = forced_ids
-    inputs: Inputs = {name: send(tensor[:, index], device) for name, tensor in whole.items()}
-    inputs["index"] = send(index.expand(num_rows, -1), device)
-    row_ids = torch.arange(batch.first_row, batch.first_row + num_rows).unsqueeze(1)
-    inputs["row_ids"] = send(row_ids.expand(-1, len(index)), device)
+    own: dict[str, Any] = {
+        name: send(x[:, index], device)
+        for name, x in vars(whole).items()
+        if isinstance(x, torch.Tensor)
+    }
     sent = send(counts, device)
-    inputs["token_counts"] = TokenCounts(sent[0], sent[1], sent[2], sent[3:].view(-1, 2))
+    sums = TokenCounts(sent[0], sent[1], sent[2], sent[3:].view(-1, 2))
+    inputs = replace(whole, counts=sums, **own)
     return inputs, int(counts[0])
 
 
 def forward_backward(
-    state: TrainState, runner: StepRunner, inputs: Inputs, config: Config
+    state: TrainState, runner: StepRunner, inputs: MicroBatch, config: Config
 ) -> StepStats:
     """Run forward and backward of a step's micro-batches; return their statistics. Collective.
 
@@ -239,7 +247,7 @@ def validate(
     meshes: Meshes,
     device: torch.device,
     optimizer: torch.optim.Optimizer | None = None,
-    extra_inputs: Callable[[StepBatch], Inputs] = lambda batch: {},
+    extra_inputs: Callable[[StepBatch], Mapping[str, torch.Tensor]] = lambda batch: {},
 ) -> Mapping[str, float]:
     """Return the validation losses for the record of a step; empty without data. Collective.
 
@@ -250,7 +258,7 @@ def validate(
     each number that the loss reports is added as ``val_NAME``.
 
     Args:
-        extra_inputs: returns the inputs of the loss that the recipe adds to the inputs of a batch.
+        extra_inputs: returns the inputs of the loss that the recipe adds to those of a batch.
     """
 
     def losses() -> dict[str, float]:
@@ -300,7 +308,7 @@ def _validation_sums(
     batches: Iterator[StepBatch],
     meshes: Meshes,
     device: torch.device,
-    extra_inputs: Callable[[StepBatch], Inputs],
+    extra_inputs: Callable[[StepBatch], Mapping[str, torch.Tensor]],
 ) -> dict[str, float]:
     """Return the sums ``nats``, ``count``, ``bytes`` and ``val_NAME`` over all ranks.
 
@@ -313,8 +321,9 @@ def _validation_sums(
     for batch in batches:
         inputs, count = prepare_inputs(batch, meshes, config, device)
         share = runner.evaluate(inputs | extra_inputs(batch))
+        counts = inputs.known_counts()
         if getattr(runner.loss, "mean_over", "tokens") == "documents":
-            count = int(inputs["token_counts"].documents)
+            count = int(counts.documents)
         reported = runner.take_reported()
         loss, num_bytes, *more = sum_over_ranks(
             share, float(batch.num_bytes * reads_text), *reported.values(), device=device
@@ -323,7 +332,8 @@ def _validation_sums(
         for name, value in zip(reported, more, strict=True):
             kind, _, depth = name.partition(".")
             of_depth = kind in MTP_METRICS
-            number = int(inputs["token_counts"].mtp[int(depth) - 1, 0]) if of_depth else count
+            assert counts.mtp is not None
+            number = int(counts.mtp[int(depth) - 1, 0]) if of_depth else count
             added[f"val_{name}"] = value * number
             labels[f"val_{name}"] = labels.get(f"val_{name}", 0) + number
         sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}

@@ -15,9 +15,9 @@ from automoe.hf.families.registry import FAMILIES, UNDECLARED
 from automoe.model.attention_kernels import FORCED
 from automoe.moe.experts import BACKENDS
 from automoe.moe.router import GATES, ROUTER_DTYPES
+from automoe.parallel.build import FOREIGN_EXPERTS
 from automoe.parallel.expert import DISPATCHERS
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES
-from automoe.parallel.parallelize import FOREIGN_EXPERTS
 from automoe.planner.step_memory import DTYPE_BYTES
 from automoe.verify.run import TOLERANCES
 

@@ -34,7 +34,8 @@ from automoe.model.decoder import Decoder
 from automoe.model.loss import LossInputs
 from automoe.model.params import Param, count_params, model_params
 from automoe.observe.metrics import read_metrics
-from automoe.parallel.parallelize import build_backend, build_decoder
+from automoe.parallel.build import build_backend
+from automoe.parallel.parallelize import build_decoder
 from automoe.training.hooks import Hooks
 from automoe.verify.pool import RankPool
 from automoe.verify.proxy import make_proxy

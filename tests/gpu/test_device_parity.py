@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from device_models import relative
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, MicroBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig
 from automoe.hf.families.registry import model_config_from_hf
@@ -51,9 +51,9 @@ def test_equal_to_transformers(device: torch.device, name: str, tmp_path: Path) 
     for dtype, (tolerance, for_gradients) in TOLERANCES.items():
         model = load(tmp_path, device, dtype)
         with torch.no_grad(), recorded_choices(model) as recorded:
-            assert relative(model(tokens, forced_ids=choices), their_logits) < tolerance
+            assert relative(model(batch=MicroBatch(tokens, forced_ids=choices)), their_logits) < tolerance
         choices = recorded().to(device)
-        loss = model(tokens, labels=labels, forced_ids=choices).sum()
+        loss = model(batch=MicroBatch(tokens, labels=labels, forced_ids=choices)).sum()
         loss.backward()
         assert abs(loss.item() - their_loss.item()) < tolerance * their_loss.item()
         for ours, parameter in model.named_parameters():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, MicroBatch
 from automoe.config.schema import MoEConfig
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
@@ -61,7 +61,7 @@ def test_equal_in_float64(name: str, tmp_path: Path) -> None:
         expected.backward()
         with torch.no_grad():
             assert relative(model.eval()(tokens), logits) < 1e-12
-        loss = model.train()(tokens, labels=labels).sum()
+        loss = model.train()(batch=MicroBatch(tokens, labels=labels)).sum()
         loss.backward()
     assert abs(loss.item() - expected.item()) < 1e-12 * expected.item()
     theirs = {key: parameter.grad for key, parameter in hf.named_parameters()}
@@ -109,7 +109,7 @@ def test_equal_to_transformers(name: str, fused: bool, tmp_path: Path) -> None:
     their_loss.backward()
     with torch.no_grad():
         assert relative(model(tokens), their_logits) < TOLERANCE
-    loss = model(tokens, labels=labels).sum()
+    loss = model(batch=MicroBatch(tokens, labels=labels)).sum()
     loss.backward()
     assert abs(loss.item() - their_loss.item()) < TOLERANCE * their_loss.item()
     theirs = {key: parameter.grad for key, parameter in hf.named_parameters()}

@@ -39,7 +39,8 @@ from automoe.launch.hardware import check_backends
 from automoe.model.attention_kernels import attention_fn
 from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.experts import loop_experts
-from automoe.parallel.parallelize import build_backend, build_decoder
+from automoe.parallel.build import build_backend
+from automoe.parallel.parallelize import build_decoder
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory
 from tests.support.experts import flat

@@ -120,12 +120,11 @@ def padding_counted():
     )
 
 
-def _change_inputs(change: Callable[..., None]) -> AbstractContextManager[Any]:
+def _change_inputs(change: Callable[..., dict[str, Any]]) -> AbstractContextManager[Any]:
     def make(original):
         def prepare(batch, meshes, config, device, forced_ids=None):
             inputs, trained = original(batch, meshes, config, device, forced_ids)
-            change(inputs, batch, meshes)
-            return inputs, trained
+            return replace(inputs, **change(inputs, batch, meshes)), trained
 
         return prepare
 
@@ -134,16 +133,17 @@ def _change_inputs(change: Callable[..., None]) -> AbstractContextManager[Any]:
 
 def labels_made_after_the_cp_split():
     def change(inputs, batch, meshes):
-        same_document = inputs["doc_ids"][:, 1:] == inputs["doc_ids"][:, :-1]
-        inputs["labels"] = torch.full_like(inputs["labels"], IGNORE)
-        inputs["labels"][:, :-1] = inputs["tokens"][:, 1:].where(same_document, IGNORE)
+        same_document = inputs.doc_ids[:, 1:] == inputs.doc_ids[:, :-1]
+        labels = torch.full_like(inputs.labels, IGNORE)
+        labels[:, :-1] = inputs.tokens[:, 1:].where(same_document, IGNORE)
+        return {"labels": labels}
 
     return _change_inputs(change)
 
 
 def positions_counted_per_cp_rank():
     def change(inputs, batch, meshes):
-        inputs["positions"] = torch.arange(inputs["tokens"].shape[1]).expand_as(inputs["tokens"]).contiguous()
+        return {"positions": torch.arange(inputs.tokens.shape[1]).expand_as(inputs.tokens).contiguous()}
 
     return _change_inputs(change)
 
@@ -152,16 +152,16 @@ def loss_divided_by_own_tokens():
     """A mean per rank, then a mean of means: wrong as soon as ranks train different numbers of tokens."""
 
     def change(inputs, batch, meshes):
-        inputs["token_counts"].trained.fill_(meshes.shape.dp * int((batch.labels >= 0).sum()))
+        trained = torch.tensor(meshes.shape.dp * int((batch.labels >= 0).sum()))
+        return {"counts": replace(inputs.counts, trained=trained)}
 
     return _change_inputs(change)
 
 
 def tokens_counted_once_per_cp_rank():
     def change(inputs, batch, meshes):
-        counts = inputs["token_counts"]
-        larger = {name: getattr(counts, name) * meshes.shape.cp for name in ("trained", "non_padding")}
-        inputs["token_counts"] = replace(counts, **larger)
+        larger = {name: getattr(inputs.counts, name) * meshes.shape.cp for name in ("trained", "non_padding")}
+        return {"counts": replace(inputs.counts, **larger)}
 
     return _change_inputs(change)
 
@@ -221,10 +221,7 @@ def gradients_never_reduced():
 def gradients_of_the_last_micro_batch_only():
     def make(original):
         def train(self, inputs):
-            micro_batches = self._split(inputs)
-            last = {name: tensor for name, tensor in micro_batches[-1].items()}
-            del micro_batches
-            return original(self, last)
+            return original(self, self._split(inputs)[-1])
 
         return train
 

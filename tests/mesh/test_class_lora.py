@@ -10,6 +10,7 @@ import pytest
 import torch
 from mesh_cases import SEQ_LEN, batches
 
+from automoe.comm.tokens import MicroBatch
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.rules import check_rows
 from automoe.config.schema import Config, LoraConfig, MeshConfig
@@ -88,7 +89,7 @@ def test_loss_and_gradients_of_adapters_are_those_of_peft(
     with AllInFloat64():
         logits = theirs(TOKENS[:, :-1], use_cache=False).logits
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
-        loss = model(TOKENS[:, :-1].contiguous(), labels=TOKENS[:, 1:].contiguous()).sum()
+        loss = model(batch=MicroBatch(TOKENS[:, :-1].contiguous(), labels=TOKENS[:, 1:].contiguous())).sum()
         expected.backward()
         loss.backward()
     assert abs(float(loss - expected)) < 1e-12

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 import automoe
 from automoe.classes.model import TransformersModel, longest_span
+from automoe.comm.tokens import MicroBatch
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig, OptimConfig, ParallelConfig
@@ -100,7 +101,7 @@ def test_native_families_train_to_the_same_losses(saved: dict[str, Path], model_
         optimizer = build_optimizer([part], OptimConfig(lr=1e-2), 0, None)
         for tokens in rows:
             with AllInFloat64():
-                loss = part(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum()
+                loss = part(batch=MicroBatch(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous())).sum()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -364,9 +365,9 @@ def test_a_probe_is_longer_than_all_blocks_that_are_chosen() -> None:
 
 def test_a_run_tries_the_rows_that_it_trains(ranks: RankPool, tmp_path: Path) -> None:
     save_class(M3, tmp_path, index_block_size=300, max_position_embeddings=4096)
-    config = run_config(tmp_path, MeshConfig(dp_shard=1), seq_len=1300, global_batch_size=1)
+    config = run_config(tmp_path, MeshConfig(dp_shard=1), seq_len=2100, global_batch_size=1)
     config = replace(config, data=replace(config.data, document_mask=True))
-    with pytest.raises(RankError, match="does not keep the documents .*in a row of 1300,"):
+    with pytest.raises(RankError, match="does not keep the documents .*in a row of 2100,"):
         ranks.run(first_weights_of, 1, config)
 
 

@@ -10,6 +10,7 @@ import torch
 from mesh_cases import SEQ_LEN, Case, batches
 from mesh_mappings import CLIP, FULL, MERGED
 
+from automoe.comm.tokens import MicroBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.model.causal_lm import CausalLM
@@ -53,7 +54,7 @@ def changed_by(config: Config) -> dict[str, list[str]]:
     materialize(parts, config, cpu)
     runner = build_runner(parts, meshes, config, cpu)
 
-    def inputs(step: int) -> dict:
+    def inputs(step: int) -> MicroBatch:
         return prepare_inputs(batches(config, step, meshes.dp_rank, shape.dp), meshes, config, cpu)[0]
 
     def differing(before: dict[str, torch.Tensor]) -> list[str]:
@@ -68,11 +69,10 @@ def changed_by(config: Config) -> dict[str, list[str]]:
     Engine(config, runner, meshes, cpu).generate([[3, 4], [5]], 2, ())
     if not config.model.num_mtp_layers:
         runner.set_loss(_Collector())
-        runner.evaluate(inputs(8) | {"pairs": torch.zeros(len(inputs(8)["tokens"]), SEQ_LEN // 2, dtype=torch.int64)})
+        runner.evaluate(inputs(8) | {"pairs": torch.zeros(len(inputs(8).tokens), SEQ_LEN // 2, dtype=torch.int64)})
         runner.set_loss(None)
     if shape.pp == 1 and shape.dp == 1:
-        given = inputs(9)
-        parts[0](given.pop("tokens"), **given).sum()  # as a plugin may, in training mode and with gradients
+        parts[0](batch=inputs(9)).sum()  # as a plugin may, in training mode and with gradients
     others = differing(before)
     runner.train(inputs(0))
     for name, value in runner.take_reported().items():

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, MicroBatch
 from automoe.config.schema import ModelConfig, MoEConfig, RopeConfig
 from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
@@ -152,10 +152,10 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(depths: int, tied: bool)
             theirs[name_there(name)].copy_(parameter.view_as(theirs[name_there(name)]))
     tokens, labels, doc_ids, positions = batch()
     given, shifted = shift_rows(tokens, labels, doc_ids, depths)
-    loss = ours(
+    loss = ours(batch=MicroBatch(
         tokens, labels=labels, doc_ids=doc_ids, positions=positions, mtp_tokens=given, mtp_labels=shifted,
         not_padding=doc_ids >= 0,
-    )  # fmt: skip
+    ))  # fmt: skip
     loss.sum().backward()
 
     losses, hits, counts = [[0.0] * (depths + 1) for _ in range(3)]
@@ -215,7 +215,7 @@ def test_a_depth_that_no_document_reaches_costs_nothing() -> None:
     doc_ids = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]])
     labels = torch.where(torch.arange(4) % 2 == 0, tokens + 1, IGNORE)
     given, shifted = shift_rows(tokens, labels, doc_ids, 2)
-    loss = ours(tokens, labels=labels, doc_ids=doc_ids, mtp_tokens=given, mtp_labels=shifted)
+    loss = ours(batch=MicroBatch(tokens, labels=labels, doc_ids=doc_ids, mtp_tokens=given, mtp_labels=shifted))
     loss.sum().backward()
     assert float(ours.reported["mtp_loss.2"]) == 0 == float(ours.reported["mtp_acceptance.2"])
     assert all(parameter.grad.isfinite().all() for parameter in ours.parameters())
@@ -234,5 +234,7 @@ def test_nothing_but_losses_needs_the_modules() -> None:
         initialize(ours, 0.3, seed=1)
         given = dict(doc_ids=doc_ids, positions=positions)
         with torch.no_grad():
-            found.append((ours(tokens, **given), ours(tokens, labels=labels, **given)))
+            found.append(
+                (ours(batch=MicroBatch(tokens, **given)), ours(batch=MicroBatch(tokens, labels=labels, **given)))
+            )
     assert all(torch.equal(without, beside) for without, beside in zip(*found, strict=True))

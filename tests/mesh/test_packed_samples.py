@@ -53,7 +53,7 @@ def train_both(config: Config) -> list[tuple[float, dict[str, torch.Tensor], lis
         for part in parts.values():
             part.zero_grad()
         reached = [bool(row.any()) for output in outputs for row in output.grad.flatten(0, 1)]
-        predicts = (inputs["labels"] != IGNORE).flatten().tolist()
+        predicts = (inputs.labels != IGNORE).flatten().tolist()
         assert reached == predicts, "the loss reaches positions that predict a trained token, and no other"
         results.append((float(loss), gradients))
     return results

@@ -12,7 +12,8 @@ from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig
 from automoe.errors import BackendError
 from automoe.model import attention_kernels
 from automoe.model.attention_kernels import attend, attention_fn, cuda_order, cudnn_is_first, only_kernels, prepare_cuda
-from automoe.parallel.parallelize import build_backend, build_decoder
+from automoe.parallel.build import build_backend
+from automoe.parallel.parallelize import build_decoder
 
 B, S, N, G = 2, 9, 4, 2
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION

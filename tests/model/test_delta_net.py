@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from automoe.comm.tokens import MicroBatch
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK, UNIT_EPS, causal_conv, gated_delta_rule
@@ -111,7 +112,7 @@ def test_packed_documents_are_computed_as_documents_alone(split: bool) -> None:
     doc_ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))[None]
     positions = torch.cat([torch.arange(size) for size in sizes])[None]
     with torch.no_grad():
-        packed = model.eval()(tokens, positions=positions, doc_ids=doc_ids)
+        packed = model.eval()(batch=MicroBatch(tokens, positions=positions, doc_ids=doc_ids))
         alone = torch.cat([model(part) for part in tokens.split(sizes, dim=1)], dim=1)
         torch.testing.assert_close(packed, alone, rtol=0, atol=1e-10)
     weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -121,7 +122,7 @@ def test_packed_documents_are_computed_as_documents_alone(split: bool) -> None:
     ))):  # fmt: skip
         model.zero_grad()
         for ids, places, docs, weight in given:
-            (model(ids, positions=places, doc_ids=docs) * weight).sum().backward()
+            (model(batch=MicroBatch(ids, positions=places, doc_ids=docs)) * weight).sum().backward()
         found.append({name: one.grad.clone() for name, one in model.named_parameters()})
     for name, grad in found[0].items():
         assert (grad - found[1][name]).norm() <= 1e-10 * found[1][name].norm(), name

@@ -9,7 +9,7 @@ from math import log, sqrt
 import pytest
 import torch
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, MicroBatch
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
 from automoe.model import indexer as module
 from automoe.model.backend import BackendConfig
@@ -69,7 +69,7 @@ def batch(vocab: int = 50, documents: bool = True) -> dict[str, torch.Tensor]:
     starts = torch.cat((torch.ones(ROWS, 1, dtype=torch.bool), ids[:, 1:] != ids[:, :-1]), 1)
     positions = index - torch.where(starts, index, 0).cummax(1).values
     labels = tokens.roll(-1, 1).masked_fill(ids < 0, IGNORE)
-    return {"x": tokens, "doc_ids": ids, "positions": positions, "labels": labels}
+    return {"tokens": tokens, "doc_ids": ids, "positions": positions, "labels": labels}
 
 
 def turned(vector: torch.Tensor, position: int, config: ModelConfig) -> torch.Tensor:
@@ -161,7 +161,7 @@ def test_gradients_are_those_of_a_loop_over_the_formula(
     config, warmup = VARIANTS[name]
     monkeypatch.setattr(module, "CHUNK", 5)  # three chunks, the last of them shorter
     model, given = decoder(config, warmup), batch()
-    model(**given).sum().backward()
+    model(batch=MicroBatch(**given)).sum().backward()
     dense = warmup or config.attention.index_topk > SEQ
     assert len(watched) == config.num_layers
     for seen in watched:
@@ -176,7 +176,7 @@ def test_gradients_are_those_of_a_loop_over_the_formula(
 
 def gradients(model: Decoder, **given: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    model(**given).sum().backward()
+    model(batch=MicroBatch(**given)).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -206,8 +206,8 @@ def test_a_warm_up_attends_to_all_keys_and_trains_indexers_alone() -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".indexer." in name)
     with torch.no_grad():
-        assert torch.equal(model.eval()(given["x"]), plain.eval()(given["x"]))
-        assert not torch.equal(model(given["x"]), decoder().eval()(given["x"]))
+        assert torch.equal(model.eval()(given["tokens"]), plain.eval()(given["tokens"]))
+        assert not torch.equal(model(given["tokens"]), decoder().eval()(given["tokens"]))
     found = gradients(model.train(), **given)
     assert found.keys() == {name for name, _ in model.named_parameters() if ".indexer." in name}
     assert all(gradient.norm() > 0 for gradient in found.values())
@@ -218,27 +218,27 @@ def test_documents_of_a_row_are_apart(shared: list[int]) -> None:
     """Other tokens in one document change neither the choice nor the logits of the others, ties or not."""
     config = with_attention(index_n_heads=1, index_topk=2, index_shared_layers=shared)
     model, given = decoder(config).eval(), batch()
-    tokens, ids = given["x"], given["doc_ids"]
+    tokens, ids = given["tokens"], given["doc_ids"]
     given = {name: given[name] for name in ("doc_ids", "positions")}
     other = torch.where(ids == 1, (tokens + 7) % 50, tokens)
     with torch.no_grad():
-        one, two = model(tokens, **given), model(other, **given)
+        one, two = model(batch=MicroBatch(tokens, **given)), model(batch=MicroBatch(other, **given))
         assert torch.equal(one[ids != 1], two[ids != 1]) and not torch.equal(one, two)
         # In a row of its own a document is the same if no scores tie: torch's top-k breaks ties by place.
         model = decoder(with_attention(index_n_heads=12, index_topk=2, index_shared_layers=shared)).eval()
-        packed, alone = model(tokens, **given)[1:, 5:], model(tokens[1:, 5:])
+        packed, alone = model(batch=MicroBatch(tokens, **given))[1:, 5:], model(tokens[1:, 5:])
     assert (alone - packed).abs().max() < 1e-12 * packed.abs().max()
 
 
 def test_nothing_is_counted_or_learnt_outside_training() -> None:
     model, given = decoder(), batch()
     with torch.no_grad():
-        model(**given)
-    model.eval()(**given)
-    model.train()(**given)  # not in a step
+        model(batch=MicroBatch(**given))
+    model.eval()(batch=MicroBatch(**given))
+    model.train()(batch=MicroBatch(**given))  # not in a step
     assert not any(float(part.loss_sum) for part in model.modules() if isinstance(part, Indexer))
     with training_pass():
-        model(**given)
+        model(batch=MicroBatch(**given))
     first = [float(part.loss_sum) for part in model.modules() if isinstance(part, Indexer)]
     assert len(first) == 2 and min(first) > 0
 
@@ -248,14 +248,14 @@ def test_narrow_numbers(dtype: torch.dtype) -> None:
     """Scores and loss are at least float32 in bfloat16 as well."""
     model, given = decoder(), batch()
     with torch.no_grad():
-        wide = model.eval()(given["x"])
+        wide = model.eval()(given["tokens"])
     model.train().to(dtype)
     reset_buffers(model)
-    model(**given).sum().backward()
+    model(batch=MicroBatch(**given)).sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert parameter.grad.dtype == dtype
     with torch.no_grad():
-        found = model.eval()(given["x"]).double()
+        found = model.eval()(given["tokens"]).double()
     if dtype == torch.float32:
         assert (found - wide).norm() < 1e-5 * wide.norm()

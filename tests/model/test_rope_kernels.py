@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automoe.comm.tokens import MicroBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows
 from automoe.config.rules_kernels import kernel_rows
@@ -29,7 +30,8 @@ from automoe.errors import BackendError, ConfigError
 from automoe.model import rope
 from automoe.model.init import initialize, reset_buffers
 from automoe.model.rope import Rope, rope_fns
-from automoe.parallel.parallelize import build_backend, build_decoder
+from automoe.parallel.build import build_backend
+from automoe.parallel.parallelize import build_decoder
 
 _SIZES = dict(vocab_size=32, hidden_size=16, num_layers=2, num_experts=4, moe_intermediate_size=8)
 CONFIGS = {
@@ -142,7 +144,7 @@ def test_a_model_computes_the_same(family: str) -> None:
         ).to_empty(device="cpu")
         reset_buffers(model)
         initialize(model, 0.3, seed=1)
-        loss = model(tokens, labels=tokens).sum()
+        loss = model(batch=MicroBatch(tokens, labels=tokens)).sum()
         loss.backward()
         runs.append({name: parameter.grad for name, parameter in model.named_parameters()} | {"loss": loss})
     assert len(runs[0]) > 20

@@ -205,7 +205,7 @@ def test_an_unknown_backend_names_those_that_there_are() -> None:
 
 def test_gate_and_up_are_a_view_of_their_fused_matrix() -> None:
     config = ModelConfig(num_experts=E, hidden_size=H, moe_intermediate_size=WIDTH)
-    experts = GroupedExperts(config, expert_backend("loop"))
+    experts = GroupedExperts(config, lambda _: expert_backend("loop"))
     torch.nn.init.normal_(experts.gate_up_proj)  # fresh memory may hold NaN, which equals nothing
     fused = experts.gate_up_proj.view(E, 2 * WIDTH, H)
     assert (

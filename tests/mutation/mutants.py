@@ -324,7 +324,12 @@ _PARALLEL = [
         "(2 * cp - 2 - rank) * chunk",
         [f"{MESH}[deepseek-cp2-mb4-alltoall-nomask]"],
     ),
-    ("expert.py", "module.down_proj_bias)[1]", "module.down_proj_bias)[0]", [f"{MESH}[gpt-oss-cp2-etp2-mb4-alltoall]"]),
+    (
+        "automoe/moe/experts.py",
+        "self.down_proj_bias)[1]",
+        "self.down_proj_bias)[0]",
+        [f"{MESH}[gpt-oss-cp2-etp2-mb4-alltoall]"],
+    ),
     ("shared_gradients.py", "dist.all_reduce(flat, group=group)", "pass", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
     ("pipeline.py", "scale_grads=False", "scale_grads=True", DTYPES),
     (

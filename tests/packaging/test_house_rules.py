@@ -56,7 +56,7 @@ LAYERS = (
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(path for room in ("automoe", "recipes") for path in (ROOT / room).rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
-MAX_TOKENS = 334_790
+MAX_TOKENS = 333_250
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 499, 65, 125
 
 
@@ -329,6 +329,77 @@ def test_a_private_part_of_torch_elsewhere_is_found(code: str, use: str) -> None
     assert any(use in found for found in private_uses(ast.parse(code), {"_mine"}))
     clean = "import torch\nclass A:\n    def _mine(self): return torch.add(self._mine(), row._replace(x=1))"
     assert private_uses(ast.parse(clean), {"_mine", "_replace"}) == []
+
+
+# Rooms in which a module keeps what it calls from its constructor on, and what is assigned after construction all the
+# same: to classes of transformers, whose constructors are not ours, and where a reason stands.
+BUILT_ONCE = ("classes", "comm", "model", "moe", "optim", "parallel", "planner", "training")
+ASSIGNED_LATER = {
+    "automoe.classes.activations": [
+        "setattr(module, name, nn.Parameter(one[:num_local].clone()))", "module.forward", "layer.forward",
+    ],
+    "automoe.classes.build": ["setattr(owner, other, None)", "setattr(probe, model.base_model_prefix, _Returns(hidden))"],
+    "automoe.classes.expert_parallel": ["module.forward"],
+    "automoe.classes.experts": ["experts.forward"],
+    "automoe.classes.family": ["config.attention"],
+    "automoe.classes.lora": ["experts.forward"],
+    "automoe.classes.model": ["module.reset_buffers"],
+    # a ``ParallelStyle`` gets modules that exist, and binds their experts to its dispatcher
+    "automoe.moe.experts": ["self.dispatcher"],
+    # a recipe may set the loss of a run; ``op`` is a record of torch's, not a module
+    "automoe.parallel.pipeline": ["part.loss", "op.group"],
+}  # fmt: skip
+
+
+def called_names(trees: list[ast.Module]) -> set[str]:
+    """Names of methods, and of attributes that a class calls: ``attend`` of ``self.attend(x)``."""
+    names = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.ClassDef):
+            names |= {one.name for one in node.body if isinstance(one, ast.FunctionDef) and not one.decorator_list}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self."):
+            names.add(ast.unparse(node.func).removeprefix("self."))
+    return names
+
+
+def assigned_later(tree: ast.Module, names: set[str]) -> list[str]:
+    """Assignments to attributes of these ``names`` outside of constructors, in order."""
+    constructors = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    inside = {id(node) for one in constructors for node in ast.walk(one)}
+    found = []
+    for node in (node for node in ast.walk(tree) if id(node) not in inside):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in names:
+            if ast.unparse(node.value) != "ctx":  # of an autograd function
+                found.append((node.lineno, ast.unparse(node)))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            found.append((node.lineno, ast.unparse(node)))
+    return [what for _, what in sorted(found)]
+
+
+def test_what_a_module_calls_is_decided_when_it_is_built() -> None:
+    rooms = {
+        name: tree_of(path)
+        for name, path in MODULES.items()
+        if name.split(".")[1:2] and name.split(".")[1] in BUILT_ONCE
+    }
+    names = called_names(
+        [tree for name, tree in rooms.items() if name.split(".")[1] not in ("optim", "planner", "training")]
+    )
+    found = {name: later for name, tree in rooms.items() if (later := assigned_later(tree, names))}
+    assert found == ASSIGNED_LATER
+
+
+def test_calls_that_are_replaced_are_found() -> None:
+    tree = ast.parse(
+        "class A:\n"
+        "    def __init__(self):\n        self.attend = f\n"
+        "    def run(self):\n        return self.attend()\n"
+        "def later(a, norms):\n"
+        "    a.attend = wrapped(a.attend)\n    a.part.run, a.size = g, 3\n"
+        "    for norm in norms:\n        setattr(norm, name, wrapped)\n"
+    )
+    assert called_names([tree]) == {"__init__", "run", "attend"}
+    assert assigned_later(tree, called_names([tree])) == ["a.attend", "a.part.run", "setattr(norm, name, wrapped)"]
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:

@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
-from automoe.parallel import parallelize
-from automoe.parallel.compile import apply_compile, compiled
+from automoe.parallel import build
+from automoe.parallel.compile import compiled
 from automoe.verify.trajectory import Batches, Trajectory
 from tests.support.trajectories import run_trajectory
 
@@ -43,6 +43,5 @@ def run_compiled(
 
 
 def compiled_by(backend: str):
-    """``parallelize`` with another backend than inductor, which takes its time."""
-    by_backend = {fn.__name__: partial(fn, backend=backend) for fn in (apply_compile, compiled)}
-    return patch.multiple(parallelize, **by_backend)
+    """Compile with another backend than inductor, which takes its time."""
+    return patch.object(build, "compiled", partial(compiled, backend=backend))

@@ -13,12 +13,10 @@ from compile_cases import Compiled, compiled_by, run_compiled
 from recompute_cases import DEEPSEEK, QWEN3, SEQ_LEN, STEPS, VOCAB, batches, make_config, world_size
 from torch._dynamo.utils import counters
 
+from automoe.comm.tokens import MicroBatch
 from automoe.config.schema import Config, ModelConfig
-from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
-from automoe.model.loss import chunk_loss
-from automoe.parallel.compile import apply_compile
-from automoe.parallel.compile import compiled as compiled_fn
+from automoe.parallel.build import build_backend
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
@@ -147,15 +145,15 @@ def compiled_decoder(model: ModelConfig, backend: str) -> Iterator[Decoder]:
     """Layers of ``model``, compiled, from an empty cache."""
     torch.compiler.reset()
     counters.clear()
-    config = make_config(model)
-    runtime = BackendConfig(always_masked=True, chunk_loss=compiled_fn(chunk_loss, backend))
-    made = build_decoder(config.model, config.moe, torch.float64, backend=runtime).to_empty(device="cpu")
+    config = compiled(make_config(model))
+    with compiled_by(backend):
+        runtime = build_backend(config)
+        made = build_decoder(config.model, config.moe, torch.float64, backend=runtime).to_empty(device="cpu")
     for _, layer in made.moe_layers():
         layer.router.reset_buffers()
         layer.router.load.reset_buffers()
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    apply_compile(made, backend)
     with torch._dynamo.config.patch(error_on_recompile=False):
         yield made
     torch.compiler.reset()
@@ -172,7 +170,7 @@ def test_every_release_of_torch_traces_attention_whole(model: ModelConfig) -> No
     """``make smoke-floor`` and ``make smoke-latest`` run it too; that nothing breaks is all that it shows."""
     tokens = torch.randint(0, VOCAB, (1, SEQ_LEN))
     with compiled_decoder(model, "eager") as decoder:
-        decoder(tokens, labels=tokens, doc_ids=torch.zeros_like(tokens)).sum().backward()
+        decoder(batch=MicroBatch(tokens, labels=tokens, doc_ids=torch.zeros_like(tokens))).sum().backward()
         assert counters["stats"]["unique_graphs"] > 0
 
 
@@ -181,9 +179,9 @@ def test_training_and_evaluation_are_compiled_once_each(decoder) -> None:
     one_document, two = torch.zeros_like(tokens), (torch.arange(SEQ_LEN) > 5).long().repeat(2, 1)
 
     def train_and_evaluate(doc_ids: torch.Tensor) -> None:
-        decoder.train()(tokens, labels=tokens, doc_ids=doc_ids).sum().backward()
+        decoder.train()(batch=MicroBatch(tokens, labels=tokens, doc_ids=doc_ids)).sum().backward()
         with torch.no_grad():
-            decoder.eval()(tokens, labels=tokens, doc_ids=doc_ids)
+            decoder.eval()(batch=MicroBatch(tokens, labels=tokens, doc_ids=doc_ids))
 
     train_and_evaluate(two)
     made = counters["stats"]["unique_graphs"]
@@ -194,7 +192,7 @@ def test_training_and_evaluation_are_compiled_once_each(decoder) -> None:
         train_and_evaluate(doc_ids)
     assert counters["stats"]["unique_graphs"] == made
     with pytest.raises(torch._dynamo.exc.RecompileError):  # other shapes would be seen
-        decoder(tokens[:, :-2], labels=tokens[:, :-2])
+        decoder(batch=MicroBatch(tokens[:, :-2], labels=tokens[:, :-2]))
 
 
 def test_a_graph_break_is_an_error(decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,4 +203,4 @@ def test_a_graph_break_is_an_error(decoder, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("automoe.model.norm.RMSNorm.forward", broken)
     tokens = torch.randint(0, VOCAB, (2, SEQ_LEN))
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        decoder(tokens, labels=tokens)
+        decoder(batch=MicroBatch(tokens, labels=tokens))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from automoe.comm.tokens import MicroBatch
 from automoe.config.mesh_shape import split_layers
 from automoe.config.pipeline import stages_of_ranks
 from automoe.config.validate import validate
@@ -126,7 +127,7 @@ def test_a_deferred_step_keeps_the_weights_and_gradients_that_the_plan_counts(po
         materialize(parts, config, torch.device("cpu"))
         tokens = torch.zeros(2, 64, dtype=torch.int64)
         defer(parts[0], config.parallel, last=False)
-        parts[0](tokens, labels=tokens).sum().backward()
+        parts[0](batch=MicroBatch(tokens, labels=tokens)).sum().backward()
         weights = sum(stored_bytes(parameter) for parameter in parts[0].parameters())
         gradients = sum(stored_bytes(p.grad) for p in parts[0].parameters() if p.grad is not None)
     assert weights == (rank.gathered_weights if policy == "step" else rank.weights)

@@ -19,8 +19,9 @@ from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
 from automoe.data.loader import StepBatch
+from automoe.model.backend import BackendConfig
 from automoe.optim.adamw import build_optimizer
-from automoe.parallel.activation_checkpoint import apply_recompute
+from automoe.parallel.build import layer_calls
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder
@@ -46,8 +47,8 @@ def places_of_a_step(config: Config) -> Counter[str]:
     with ExitStack() as stack:
         stack.enter_context(fake_world(0, 1))
         meshes = build_meshes(resolve_mesh(config.mesh, 1), torch.device("cpu"))
-        part = build_decoder(config.model, config.moe, torch.bfloat16).train()
-        apply_recompute(part, config.parallel)
+        backend = BackendConfig(calls=partial(layer_calls, config))
+        part = build_decoder(config.model, config.moe, torch.bfloat16, backend=backend).train()
         optimizer = build_optimizer([part], config.optim)
         stack.enter_context(patch.object(automoe.parallel.pipeline, "defer"))  # FSDP's switches
         stack.enter_context(patch.object(torch.distributed, "all_reduce"))  # of one rank

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -14,10 +15,13 @@ import torch
 from recompute_cases import DEEPSEEK, QWEN3, STEPS, batches, make_config, run_with_fault, world_size
 from torch.utils.checkpoint import CheckpointError
 
+from automoe.comm.tokens import MicroBatch
 from automoe.config.recompute import DISCARDED_OUTPUTS, MODULES
 from automoe.config.schema import Config, ModelConfig
-from automoe.parallel.activation_checkpoint import Recomputed, apply_recompute
-from automoe.parallel.parallelize import build_backend, build_decoder
+from automoe.model.backend import BackendConfig
+from automoe.parallel.activation_checkpoint import Recomputed
+from automoe.parallel.build import build_backend, layer_calls
+from automoe.parallel.parallelize import build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
@@ -168,20 +172,20 @@ def test_a_cache_that_micro_batches_share_is_seen() -> None:
     tokens = torch.randint(0, cases.VOCAB, (2, 2, cases.SEQ_LEN))
     with cases.results_shared_by_all_micro_batches():
         model = decoder(config)
-        losses = [model(rows, labels=rows).sum() for rows in tokens]
+        losses = [model(batch=MicroBatch(rows, labels=rows)).sum() for rows in tokens]
         with pytest.raises(CheckpointError):
             losses[1].backward()
 
 
 def decoder(config: Config) -> torch.nn.Module:
-    model = build_decoder(config.model, config.moe, torch.float64).to_empty(device="cpu")
+    backend = BackendConfig(calls=partial(layer_calls, config))
+    model = build_decoder(config.model, config.moe, torch.float64, backend=backend).to_empty(device="cpu")
     for _, layer in model.moe_layers():
         layer.router.reset_buffers()
         layer.router.load.reset_buffers()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
-    apply_recompute(model, config.parallel)
     return model
 
 
@@ -191,7 +195,7 @@ def test_micro_batches_may_come_back_in_any_order() -> None:
     gradients = []
     for config, order in ((make_config(DEEPSEEK), (0, 1, 2)), (FULL, (1, 0, 2))):
         model = decoder(config)
-        losses = [model(tokens[:, :-1], labels=tokens[:, 1:]).sum() for tokens in rows]
+        losses = [model(batch=MicroBatch(tokens[:, :-1], labels=tokens[:, 1:])).sum() for tokens in rows]
         for i in order:
             losses[i].backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -202,7 +206,7 @@ def test_micro_batches_may_come_back_in_any_order() -> None:
 def test_a_backward_pass_may_be_repeated() -> None:
     model = decoder(FULL)
     tokens = torch.randint(0, cases.VOCAB, (2, cases.SEQ_LEN))
-    loss = model(tokens, labels=tokens).sum()
+    loss = model(batch=MicroBatch(tokens, labels=tokens)).sum()
     loss.backward(retain_graph=True)
     first = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     loss.backward()
@@ -221,7 +225,7 @@ def test_nothing_of_a_micro_batch_outlives_its_backward_pass(monkeypatch: pytest
     monkeypatch.setattr("automoe.parallel.activation_checkpoint.recompute_contexts", watched)
     model = decoder(FULL)
     tokens = torch.randint(0, cases.VOCAB, (2, cases.SEQ_LEN))
-    loss = model(tokens, labels=tokens).sum()
+    loss = model(batch=MicroBatch(tokens, labels=tokens)).sum()
     gc.collect()
     assert len(made) == DEEPSEEK.num_layers and all(ref() is not None for ref in made)
     loss.backward()
@@ -254,19 +258,19 @@ def regions(model: ModelConfig, **parallel: object) -> dict[str, list[str]]:
 
 
 def test_regions_are_where_the_configuration_says() -> None:
-    dense = ["self_attn.attend", "mlp.forward"]
-    routed = ["self_attn.attend", "mlp.run_experts", "mlp.shared_experts.forward"]
+    dense = ["call_mlp", "self_attn.attend"]
+    routed = ["self_attn.attend", "mlp.call_experts", "mlp.call_shared"]
     assert regions(DEEPSEEK) == {"0": [], "1": [], "2": [], "3": []}
     assert regions(DEEPSEEK, recompute=EVERYTHING) == {"0": dense, "1": routed, "2": routed, "3": routed}
     assert regions(DEEPSEEK, recompute="full", recompute_layers="every 2") == {
-        "0": ["forward"],
+        "0": ["call"],
         "1": [],
-        "2": ["forward"],
+        "2": ["call"],
         "3": [],
     }
     assert regions(DEEPSEEK, recompute=["mlp", "shared_experts"], recompute_layers=[0, 1]) == {
-        "0": ["mlp.forward"],
-        "1": ["mlp.shared_experts.forward"],
+        "0": ["call_mlp"],
+        "1": ["mlp.call_shared"],
         "2": [],
         "3": [],
     }
@@ -275,5 +279,5 @@ def test_regions_are_where_the_configuration_says() -> None:
 def test_a_whole_layer_keeps_its_shared_experts_on_its_own_stream() -> None:
     config = make_config(DEEPSEEK, recompute="full", recompute_layers=[2])
     layers = build_decoder(config.model, config.moe, torch.float32, backend=build_backend(config)).moe_layers()
-    assert [layer.moe.overlap_shared_experts for _, layer in layers] == [True, False, True]
+    assert [layer.side_stream for _, layer in layers] == [True, False, True]
     assert config.moe.overlap_shared_experts

@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 import automoe.parallel.activation_checkpoint
+from automoe.comm.tokens import MicroBatch
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import RERUN
@@ -26,7 +27,7 @@ from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
 from automoe.model.lora import adapt
 from automoe.moe.recompute import recompute_contexts
-from automoe.parallel.activation_checkpoint import apply_recompute
+from automoe.parallel.build import layer_calls
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.planner.activations import DELTA_CHUNK, TokenLoad, layer_activation_bytes
@@ -47,14 +48,18 @@ def saved_bytes(
     attention: AttentionFn = attend,
 ) -> int:
     """Bytes of distinct storage, parameters apart, that the backward pass of these layers holds."""
-    runtime = BackendConfig(attend=attention, masks=block_masks if attention is attend_in_blocks else dense_masks)
+    config = replace(config, parallel=replace(config.parallel, recompute=recompute))
+    runtime = BackendConfig(
+        attend=attention,
+        masks=block_masks if attention is attend_in_blocks else dense_masks,
+        calls=partial(layer_calls, config),
+    )
     part = Decoder(config.model, config.moe, layers, embeds=False, predicts=False, backend=runtime).to(dtype)
     if config.train.fp8 != "off":
         apply_fp8(part, meshes_of_one_rank(), config)
     for _, layer in part.moe_layers():  # which FSDP never narrows
         for parameter in layer.router.parameters():
             parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
-    apply_recompute(part, replace(config.parallel, recompute=recompute))
     for parameter in part.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     x = torch.randn(NUM_ROWS, SEQ_LEN, config.model.hidden_size, dtype=dtype, requires_grad=True)
@@ -68,7 +73,8 @@ def saved_bytes(
 
     saved: list[list] = []
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), results_kept(saved):
-        output = part(x, doc_ids=(index >= SEQ_LEN // 2).long() if documents else None)
+        batch = MicroBatch(index, doc_ids=(index >= SEQ_LEN // 2).long() if documents else None)
+        [output] = part(x, batch=batch)
     assert output.requires_grad
     # Results saved for a recomputation are kept without autograd.
     for result in (result for each in saved for result in each):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from automoe.comm.tokens import MicroBatch
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.model.adapters import is_trained, with_adapters
 from automoe.model.decoder import Decoder
@@ -188,7 +189,7 @@ def products_of_a_token(*overrides: str) -> tuple[float, float]:
     )
     uncounted = dict.fromkeys(attention, lambda *shapes, **others: 0)
     with FlopCounterMode(display=False, custom_mapping=in_place | uncounted) as counter:
-        part(tokens, labels=tokens).sum().backward()
+        part(batch=MicroBatch(tokens, labels=tokens)).sum().backward()
     flops = step_flops_per_token(config)
     planned = flops.full_attention - 2 * (flops.full_attention - flops.causal)  # no windows: half of it is masked
     below = is_trained("embed_tokens.weight", config)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from automoe.classes.build import decoder_layers
 from automoe.classes.family import FAMILY
 from automoe.classes.model import TransformersModel, spans
+from automoe.comm.tokens import MicroBatch
 from automoe.config.data_schema import DataConfig
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import ConfigError
@@ -172,7 +173,7 @@ def kinds_of_layers(config: Any) -> tuple[set[frozenset[str]], dict[str, int]]:
                     and key.endswith("sliding")
                 ):
                     kind.add(f"{key}={value}")
-                elif one := max(spans({key: value}), default=0):
+                elif one := max((size for _, size in spans({key: value})), default=0):
                     kind.add(key)
                     sizes[key] = max(one, sizes.get(key, 0))
         kinds.add(frozenset(kind))
@@ -259,7 +260,7 @@ def against_class(config: ModelConfig, experts: str = "loop") -> tuple[Transform
     """Return the tier's model, and the worst relative difference of loss and gradients from the class."""
     ours, theirs = float64_of(config, experts)
     tokens = torch.randint(300, (2, ROW + 1), generator=torch.Generator().manual_seed(2))
-    loss = ours(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum()
+    loss = ours(batch=MicroBatch(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous())).sum()
     logits = theirs(tokens[:, :-1], use_cache=False).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten())
     loss.backward()
@@ -330,6 +331,6 @@ def _seconds(model_type: str, folder: Path, *makers: Callable[[], torch.nn.Modul
     for _ in range(6):  # the first of them warms up
         for number, part in enumerate(parts):
             start = time.process_time()
-            part(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).sum().backward()
+            part(batch=MicroBatch(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous())).sum().backward()
             best[number] = min(best[number], time.process_time() - start)
     return best

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from automoe.comm.tokens import MicroBatch
 from automoe.data.loader import StepBatch
 from automoe.errors import DataError
 from automoe.model.decoder import Decoder
@@ -40,7 +41,7 @@ def record(directory: Path, step: int = 0, first_row: int = 4) -> tuple[Decoder,
     row_ids = torch.arange(first_row, first_row + B).unsqueeze(1).expand(B, S)
     config = routing_config(record_routing=str(directory))
     with one_rank("cpu"), torch.no_grad(), record_routing(config, [model], step):
-        logits = [model(tokens[b : b + 1], row_ids=row_ids[b : b + 1]) for b in range(B)]
+        logits = [model(batch=MicroBatch(tokens[b : b + 1], row_ids=row_ids[b : b + 1])) for b in range(B)]
     return model, tokens, torch.cat(logits)
 
 
@@ -62,9 +63,9 @@ def test_what_was_written_is_read_and_repeats_the_forward_pass(tmp_path: Path) -
     forced = read(tmp_path)
     assert forced.shape == (B, S, MODEL.num_layers, 2, 3) and forced.dtype == torch.int64
     with torch.no_grad():
-        again = model(tokens, forced_ids=forced)
+        again = model(batch=MicroBatch(tokens, forced_ids=forced))
         assert compare_tensors("logits", "", 0, again, logits).within(1e-12)
-        other = model(tokens, forced_ids=(forced + 1) % MODEL.num_experts)
+        other = model(batch=MicroBatch(tokens, forced_ids=(forced + 1) % MODEL.num_experts))
         assert not compare_tensors("logits", "", 0, other, logits).within(1e-3)
 
 

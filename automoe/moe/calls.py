@@ -1,0 +1,59 @@
+"""Wrappers of a layer's calls, which the layer's modules are built with and keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+Call = Callable[..., Any]
+Wrap = Callable[
+    [Call], Call
+]  # the result takes what the argument takes, and returns what it returns
+
+
+def as_it_is(call: Call) -> Call:
+    """Return ``call``: the wrapper that changes nothing."""
+    return call
+
+
+def call_module(module: nn.Module, *args: Any) -> Any:
+    """Return ``module(*args)``: a call of any module as a function, for a ``Wrap``."""
+    return module(*args)
+
+
+@dataclass(frozen=True)
+class LayerCalls:
+    """What each call of one layer is wrapped in; default: nothing.
+
+    A wrapped function gets its module as the first argument. ``automoe.parallel.build`` decides.
+
+    Attributes:
+        layer: the whole layer.
+        mix: attention between its two norms.
+        norm: each of these two norms.
+        gather: all-gathers of positions by attention and feed-forward, over several ranks.
+        project_up: latent attention's projections from latents to heads.
+        attend: softmax attention or the delta rule, without projections.
+        mlp, shared_experts: a feed-forward that all tokens pass.
+        router: each part of the router's arithmetic.
+        run_experts: dispatch, experts and combine.
+        side_stream: whether shared experts may run on a stream of their own.
+    """
+
+    layer: Wrap = as_it_is
+    mix: Wrap = as_it_is
+    norm: Wrap = as_it_is
+    gather: Wrap = as_it_is
+    project_up: Wrap = as_it_is
+    attend: Wrap = as_it_is
+    mlp: Wrap = as_it_is
+    shared_experts: Wrap = as_it_is
+    router: Wrap = as_it_is
+    run_experts: Wrap = as_it_is
+    side_stream: bool = True
+
+
+UNWRAPPED = LayerCalls()

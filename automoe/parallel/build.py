@@ -1,0 +1,153 @@
+"""What a model is built with: communicators, implementations, wrappers of a layer's calls.
+
+No other place decides what a module calls: modules get the result when they are built, and keep it.
+Collectives of tp, ep and cp are inside of what is wrapped, since modules call them. FSDP's hooks are
+outside: they surround the forward of a module, which calls what is wrapped. So weights are
+unsharded whenever a call runs again.
+"""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+
+from automoe.comm.collectives import communicator
+from automoe.comm.process_groups import SINGLE_RANK, ProcessGroupCollection
+from automoe.config.plugins import registered
+from automoe.config.recompute import DISCARDED_OUTPUTS, FULL, recomputed_modules
+from automoe.config.schema import Config, ParallelConfig, is_linear
+from automoe.interop import transformer_engine
+from automoe.model.attention_kernels import attend_in_blocks, attention_fn
+from automoe.model.attention_masks import block_masks, dense_masks
+from automoe.model.backend import BackendConfig
+from automoe.model.loss import chunk_loss_fn
+from automoe.model.norm import RMSNorm
+from automoe.model.rope import rope_fns
+from automoe.moe.calls import Call, LayerCalls, Wrap, as_it_is
+from automoe.moe.discard_outputs import discard_outputs, discard_scope
+from automoe.moe.experts import ExpertFn, MakeExperts, expert_backend
+from automoe.moe.gradient_sums import GradientSums
+from automoe.moe.grouped_mm import grouped_mm_experts
+from automoe.optim.qk_clip import WatchedAttention
+from automoe.parallel.activation_checkpoint import Recomputed
+from automoe.parallel.compile import compiled
+from automoe.parallel.context import ring_attention
+from automoe.parallel.fp8 import fp8_experts
+from automoe.parallel.fsdp import PARAM_DTYPES
+from automoe.parallel.mesh import Meshes
+from automoe.parallel.overlap import TURNS
+from automoe.parallel.pipeline import checked_loss
+from automoe.parallel.ring import cpu_ring, ring_masks
+
+# constructors of expert backends from other packages, by value of ``moe.experts``
+FOREIGN_EXPERTS = {"te": transformer_engine.experts}
+
+
+def layer_calls(config: Config, layer: int) -> LayerCalls:
+    """Return what the calls of layer number ``layer`` are wrapped in."""
+    modules = recomputed_modules(config.parallel, layer)
+
+    def if_named(name: str, wrap: Wrap) -> Wrap:
+        return wrap if name in modules else as_it_is
+
+    # A recomputed call runs compiled code again, but core_attn is inside of a compiled part and the
+    # compiler recomputes it. Experts are an FSDP unit of their own, so they run again to the end.
+    fixed = compiled if config.train.compile else as_it_is
+    softmax = not is_linear(config.model.attention, layer)
+    watched = WatchedAttention if config.optim.qk_clip and softmax else as_it_is
+    scope = discard_scope if modules.intersection(DISCARDED_OUTPUTS) else as_it_is
+    return LayerCalls(
+        layer=chain(if_named(FULL, partial(Recomputed, to_end=True, saves=True)), scope),
+        mix=fixed,
+        norm=if_named("layernorm", discard_outputs),
+        gather=if_named("layernorm", discard_outputs),
+        project_up=if_named("mla_up_proj", discard_outputs),
+        attend=chain(if_named("core_attn", Recomputed), watched),
+        mlp=chain(fixed, if_named("mlp", Recomputed)),
+        shared_experts=chain(fixed, if_named("shared_experts", Recomputed)),
+        router=fixed,
+        run_experts=if_named("moe", partial(Recomputed, to_end=True)),
+        # Autograd runs a region again on the stream of the node that needs it first, and nodes on
+        # another stream would not wait for it: no shared experts there that read recomputed tensors
+        side_stream=not modules & {FULL, "layernorm"},
+    )
+
+
+def chain(*wraps: Wrap) -> Wrap:
+    """Return the wrapper that applies ``wraps``, the innermost first."""
+
+    def wrapped(call: Call) -> Call:
+        return reduce(lambda inner, wrap: wrap(inner), wraps, call)
+
+    return wrapped
+
+
+def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig:
+    """Return the communicators and implementations of every part; ``meshes`` None: one rank.
+
+    Raises:
+        BackendError: the package of an implementation is missing, or this machine does not support
+            it.
+        ConfigError: as ``checked_loss``.
+    """
+    kernels = config.kernels
+    pg_collection = ProcessGroupCollection()
+    if meshes is not None:
+        pg_collection = _build_communicators(meshes, config.parallel)
+    experts = None
+    if config.model.num_moe_layers:
+        experts = _experts(config, meshes, expert_backend(config.moe.experts, FOREIGN_EXPERTS))
+    masks = block_masks if kernels.attention == "flex" else dense_masks
+    cp = None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
+    if cp is not None and cp.device_type == "cpu":
+        attend, masks = cpu_ring(cp.get_group()), ring_masks(pg_collection.context)
+    elif cp is not None:
+        attend = ring_attention(cp)
+    elif kernels.attention == "te":
+        attend = transformer_engine.attention()
+    elif kernels.attention == "flex":
+        attend = compiled(attend_in_blocks)
+    else:
+        attend = attention_fn(kernels.attention)
+    loss = None
+    if (named := config.train.loss) != "cross_entropy":
+        loss = checked_loss(registered("train.loss")[named], named)
+    chunk_loss = chunk_loss_fn(kernels.loss)
+    if config.train.compile and kernels.loss == "torch":
+        chunk_loss = compiled(chunk_loss)
+    return BackendConfig(
+        pg_collection=pg_collection,
+        experts=experts,
+        router_dtype=PARAM_DTYPES[config.train.dtype],
+        attend=attend,
+        masks=masks,
+        rope=rope_fns(kernels.rope),
+        norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
+        chunk_loss=chunk_loss,
+        loss=loss,
+        indexer_warmup=config.train.indexer == "warmup",
+        calls=partial(layer_calls, config),
+        last_norm=compiled if config.train.compile else as_it_is,
+        always_masked=config.train.compile,
+        seed=config.train.seed,
+    )
+
+
+def _experts(config: Config, meshes: Meshes | None, backend: ExpertFn) -> MakeExperts:
+    """Return the constructor of a layer's products of experts; ``backend``: ``moe.experts``."""
+    if meshes is not None and config.train.fp8 != "off":
+        return lambda _: fp8_experts(meshes, config)
+    if (how := config.parallel.expert_wgrad) == "autograd":
+        return lambda _: backend
+    later = TURNS.defer if how == "delayed" else None
+    return lambda module: partial(grouped_mm_experts, sums=GradientSums(module, later))
+
+
+def _build_communicators(meshes: Meshes, parallel: ParallelConfig) -> ProcessGroupCollection:
+    context = communicator(meshes.group("cp"))
+    return ProcessGroupCollection(
+        sequence=communicator(meshes.group("tp")),
+        context=context,
+        keys=context if parallel.context == "gather" else SINGLE_RANK,
+        heads=context if parallel.context == "ulysses" else SINGLE_RANK,
+        data=tuple(communicator(meshes.group(axis)) for axis in ("dp_shard", "dp_replicate")),
+    )
