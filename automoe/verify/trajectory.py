@@ -117,11 +117,12 @@ def run_trajectory(
         )
         inputs, trained = prepare_inputs(batch, meshes, config, on, forced_ids)
         if order is not None:
-            inputs |= {
+            rows = {
                 name: value[order]
-                for name, value in inputs.items()
+                for name, value in vars(inputs).items()
                 if isinstance(value, torch.Tensor)
             }
+            inputs = replace(inputs, **rows)
         with recorded_choices(parts[0]) if record else nullcontext() as recorded:
             stats = forward_backward(state, runner, inputs, config)
         if recorded is not None:
