@@ -32,7 +32,7 @@ from automoe.hf.families.as_transformers import kept_in_float32
 from automoe.hf.families.registry import family_of
 from automoe.hf.files import DTYPES, Written, file_names, split, stored_as, write_files, write_index
 from automoe.hf.headers import StoredTensor, are_equal, raw_bytes
-from automoe.hf.keys import Encoding, KeyMap, Piece, hf_pieces, is_quantized, our_tensors
+from automoe.hf.keys import Encoding, KeyMap, Piece, is_quantized, our_tensors
 from automoe.hf.quantized import from_codes, to_codes
 from automoe.hf.read import Reader, num_not_finite
 from automoe.hf.shards import LocalShard, stage_ranks
@@ -93,14 +93,14 @@ def plan_writes(
     load = {}
     stage = stage_ranks(shard.tensor for shard in shards)
     for shard in shards:
-        made_of = [] if shard.copy else hf_pieces(shard.name, shard.shape, keys)
+        made_of = [] if shard.copy else keys.pieces(shard.name, shard.shape)
         for key, group in groupby(made_of, attrgetter("key")):
             pieces = list(group)
             holders = stage
             if isinstance(shard.tensor, DTensor):
                 holders = _holders(shard.tensor, pieces[0], first=stage[0])
             writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
-            quantized = is_quantized(key, pieces[0].shape, keys, encoding)
+            quantized = is_quantized(shard.name, pieces[0], keys, encoding)
             stored = shard.dtype if source is None else own_dtype(source, shard, pieces[0])
             own = stored if shard.local.is_meta else shard.dtype
             if quantized:  # the numbers are rounded only once
@@ -144,8 +144,8 @@ def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
 
     A quantized tensor counts as bfloat16.
     """
-    expert = next((at for at in piece.select if at is not None), 0)
-    pieces = hf_pieces(shard.name, shard.shape, catalog.keys, range(expert, expert + 1))
+    first = piece.start[0]
+    pieces = catalog.keys.pieces(shard.name, shard.shape, range(first, first + 1))
     # Tensors that upcycling adds are in no file, and copies may be missing: any dtype will do.
     stored = catalog.sources.get(pieces[0].key) if pieces else None
     source = stored or next(iter(catalog.sources.values()))
@@ -370,18 +370,13 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
 
 def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
     """Read the tensor of ``item``, each piece like a shard that holds only this piece."""
-    whole = torch.empty(item.pieces[0].shape, dtype=item.dtype)
+    stored = torch.empty(item.pieces[0].shape, dtype=item.dtype)
+    full = torch.empty(item.shard.shape, device="meta")
     for piece in item.pieces:
-        starts, sizes = iter(piece.origin or (0,) * len(piece.size)), iter(piece.size)
-        start = tuple(next(starts) if index is None else index for index in piece.select)
-        extent = tuple(next(sizes) if index is None else 1 for index in piece.select)
-        found = piece.overlap(start, extent)
-        assert found is not None
-        local = piece.from_stored(whole[found[0]]).view(extent)
-        shard = LocalShard(item.shard.name, item.shard.tensor, local, start)
+        shard = LocalShard(item.shard.name, full, piece.within(stored), piece.start)
         reader.fill(reader.plan([shard]))
         fill_upcycled(shard, reader.catalog.keys)
-    return whole
+    return stored
 
 
 # Gathering ----------------------------------------------------------------------------------------
@@ -390,25 +385,31 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
 @torch.no_grad()
 def gather(item: WriteItem) -> torch.Tensor:
     """Return the whole tensor in the item's dtype. Collective over its holders."""
-    parts = [_gather_piece(item, piece) for piece in item.pieces]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [E, 2I, H], gates first
+    stored = None
+    for piece in item.pieces:
+        part = _gather_piece(item, piece)
+        if len(item.pieces) == 1:
+            return piece.to_stored(part)
+        stored = part.new_empty(piece.shape) if stored is None else stored
+        piece.within(stored).copy_(part)
+    return stored
 
 
 def _gather_piece(item: WriteItem, piece: Piece) -> torch.Tensor:
+    """Return the box of ``piece``; dims that are stored are gathered whole, and then cut."""
     shard = item.shard
-    own = piece
-    if own.origin:  # shards are gathered along whole dims, and the piece is cut out of them
-        common = [n for n, at in zip(shard.shape, own.select, strict=True) if at is None]
-        piece = own._replace(size=tuple(common), order=(), origin=())
-    found = piece.overlap(shard.start, shard.extent)
-    assert found is not None, "called by a rank that does not hold the tensor"
-    tensor = shard.numbers(found[1]).to(item.dtype)
+    stored = [dim for dims in piece.dims for dim in dims]
+    index = [slice(None)] * len(piece.start)
+    for dim, at in enumerate(piece.start):
+        if dim not in stored:
+            index[dim] = slice(at - shard.start[dim], at - shard.start[dim] + 1)
+    tensor = shard.numbers(tuple(index)).to(item.dtype)
     if isinstance(shard.tensor, DTensor):
-        for axis, dim, size in _gathered_axes(shard.tensor, piece):
+        for axis, dim, size in _gathered_axes(shard.tensor, stored):
             tensor = _join(tensor, dim, size, shard.tensor.device_mesh.get_group(axis))
-    for dim, (first, size) in enumerate(zip(own.origin, own.size, strict=False)):
-        tensor = tensor.narrow(dim, first, size)
-    return own.to_stored(tensor)
+    for dim in stored:
+        tensor = tensor.narrow(dim, piece.start[dim], piece.size[dim])
+    return tensor
 
 
 def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -419,19 +420,19 @@ def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) ->
     return all_gather(padded, dim, group).narrow(dim, 0, size)
 
 
-def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
-    """List the all-gathers that complete a piece, in order: (mesh axis, HF dim, gathered size).
+def _gathered_axes(tensor: DTensor, dims: list[int]) -> list[tuple[int, int, int]]:
+    """List the all-gathers that complete ``dims``, in order: (mesh axis, dim, gathered size).
 
     If FSDP shards a dim that tp or etp has already sharded, FSDP's placement is strided and is
     gathered first.
     """
     mesh = tensor.device_mesh
     outer_first = []
-    common = (dim for dim, at in enumerate(piece.select) if at is None)
-    for hf_dim, (dim, extent) in enumerate(zip(common, piece.size, strict=True)):
+    for dim in dims:
+        extent = tensor.shape[dim]
         axes = [axis for axis, one in enumerate(tensor.placements) if _cut_dim(one) == dim]
         for axis in sorted(axes, key=lambda axis: is_strided_shard(tensor.placements[axis])):
-            outer_first.append((axis, hf_dim, extent))
+            outer_first.append((axis, dim, extent))
             # The inner axis shards this rank's slice of the outer axis.
             longest = -(-extent // mesh.size(axis))
             extent = max(0, min(longest, extent - longest * mesh.get_local_rank(axis)))
@@ -441,8 +442,8 @@ def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
 def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
     """Return the ranks that hold the piece.
 
-    On a mesh axis that shards a selected dim, these ranks have the coordinate of the selected
-    index.
+    On a mesh axis that shards a dim which is not stored, these ranks have the coordinate of the
+    piece's index.
 
     Args:
         first: lowest rank of the stage. The mesh of a tensor lacks an axis (tp) that does not shard
@@ -452,8 +453,9 @@ def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
     ranks = ranks - (ranks.min() - first)
     for axis, placement in enumerate(tensor.placements):
         dim = _cut_dim(placement)
-        if dim is not None and (at := piece.select[dim]) is not None:
-            ranks = ranks.narrow(axis, at // -(-tensor.shape[dim] // ranks.shape[axis]), 1)
+        if dim is not None and not any(dim in dims for dims in piece.dims):
+            longest = -(-tensor.shape[dim] // ranks.shape[axis])
+            ranks = ranks.narrow(axis, piece.start[dim] // longest, 1)
     return tuple(ranks.flatten().tolist())
 
 

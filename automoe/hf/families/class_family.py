@@ -21,7 +21,7 @@ from automoe.config.schema import AttentionConfig, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import HFConfig, number_of
 from automoe.hf.families.family import Family
-from automoe.hf.keys import KeyMap, Piece
+from automoe.hf.keys import FUSED, KeyMap, Piece, whole
 from automoe.model.hf_class import (
     build_causal_lm,
     decoder_layers,
@@ -121,7 +121,7 @@ class ClassFamily(Family):
 
 def class_family(path: str, config: ModelConfig | None = None) -> ClassFamily:
     """Return the family of the class in ``config.json``; with ``config``, its layouts too."""
-    keys = KeyMap(fused=True)  # ``check_holds`` then expects no tensor per expert
+    keys = FUSED  # ``check_holds`` then expects no tensor per expert
     if config is not None:
         keys = _layouts(path, (local_folder(path) / "config.json").read_bytes())
     architecture = config.architecture if config is not None else ""
@@ -155,12 +155,7 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
         if with_prefixes:
             model._weight_conversions = transforms
         tables.append(_published(model, tensors))
-    own = {
-        name: (
-            Piece(name, tuple(one.shape), (None,) * one.dim(), (0,) * one.dim(), tuple(one.shape)),
-        )
-        for name, one in tensors.items()
-    }
+    own = {name: (whole(name, tuple(one.shape)),) for name, one in tensors.items()}
     unread = tuple(model._keys_to_ignore_on_load_unexpected or ())
     layouts = [
         KeyMap(table=_plain(table), unread=unread) for table in (*tables, own) if table is not None
@@ -207,28 +202,22 @@ def _published(
 def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
     """Return the slice of ``tensor`` behind ``view``, stored as ``key``; None if it is no slice."""
     at = view.storage_offset()
-    select: list[int | None] = []
-    origin = []
-    order = []
-    free = list(range(view.dim()))
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+    start = []
+    size = []
+    dims = {}  # of the view -> of the tensor
+    for own, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         first, at = divmod(at, stride) if stride else (0, at)
-        dim = next(
-            (one for one in free if view.stride(one) == stride and view.shape[one] <= size), None
+        same = (
+            dim
+            for dim in range(view.dim())
+            if dim not in dims and view.stride(dim) == stride and view.shape[dim] <= length
         )
-        if dim is None:
-            select.append(first)
-            continue
-        free.remove(dim)
-        select.append(None)
-        origin.append(first)
-        order.append(dim)
-    if free:
+        dim = next(same, None)
+        start.append(first)
+        size.append(1 if dim is None else view.shape[dim])
+        if dim is not None:
+            dims[dim] = (own,)
+    if len(dims) < view.dim():
         return None
-    size = tuple(view.shape[dim] for dim in order)
-    inverse = tuple(order.index(dim) for dim in range(len(order)))
-    if inverse == tuple(range(len(order))):
-        inverse = ()
-    return Piece(
-        key, tuple(view.shape), tuple(select), (0,) * len(size), size, inverse, origin=tuple(origin)
-    )
+    order = tuple(dims[dim] for dim in range(view.dim()))
+    return Piece(key, tuple(view.shape), tuple(start), tuple(size), order, (0,) * view.dim())
