@@ -8,7 +8,7 @@ keeps a layer's experts in two tensors. Shapes: E experts, I expert width, H hid
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -118,10 +118,34 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return order, [dim for dim in range(len(self.start)) if dim not in order]
 
 
-def whole(key: str, shape: tuple[int, ...]) -> Piece:
-    """Return the piece of a tensor that is stored as it is, under the name ``key``."""
-    zeros = (0,) * len(shape)
-    return Piece(key, shape, zeros, shape, tuple((dim,) for dim in range(len(shape))), zeros)
+def whole(
+    key: str, shape: tuple[int, ...], dims: tuple[tuple[int, ...], ...] | None = None
+) -> Piece:
+    """Return the piece of a tensor that is stored whole as ``key``, with dims in another order."""
+    dims = dims or tuple((dim,) for dim in range(len(shape)))
+    full = tuple(prod(shape[dim] for dim in one) for one in dims)
+    return Piece(key, full, (0,) * len(shape), shape, dims, (0,) * len(dims))
+
+
+def one_by_one(
+    keys: list[str], shape: tuple[int, ...], experts: Iterable[int], parts: int = 1
+) -> Iterator[Piece]:
+    """Yield the matrices of each expert: gate and up, or down.
+
+    With ``parts`` they are cut from a dense FFN by rows of gate and up, and by columns of the down
+    projection.
+    """
+    outer, size = len(shape) - 2, shape[-2:]
+    cut = len(keys) % 2
+    full = tuple(width * parts if dim == cut else width for dim, width in enumerate(size))
+    for expert in experts:
+        at = expert % parts * size[cut]
+        for half, key in enumerate(keys):
+            start = (expert, half)[:outer] + (0, 0)
+            offset = (0, at) if cut else (at, 0)
+            dims = (outer,), (outer + 1,)
+            key = key.format(expert=expert)
+            yield Piece(key, full, start, (1,) * outer + size, dims, offset)
 
 
 @dataclass(frozen=True)
@@ -133,8 +157,9 @@ class KeyMap:
             from the column ``hf`` of ``automoe.model.params``. ``{expert}`` stands for an expert's
             number, gate and up may have two names, and the row "" is in no file. Dims of the stored
             tensor may follow in the letters of that table: ``[E 2*I H]`` has the gates first,
-            ``[E H I*2]`` has gates and ups in turn, and of ``[G*I H]`` expert e is part e mod G.
-        ffn_parts: G of a dense checkpoint that experts are made of (``automoe.hf.upcycle``).
+            ``[E H I*2]`` has gates and ups in turn.
+        ffn_parts: number of experts that a dense FFN is cut into (``automoe.hf.upcycle``): expert e
+            is part e mod ``ffn_parts`` of the layer's.
         router_std, router_seed: standard deviation and seed of the routers that are then drawn.
         table: the pieces themselves, for a class of transformers; there are no rows then.
         layouts: layouts that files may have, if they cannot be derived; the last one is that of the
@@ -211,33 +236,22 @@ class KeyMap:
         match = _LAYER.fullmatch(name)
         if match is None:
             return [whole(name if name.startswith("lm_head.") else f"model.{name}", shape)]
-        row, _, dims = self.row(match[2]).partition(" [")
-        keys = [f"model.{match[1]}{key}" for key in row.split()]
-        if not dims and "{" not in row:
-            return [whole(key, shape) for key in keys]
-        letters = SPECS[match[2]].shape.split()
-        sizes = dict(zip(letters, shape, strict=True)) | {"G": self.ffn_parts}
-        groups = [dim.split("*") for dim in dims[:-1].split()] or [[one] for one in letters[-2:]]
-        # A number that other sizes follow is cut into pieces, as are dims that are not stored.
-        inner = [group[len(group) > 1 and group[0] in "2G" :] for group in groups]
-        stored = [letter for group in inner for letter in group]
-        size = tuple(sizes[letter] if letter in stored else 1 for letter in letters)
-        full, units = ([prod(map(sizes.get, one)) for one in part] for part in (groups, inner))
-        piece = Piece(
-            "", tuple(full), (), size, tuple(tuple(map(letters.index, one)) for one in inner), ()
-        )
-        pieces = []
-        for expert in (0,) if "E" in stored else experts or range(shape[0]):
-            for half in (0,) if "2" in stored or "2" not in letters else (0, 1):
-                at = {"E": expert, "2": half, "G": expert % (self.ffn_parts or 1)}
-                start = tuple(at.get(letter, 0) for letter in letters)
-                offset = tuple(
-                    at[group[0]] * unit if len(group) > len(one) else 0
-                    for group, one, unit in zip(groups, inner, units, strict=True)
-                )
-                key = keys[-1 if half else 0].format(expert=expert)
-                pieces.append(piece._replace(key=key, start=start, offset=offset))
-        return pieces
+        layer, name = match.groups()
+        row, _, dims = self.row(name).partition(" [")
+        keys = [f"model.{layer}{key}" for key in row.split()]
+        if "{" in row or (self.ffn_parts and keys and name in (GATE_UP, DOWN)):
+            return [*one_by_one(keys, shape, experts or range(shape[0]), self.ffn_parts or 1)]
+        letters = SPECS[name].shape.split() if dims else []
+        order = [tuple(map(letters.index, dim.split("*"))) for dim in dims[:-1].split()]
+        pieces = [whole(key, shape, tuple(order)) for key in keys]
+        if (1, 2) not in order:
+            return pieces
+        # Ranks have a part of I, which lies in two places.
+        size, cut = (shape[0], 1, *shape[2:]), ((0,), (2,), (3,))
+        return [
+            pieces[0]._replace(start=(0, i, 0, 0), size=size, dims=cut, offset=(0, i * shape[2], 0))
+            for i in (0, 1)
+        ]
 
 
 _ROUTER_ROWS = {name: SPECS[name].hf for name in (ROUTER, "mlp.router.expert_bias")}

@@ -29,7 +29,7 @@ from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.folder import new_folder
 from automoe.hf.headers import ADAPTER
 from automoe.hf.identity import checkpoint_identity
-from automoe.hf.keys import KeyMap, Piece, whole
+from automoe.hf.keys import KeyMap, Piece, one_by_one, whole
 from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
 from automoe.interop.torch_private import full_tensor
@@ -253,34 +253,26 @@ def _table(
     """List the pieces of adapter_model.safetensors, each with the name of our adapter."""
     table = []
     for module, suffix, a, b in _adapters(tensors):
-        pieces = _pieces(module, suffix, b, keys)
-        r, inputs = a.shape[-2:]
-        last = b.dim() - 1
-        fused = bool(suffix) and (0,) in pieces[0].dims
         # If two parameters of a module have adapters, peft wraps the second around the first.
-        both = f"{module}.lora.A2" in tensors and f"{module}.lora.A13" in tensors
-        inner = ".base_layer" if both and suffix == "13" else ""
-        for piece in pieces:
-            if fused:
-                key = names.stored(piece.key).rpartition(".")[0] + inner
-                rows = next(i for i, dims in enumerate(piece.dims) if not {0, last} & {*dims})
-                of_a = whole("", tuple(a.shape))
-                of_a = of_a._replace(shape=(len(a) * r, inputs), dims=((0, 1), (2,)), offset=(0, 0))
-                of_b = piece._replace(
-                    shape=(piece.shape[rows], r * len(b)),
-                    dims=(piece.dims[rows], (last, 0)),
-                    offset=(piece.offset[rows], 0),
+        both = {f"{module}.lora.A2", f"{module}.lora.A13"} <= tensors.keys()
+        last = b.dim() - 1
+        for of_b in _pieces(module, suffix, b, keys):
+            key = names.stored(of_b.key).removesuffix(".weight")
+            of_a = whole("", tuple(a.shape))
+            if suffix and (0,) in of_b.dims:
+                key = key.rpartition(".")[0] + ".base_layer" * (both and suffix == "13")
+                of_a = whole("", tuple(a.shape), ((0, 1), (2,)))
+                at = next(i for i, dims in enumerate(of_b.dims) if not {0, last} & {*dims})
+                of_b = of_b._replace(
+                    shape=(of_b.shape[at], len(b) * b.shape[last]),
+                    dims=(of_b.dims[at], (last, 0)),
+                    offset=(of_b.offset[at], 0),
                 )
-            else:
-                key = names.stored(piece.key).removesuffix(".weight")
-                of_b = piece
-                of_a = whole("", (r, inputs))
-                if suffix:
-                    expert, dims = piece.start[0], ((1,), (2,))
-                    of_a = of_a._replace(start=(expert, 0, 0), size=(1, r, inputs), dims=dims)
-            for kind, one in (("A", of_a), ("B", of_b)):
-                one = one._replace(key=f"{_PREFIX}{key}.lora_{kind}.weight")
-                table.append((f"{module}.lora.{kind}{suffix}", one))
+            elif suffix:
+                [of_a] = one_by_one([""], tuple(a.shape), of_b.start[:1])
+            for kind, piece in (("A", of_a), ("B", of_b)):
+                piece = piece._replace(key=f"{_PREFIX}{key}.lora_{kind}.weight")
+                table.append((f"{module}.lora.{kind}{suffix}", piece))
     return table
 
 

@@ -137,7 +137,7 @@ def upcycled(
     described = family.read_config(family.write_config(mixture, read_hf_config(path)), str(path))
     rows = {
         ROUTER: "",
-        GATE_UP: "mlp.gate_proj.weight mlp.up_proj.weight [G*I H]",
-        DOWN: "mlp.down_proj.weight [H G*I]",
+        GATE_UP: "mlp.gate_proj.weight mlp.up_proj.weight",
+        DOWN: "mlp.down_proj.weight",
     }
     return described, KeyMap(rows, G, dense.initializer_range, seed)
