@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from measuring import commit, cpu_model
 
+from automoe.comm.agreement import Ranks
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig
@@ -41,7 +42,7 @@ from automoe.hf.files import file_names, header_bytes, split, stored_as, write_f
 from automoe.hf.folder import write_settings
 from automoe.hf.keys import hf_tensors, is_quantized, our_tensors, quantization_config
 from automoe.hf.read import Reader, load_hf
-from automoe.hf.save_plan import plan_rewrite, rewrite_tensors
+from automoe.hf.save_plan import Transfer, plan_writes, unread_shards
 from automoe.hf.shards import local_shards
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
@@ -90,7 +91,8 @@ def write_checkpoints(root: Path, config: ModelConfig) -> dict[str, Path]:
     write_index(bf16, bins, torch.bfloat16)
     write_settings(bf16, config, torch.bfloat16, None)
     catalog, keys = check_catalog(bf16, config), family_of(config).keys
-    rewrite_tensors(plan_rewrite(catalog, config, keys, encoding="fp8"), catalog, fp8, limit // 2)
+    plan = plan_writes(unread_shards(config), config, keys, encoding="fp8", source=catalog)
+    Transfer(plan, Ranks(alone=True), catalog).write(fp8, limit // 2)
     write_settings(fp8, config, torch.bfloat16, None, quantization_config(config, keys, "fp8"))
     return {"bfloat16": bf16, "fp8": fp8}
 

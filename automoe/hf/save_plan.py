@@ -9,9 +9,8 @@ rank reads its shard. One tensor of the checkpoint is in memory at a time.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import attrgetter
@@ -70,25 +69,26 @@ class WriteItem:
 
 def plan_writes(
     shards: list[LocalShard],
+    config: ModelConfig,
     keys: KeyMap,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | None = None,
     encoding: Encoding = "plain",
     source: Catalog | None = None,
-    wide: re.Pattern[str] | None = None,
 ) -> list[WriteItem]:
     """Plan the tensors of this rank's stages; every rank of a stage returns the same plan.
 
     Bytes to write are spread evenly over the ranks.
 
     Args:
-        shards: this rank's parts of the model's tensors.
+        shards: this rank's parts of the model's tensors, or ``unread_shards``.
         keys: layout of the checkpoint.
         dtype: dtype of the checkpoint's parameters; None keeps each parameter's dtype in
-            ``source``, or in the model if there is no source. Buffers always keep their dtype.
+            ``source`` (bfloat16 if it is quantized), or in the model if there is no source. Buffers
+            always keep their dtype, and so do parameters that transformers keeps in float32.
         encoding: quantize the tensors that checkpoints in this encoding quantize.
-        source: checkpoint that the model was loaded from.
-        wide: keys that match this pattern and are float32 stay float32 (``kept_in_float32``).
+        source: checkpoint that the model was loaded from, or that is rewritten.
     """
+    wide = kept_in_float32(family_of(config).architecture)
     plan = []
     load = {}
     stage = stage_ranks(shard.tensor for shard in shards)
@@ -107,7 +107,7 @@ def plan_writes(
                 out = torch.float32 if shard.local.is_meta and own == torch.bfloat16 else own
             elif not shard.trained:
                 out = own
-            elif wide and stored == torch.float32 and wide.search(key):
+            elif stored == torch.float32 and wide.search(key):
                 out = stored
             else:
                 out = stored if dtype is None else dtype
@@ -117,26 +117,14 @@ def plan_writes(
     return plan
 
 
-def plan_rewrite(
-    source: Catalog,
-    config: ModelConfig,
-    keys: KeyMap,
-    dtype: torch.dtype | None = None,
-    encoding: Encoding = "plain",
-) -> list[WriteItem]:
-    """Plan every tensor of ``source`` in the layout ``keys``.
-
-    Args:
-        dtype: dtype of the parameters; None keeps each parameter's dtype, and gives quantized ones
-            bfloat16.
-    """
+def unread_shards(config: ModelConfig) -> list[LocalShard]:
+    """Return whole tensors of the model on the meta device, whose numbers are in files."""
     shards = []
     for name, shape in our_tensors(config):
         whole = torch.empty(shape, device="meta")
         trained = not name.endswith(".expert_bias")
         shards.append(LocalShard(name, whole, whole, (0,) * len(shape), trained=trained))
-    wide = kept_in_float32(family_of(config).architecture)
-    return plan_writes(shards, keys, dtype, encoding, source, wide)
+    return shards
 
 
 def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
@@ -152,66 +140,132 @@ def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
     return DTYPES[source.dtype] if source.encoding == "plain" else torch.bfloat16
 
 
-# Writing ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Transfer:
+    """Tensors of a checkpoint with their way into files, or into a comparison with files.
 
-
-def write_tensors(
-    plan: list[WriteItem],
-    make: Callable[[WriteItem], torch.Tensor],
-    ranks: Ranks,
-    folder: Path,
-    max_shard_bytes: int,
-    source: Catalog | None = None,
-) -> Written:
-    """Write the tensors of ``plan`` to safetensors files, with an index if there are several files.
-
-    Collective over ``ranks``.
-
-    Args:
-        make: function that returns the whole tensor of an item; all holders of the item call it, in
-            the order of the plan.
-        max_shard_bytes: largest file, unless one tensor alone is larger.
-        source: checkpoint that the model was loaded from. Its names are used, its other parts are
-            copied, and its MXFP4 or INT4 codes are kept if they decode to the same numbers.
+    Attributes:
+        items: the tensors. If their shards are on the meta device (``unread_shards``), numbers are
+            read from ``source``, else gathered from the ranks.
+        ranks: the ranks that take part; all call each method together.
+        source: checkpoint that is rewritten, or that the model was loaded from. Its names are used,
+            its other parts are copied, and its MXFP4 or INT4 codes are kept if they decode to the
+            same numbers.
     """
-    names, beside = (source.names, source.beside) if source else (ALONE, {})
-    copied = ranks.share({key: stored.num_bytes for key, stored in beside.items()})
-    written = {
-        names.stored(item.key): item.target for item in plan if item.writer == ranks.rank
-    } | {key: beside[key] for key in copied}
-    mine = split(written.items(), max_shard_bytes)
-    everyone = ranks.all(lambda: mine)
-    files = [contents for theirs in everyone for contents in theirs]
-    first = sum(len(theirs) for theirs in everyone[: ranks.rank])
-    names = file_names(len(files))[first : first + len(mine)]
-    paths = [folder / name for name in names]
 
-    def stream() -> None:
-        with _made(plan, make, ranks) as made:
-            tensors = (_encoded(item, tensor, source) for item, tensor in made)
-            others = ((_bytes_of(source, beside[key]),) for key in copied if source is not None)
-            write_files(zip(paths, mine, strict=True), chain(tensors, others))
+    items: list[WriteItem]
+    ranks: Ranks
+    source: Catalog | None = None
 
-    ranks.all(stream)
-    dtype = next(item.dtype for item in plan if item.shard.trained)
-    done = ranks.lead(lambda: write_index(folder, files, dtype))
-    return replace(done, num_copied=len(beside))
+    @contextmanager
+    def _tensors(
+        self, advance: Callable[[int], None] = lambda num_bytes: None
+    ) -> Iterator[Iterator[tuple[WriteItem, torch.Tensor]]]:
+        """Yield an iterator over this rank's items to write, each with its whole tensor.
+
+        A rank that fails still takes part in gathering; its error is raised at the end.
+        """
+        rank = self.ranks.rank
+        with ExitStack() as opened:
+            reader = opened.enter_context(Reader(self.source, advance)) if self._reads else None
+            held = (item for item in self.items if rank in item.holders)
+            made = ((item, _read(item, reader) if reader else gather(item)) for item in held)
+            try:
+                yield ((item, tensor) for item, tensor in made if item.writer == rank)
+            finally:
+                for _ in made if self.ranks.size > 1 else ():
+                    pass
+
+    @property
+    def _reads(self) -> bool:
+        return any(item.shard.local.is_meta for item in self.items)
+
+    @torch.no_grad()
+    def write(
+        self,
+        folder: Path,
+        max_shard_bytes: int = 5 << 30,
+        advance: Callable[[int], None] = lambda num_bytes: None,
+    ) -> Written:
+        """Write safetensors files, with an index if there are several files. Collective.
+
+        Args:
+            max_shard_bytes: largest file, unless one tensor alone is larger.
+            advance: callback that receives the number of bytes of each read.
+        """
+        source, ranks = self.source, self.ranks
+        names, beside = (source.names, source.beside) if source else (ALONE, {})
+        copied = ranks.share({key: stored.num_bytes for key, stored in beside.items()})
+        written = {
+            names.stored(item.key): item.target for item in self.items if item.writer == ranks.rank
+        } | {key: beside[key] for key in copied}
+        mine = split(written.items(), max_shard_bytes)
+        everyone = ranks.all(lambda: mine)
+        files = [contents for theirs in everyone for contents in theirs]
+        first = sum(len(theirs) for theirs in everyone[: ranks.rank])
+        paths = [folder / name for name in file_names(len(files))[first : first + len(mine)]]
+
+        def stream() -> None:
+            with self._tensors(advance) as made:
+                tensors = (_encoded(item, tensor, source) for item, tensor in made)
+                others = ((_bytes_of(source, beside[key]),) for key in copied)
+                write_files(zip(paths, mine, strict=True), chain(tensors, others))
+
+        ranks.all(stream)
+        dtype = next(item.dtype for item in self.items if item.shard.trained)
+        done = ranks.lead(lambda: write_index(folder, files, dtype))
+        return replace(done, num_copied=len(beside))
+
+    @torch.no_grad()
+    def compare(self, written: Catalog) -> float:
+        """Compare the numbers in ``written`` with the tensors, quantized again. Collective.
+
+        Returns:
+            Relative quantization error (L2) over all quantized tensors; 0 if there are none.
+
+        Raises:
+            CheckpointError: names the first tensor that is not finite, differs, or has a relative
+                quantization error above one half.
+        """
+        origin = self.source.folder if self._reads else "the model"
+
+        def compare() -> tuple[float, float]:
+            error = size = 0.0
+            with Reader(written) as reader, self._tensors() as made:
+                for item, numbers in made:
+                    off, own = _compare(item, numbers.cpu(), reader, self.source, origin)
+                    error, size = error + off, size + own
+            return error, size
+
+        errors, sizes = zip(*self.ranks.all(compare), strict=True)
+        return math.sqrt(sum(errors) / (sum(sizes) or 1.0))
 
 
-@contextmanager
-def _made(
-    plan: list[WriteItem], make: Callable[[WriteItem], torch.Tensor], ranks: Ranks
-) -> Iterator[Iterator[tuple[WriteItem, torch.Tensor]]]:
-    """Yield an iterator over this rank's items to write, each with its whole tensor.
-
-    A rank that fails still takes part in gathering; its error is raised at the end.
-    """
-    made = ((item, make(item)) for item in plan if ranks.rank in item.holders)
-    try:
-        yield ((item, tensor) for item, tensor in made if item.writer == ranks.rank)
-    finally:
-        for _ in made if ranks.size > 1 else ():
-            pass
+def _compare(
+    item: WriteItem, wanted: torch.Tensor, reader: Reader, source: Catalog | None, origin: Path | str
+) -> tuple[float, float]:
+    """Return the squares of a tensor's quantization error and numbers; 0 if it is not quantized."""
+    found = _read(item, reader)
+    if odd := num_not_finite(wanted) or num_not_finite(found):
+        raise not_exported(origin, item.key, odd)
+    coded = item.target.scales is not None
+    decoded = wanted
+    if coded:
+        decoded = from_codes(_encoded(item, wanted, source), item.target.encoding)
+    if not torch.equal(decoded.to(found.dtype), found):
+        raise CheckpointError(
+            f"{reader.catalog.folder}: {item.key} is not what {origin} holds: "
+            f"{int((decoded.to(found.dtype) != found).sum())} of {found.numel()} numbers differ"
+        )
+    if not coded:
+        return 0.0, 0.0
+    off, own = _square(decoded.sub_(wanted)), _square(wanted)
+    if off > own / 4:
+        raise CheckpointError(
+            f"{item.key} of {origin} cannot be stored in {item.target.encoding.upper()}: its numbers are "
+            f"{math.sqrt(off / own):.0%} off. Export it in bfloat16"
+        )
+    return off, own
 
 
 def _encoded(
@@ -237,104 +291,6 @@ def _bytes_of(source: Catalog, stored: StoredTensor) -> torch.Tensor:
             f"{source.folder / stored.file} cannot be read ({error.strerror}). Copy the file again"
         ) from error
     return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-
-
-@torch.no_grad()
-def rewrite_tensors(
-    plan: list[WriteItem],
-    source: Catalog,
-    folder: Path,
-    max_shard_bytes: int = 5 << 30,
-    advance: Callable[[int], None] = lambda num_bytes: None,
-) -> Written:
-    """Write the tensors of ``plan`` in this process alone, from the files of ``source``.
-
-    Args:
-        advance: callback that receives the number of bytes of each read.
-    """
-    with Reader(source, advance) as reader:
-        return write_tensors(
-            plan,
-            lambda item: _read(item, reader),
-            Ranks(alone=True),
-            folder,
-            max_shard_bytes,
-            source,
-        )
-
-
-def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) -> float:
-    """Compare every number in the files of ``written`` with its number in ``source``.
-
-    Returns:
-        As ``compare_written``.
-
-    Raises:
-        CheckpointError: names the first tensor that is not finite, or that differs from the
-            source's numbers in the encoding of ``written``.
-    """
-    compare_beside(source, written, source.beside)
-    with Reader(source) as reader:
-        return compare_written(
-            plan,
-            lambda item: _read(item, reader),
-            Ranks(alone=True),
-            written,
-            source,
-            source.folder,
-        )
-
-
-@torch.no_grad()
-def compare_written(
-    plan: list[WriteItem],
-    make: Callable[[WriteItem], torch.Tensor],
-    ranks: Ranks,
-    written: Catalog,
-    source: Catalog | None,
-    origin: Path | str,
-) -> float:
-    """Compare the numbers in ``written`` with the tensors of ``plan``, quantized again. Collective.
-
-    Args:
-        make, source: as for ``write_tensors``.
-        origin: the folder or model that the tensors were read from, for errors.
-
-    Returns:
-        Relative quantization error (L2) over all quantized tensors; 0 if there are none.
-
-    Raises:
-        CheckpointError: names the first tensor that is not finite, differs, or has a relative
-            quantization error above one half.
-    """
-
-    def compare() -> tuple[float, float]:
-        error = size = 0.0
-        with Reader(written) as reader, _made(plan, make, ranks) as made:
-            for item, numbers in made:
-                wanted, found = numbers.cpu(), _read(item, reader)
-                if odd := num_not_finite(wanted) or num_not_finite(found):
-                    raise not_exported(origin, item.key, odd)
-                decoded = wanted
-                if item.target.scales is not None:
-                    decoded = from_codes(_encoded(item, wanted, source), item.target.encoding)
-                if not torch.equal(decoded.to(found.dtype), found):
-                    raise CheckpointError(
-                        f"{written.folder}: {item.key} is not what {origin} holds: "
-                        f"{int((decoded.to(found.dtype) != found).sum())} of {found.numel()} numbers differ"
-                    )
-                if item.target.scales is not None:
-                    off, own = _square(decoded.sub_(wanted)), _square(wanted)
-                    if off > own / 4:
-                        raise CheckpointError(
-                            f"{item.key} of {origin} cannot be stored in {item.target.encoding.upper()}: its numbers are "
-                            f"{math.sqrt(off / own):.0%} off. Export it in bfloat16"
-                        )
-                    error, size = error + off, size + own
-        return error, size
-
-    errors, sizes = zip(*ranks.all(compare), strict=True)
-    return math.sqrt(sum(errors) / (sum(sizes) or 1.0))
 
 
 def _square(tensor: torch.Tensor) -> float:
