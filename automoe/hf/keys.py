@@ -54,67 +54,75 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     def overlap(
         self, start: tuple[int, ...], size: tuple[int, ...]
-    ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
         """Return the intersection of this piece with the box ``start``, ``size`` of our tensor.
 
+        ``from_stored`` and ``to_stored`` convert between the two results' layouts.
+
         Returns:
-            (slices of the HuggingFace tensor, slices of the box), or None if the two do not
+            (slices of the HuggingFace tensor, index into the box), or None if the two do not
             overlap.
         """
-        box = []
+        begins, ends = [], []
         for own, width, first, count in zip(self.start, self.size, start, size, strict=True):
-            begin, end = max(own, first), min(own + width, first + count)
-            if begin >= end:
+            begins.append(own if own > first else first)
+            ends.append(min(own + width, first + count))
+            if begins[-1] >= ends[-1]:
                 return None
-            box.append((begin, end))
         source = []
-        for (outer, *inner), offset in zip(self.dims, self.offset, strict=True):
-            unit = prod(self.size[dim] for dim in inner)
-            assert unit == prod(box[dim][1] - box[dim][0] for dim in inner), (
-                "a dim that the checkpoint keeps together is cut"
-            )
-            begin, end = (offset + (at - self.start[outer]) * unit for at in box[outer])
-            source.append(slice(begin, end))
-        target = (slice(a - first, b - first) for (a, b), first in zip(box, start, strict=True))
+        target: list[int | slice] = [begin - at for begin, at in zip(begins, start, strict=True)]
+        for dims, at in zip(self.dims, self.offset, strict=True):
+            unit = 1
+            for dim in dims[1:]:
+                assert ends[dim] - begins[dim] == self.size[dim], "a dim that files keep whole is cut"
+                unit *= self.size[dim]
+            outer = dims[0]
+            first = at + (begins[outer] - self.start[outer]) * unit
+            source.append(slice(first, first + (ends[outer] - begins[outer]) * unit))
+            for dim in dims:
+                target[dim] = slice(begins[dim] - start[dim], ends[dim] - start[dim])
         return tuple(source), tuple(target)
 
     @property
-    def box(self) -> tuple[slice, ...]:
-        """Slices of our tensor."""
-        return tuple(slice(at, at + n) for at, n in zip(self.start, self.size, strict=True))
+    def box(self) -> tuple[int | slice, ...]:
+        """Index of the box in our whole tensor."""
+        found = self.overlap((0,) * len(self.start), tuple(map(sum, zip(self.start, self.size))))
+        assert found is not None
+        return found[1]
+
+    @property
+    def order(self) -> list[int]:
+        """Order in which files have the dims of the box."""
+        dims = [dim for one in self.dims for dim in one]
+        return [sorted(dims).index(dim) for dim in dims]
 
     def in_stored_order(self, tensor: Any) -> Any:
-        """Return a view of a box of our tensor (of torch), dims in HuggingFace order, not merged."""
-        order, left = self._order()
-        packed = range(len(self.start), tensor.dim())  # blocks and bytes instead of columns
-        return tensor.permute(*left, *order, *packed)[(0,) * len(left)]
+        """Return a view of a part of the box (of torch), dims in HuggingFace order, not merged."""
+        order = self.order
+        packed = range(len(order), tensor.dim())  # blocks and bytes instead of columns
+        return tensor.permute(*order, *packed)
 
     def to_stored(self, tensor: Any) -> Any:
-        """Return a box of our tensor in the layout of the HuggingFace tensor."""
-        sizes = [prod(tensor.shape[dim] for dim in dims) for dims in self.dims]
-        return self.in_stored_order(tensor).reshape(sizes)
+        """Return a part of the box in the layout of the HuggingFace tensor."""
+        stored = self.in_stored_order(tensor)
+        for dim, dims in enumerate(self.dims):
+            stored = stored.flatten(dim, dim + len(dims) - 1)
+        return stored
 
     def from_stored(self, tensor: Any) -> Any:
-        """Return a view of a slice of the HuggingFace tensor in our layout."""
-        order, left = self._order()
+        """Return a view of a slice of the HuggingFace tensor in the layout of the box."""
         sizes = []
         for (_, *inner), width in zip(self.dims, tensor.shape, strict=True):
             units = [self.size[dim] for dim in inner]
             sizes += [width // prod(units), *units]
-        places = [*left, *order]
-        back = [places.index(dim) for dim in range(len(places))]
-        return tensor.view(sizes)[(None,) * len(left)].permute(back)
+        order = self.order
+        return tensor.view(sizes).permute([order.index(dim) for dim in range(len(order))])
 
     def within(self, stored: Any) -> Any:
-        """Return a view of this piece's box in the whole HuggingFace tensor, in our layout."""
+        """Return a view of the box in the whole HuggingFace tensor, in our layout."""
         found = self.overlap(self.start, self.size)
         assert found is not None
         return self.from_stored(stored[found[0]])
-
-    def _order(self) -> tuple[list[int], list[int]]:
-        """Return our dims in the order in which they are stored, and those that are not stored."""
-        order = [dim for dims in self.dims for dim in dims]
-        return order, [dim for dim in range(len(self.start)) if dim not in order]
 
 
 def whole(

@@ -329,7 +329,7 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
     stored = torch.empty(item.pieces[0].shape, dtype=item.dtype)
     full = torch.empty(item.shard.shape, device="meta")
     for piece in item.pieces:
-        shard = LocalShard(item.shard.name, full, piece.within(stored), piece.start)
+        shard = LocalShard(item.shard.name, full, piece.within(stored).view(piece.size), piece.start)
         reader.fill(reader.plan([shard]))
         fill_upcycled(shard, reader.catalog.keys)
     return stored
@@ -352,19 +352,17 @@ def gather(item: WriteItem) -> torch.Tensor:
 
 
 def _gather_piece(item: WriteItem, piece: Piece) -> torch.Tensor:
-    """Return the box of ``piece``; dims that are stored are gathered whole, and then cut."""
+    """Return the box of ``piece``: dims that are stored are gathered whole, and then cut."""
     shard = item.shard
-    stored = [dim for dims in piece.dims for dim in dims]
-    index = [slice(None)] * len(piece.start)
-    for dim, at in enumerate(piece.start):
-        if dim not in stored:
-            index[dim] = slice(at - shard.start[dim], at - shard.start[dim] + 1)
-    tensor = shard.numbers(tuple(index)).to(item.dtype)
+    dims = sorted(dim for one in piece.dims for dim in one)
+    index = [at - first for at, first in zip(piece.start, shard.start, strict=True)]
+    whole = tuple(slice(None) if dim in dims else at for dim, at in enumerate(index))
+    tensor = shard.numbers(whole).to(item.dtype)
     if isinstance(shard.tensor, DTensor):
-        for axis, dim, size in _gathered_axes(shard.tensor, stored):
-            tensor = _join(tensor, dim, size, shard.tensor.device_mesh.get_group(axis))
-    for dim in stored:
-        tensor = tensor.narrow(dim, piece.start[dim], piece.size[dim])
+        for axis, at, size in _gathered_axes(shard.tensor, dims):
+            tensor = _join(tensor, at, size, shard.tensor.device_mesh.get_group(axis))
+    for at, dim in enumerate(dims):
+        tensor = tensor.narrow(at, piece.start[dim], piece.size[dim])
     return tensor
 
 
@@ -377,18 +375,18 @@ def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) ->
 
 
 def _gathered_axes(tensor: DTensor, dims: list[int]) -> list[tuple[int, int, int]]:
-    """List the all-gathers that complete ``dims``, in order: (mesh axis, dim, gathered size).
+    """List the all-gathers that complete ``dims``: (mesh axis, place in ``dims``, gathered size).
 
     If FSDP shards a dim that tp or etp has already sharded, FSDP's placement is strided and is
     gathered first.
     """
     mesh = tensor.device_mesh
     outer_first = []
-    for dim in dims:
+    for at, dim in enumerate(dims):
         extent = tensor.shape[dim]
         axes = [axis for axis, one in enumerate(tensor.placements) if _cut_dim(one) == dim]
         for axis in sorted(axes, key=lambda axis: is_strided_shard(tensor.placements[axis])):
-            outer_first.append((axis, dim, extent))
+            outer_first.append((axis, at, extent))
             # The inner axis shards this rank's slice of the outer axis.
             longest = -(-extent // mesh.size(axis))
             extent = max(0, min(longest, extent - longest * mesh.get_local_rank(axis)))
