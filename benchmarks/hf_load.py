@@ -103,7 +103,10 @@ def write_headers(folder: Path) -> int:
     keys = family_of(config).keys
 
     items = [
-        (piece.key, stored_as(piece.shape, torch.bfloat16, "fp8" if is_quantized(name, piece, keys, "fp8") else "plain"))
+        (
+            piece.key,
+            stored_as(piece.shape, torch.bfloat16, "fp8" if is_quantized(name, piece, keys, "fp8") else "plain"),
+        )
         for name, size in our_tensors(config)
         for piece in keys.pieces(name, size)
     ]

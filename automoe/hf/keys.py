@@ -74,7 +74,9 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         for dims, at in zip(self.dims, self.offset, strict=True):
             unit = 1
             for dim in dims[1:]:
-                assert ends[dim] - begins[dim] == self.size[dim], "a dim that files keep whole is cut"
+                assert ends[dim] - begins[dim] == self.size[dim], (
+                    "a dim that files keep whole is cut"
+                )
                 unit *= self.size[dim]
             outer = dims[0]
             first = at + (begins[outer] - self.start[outer]) * unit
@@ -86,9 +88,9 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     @property
     def box(self) -> tuple[int | slice, ...]:
         """Index of the box in our whole tensor."""
-        found = self.overlap((0,) * len(self.start), tuple(map(sum, zip(self.start, self.size))))
-        assert found is not None
-        return found[1]
+        stored = {dim for one in self.dims for dim in one}
+        pairs = enumerate(zip(self.start, self.size, strict=True))
+        return tuple(slice(at, at + n) if dim in stored else at for dim, (at, n) in pairs)
 
     @property
     def order(self) -> list[int]:

@@ -247,9 +247,7 @@ def _pieces(module: str, suffix: str, tensor: torch.Tensor, keys: KeyMap) -> Seq
     return [whole(keys.table[name][0].key, shape)] if keys.table else keys.pieces(name, shape)
 
 
-def _table(
-    tensors: dict[str, torch.Tensor], keys: KeyMap, names: Names
-) -> list[tuple[str, Piece]]:
+def _table(tensors: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
     """List the pieces of adapter_model.safetensors, each with the name of our adapter."""
     table = []
     for module, suffix, a, b in _adapters(tensors):
@@ -276,9 +274,7 @@ def _table(
     return table
 
 
-def _put(
-    tensor: torch.Tensor, piece: Piece, stored: dict[str, torch.Tensor]
-) -> None:
+def _put(tensor: torch.Tensor, piece: Piece, stored: dict[str, torch.Tensor]) -> None:
     """Copy the box of ``piece`` into the HuggingFace tensor in ``stored``."""
     place = stored.setdefault(piece.key, tensor.new_empty(piece.shape))
     piece.within(place).copy_(tensor[piece.box])

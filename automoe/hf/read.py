@@ -157,9 +157,7 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
     """
     catalog = reader.catalog
     there = [
-        one
-        for one in copies
-        if catalog.keys.pieces(one.name, one.shape)[0].key in catalog.sources
+        one for one in copies if catalog.keys.pieces(one.name, one.shape)[0].key in catalog.sources
     ]
 
     def compare(one: ReadItem, numbers: torch.Tensor, own: torch.Tensor) -> None:

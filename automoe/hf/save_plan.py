@@ -242,7 +242,11 @@ class Transfer:
 
 
 def _compare(
-    item: WriteItem, wanted: torch.Tensor, reader: Reader, source: Catalog | None, origin: Path | str
+    item: WriteItem,
+    wanted: torch.Tensor,
+    reader: Reader,
+    source: Catalog | None,
+    origin: Path | str,
 ) -> tuple[float, float]:
     """Return the squares of a tensor's quantization error and numbers; 0 if it is not quantized."""
     found = _read(item, reader)
@@ -329,7 +333,9 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
     stored = torch.empty(item.pieces[0].shape, dtype=item.dtype)
     full = torch.empty(item.shard.shape, device="meta")
     for piece in item.pieces:
-        shard = LocalShard(item.shard.name, full, piece.within(stored).view(piece.size), piece.start)
+        shard = LocalShard(
+            item.shard.name, full, piece.within(stored).view(piece.size), piece.start
+        )
         reader.fill(reader.plan([shard]))
         fill_upcycled(shard, reader.catalog.keys)
     return stored

@@ -148,9 +148,7 @@ def convert_hf(
     config, dense_keys = mixture or (model_config_from_hf(source), None)
     keys = check_conversion(config, path, encoding=encoding, layout=layout, overwrite=overwrite)
     catalog = check_catalog(source, config, dense_keys)
-    plan = plan_writes(
-        unread_shards(config), config, keys, export_dtype(dtype), encoding, catalog
-    )
+    plan = plan_writes(unread_shards(config), config, keys, export_dtype(dtype), encoding, catalog)
     transfer = Transfer(plan, Ranks(alone=True), catalog)
     num_bytes = sum(stored.num_bytes for stored in catalog.sources.values())
     with new_folder(path, overwrite, Ranks(alone=True)) as folder:

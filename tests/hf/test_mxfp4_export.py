@@ -151,7 +151,9 @@ def test_an_export_is_what_transformers_dequantizes(plain: Path, tmp_path: Path)
 def test_other_codes_than_those_of_the_weights_are_found(plain: Path, tmp_path: Path) -> None:
     model = automoe.from_hf(plain)
     to_hf(model, tmp_path / "out", encoding="mxfp4", dtype="float32", verify=False)
-    plan = plan_writes(list(local_shards({0: model})), model.config, family_of(model.config).keys, torch.float32, "mxfp4")
+    plan = plan_writes(
+        list(local_shards({0: model})), model.config, family_of(model.config).keys, torch.float32, "mxfp4"
+    )
     coded = [item for item in plan if item.target.scales is not None]
 
     def compare() -> float:
