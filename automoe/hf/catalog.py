@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
@@ -87,7 +86,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     shapes and dtypes with the model."""
     folder = local_folder(path)
     tensors = read_headers(folder)
-    hf = _stated(folder)
+    hf = read_hf_config(folder) if is_there(folder, "config.json") else {}
     encoding, block = quantization_of(folder, hf)
     names = names_in(folder, hf, tensors)
     keys = keys or family_of(config).keys
@@ -140,11 +139,6 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
             f"{EMBEDDING}: the two stay separate, as in transformers"
         )
     return Catalog(folder, keys, sources, block, tuple(notes), names, beside)
-
-
-def _stated(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json, or {} if the file does not exist."""
-    return read_hf_config(folder) if is_there(folder, "config.json") else {}
 
 
 def _check_experts(

@@ -57,7 +57,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
         """Return the intersection of this piece with the box ``start``, ``size`` of our tensor.
 
-        ``from_stored`` and ``to_stored`` convert between the two results' layouts.
+        ``from_stored`` and ``in_stored_order`` convert between the two results' layouts.
 
         Returns:
             (slices of the HuggingFace tensor, index into the box), or None if the two do not
@@ -103,13 +103,6 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         order = self.order
         packed = range(len(order), tensor.dim())  # blocks and bytes instead of columns
         return tensor.permute(*order, *packed)
-
-    def to_stored(self, tensor: Any) -> Any:
-        """Return a part of the box in the layout of the HuggingFace tensor."""
-        stored = self.in_stored_order(tensor)
-        for dim, dims in enumerate(self.dims):
-            stored = stored.flatten(dim, dim + len(dims) - 1)
-        return stored
 
     def from_stored(self, tensor: Any) -> Any:
         """Return a view of a slice of the HuggingFace tensor in the layout of the box."""

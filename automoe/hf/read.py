@@ -172,11 +172,12 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
 
 def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:
     """Count NaN and infinite numbers by place in the checkpoint: (key, matrices, rows, columns)."""
-    counts = {
-        (item.key, item.matrices, item.rows, item.cols): num_not_finite(item.widened())
-        for item in items
-    }
-    return {place: count for place, count in counts.items() if count}
+    counts = {}
+    for item in items:
+        numbers = unpack(item.place, item.cols[1] - item.cols[0], torch.float32)
+        if count := num_not_finite(numbers):
+            counts[item.key, item.matrices, item.rows, item.cols] = count
+    return counts
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -229,10 +230,6 @@ class ReadItem(NamedTuple):
         begin, end = self.wanted
         _, row_bytes = self.source.row_layout
         return (0, row_bytes) if row_bytes - (end - begin) < GAP_BYTES else (begin, end)
-
-    def widened(self) -> torch.Tensor:
-        """Return the numbers of ``place``, dequantized if the shard is packed."""
-        return unpack(self.place, self.cols[1] - self.cols[0], torch.float32)
 
     def num_bytes(self, place: torch.Tensor) -> int:
         """Return the stored size in bytes of a slice of ``place``, without scales."""

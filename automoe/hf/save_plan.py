@@ -351,7 +351,7 @@ def gather(item: WriteItem) -> torch.Tensor:
     for piece in item.pieces:
         part = _gather_piece(item, piece)
         if len(item.pieces) == 1:
-            return piece.to_stored(part)
+            return piece.in_stored_order(part).reshape(piece.shape)
         stored = part.new_empty(piece.shape) if stored is None else stored
         piece.within(stored).copy_(part)
     return stored

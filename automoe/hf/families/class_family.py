@@ -157,20 +157,18 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
         tables.append(_published(model, tensors))
     own = {name: (whole(name, tuple(one.shape)),) for name, one in tensors.items()}
     unread = tuple(model._keys_to_ignore_on_load_unexpected or ())
-    layouts = [
-        KeyMap(table=_plain(table), unread=unread) for table in (*tables, own) if table is not None
-    ]
+    layouts = []
+    for table in (*tables, own):
+        if table is not None:
+            plain = names_in(
+                Path(), {}, [piece.key for pieces in table.values() for piece in pieces]
+            )
+            named = {
+                name: tuple(one._replace(key=plain.plain(one.key) or one.key) for one in pieces)
+                for name, pieces in table.items()
+            }
+            layouts.append(KeyMap(table=named, unread=unread))
     return replace(layouts[0], layouts=tuple(layouts))
-
-
-def _plain(table: dict[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
-    """Return ``table`` with plain names of the stored tensors."""
-    keys = [piece.key for pieces in table.values() for piece in pieces]
-    names = names_in(Path(), {}, keys)
-    return {
-        name: tuple(piece._replace(key=names.plain(piece.key) or piece.key) for piece in pieces)
-        for name, pieces in table.items()
-    }
 
 
 def _published(
