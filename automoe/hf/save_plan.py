@@ -366,18 +366,14 @@ def _gather_piece(item: WriteItem, piece: Piece) -> torch.Tensor:
     tensor = shard.numbers(whole).to(item.dtype)
     if isinstance(shard.tensor, DTensor):
         for axis, at, size in _gathered_axes(shard.tensor, dims):
-            tensor = _join(tensor, at, size, shard.tensor.device_mesh.get_group(axis))
+            group = shard.tensor.device_mesh.get_group(axis)
+            # Parts are those of ``torch.chunk``: the last may be short, and gloo needs equal ones.
+            missing = -(-size // dist.get_world_size(group)) - tensor.shape[at]
+            padded = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - at) + [0, missing])
+            tensor = all_gather(padded, at, group).narrow(at, 0, size)
     for at, dim in enumerate(dims):
         tensor = tensor.narrow(at, piece.start[dim], piece.size[dim])
     return tensor
-
-
-def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-gather parts split as by ``torch.chunk``, the last of which may be short or empty."""
-    longest = -(-size // dist.get_world_size(group))
-    missing = longest - local.shape[dim]  # gloo gathers only equal sizes
-    padded = F.pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing])
-    return all_gather(padded, dim, group).narrow(dim, 0, size)
 
 
 def _gathered_axes(tensor: DTensor, dims: list[int]) -> list[tuple[int, int, int]]:
