@@ -101,6 +101,8 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     def in_stored_order(self, tensor: Any) -> Any:
         """Return a view of a part of the box (of torch), dims in HuggingFace order, not merged."""
         order = self.order
+        if order == sorted(order):
+            return tensor
         packed = range(len(order), tensor.dim())  # blocks and bytes instead of columns
         return tensor.permute(*order, *packed)
 
