@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from measuring import commit, cpu_model
 
+from automoe.comm.agreement import Ranks
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig
@@ -39,9 +40,9 @@ from automoe.hf.catalog import check_catalog, open_catalog
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.files import file_names, header_bytes, split, stored_as, write_files, write_index
 from automoe.hf.folder import write_settings
-from automoe.hf.keys import Encoding, hf_pieces, hf_tensors, is_quantized, quantization_config
+from automoe.hf.keys import hf_tensors, is_quantized, our_tensors, quantization_config
 from automoe.hf.read import Reader, load_hf
-from automoe.hf.save_plan import plan_rewrite, rewrite_tensors
+from automoe.hf.save_plan import Transfer, plan_writes, unread_shards
 from automoe.hf.shards import local_shards
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
@@ -90,7 +91,8 @@ def write_checkpoints(root: Path, config: ModelConfig) -> dict[str, Path]:
     write_index(bf16, bins, torch.bfloat16)
     write_settings(bf16, config, torch.bfloat16, None)
     catalog, keys = check_catalog(bf16, config), family_of(config).keys
-    rewrite_tensors(plan_rewrite(catalog, config, keys, encoding="fp8"), catalog, fp8, limit // 2)
+    plan = plan_writes(unread_shards(config), config, keys, encoding="fp8", source=catalog)
+    Transfer(plan, Ranks(alone=True), catalog).write(fp8, limit // 2)
     write_settings(fp8, config, torch.bfloat16, None, quantization_config(config, keys, "fp8"))
     return {"bfloat16": bf16, "fp8": fp8}
 
@@ -100,11 +102,13 @@ def write_headers(folder: Path) -> int:
     config = compose_config("config", ["model=dsv3_671b"]).model
     keys = family_of(config).keys
 
-    def encoding_of(key: str, size: tuple[int, ...]) -> Encoding:
-        return "fp8" if is_quantized(key, size, keys, "fp8") else "plain"
-
     items = [
-        (key, stored_as(size, torch.bfloat16, encoding_of(key, size))) for key, size in hf_tensors(config, keys).items()
+        (
+            piece.key,
+            stored_as(piece.shape, torch.bfloat16, "fp8" if is_quantized(name, piece, keys, "fp8") else "plain"),
+        )
+        for name, size in our_tensors(config)
+        for piece in keys.pieces(name, size)
     ]
     bins = split(items, 4 << 30)
     names = file_names(len(bins))
@@ -192,14 +196,14 @@ def torch_reader(path: Path, mesh: str) -> dict[str, Any]:
     keys = family_of(next(iter(parts.values())).config).keys
     tensors: dict[str, torch.Tensor] = {}
     for shard in local_shards(parts):
-        pieces = hf_pieces(shard.name, tuple(shard.tensor.shape), keys)
+        pieces = keys.pieces(shard.name, tuple(shard.tensor.shape))
         if len(pieces) == 1:
             tensors[pieces[0].key] = shard.tensor
             continue
         for piece in pieces:
             if (found := piece.overlap(shard.start, tuple(shard.local.shape))) is None:
                 continue
-            view = shard.local[found[1]]
+            view = piece.in_stored_order(shard.local[found[1]])
             if tuple(view.shape) != piece.shape:
                 rows = shard.tensor.device_mesh["ep_shard"]
                 view = DTensor.from_local(

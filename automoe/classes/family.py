@@ -38,7 +38,7 @@ from automoe.config.schema import AttentionConfig, Config, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import HFConfig, number_of
 from automoe.hf.families.family import Family
-from automoe.hf.keys import KeyMap, Piece
+from automoe.hf.keys import FUSED, KeyMap, Piece, whole
 from automoe.hf.wrapper import names_in
 from automoe.model.adapters import is_target
 from automoe.model.params import Param
@@ -228,27 +228,20 @@ def _layouts(path: str, stated: bytes) -> KeyMap:
         if with_prefixes:
             model._weight_conversions = transforms
         tables.append(_published(model, tensors))
-    own = {
-        name: (
-            Piece(name, tuple(one.shape), (None,) * one.dim(), (0,) * one.dim(), tuple(one.shape)),
-        )
-        for name, one in tensors.items()
-    }
+    own = {name: (whole(name, tuple(one.shape)),) for name, one in tensors.items()}
     unread = tuple(model._keys_to_ignore_on_load_unexpected or ())
-    layouts = [
-        KeyMap(table=_plain(table), unread=unread) for table in (*tables, own) if table is not None
-    ]
+    layouts = []
+    for table in (*tables, own):
+        if table is not None:
+            plain = names_in(
+                Path(), {}, [piece.key for pieces in table.values() for piece in pieces]
+            )
+            named = {
+                name: tuple(one._replace(key=plain.plain(one.key) or one.key) for one in pieces)
+                for name, pieces in table.items()
+            }
+            layouts.append(KeyMap(table=named, unread=unread))
     return replace(layouts[0], layouts=tuple(layouts))
-
-
-def _plain(table: dict[str, tuple[Piece, ...]]) -> dict[str, tuple[Piece, ...]]:
-    """Return ``table`` with plain names of the stored tensors."""
-    keys = [piece.key for pieces in table.values() for piece in pieces]
-    names = names_in(Path(), {}, keys)
-    return {
-        name: tuple(piece._replace(key=names.plain(piece.key) or piece.key) for piece in pieces)
-        for name, pieces in table.items()
-    }
 
 
 def _published(
@@ -280,32 +273,26 @@ def _published(
 def _piece(key: str, view: torch.Tensor, tensor: torch.Tensor) -> Piece | None:
     """Return the slice of ``tensor`` behind ``view``, stored as ``key``; None if it is no slice."""
     at = view.storage_offset()
-    select = []
-    origin = []
-    order = []
-    free = list(range(view.dim()))
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+    start = []
+    size = []
+    dims = {}  # of the view -> of the tensor
+    for own, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         first, at = divmod(at, stride) if stride else (0, at)
-        dim = next(
-            (one for one in free if view.stride(one) == stride and view.shape[one] <= size), None
+        same = (
+            dim
+            for dim in range(view.dim())
+            if dim not in dims and view.stride(dim) == stride and view.shape[dim] <= length
         )
-        if dim is None:
-            select.append(first)
-            continue
-        free.remove(dim)
-        select.append(None)
-        origin.append(first)
-        order.append(dim)
-    if free:
+        dim = next(same, None)
+        start.append(first)
+        size.append(1 if dim is None else view.shape[dim])
+        if dim is not None:
+            dims[dim] = (own,)
+    if len(dims) < view.dim():
         return None
-    size = tuple(view.shape[dim] for dim in order)
-    inverse = tuple(order.index(dim) for dim in range(len(order)))
-    if inverse == tuple(range(len(order))):
-        inverse = ()
-    return Piece(
-        key, tuple(view.shape), tuple(select), (0,) * len(size), size, inverse, origin=tuple(origin)
-    )
+    order = tuple(dims[dim] for dim in range(view.dim()))
+    return Piece(key, tuple(view.shape), tuple(start), tuple(size), order, (0,) * view.dim())
 
 
-# ``check_holds`` expects no tensor per expert, since ``keys`` are ``fused``.
-FAMILY = ClassFamily("transformers", "", {}, {}, keys=KeyMap(fused=True))
+# ``check_holds`` expects no tensor per expert.
+FAMILY = ClassFamily("transformers", "", {}, {}, keys=FUSED)

@@ -5,11 +5,11 @@ Headers are read and checked once, on one rank.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
@@ -24,7 +24,7 @@ from automoe.hf.headers import (
     unread_adapter,
     without_collection,
 )
-from automoe.hf.keys import FP8_BLOCK, Encoding, KeyMap, hf_pieces, hf_tensors, mtp_copies
+from automoe.hf.keys import FP8_BLOCK, Encoding, KeyMap, hf_tensors, mtp_copies
 from automoe.hf.wrapper import ALONE, Names, names_in, part_of, said_of
 from automoe.storage.foreign import is_there
 
@@ -86,7 +86,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     shapes and dtypes with the model."""
     folder = local_folder(path)
     tensors = read_headers(folder)
-    hf = _stated(folder)
+    hf = read_hf_config(folder) if is_there(folder, "config.json") else {}
     encoding, block = quantization_of(folder, hf)
     names = names_in(folder, hf, tensors)
     keys = keys or family_of(config).keys
@@ -104,7 +104,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     beside, left = _without_codes(folder, beside, encoding)
     notes += [*said_of({key: one.num_bytes for key, one in beside.items()}), *left]
     # Files may lack the copies of embedding and head in modules for multi-token prediction.
-    copies = {hf_pieces(name, (), keys)[0].key for name in mtp_copies(config)}
+    copies = {keys.pieces(name, ())[0].key for name in mtp_copies(config)}
     missing = [key for key in wanted if key not in sources and key not in copies]
     unexpected = [key for key in sources if key not in wanted]
     wrong = [
@@ -141,11 +141,6 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     return Catalog(folder, keys, sources, block, tuple(notes), names, beside)
 
 
-def _stated(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json, or {} if the file does not exist."""
-    return read_hf_config(folder) if is_there(folder, "config.json") else {}
-
-
 def _check_experts(
     folder: Path, sources: dict[str, StoredTensor], config: ModelConfig, keys: KeyMap
 ) -> None:
@@ -157,7 +152,8 @@ def _check_experts(
         sizes = [one.full_shape[0] for key, one in sources.items() if key.endswith(f".{keys.gate}")]
         count = sizes[0] if sizes else 0
     else:
-        count = len({keys.expert_of(key) for key in sources} - {None})
+        numbers = (re.search(r"\.experts\.(\d+)\.", key) for key in sources)
+        count = len({found[1] for found in numbers if found})
     if count and count != config.num_experts:
         raise CheckpointError(
             f"{folder} holds {count} experts a layer, and its configuration says {config.num_experts}. Correct that "

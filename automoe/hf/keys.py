@@ -1,4 +1,4 @@
-"""Mapping between HuggingFace tensors and slices of this project's tensors. Needs no torch.
+"""Which boxes of a HuggingFace checkpoint's tensors hold which boxes of ours. Needs no torch.
 
 Checkpoints of the families differ from our model only in the names of the feed-forward and in the
 split of routed experts: published files have one tensor per expert and projection, transformers 5
@@ -8,8 +8,9 @@ keeps a layer's experts in two tensors. Shapes: E experts, I expert width, H hid
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
 from automoe.config.facts import BLOCK
@@ -24,54 +25,179 @@ GROUP = 32  # numbers of a row that share a scale in MXFP4 and INT4; they take 1
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 Encoding = Literal["plain", "fp8", "mxfp4", "int4"]  # rules that turn codes and scales into numbers
 SCALE_SUFFIX = "_scale_inv"  # follows a block-FP8 tensor's name in the name of its scales
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+ROUTER, SHARED_GATE = "mlp.router.weight", "mlp.shared_experts.output_gate.weight"
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+_LAYER = re.compile(r"(layers\.\d+\.)(.+)")
 # Block-FP8 does not quantize these matrices of an indexer and of a multi-token prediction module.
 _INDEX_WEIGHTS = "self_attn.indexer.weights_proj"
 _MTP_KEPT = ("eh_proj", "embed_tokens", "shared_head.head")
 
 
-def _published(name: str, tensor: int = 0) -> str:
-    """Return a HuggingFace key of the parameter ``mlp.<name>``, relative to its layer."""
-    return SPECS[f"mlp.{name}"].hf.split()[tensor]
+class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple is quick to make
+    """Box of one of our tensors, and the equal box of the HuggingFace tensor that stores it.
+
+    Attributes:
+        key: name of the HuggingFace tensor.
+        shape: full shape of the HuggingFace tensor.
+        start, size: the box in our tensor.
+        dims: for each dim of the HuggingFace tensor, our dims that it runs over. If there are
+            several, boxes span all but the first. Dims of ours that are in none have size 1.
+        offset: start of the box in the HuggingFace tensor.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    dims: tuple[tuple[int, ...], ...]
+    offset: tuple[int, ...]
+
+    def overlap(
+        self, start: tuple[int, ...], size: tuple[int, ...]
+    ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
+        """Return the intersection of this piece with the box ``start``, ``size`` of our tensor.
+
+        ``from_stored`` and ``in_stored_order`` convert between the two results' layouts.
+
+        Returns:
+            (slices of the HuggingFace tensor, index into the box), or None if the two do not
+            overlap.
+        """
+        begins, ends = [], []
+        for own, width, first, count in zip(self.start, self.size, start, size, strict=True):
+            begins.append(own if own > first else first)
+            ends.append(min(own + width, first + count))
+            if begins[-1] >= ends[-1]:
+                return None
+        source = []
+        target: list[int | slice] = [begin - at for begin, at in zip(begins, start, strict=True)]
+        for dims, at in zip(self.dims, self.offset, strict=True):
+            unit = 1
+            for dim in dims[1:]:
+                assert ends[dim] - begins[dim] == self.size[dim], (
+                    "a dim that files keep whole is cut"
+                )
+                unit *= self.size[dim]
+            outer = dims[0]
+            first = at + (begins[outer] - self.start[outer]) * unit
+            source.append(slice(first, first + (ends[outer] - begins[outer]) * unit))
+            for dim in dims:
+                target[dim] = slice(begins[dim] - start[dim], ends[dim] - start[dim])
+        return tuple(source), tuple(target)
+
+    @property
+    def box(self) -> tuple[int | slice, ...]:
+        """Index of the box in our whole tensor."""
+        stored = {dim for one in self.dims for dim in one}
+        pairs = enumerate(zip(self.start, self.size, strict=True))
+        return tuple(slice(at, at + n) if dim in stored else at for dim, (at, n) in pairs)
+
+    @property
+    def order(self) -> list[int]:
+        """Order in which files have the dims of the box."""
+        dims = [dim for one in self.dims for dim in one]
+        return [sorted(dims).index(dim) for dim in dims]
+
+    def in_stored_order(self, tensor: Any) -> Any:
+        """Return a view of a part of the box (of torch), dims in HuggingFace order, not merged."""
+        order = self.order
+        if order == sorted(order):
+            return tensor
+        packed = range(len(order), tensor.dim())  # blocks and bytes instead of columns
+        return tensor.permute(*order, *packed)
+
+    def from_stored(self, tensor: Any) -> Any:
+        """Return a view of a slice of the HuggingFace tensor in the layout of the box."""
+        sizes = []
+        for (_, *inner), width in zip(self.dims, tensor.shape, strict=True):
+            units = [self.size[dim] for dim in inner]
+            sizes += [width // prod(units), *units]
+        order = self.order
+        return tensor.view(sizes).permute([order.index(dim) for dim in range(len(order))])
+
+    def within(self, stored: Any) -> Any:
+        """Return a view of the box in the whole HuggingFace tensor, in our layout."""
+        found = self.overlap(self.start, self.size)
+        assert found is not None
+        return self.from_stored(stored[found[0]])
+
+
+def whole(
+    key: str, shape: tuple[int, ...], dims: tuple[tuple[int, ...], ...] | None = None
+) -> Piece:
+    """Return the piece of a tensor that is stored whole as ``key``, with dims in another order."""
+    dims = dims or tuple((dim,) for dim in range(len(shape)))
+    full = tuple(prod(shape[dim] for dim in one) for one in dims)
+    return Piece(key, full, (0,) * len(shape), shape, dims, (0,) * len(dims))
+
+
+def one_by_one(
+    keys: list[str], shape: tuple[int, ...], experts: Iterable[int], parts: int = 1
+) -> Iterator[Piece]:
+    """Yield the matrices of each expert: gate and up, or down.
+
+    With ``parts`` they are cut from a dense FFN by rows of gate and up, and by columns of the down
+    projection.
+    """
+    outer, size = len(shape) - 2, shape[-2:]
+    cut = len(keys) % 2
+    full = tuple(width * parts if dim == cut else width for dim, width in enumerate(size))
+    for expert in experts:
+        at = expert % parts * size[cut]
+        for half, key in enumerate(keys):
+            start = (expert, half)[:outer] + (0, 0)
+            offset = (0, at) if cut else (at, 0)
+            dims = (outer,), (outer + 1,)
+            key = key.format(expert=expert)
+            yield Piece(key, full, start, (1,) * outer + size, dims, offset)
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Layout of a checkpoint: names below ``model.layers.N.``, and how experts are stored.
+    """Layout of a checkpoint: the pieces of each of our tensors.
 
-    ``{expert}`` in a name stands for the expert's number. The defaults are the column ``hf`` of
-    ``automoe.model.params``; a family overrides the names that it spells differently.
-
-    With ``fused``, ``gate`` and ``up`` name one tensor [E, 2I, H], gates first. With ``transposed``
-    as well (GPT-OSS), that tensor is [E, H, 2I] with gates and ups interleaved, ``down`` is [E, I,
-    H], and biases follow the same order. With ``ffn_parts`` the checkpoint is dense: expert e is
-    part e mod ``ffn_parts`` of the layer's FFN, and routers are drawn (``automoe.hf.upcycle``) with
-    the standard deviation ``router_std`` from ``router_seed``.
-
-    For a class of transformers ``table`` replaces all of these: it gives the pieces of each of our
-    tensors. ``layouts`` lists the layouts that files may have, if they cannot be derived; the last
-    one is the layout of the parameters in memory. ``unread`` lists regular expressions of stored
-    tensors to skip.
+    Attributes:
+        rows: names below ``model.layers.N.`` of our tensors below ``layers.N.``, where they differ
+            from the column ``hf`` of ``automoe.model.params``. ``{expert}`` stands for an expert's
+            number, gate and up may have two names, and the row "" is in no file. Dims of the stored
+            tensor may follow in the letters of that table: ``[E 2*I H]`` has the gates first,
+            ``[E H I*2]`` has gates and ups in turn.
+        ffn_parts: number of experts that a dense FFN is cut into (``automoe.hf.upcycle``): expert e
+            is part e mod ``ffn_parts`` of the layer's.
+        router_std, router_seed: standard deviation and seed of the routers that are then drawn.
+        table: the pieces themselves, for a class of transformers; there are no rows then.
+        layouts: layouts that files may have, if they cannot be derived; the last one is that of the
+            parameters in memory.
+        unread: regular expressions of stored tensors to skip.
     """
 
-    router: str = _published("router.weight")
-    expert_bias: str = _published("router.expert_bias")
-    gate: str = _published("experts.gate_up_proj", 0)
-    up: str = _published("experts.gate_up_proj", 1)
-    down: str = _published("experts.down_proj")
-    shared_experts: str = "mlp.shared_experts"  # name of the module
-    shared_gate: str = _published("shared_experts.output_gate.weight")
-    router_bias: str = _published("router.bias")
-    gate_up_bias: str = _published("experts.gate_up_proj_bias")  # used only with ``transposed``
-    down_bias: str = _published("experts.down_proj_bias")
-    fused: bool = False
-    transposed: bool = False
+    rows: Mapping[str, str] = field(default_factory=dict)
     ffn_parts: int = 0
     router_std: float = 0.0
     router_seed: int = 0
     table: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     layouts: tuple[KeyMap, ...] = ()
     unread: tuple[str, ...] = ()
+
+    def row(self, name: str) -> str:
+        """Return the stored names, and maybe dims, of our tensor ``name`` of a layer."""
+        spec = SPECS.get(name)
+        return self.rows.get(name, spec.hf if spec and spec.hf else name)
+
+    @property
+    def gate(self) -> str:
+        """Name of the tensor with the gates of experts, below its layer."""
+        return self.row(GATE_UP).split()[0]
+
+    @property
+    def fused(self) -> bool:
+        """True if one tensor holds the gates and ups of all experts."""
+        return " [E" in self.row(GATE_UP)
+
+    @property
+    def transposed(self) -> bool:
+        """True if matrices of experts are stored with rows and columns exchanged (GPT-OSS)."""
+        return " [E H" in self.row(GATE_UP)
 
     def fitting(self, keys: Collection[str]) -> KeyMap:
         """Return the layout of the files that hold the tensors ``keys``."""
@@ -90,10 +216,8 @@ class KeyMap:
         ``transformers`` saves families that are published fused in this layout, and block-FP8 is
         stored in it.
         """
-        if not self.fused or self.transposed:
-            return self
-        one = KeyMap()
-        return replace(self, gate=one.gate, up=one.up, down=one.down, fused=False)
+        rows = {name: row for name, row in self.rows.items() if row != FUSED.rows.get(name)}
+        return replace(self, rows=rows)
 
     @property
     def in_memory(self) -> KeyMap:
@@ -101,194 +225,42 @@ class KeyMap:
 
         ``save_pretrained(save_original_format=False)`` writes this layout too.
         """
-        if self.layouts:
-            return self.layouts[-1]
-        if self.transposed or self.table:
-            return self
-        names = {
-            name: getattr(FUSED, name)
-            for name in ("router", "expert_bias", "gate", "up", "down", "fused")
-        }
-        return replace(self, **names)
+        return self.layouts[-1] if self.layouts else replace(self, rows={**self.rows, **FUSED.rows})
 
-    def expert_of(self, key: str) -> int | None:
-        """Return the number of the routed expert that ``key`` belongs to; None for other tensors.
-
-        Call this only for layouts that are not fused.
-        """
-        for name in () if self.ffn_parts else (self.gate, self.up, self.down):
-            if match := re.search(re.escape(name).replace(r"\{expert\}", r"(\d+)") + "$", key):
-                return int(match[1])
-        return None
-
-
-# Names of routers and routed experts in the models of transformers 5, the same for every family.
-FUSED = KeyMap(
-    gate="mlp.experts.gate_up_proj",
-    up="mlp.experts.gate_up_proj",
-    down="mlp.experts.down_proj",
-    fused=True,
-)
-
-
-class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple is quick to make
-    """Part of one of our tensors that is stored in one HuggingFace tensor or in a slice of it.
-
-    Attributes:
-        key: name of the HuggingFace tensor.
-        shape: full shape of the HuggingFace tensor.
-        select: for each dim of our tensor, the index of this piece, or None if the HuggingFace
-            tensor has that dim too (a common dim).
-        offset: start of each common dim in the HuggingFace tensor.
-        size: extent of each common dim.
-        order: permutation of the common dims in the HuggingFace tensor; empty for our order. With a
-            permutation, every dim of ours is common, and the piece is the whole HuggingFace tensor.
-        origin: start of each common dim in our tensor; empty: the piece begins at 0 and spans it.
-        merged: True if the last two dims in that order are one dim of the HuggingFace tensor. The
-            very last one is never sharded.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    select: tuple[int | None, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    order: tuple[int, ...] = ()
-    merged: bool = False
-    origin: tuple[int, ...] = ()
-
-    def overlap(
-        self, start: tuple[int, ...], extent: tuple[int, ...]
-    ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
-        """Return the intersection of a shard of our tensor with this piece.
-
-        ``from_stored`` and ``to_stored`` convert between the two results' layouts.
+    def pieces(
+        self, name: str, shape: tuple[int, ...], experts: range | None = None
+    ) -> Sequence[Piece]:
+        """Return the HuggingFace tensors, in order, that make up our tensor ``name`` of ``shape``.
 
         Args:
-            start, extent: first index and size of the shard on every dim of our tensor.
-
-        Returns:
-            (slices of the HuggingFace tensor, index into the shard), or None if the two do not
-            overlap.
+            experts: the tensors of other experts may be left out.
         """
-        source: list[slice] = []
-        target: list[int | slice] = []
-        for at, first, count in zip(self.select, start, extent, strict=True):
-            if at is None and self.origin:
-                own = self.origin[len(source)]
-                begin = max(first, own)
-                end = min(first + count, own + self.size[len(source)])
-                if begin >= end:
-                    return None
-                source.append(slice(begin - own, end - own))
-                target.append(slice(begin - first, end - first))
-            elif at is None:
-                begin = self.offset[len(source)] + first
-                source.append(slice(begin, begin + count))
-                target.append(slice(0, count))
-            elif first <= at < first + count:
-                target.append(at - first)
-            else:
-                return None
-        if self.order:
-            source = [source[dim] for dim in self.order]
-        if self.merged:
-            width = self.size[self.order[-1]]
-            assert source.pop() == slice(0, width), (
-                "a dim that the checkpoint keeps together is cut"
-            )
-            source[-1] = slice(source[-1].start * width, source[-1].stop * width)
-        return tuple(source), tuple(target)
-
-    def from_stored(self, tensor: Any) -> Any:
-        """Return a view of a slice of the HuggingFace tensor (a torch tensor) in our layout."""
-        if not self.order:
-            return tensor
-        if self.merged:
-            tensor = tensor.unflatten(-1, (-1, self.size[self.order[-1]]))
-        return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
-
-    def in_stored_order(self, tensor: Any) -> Any:
-        """Return a view of a slice of our tensor, dims in HuggingFace order but not merged."""
-        return tensor.permute(self.order) if self.order else tensor
-
-    def to_stored(self, tensor: Any) -> Any:
-        """Return a slice of our tensor in the layout of the HuggingFace tensor."""
-        tensor = self.in_stored_order(tensor)
-        return tensor.flatten(-2) if self.merged else tensor
-
-
-def hf_pieces(
-    name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | None = None
-) -> list[Piece]:
-    """Return the HuggingFace tensors, in order, that make up our tensor ``name`` of ``shape``.
-
-    Args:
-        experts: return the tensors of these experts only, if each expert has tensors of its own.
-    """
-
-    def whole(key: str, *order: int, merged: bool = False) -> list[Piece]:
-        stored = [shape[dim] for dim in order or range(len(shape))]
-        if merged:
-            stored[-2:] = [stored[-2] * stored[-1]]
+        if self.table:
+            return self.table[name]
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            return [whole(name if name.startswith("lm_head.") else f"model.{name}", shape)]
+        layer, name = match.groups()
+        row, _, dims = self.row(name).partition(" [")
+        keys = [f"model.{layer}{key}" for key in row.split()]
+        if "{" in row or (self.ffn_parts and keys and name in (GATE_UP, DOWN)):
+            return [*one_by_one(keys, shape, experts or range(shape[0]), self.ffn_parts or 1)]
+        letters = SPECS[name].shape.split() if dims else []
+        order = [tuple(map(letters.index, dim.split("*"))) for dim in dims[:-1].split()]
+        pieces = [whole(key, shape, tuple(order)) for key in keys]
+        if (1, 2) not in order:
+            return pieces
+        # Ranks have a part of I, which lies in two places.
+        size, cut = (shape[0], 1, *shape[2:]), ((0,), (2,), (3,))
         return [
-            Piece(key, tuple(stored), (None,) * len(shape), (0,) * len(shape), shape, order, merged)
-        ]
-
-    if keys.table:
-        pieces = keys.table[name]
-        if experts is None or pieces[0].select[0] is None:
-            return list(pieces)
-        return [piece for piece in pieces if piece.select[0] in experts]
-    match = _LAYER.fullmatch(name)
-    if match is None:
-        return whole(name if name.startswith("lm_head.") else f"model.{name}")
-    prefix = f"model.layers.{match[1]}."
-    rest = match[2]
-    if keys.ffn_parts and rest.startswith("mlp.router."):
-        return []
-    renamed = {
-        "mlp.router.weight": keys.router,
-        "mlp.router.expert_bias": keys.expert_bias,
-        "mlp.router.bias": keys.router_bias,
-        "mlp.experts.down_proj_bias": keys.down_bias,
-        "mlp.shared_experts.output_gate.weight": keys.shared_gate,
-    }
-    if rest in renamed:
-        return whole(prefix + renamed[rest])
-    if rest == "mlp.experts.gate_up_proj_bias":
-        return whole(prefix + keys.gate_up_bias, 0, 2, 1, merged=True)
-    if rest.startswith("mlp.shared_experts."):
-        return whole(prefix + rest.replace("mlp.shared_experts", keys.shared_experts, 1))
-    if rest not in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
-        return whole(prefix + rest)
-    gate_up = rest == "mlp.experts.gate_up_proj"
-    if keys.transposed:
-        order = (0, 3, 2, 1) if gate_up else (0, 2, 1)
-        return whole(prefix + (keys.gate if gate_up else keys.down), *order, merged=gate_up)
-    part = shape[-2:]
-    if keys.fused:
-        if not gate_up:
-            return whole(prefix + keys.down)
-        half = (shape[0], *part)
-        fused = (shape[0], 2 * part[0], part[1])
-        return [
-            Piece(prefix + keys.gate, fused, (None, i, None, None), (0, i * part[0], 0), half)
+            pieces[0]._replace(start=(0, i, 0, 0), size=size, dims=cut, offset=(0, i * shape[2], 0))
             for i in (0, 1)
         ]
-    # A dense FFN is cut by rows of gate and up, and by columns of the down projection.
-    cut = 0 if gate_up else 1
-    full = list(part)
-    full[cut] *= keys.ffn_parts or 1
-    pieces = []
-    for expert in experts or range(shape[0]):
-        offset = [0, 0]
-        offset[cut] = expert % (keys.ffn_parts or 1) * part[cut]
-        for i, key in enumerate((keys.gate, keys.up) if gate_up else (keys.down,)):
-            select = (expert, i, None, None) if gate_up else (expert, None, None)
-            stored = prefix + key.format(expert=expert)
-            pieces.append(Piece(stored, tuple(full), select, tuple(offset), part))
-    return pieces
+
+
+_ROUTER_ROWS = {name: SPECS[name].hf for name in (ROUTER, "mlp.router.expert_bias")}
+# Names of routers and routed experts in the models of transformers 5, the same for every family.
+FUSED = KeyMap(_ROUTER_ROWS | {GATE_UP: f"{GATE_UP} [E 2*I H]", DOWN: DOWN})
 
 
 def mtp_copies(config: ModelConfig) -> dict[str, str]:
@@ -321,34 +293,23 @@ def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
     return {
         piece.key: piece.shape
         for name, shape in our_tensors(config)
-        for piece in hf_pieces(name, shape, keys)
+        for piece in keys.pieces(name, shape)
     }
 
 
-def is_quantized(key: str, shape: Sequence[int], keys: KeyMap, encoding: Encoding) -> bool:
-    """Return True if checkpoints in ``encoding`` store codes and scales of the tensor ``key``.
+def is_quantized(name: str, piece: Piece, keys: KeyMap, encoding: Encoding) -> bool:
+    """Return True if checkpoints in ``encoding`` store codes and scales of our tensor's ``piece``.
 
     MXFP4 and INT4 quantize routed experts. Block-FP8 quantizes the matrices of layers, except
     routers, gates, the weights of an indexer's heads and the input projection of a module for
     multi-token prediction. It leaves the embedding, the head and their copies alone.
     """
-    if encoding == "plain":
-        return False
     if encoding != "fp8":
-        fused = keys.fused and key.endswith((keys.gate, keys.down))
-        return fused or (not keys.fused and keys.expert_of(key) is not None)
-    kept = (
-        keys.router,
-        keys.shared_gate,
-        f"{_INDEX_WEIGHTS}.weight",
-        *(f"{name}.weight" for name in _MTP_KEPT),
-    )
-    return (
-        key.startswith("model.layers.")
-        and len(shape) == 2
-        and key.endswith(".weight")
-        and not key.endswith(kept)
-    )
+        return encoding != "plain" and name.endswith((GATE_UP, DOWN))
+    matrix = len(piece.shape) == 2 and piece.key.endswith(".weight")
+    kept = [f"{name}.weight" for name in (_INDEX_WEIGHTS, *_MTP_KEPT)]
+    kept += [keys.row(ROUTER), keys.row(SHARED_GATE)]
+    return piece.key.startswith("model.layers.") and matrix and not piece.key.endswith((*kept,))
 
 
 def quantization_config(
@@ -421,7 +382,7 @@ def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
             "Export it in bfloat16",
         )
     layers = config.all_layers[config.first_k_dense :]
-    names = [keys.router] + ([keys.shared_gate] if config.shared_expert_gate else [])
+    names = [keys.row(ROUTER)] + ([keys.row(SHARED_GATE)] if config.shared_expert_gate else [])
     kept = [
         f"model.layers.{layer}.{name.removesuffix('.weight')}"
         for layer in layers

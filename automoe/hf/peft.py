@@ -14,7 +14,7 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.folder import new_folder
 from automoe.hf.headers import ADAPTER
 from automoe.hf.identity import checkpoint_identity
-from automoe.hf.keys import KeyMap, Piece, hf_pieces
+from automoe.hf.keys import KeyMap, Piece, one_by_one, whole
 from automoe.hf.read import is_finite
 from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
 from automoe.hf.wrapper import ALONE, Names, is_wrapper, names_in_class, weightless
@@ -151,35 +151,30 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
         raise CheckpointError(f"{path} cannot be read ({error}). Train again") from None
     config = model.config
     ours = gathered_adapters({0: model})
-    # Rearranging positions instead of numbers shows which of our numbers each stored one is.
-    filled = torch.cat([tensor.flatten() for tensor in ours.values()])
-    parts = torch.arange(len(filled)).split([tensor.numel() for tensor in ours.values()])
-    places = {name: part.view_as(ours[name]) for name, part in zip(ours, parts, strict=True)}
     keys = family_of(config).keys
     names = _names(config)
     layouts = keys.in_memory if keys.table else keys, keys.in_memory
-    either = [dict(_stored(places, layout, names)) for layout in layouts]
-    found = min(either, key=lambda places: len(places.keys() ^ stored.keys()))
+    either = [_table(ours, layout, names) for layout in layouts]
+    table = min(either, key=lambda table: len({piece.key for _, piece in table} ^ stored.keys()))
     belongs = _belongs(config, lora, Ranks(alone=True))
     if written != belongs:
         raise CheckpointError(
             f"{path} belongs to {written}, and the run has {belongs}. Use what it was trained with"
         )
-    wanted = {key: (filled.dtype, place.shape) for key, place in found.items()}
+    wanted = {piece.key: (ours[name].dtype, piece.shape) for name, piece in table}
+    dtypes = {tensor.dtype for tensor in ours.values()}
     theirs = {
         key: (one.dtype, one.shape)
         for key, one in stored.items()
-        if one.dtype != filled.dtype or is_finite(one)
+        if one.dtype not in dtypes or is_finite(one)
     }
     if odd := [key for key in wanted | stored if wanted.get(key) != theirs.get(key)]:
         raise CheckpointError(
             f"{path} is not as the run wrote it: tensors are missing, of another shape or dtype, not the run's, or not "
             f"finite: {listed(odd)}. Restore it from a copy, or train again"
         )
-    for key, place in found.items():
-        filled[place] = stored[key]
-    for name, tensor in ours.items():
-        tensor.copy_(filled[places[name]])
+    for name, piece in table:
+        ours[name][piece.box] = piece.within(stored[piece.key])
 
 
 def _belongs(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
@@ -238,47 +233,48 @@ def _names(config: ModelConfig) -> Names:
     return names_in_class(_weightless(config)) if _in_wrapper(config) else ALONE
 
 
-def _pieces(module: str, suffix: str, tensor: torch.Tensor, keys: KeyMap) -> list[Piece]:
+def _pieces(module: str, suffix: str, tensor: torch.Tensor, keys: KeyMap) -> Sequence[Piece]:
     """Return the HuggingFace tensors that an adapter adds to.
 
     Args:
         tensor: B, or the product B A: it has the weight's dims, the last one of any size.
     """
-    return hf_pieces(f"{module}.{_WEIGHTS[suffix]}", tuple(tensor.shape), keys)
+    name, shape = f"{module}.{_WEIGHTS[suffix]}", tuple(tensor.shape)
+    # A class in memory stores each parameter as it is.
+    return [whole(keys.table[name][0].key, shape)] if keys.table else keys.pieces(name, shape)
 
 
-def _stored(
-    tensors: dict[str, torch.Tensor], keys: KeyMap, names: Names
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the keys and tensors of adapter_model.safetensors."""
+def _table(tensors: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
+    """List the pieces of adapter_model.safetensors, each with the name of our adapter."""
+    table = []
     for module, suffix, a, b in _adapters(tensors):
-        pieces = _pieces(module, suffix, b, keys)
-        if suffix and (keys.fused or keys.table):
-            # If two parameters of a module have adapters, peft wraps the second around the first.
-            both = f"{module}.lora.A2" in tensors and f"{module}.lora.A13" in tensors
-            inner = ".base_layer" if both and suffix == "13" else ""
-            key = names.stored(pieces[0].key).rpartition(".")[0] + inner
-            fused_b = _fused(pieces, b)
-            fused_b = fused_b.mT if keys.transposed else fused_b
-            yield from _pair(key, a.flatten(0, 1), fused_b.permute(1, 2, 0).flatten(1, 2))
-            continue
-        for piece in pieces:
-            selected = tuple(at for at in piece.select if at is not None)
-            key = names.stored(piece.key).removesuffix(".weight")
-            yield from _pair(key, a[selected[0]] if selected else a, b[selected])
+        # If two parameters of a module have adapters, peft wraps the second around the first.
+        both = {f"{module}.lora.A2", f"{module}.lora.A13"} <= tensors.keys()
+        last = b.dim() - 1
+        for of_b in _pieces(module, suffix, b, keys):
+            key = names.stored(of_b.key).removesuffix(".weight")
+            of_a = whole("", tuple(a.shape))
+            if suffix and (0,) in of_b.dims:
+                key = key.rpartition(".")[0] + ".base_layer" * (both and suffix == "13")
+                of_a = whole("", tuple(a.shape), ((0, 1), (2,)))
+                at = next(i for i, dims in enumerate(of_b.dims) if not {0, last} & {*dims})
+                of_b = of_b._replace(
+                    shape=(of_b.shape[at], len(b) * b.shape[last]),
+                    dims=(of_b.dims[at], (last, 0)),
+                    offset=(of_b.offset[at], 0),
+                )
+            elif suffix:
+                [of_a] = one_by_one([""], tuple(a.shape), of_b.start[:1])
+            for kind, piece in (("A", of_a), ("B", of_b)):
+                piece = piece._replace(key=f"{_PREFIX}{key}.lora_{kind}.weight")
+                table.append((f"{module}.lora.{kind}{suffix}", piece))
+    return table
 
 
-def _pair(module: str, a: torch.Tensor, b: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    return [(f"{_PREFIX}{module}.lora_A.weight", a), (f"{_PREFIX}{module}.lora_B.weight", b)]
-
-
-def _fused(pieces: list[Piece], tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` of experts in the layout of the fused HuggingFace tensor."""
-    parts = []
-    for piece in pieces:
-        index = tuple(slice(None) if at is None else at for at in piece.select)
-        parts.append(piece.to_stored(tensor[index]))
-    return torch.cat(parts, dim=1)
+def _put(tensor: torch.Tensor, piece: Piece, stored: dict[str, torch.Tensor]) -> None:
+    """Copy the box of ``piece`` into the HuggingFace tensor in ``stored``."""
+    place = stored.setdefault(piece.key, tensor.new_empty(piece.shape))
+    piece.within(place).copy_(tensor[piece.box])
 
 
 def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, belongs: str) -> str:
@@ -294,7 +290,9 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
         ours |= load_file(file)
         file.unlink()
     names = _names(config)
-    stored = {key: tensor.contiguous().clone() for key, tensor in _stored(ours, keys, names)}
+    stored = {}
+    for name, piece in _table(ours, keys, names):
+        _put(ours[name], piece, stored)
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt", "belongs": belongs})
     _peft_config(config, lora, keys, names, ours).save_pretrained(folder)
     # safetensors makes its file readable by the owner alone; the others obey the umask.
@@ -441,4 +439,7 @@ def _mine(
         return
     for each_a, each_b in zip(a.float(), b.float(), strict=True):
         delta = (each_b @ each_a)[None]
-        yield _fused(_pieces(module, suffix, delta, keys), delta)[0]
+        stored = {}
+        for piece in _pieces(module, suffix, delta, keys):
+            _put(delta, piece, stored)
+        yield stored[piece.key][0]

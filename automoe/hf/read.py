@@ -29,7 +29,7 @@ from automoe.errors import CheckpointError, listed, retried
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.files import DTYPES
 from automoe.hf.headers import StoredTensor, without_collection
-from automoe.hf.keys import KeyMap, Piece, hf_pieces
+from automoe.hf.keys import KeyMap, Piece
 from automoe.hf.quantized import GROUP, dequantize_fp8, dequantize_int4, dequantize_mxfp4
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
 from automoe.hf.upcycle import fill_upcycled
@@ -156,8 +156,9 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
         copies: shards of ``mtp_copies``, filled with the numbers of the repeated tensors.
     """
     catalog = reader.catalog
-    keys = {one.name: hf_pieces(one.name, one.shape, catalog.keys)[0].key for one in copies}
-    there = [one for one in copies if keys[one.name] in catalog.sources]
+    there = [
+        one for one in copies if catalog.keys.pieces(one.name, one.shape)[0].key in catalog.sources
+    ]
 
     def compare(one: ReadItem, numbers: torch.Tensor, own: torch.Tensor) -> None:
         if not torch.equal(numbers.to(own.dtype), own.cpu()):
@@ -171,11 +172,12 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
 
 def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:
     """Count NaN and infinite numbers by place in the checkpoint: (key, matrices, rows, columns)."""
-    counts = {
-        (item.key, item.matrices, item.rows, item.cols): num_not_finite(item.widened())
-        for item in items
-    }
-    return {place: count for place, count in counts.items() if count}
+    counts = {}
+    for item in items:
+        numbers = unpack(item.place, item.cols[1] - item.cols[0], torch.float32)
+        if count := num_not_finite(numbers):
+            counts[item.key, item.matrices, item.rows, item.cols] = count
+    return counts
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -229,10 +231,6 @@ class ReadItem(NamedTuple):
         _, row_bytes = self.source.row_layout
         return (0, row_bytes) if row_bytes - (end - begin) < GAP_BYTES else (begin, end)
 
-    def widened(self) -> torch.Tensor:
-        """Return the numbers of ``place``, dequantized if the shard is packed."""
-        return unpack(self.place, self.cols[1] - self.cols[0], torch.float32)
-
     def num_bytes(self, place: torch.Tensor) -> int:
         """Return the stored size in bytes of a slice of ``place``, without scales."""
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
@@ -274,7 +272,7 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
         return ReadItem(shard, piece.key, source, matrices, rows, cols, place, 1)
     # MXFP4 stores the last two dims transposed: [..., columns, groups of rows, 16 bytes].
     place = place.movedim(1, -1)
-    unit = place.shape[2] if piece.merged else 1
+    unit = place.shape[2] if place.dim() > 3 else 1
     return ReadItem(shard, piece.key, source, matrices, cols, rows, place, unit)
 
 
@@ -307,7 +305,7 @@ class Reader:
             if shard.local.numel() == 0:  # a dim shorter than its mesh axis leaves some ranks empty
                 continue
             experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
-            for piece in hf_pieces(shard.name, shard.shape, self.catalog.keys, experts):
+            for piece in self.catalog.keys.pieces(shard.name, shard.shape, experts):
                 if item := _read_item(shard, piece, self.catalog.sources[piece.key]):
                     items.append(item)
         return sorted(items, key=lambda item: (item.source.file, item.source.start))

@@ -9,9 +9,8 @@ rank reads its shard. One tensor of the checkpoint is in memory at a time.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import attrgetter
@@ -32,7 +31,7 @@ from automoe.hf.families.as_transformers import kept_in_float32
 from automoe.hf.families.registry import family_of
 from automoe.hf.files import DTYPES, Written, file_names, split, stored_as, write_files, write_index
 from automoe.hf.headers import StoredTensor, are_equal, raw_bytes
-from automoe.hf.keys import Encoding, KeyMap, Piece, hf_pieces, is_quantized, our_tensors
+from automoe.hf.keys import Encoding, KeyMap, Piece, is_quantized, our_tensors
 from automoe.hf.quantized import from_codes, to_codes
 from automoe.hf.read import Reader, num_not_finite
 from automoe.hf.shards import LocalShard, stage_ranks
@@ -70,44 +69,45 @@ class WriteItem:
 
 def plan_writes(
     shards: list[LocalShard],
+    config: ModelConfig,
     keys: KeyMap,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | None = None,
     encoding: Encoding = "plain",
     source: Catalog | None = None,
-    wide: re.Pattern[str] | None = None,
 ) -> list[WriteItem]:
     """Plan the tensors of this rank's stages; every rank of a stage returns the same plan.
 
     Bytes to write are spread evenly over the ranks.
 
     Args:
-        shards: this rank's parts of the model's tensors.
+        shards: this rank's parts of the model's tensors, or ``unread_shards``.
         keys: layout of the checkpoint.
         dtype: dtype of the checkpoint's parameters; None keeps each parameter's dtype in
-            ``source``, or in the model if there is no source. Buffers always keep their dtype.
+            ``source`` (bfloat16 if it is quantized), or in the model if there is no source. Buffers
+            always keep their dtype, and so do parameters that transformers keeps in float32.
         encoding: quantize the tensors that checkpoints in this encoding quantize.
-        source: checkpoint that the model was loaded from.
-        wide: keys that match this pattern and are float32 stay float32 (``kept_in_float32``).
+        source: checkpoint that the model was loaded from, or that is rewritten.
     """
+    wide = kept_in_float32(family_of(config).architecture)
     plan = []
     load = {}
     stage = stage_ranks(shard.tensor for shard in shards)
     for shard in shards:
-        made_of = [] if shard.copy else hf_pieces(shard.name, shard.shape, keys)
+        made_of = [] if shard.copy else keys.pieces(shard.name, shard.shape)
         for key, group in groupby(made_of, attrgetter("key")):
             pieces = list(group)
             holders = stage
             if isinstance(shard.tensor, DTensor):
                 holders = _holders(shard.tensor, pieces[0], first=stage[0])
             writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
-            quantized = is_quantized(key, pieces[0].shape, keys, encoding)
+            quantized = is_quantized(shard.name, pieces[0], keys, encoding)
             stored = shard.dtype if source is None else own_dtype(source, shard, pieces[0])
             own = stored if shard.local.is_meta else shard.dtype
             if quantized:  # the numbers are rounded only once
                 out = torch.float32 if shard.local.is_meta and own == torch.bfloat16 else own
             elif not shard.trained:
                 out = own
-            elif wide and stored == torch.float32 and wide.search(key):
+            elif stored == torch.float32 and wide.search(key):
                 out = stored
             else:
                 out = stored if dtype is None else dtype
@@ -117,26 +117,14 @@ def plan_writes(
     return plan
 
 
-def plan_rewrite(
-    source: Catalog,
-    config: ModelConfig,
-    keys: KeyMap,
-    dtype: torch.dtype | None = None,
-    encoding: Encoding = "plain",
-) -> list[WriteItem]:
-    """Plan every tensor of ``source`` in the layout ``keys``.
-
-    Args:
-        dtype: dtype of the parameters; None keeps each parameter's dtype, and gives quantized ones
-            bfloat16.
-    """
+def unread_shards(config: ModelConfig) -> list[LocalShard]:
+    """Return whole tensors of the model on the meta device, whose numbers are in files."""
     shards = []
     for name, shape in our_tensors(config):
         whole = torch.empty(shape, device="meta")
         trained = not name.endswith(".expert_bias")
         shards.append(LocalShard(name, whole, whole, (0,) * len(shape), trained=trained))
-    wide = kept_in_float32(family_of(config).architecture)
-    return plan_writes(shards, keys, dtype, encoding, source, wide)
+    return shards
 
 
 def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
@@ -144,74 +132,144 @@ def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
 
     A quantized tensor counts as bfloat16.
     """
-    expert = next((at for at in piece.select if at is not None), 0)
-    pieces = hf_pieces(shard.name, shard.shape, catalog.keys, range(expert, expert + 1))
+    first = piece.start[0]
+    pieces = catalog.keys.pieces(shard.name, shard.shape, range(first, first + 1))
     # Tensors that upcycling adds are in no file, and copies may be missing: any dtype will do.
     stored = catalog.sources.get(pieces[0].key) if pieces else None
     source = stored or next(iter(catalog.sources.values()))
     return DTYPES[source.dtype] if source.encoding == "plain" else torch.bfloat16
 
 
-# Writing ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Transfer:
+    """Tensors of a checkpoint with their way into files, or into a comparison with files.
 
-
-def write_tensors(
-    plan: list[WriteItem],
-    make: Callable[[WriteItem], torch.Tensor],
-    ranks: Ranks,
-    folder: Path,
-    max_shard_bytes: int,
-    source: Catalog | None = None,
-) -> Written:
-    """Write the tensors of ``plan`` to safetensors files, with an index if there are several files.
-
-    Collective over ``ranks``.
-
-    Args:
-        make: function that returns the whole tensor of an item; all holders of the item call it, in
-            the order of the plan.
-        max_shard_bytes: largest file, unless one tensor alone is larger.
-        source: checkpoint that the model was loaded from. Its names are used, its other parts are
-            copied, and its MXFP4 or INT4 codes are kept if they decode to the same numbers.
+    Attributes:
+        items: the tensors. If their shards are on the meta device (``unread_shards``), numbers are
+            read from ``source``, else gathered from the ranks.
+        ranks: the ranks that take part; all call each method together.
+        source: checkpoint that is rewritten, or that the model was loaded from. Its names are used,
+            its other parts are copied, and its MXFP4 or INT4 codes are kept if they decode to the
+            same numbers.
     """
-    names, beside = (source.names, source.beside) if source else (ALONE, {})
-    copied = ranks.share({key: stored.num_bytes for key, stored in beside.items()})
-    written = {
-        names.stored(item.key): item.target for item in plan if item.writer == ranks.rank
-    } | {key: beside[key] for key in copied}
-    mine = split(written.items(), max_shard_bytes)
-    everyone = ranks.all(lambda: mine)
-    files = [contents for theirs in everyone for contents in theirs]
-    first = sum(len(theirs) for theirs in everyone[: ranks.rank])
-    names = file_names(len(files))[first : first + len(mine)]
-    paths = [folder / name for name in names]
 
-    def stream() -> None:
-        with _made(plan, make, ranks) as made:
-            tensors = (_encoded(item, tensor, source) for item, tensor in made)
-            others = ((_bytes_of(source, beside[key]),) for key in copied if source is not None)
-            write_files(zip(paths, mine, strict=True), chain(tensors, others))
+    items: list[WriteItem]
+    ranks: Ranks
+    source: Catalog | None = None
 
-    ranks.all(stream)
-    dtype = next(item.dtype for item in plan if item.shard.trained)
-    done = ranks.lead(lambda: write_index(folder, files, dtype))
-    return replace(done, num_copied=len(beside))
+    @contextmanager
+    def _tensors(
+        self, advance: Callable[[int], None] = lambda num_bytes: None
+    ) -> Iterator[Iterator[tuple[WriteItem, torch.Tensor]]]:
+        """Yield an iterator over this rank's items to write, each with its whole tensor.
+
+        A rank that fails still takes part in gathering; its error is raised at the end.
+        """
+        rank = self.ranks.rank
+        with ExitStack() as opened:
+            reader = opened.enter_context(Reader(self.source, advance)) if self._reads else None
+            held = (item for item in self.items if rank in item.holders)
+            made = ((item, _read(item, reader) if reader else gather(item)) for item in held)
+            try:
+                yield ((item, tensor) for item, tensor in made if item.writer == rank)
+            finally:
+                for _ in made if self.ranks.size > 1 else ():
+                    pass
+
+    @property
+    def _reads(self) -> bool:
+        return any(item.shard.local.is_meta for item in self.items)
+
+    @torch.no_grad()
+    def write(
+        self,
+        folder: Path,
+        max_shard_bytes: int = 5 << 30,
+        advance: Callable[[int], None] = lambda num_bytes: None,
+    ) -> Written:
+        """Write safetensors files, with an index if there are several files. Collective.
+
+        Args:
+            max_shard_bytes: largest file, unless one tensor alone is larger.
+            advance: callback that receives the number of bytes of each read.
+        """
+        source, ranks = self.source, self.ranks
+        names, beside = (source.names, source.beside) if source else (ALONE, {})
+        copied = ranks.share({key: stored.num_bytes for key, stored in beside.items()})
+        written = {
+            names.stored(item.key): item.target for item in self.items if item.writer == ranks.rank
+        } | {key: beside[key] for key in copied}
+        mine = split(written.items(), max_shard_bytes)
+        everyone = ranks.all(lambda: mine)
+        files = [contents for theirs in everyone for contents in theirs]
+        first = sum(len(theirs) for theirs in everyone[: ranks.rank])
+        paths = [folder / name for name in file_names(len(files))[first : first + len(mine)]]
+
+        def stream() -> None:
+            with self._tensors(advance) as made:
+                tensors = (_encoded(item, tensor, source) for item, tensor in made)
+                others = ((_bytes_of(source, beside[key]),) for key in copied)
+                write_files(zip(paths, mine, strict=True), chain(tensors, others))
+
+        ranks.all(stream)
+        dtype = next(item.dtype for item in self.items if item.shard.trained)
+        done = ranks.lead(lambda: write_index(folder, files, dtype))
+        return replace(done, num_copied=len(beside))
+
+    @torch.no_grad()
+    def compare(self, written: Catalog) -> float:
+        """Compare the numbers in ``written`` with the tensors, quantized again. Collective.
+
+        Returns:
+            Relative quantization error (L2) over all quantized tensors; 0 if there are none.
+
+        Raises:
+            CheckpointError: names the first tensor that is not finite, differs, or has a relative
+                quantization error above one half.
+        """
+        origin = self.source.folder if self._reads else "the model"
+
+        def compare() -> tuple[float, float]:
+            error = size = 0.0
+            with Reader(written) as reader, self._tensors() as made:
+                for item, numbers in made:
+                    off, own = _compare(item, numbers.cpu(), reader, self.source, origin)
+                    error, size = error + off, size + own
+            return error, size
+
+        errors, sizes = zip(*self.ranks.all(compare), strict=True)
+        return math.sqrt(sum(errors) / (sum(sizes) or 1.0))
 
 
-@contextmanager
-def _made(
-    plan: list[WriteItem], make: Callable[[WriteItem], torch.Tensor], ranks: Ranks
-) -> Iterator[Iterator[tuple[WriteItem, torch.Tensor]]]:
-    """Yield an iterator over this rank's items to write, each with its whole tensor.
-
-    A rank that fails still takes part in gathering; its error is raised at the end.
-    """
-    made = ((item, make(item)) for item in plan if ranks.rank in item.holders)
-    try:
-        yield ((item, tensor) for item, tensor in made if item.writer == ranks.rank)
-    finally:
-        for _ in made if ranks.size > 1 else ():
-            pass
+def _compare(
+    item: WriteItem,
+    wanted: torch.Tensor,
+    reader: Reader,
+    source: Catalog | None,
+    origin: Path | str,
+) -> tuple[float, float]:
+    """Return the squares of a tensor's quantization error and numbers; 0 if it is not quantized."""
+    found = _read(item, reader)
+    if odd := num_not_finite(wanted) or num_not_finite(found):
+        raise not_exported(origin, item.key, odd)
+    coded = item.target.scales is not None
+    decoded = wanted
+    if coded:
+        decoded = from_codes(_encoded(item, wanted, source), item.target.encoding)
+    if not torch.equal(decoded.to(found.dtype), found):
+        raise CheckpointError(
+            f"{reader.catalog.folder}: {item.key} is not what {origin} holds: "
+            f"{int((decoded.to(found.dtype) != found).sum())} of {found.numel()} numbers differ"
+        )
+    if not coded:
+        return 0.0, 0.0
+    off, own = _square(decoded.sub_(wanted)), _square(wanted)
+    if off > own / 4:
+        raise CheckpointError(
+            f"{item.key} of {origin} cannot be stored in {item.target.encoding.upper()}: its numbers are "
+            f"{math.sqrt(off / own):.0%} off. Export it in bfloat16"
+        )
+    return off, own
 
 
 def _encoded(
@@ -237,104 +295,6 @@ def _bytes_of(source: Catalog, stored: StoredTensor) -> torch.Tensor:
             f"{source.folder / stored.file} cannot be read ({error.strerror}). Copy the file again"
         ) from error
     return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-
-
-@torch.no_grad()
-def rewrite_tensors(
-    plan: list[WriteItem],
-    source: Catalog,
-    folder: Path,
-    max_shard_bytes: int = 5 << 30,
-    advance: Callable[[int], None] = lambda num_bytes: None,
-) -> Written:
-    """Write the tensors of ``plan`` in this process alone, from the files of ``source``.
-
-    Args:
-        advance: callback that receives the number of bytes of each read.
-    """
-    with Reader(source, advance) as reader:
-        return write_tensors(
-            plan,
-            lambda item: _read(item, reader),
-            Ranks(alone=True),
-            folder,
-            max_shard_bytes,
-            source,
-        )
-
-
-def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) -> float:
-    """Compare every number in the files of ``written`` with its number in ``source``.
-
-    Returns:
-        As ``compare_written``.
-
-    Raises:
-        CheckpointError: names the first tensor that is not finite, or that differs from the
-            source's numbers in the encoding of ``written``.
-    """
-    compare_beside(source, written, source.beside)
-    with Reader(source) as reader:
-        return compare_written(
-            plan,
-            lambda item: _read(item, reader),
-            Ranks(alone=True),
-            written,
-            source,
-            source.folder,
-        )
-
-
-@torch.no_grad()
-def compare_written(
-    plan: list[WriteItem],
-    make: Callable[[WriteItem], torch.Tensor],
-    ranks: Ranks,
-    written: Catalog,
-    source: Catalog | None,
-    origin: Path | str,
-) -> float:
-    """Compare the numbers in ``written`` with the tensors of ``plan``, quantized again. Collective.
-
-    Args:
-        make, source: as for ``write_tensors``.
-        origin: the folder or model that the tensors were read from, for errors.
-
-    Returns:
-        Relative quantization error (L2) over all quantized tensors; 0 if there are none.
-
-    Raises:
-        CheckpointError: names the first tensor that is not finite, differs, or has a relative
-            quantization error above one half.
-    """
-
-    def compare() -> tuple[float, float]:
-        error = size = 0.0
-        with Reader(written) as reader, _made(plan, make, ranks) as made:
-            for item, numbers in made:
-                wanted, found = numbers.cpu(), _read(item, reader)
-                if odd := num_not_finite(wanted) or num_not_finite(found):
-                    raise not_exported(origin, item.key, odd)
-                decoded = wanted
-                if item.target.scales is not None:
-                    decoded = from_codes(_encoded(item, wanted, source), item.target.encoding)
-                if not torch.equal(decoded.to(found.dtype), found):
-                    raise CheckpointError(
-                        f"{written.folder}: {item.key} is not what {origin} holds: "
-                        f"{int((decoded.to(found.dtype) != found).sum())} of {found.numel()} numbers differ"
-                    )
-                if item.target.scales is not None:
-                    off, own = _square(decoded.sub_(wanted)), _square(wanted)
-                    if off > own / 4:
-                        raise CheckpointError(
-                            f"{item.key} of {origin} cannot be stored in {item.target.encoding.upper()}: its numbers are "
-                            f"{math.sqrt(off / own):.0%} off. Export it in bfloat16"
-                        )
-                    error, size = error + off, size + own
-        return error, size
-
-    errors, sizes = zip(*ranks.all(compare), strict=True)
-    return math.sqrt(sum(errors) / (sum(sizes) or 1.0))
 
 
 def _square(tensor: torch.Tensor) -> float:
@@ -370,18 +330,15 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
 
 def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
     """Read the tensor of ``item``, each piece like a shard that holds only this piece."""
-    whole = torch.empty(item.pieces[0].shape, dtype=item.dtype)
+    stored = torch.empty(item.pieces[0].shape, dtype=item.dtype)
+    full = torch.empty(item.shard.shape, device="meta")
     for piece in item.pieces:
-        starts, sizes = iter(piece.origin or (0,) * len(piece.size)), iter(piece.size)
-        start = tuple(next(starts) if index is None else index for index in piece.select)
-        extent = tuple(next(sizes) if index is None else 1 for index in piece.select)
-        found = piece.overlap(start, extent)
-        assert found is not None
-        local = piece.from_stored(whole[found[0]]).view(extent)
-        shard = LocalShard(item.shard.name, item.shard.tensor, local, start)
+        shard = LocalShard(
+            item.shard.name, full, piece.within(stored).view(piece.size), piece.start
+        )
         reader.fill(reader.plan([shard]))
         fill_upcycled(shard, reader.catalog.keys)
-    return whole
+    return stored
 
 
 # Gathering ----------------------------------------------------------------------------------------
@@ -390,48 +347,48 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
 @torch.no_grad()
 def gather(item: WriteItem) -> torch.Tensor:
     """Return the whole tensor in the item's dtype. Collective over its holders."""
-    parts = [_gather_piece(item, piece) for piece in item.pieces]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [E, 2I, H], gates first
+    stored = None
+    for piece in item.pieces:
+        part = _gather_piece(item, piece)
+        if len(item.pieces) == 1:
+            return piece.in_stored_order(part).reshape(piece.shape)
+        stored = part.new_empty(piece.shape) if stored is None else stored
+        piece.within(stored).copy_(part)
+    return stored
 
 
 def _gather_piece(item: WriteItem, piece: Piece) -> torch.Tensor:
+    """Return the box of ``piece``: dims that are stored are gathered whole, and then cut."""
     shard = item.shard
-    own = piece
-    if own.origin:  # shards are gathered along whole dims, and the piece is cut out of them
-        common = [n for n, at in zip(shard.shape, own.select, strict=True) if at is None]
-        piece = own._replace(size=tuple(common), order=(), origin=())
-    found = piece.overlap(shard.start, shard.extent)
-    assert found is not None, "called by a rank that does not hold the tensor"
-    tensor = shard.numbers(found[1]).to(item.dtype)
+    dims = sorted(dim for one in piece.dims for dim in one)
+    index = [at - first for at, first in zip(piece.start, shard.start, strict=True)]
+    whole = tuple(slice(None) if dim in dims else at for dim, at in enumerate(index))
+    tensor = shard.numbers(whole).to(item.dtype)
     if isinstance(shard.tensor, DTensor):
-        for axis, dim, size in _gathered_axes(shard.tensor, piece):
-            tensor = _join(tensor, dim, size, shard.tensor.device_mesh.get_group(axis))
-    for dim, (first, size) in enumerate(zip(own.origin, own.size, strict=False)):
-        tensor = tensor.narrow(dim, first, size)
-    return own.to_stored(tensor)
+        for axis, at, size in _gathered_axes(shard.tensor, dims):
+            group = shard.tensor.device_mesh.get_group(axis)
+            # Parts are those of ``torch.chunk``: the last may be short, and gloo needs equal ones.
+            missing = -(-size // dist.get_world_size(group)) - tensor.shape[at]
+            padded = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - at) + [0, missing])
+            tensor = all_gather(padded, at, group).narrow(at, 0, size)
+    for at, dim in enumerate(dims):
+        tensor = tensor.narrow(at, piece.start[dim], piece.size[dim])
+    return tensor
 
 
-def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-gather parts split as by ``torch.chunk``, the last of which may be short or empty."""
-    longest = -(-size // dist.get_world_size(group))
-    missing = longest - local.shape[dim]  # gloo gathers only equal sizes
-    padded = F.pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing])
-    return all_gather(padded, dim, group).narrow(dim, 0, size)
-
-
-def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
-    """List the all-gathers that complete a piece, in order: (mesh axis, HF dim, gathered size).
+def _gathered_axes(tensor: DTensor, dims: list[int]) -> list[tuple[int, int, int]]:
+    """List the all-gathers that complete ``dims``: (mesh axis, place in ``dims``, gathered size).
 
     If FSDP shards a dim that tp or etp has already sharded, FSDP's placement is strided and is
     gathered first.
     """
     mesh = tensor.device_mesh
     outer_first = []
-    common = (dim for dim, at in enumerate(piece.select) if at is None)
-    for hf_dim, (dim, extent) in enumerate(zip(common, piece.size, strict=True)):
+    for at, dim in enumerate(dims):
+        extent = tensor.shape[dim]
         axes = [axis for axis, one in enumerate(tensor.placements) if _cut_dim(one) == dim]
         for axis in sorted(axes, key=lambda axis: is_strided_shard(tensor.placements[axis])):
-            outer_first.append((axis, hf_dim, extent))
+            outer_first.append((axis, at, extent))
             # The inner axis shards this rank's slice of the outer axis.
             longest = -(-extent // mesh.size(axis))
             extent = max(0, min(longest, extent - longest * mesh.get_local_rank(axis)))
@@ -441,8 +398,8 @@ def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
 def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
     """Return the ranks that hold the piece.
 
-    On a mesh axis that shards a selected dim, these ranks have the coordinate of the selected
-    index.
+    On a mesh axis that shards a dim which is not stored, these ranks have the coordinate of the
+    piece's index.
 
     Args:
         first: lowest rank of the stage. The mesh of a tensor lacks an axis (tp) that does not shard
@@ -452,8 +409,9 @@ def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
     ranks = ranks - (ranks.min() - first)
     for axis, placement in enumerate(tensor.placements):
         dim = _cut_dim(placement)
-        if dim is not None and (at := piece.select[dim]) is not None:
-            ranks = ranks.narrow(axis, at // -(-tensor.shape[dim] // ranks.shape[axis]), 1)
+        if dim is not None and not any(dim in dims for dims in piece.dims):
+            longest = -(-tensor.shape[dim] // ranks.shape[axis])
+            ranks = ranks.narrow(axis, piece.start[dim] // longest, 1)
     return tuple(ranks.flatten().tolist())
 
 

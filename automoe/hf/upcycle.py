@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf, read_hf_config
-from automoe.hf.keys import KeyMap
+from automoe.hf.keys import DOWN, GATE_UP, ROUTER, KeyMap
 from automoe.hf.wrapper import is_wrapper
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ def fill_upcycled(shard: LocalShard, keys: KeyMap) -> None:
 
     Other shards stay unchanged.
     """
-    if keys.ffn_parts and shard.name.endswith("mlp.experts.down_proj"):
+    if keys.ffn_parts and shard.name.endswith(DOWN):
         shard.local.mul_(keys.ffn_parts)
-    elif keys.ffn_parts and shard.name.endswith("mlp.router.weight"):
+    elif keys.ffn_parts and shard.name.endswith(ROUTER):
         import torch  # imported late: command lines are checked without torch
 
         from automoe.kernels.counter_random import normal_at
@@ -135,6 +135,9 @@ def upcycled(
     # A round trip through config.json gives the configuration that readers of the mixture get.
     family = family_of(mixture)
     described = family.read_config(family.write_config(mixture, read_hf_config(path)), str(path))
-    names = {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-    std = dense.initializer_range
-    return described, KeyMap(**names, ffn_parts=G, router_std=std, router_seed=seed)
+    rows = {
+        ROUTER: "",
+        GATE_UP: "mlp.gate_proj.weight mlp.up_proj.weight",
+        DOWN: "mlp.down_proj.weight",
+    }
+    return described, KeyMap(rows, G, dense.initializer_range, seed)

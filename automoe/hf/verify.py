@@ -31,7 +31,7 @@ from automoe.hf.folder import float32_copy, write_settings
 from automoe.hf.headers import NO_ADAPTER, switched_off
 from automoe.hf.keys import Encoding, hf_tensors
 from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
-from automoe.hf.save_plan import compare_beside, not_exported, plan_rewrite, rewrite_tensors
+from automoe.hf.save_plan import Transfer, compare_beside, not_exported, plan_writes, unread_shards
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
 from automoe.hf.wrapper import loading_class, names_in_class, weightless
 from automoe.model.causal_lm import CausalLM
@@ -292,8 +292,9 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
         return
     with TemporaryDirectory(prefix=float32_copy(catalog.folder), dir=catalog.folder.parent) as copy:
         folder = Path(copy)
-        plan = plan_rewrite(catalog, config, family_of(config).keys, torch.float32)
-        rewrite_tensors(plan, catalog, folder)
+        keys, shards = family_of(config).keys, unread_shards(config)
+        plan = plan_writes(shards, config, keys, torch.float32, source=catalog)
+        Transfer(plan, Ranks(alone=True), catalog).write(folder)
         of_folder = replace(config, hf_path=str(catalog.folder))
         write_settings(folder, of_folder, torch.float32, None, source=catalog)
         yield folder

@@ -16,21 +16,12 @@ from automoe.comm.agreement import Ranks
 from automoe.config.schema import ModelConfig
 from automoe.data.chat_template import ChatTemplate
 from automoe.hf.catalog import check_catalog, open_catalog
-from automoe.hf.families.as_transformers import kept_in_float32
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.files import Written
 from automoe.hf.folder import check_conversion, new_folder, write_settings
 from automoe.hf.keys import Encoding, KeyMap, quantization_config
 from automoe.hf.read import show_progress
-from automoe.hf.save_plan import (
-    compare_rewritten,
-    compare_written,
-    gather,
-    plan_rewrite,
-    plan_writes,
-    rewrite_tensors,
-    write_tensors,
-)
+from automoe.hf.save_plan import Transfer, compare_beside, plan_writes, unread_shards
 from automoe.hf.shards import Parts, as_parts, config_of, export_dtype, local_shards
 from automoe.hf.upcycle import upcycled, upcycled_model
 from automoe.hf.verify import compare_with_dense, verify_hf, verify_with_transformers
@@ -96,10 +87,9 @@ def to_hf(
     with new_folder(path, overwrite, ranks) as folder:
         for part in parts.values():
             merge_adapters(part)
-        wide = kept_in_float32(family_of(config).architecture)
         kept = source if dtype == "keep" else None
-        plan = plan_writes(list(local_shards(parts)), keys, out_dtype, encoding, kept, wide)
-        written = write_tensors(plan, gather, ranks, folder, max_shard_bytes, source)
+        plan = plan_writes(list(local_shards(parts)), config, keys, out_dtype, encoding, kept)
+        written = Transfer(plan, ranks, source).write(folder, max_shard_bytes)
         bases = {item.shard.base for item in plan}
         rounded = {item.dtype for item in plan if item.dtype.itemsize < item.shard.dtype.itemsize}
         rounded = sorted({str(dtype) for theirs in ranks.all(lambda: rounded) for dtype in theirs})
@@ -116,8 +106,7 @@ def to_hf(
             written = replace(written, checked=True, logits_error=error)
             if encoding != "plain":
                 coded = [item for item in plan if item.target.scales is not None]
-                found = open_catalog(folder, config)
-                off = compare_written(coded, gather, ranks, found, source, "the model")
+                off = Transfer(coded, ranks, source).compare(open_catalog(folder, config))
                 written = replace(written, error=off)
     return replace(written, path=path)
 
@@ -159,15 +148,17 @@ def convert_hf(
     config, dense_keys = mixture or (model_config_from_hf(source), None)
     keys = check_conversion(config, path, encoding=encoding, layout=layout, overwrite=overwrite)
     catalog = check_catalog(source, config, dense_keys)
-    plan = plan_rewrite(catalog, config, keys, export_dtype(dtype), encoding)
+    plan = plan_writes(unread_shards(config), config, keys, export_dtype(dtype), encoding, catalog)
+    transfer = Transfer(plan, Ranks(alone=True), catalog)
     num_bytes = sum(stored.num_bytes for stored in catalog.sources.values())
     with new_folder(path, overwrite, Ranks(alone=True)) as folder:
         with show_progress(catalog.folder.name, num_bytes) as advance:
-            done = rewrite_tensors(plan, catalog, folder, max_shard_bytes, advance)
+            done = transfer.write(folder, max_shard_bytes, advance)
         quantization = quantization_config(config, keys, encoding)
         write_settings(folder, config, done.dtype, None, quantization, source=catalog)
         written = check_catalog(folder, config)
-        off = compare_rewritten(plan, catalog, written)
+        compare_beside(catalog, written, catalog.beside)
+        off = transfer.compare(written)
         if encoding != "plain":
             done = replace(done, encoding=encoding, error=off)
         logits_error = verify_with_transformers(config, written)

@@ -22,7 +22,7 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf import verify
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.keys import INDEX_FILE
+from automoe.hf.keys import INDEX_FILE, KeyMap
 from automoe.hf.read import load_hf
 from automoe.hf.verify import verify_hf
 from automoe.hf.write import convert_hf, to_hf
@@ -110,19 +110,17 @@ def test_a_mistake_that_reader_and_writer_share_is_found(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits alone would not see it: the logits of transformers do."""
-    from automoe.hf import read, save_plan
-    from automoe.hf.keys import hf_pieces
+    pieces = KeyMap.pieces
 
-    def swapped(name, *args):
+    def swapped(keys, name, *args):
         names = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
         for old, new in names.items():
             if f"layers.3.mlp.shared_experts.{old}" in name:
-                return hf_pieces(name.replace(old, new), *args)
-        return hf_pieces(name, *args)
+                return pieces(keys, name.replace(old, new), *args)
+        return pieces(keys, name, *args)
 
     model = automoe.from_hf(source)
-    monkeypatch.setattr(save_plan, "hf_pieces", swapped)
-    monkeypatch.setattr(read, "hf_pieces", swapped)
+    monkeypatch.setattr(KeyMap, "pieces", swapped)
     with pytest.raises(CheckpointError, match="transformers computes other logits"):
         to_hf(model, tmp_path / "out")
     assert entries(tmp_path) == ["source"]

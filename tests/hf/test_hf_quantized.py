@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import automoe
 from automoe.config.schema import MeshConfig
 from automoe.errors import CheckpointError, ConfigError
-from automoe.hf import write
+from automoe.hf import save_plan
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.keys import Encoding
@@ -318,7 +318,7 @@ def test_a_mistake_of_the_gathering_is_found_by_the_shards(
 ) -> None:
     """Files are compared to the bit with tensors that were gathered as those in the files were: shards are not."""
     save_small_hf("qwen3_moe", tmp_path / "in")
-    monkeypatch.setattr(write, "gather", lambda item: gather(item).roll(1, 0))
+    monkeypatch.setattr(save_plan, "gather", lambda item: gather(item).roll(1, 0))
     with pytest.raises(CheckpointError, match=r"is not the model's"):
         to_hf(automoe.from_hf(tmp_path / "in"), tmp_path / "out", encoding=encoding)
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import family_of
 from automoe.hf.quantized import dequantize_mxfp4, quantize_mxfp4
-from automoe.hf.save_plan import compare_written, gather, plan_writes
+from automoe.hf.save_plan import Transfer, plan_writes
 from automoe.hf.shards import local_shards
 from automoe.hf.verify import verify_hf
 from automoe.hf.write import convert_hf, to_hf
@@ -151,12 +151,14 @@ def test_an_export_is_what_transformers_dequantizes(plain: Path, tmp_path: Path)
 def test_other_codes_than_those_of_the_weights_are_found(plain: Path, tmp_path: Path) -> None:
     model = automoe.from_hf(plain)
     to_hf(model, tmp_path / "out", encoding="mxfp4", dtype="float32", verify=False)
-    plan = plan_writes(list(local_shards({0: model})), family_of(model.config).keys, torch.float32, "mxfp4")
+    plan = plan_writes(
+        list(local_shards({0: model})), model.config, family_of(model.config).keys, torch.float32, "mxfp4"
+    )
     coded = [item for item in plan if item.target.scales is not None]
 
     def compare() -> float:
         catalog = check_catalog(tmp_path / "out", model.config)
-        return compare_written(coded, gather, Ranks(), catalog, None, tmp_path)
+        return Transfer(coded, Ranks()).compare(catalog)
 
     assert 0.08 < compare() < 0.15
     tensors = load_file(tmp_path / "out" / "model.safetensors")

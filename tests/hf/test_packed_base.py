@@ -19,6 +19,7 @@ from automoe.config.rules import check_rows
 from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.keys import Encoding
 from automoe.hf.peft import to_peft
 from automoe.hf.read import load_hf
 from automoe.hf.verify import verify_hf
@@ -87,6 +88,25 @@ def test_a_base_kept_in_fp8_is_the_one_dequantized_at_load_to_the_bit(
         stored[..., :128].flatten(1)[:, :20], codes["model.layers.0.self_attn.q_b_proj.weight"].view(torch.uint8)
     )
     assert sum(p.dtype == torch.uint8 for p in kept.parameters()) == 2 * 5 + 3 + 3 + 2
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "sizes"),
+    [
+        ("dsv3", "fp8", SIZES),
+        ("gpt_oss", "mxfp4", {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}),
+    ],
+)
+def test_a_model_beside_nf4_leaves_quantized_as_the_merged_one(
+    name: str, encoding: Encoding, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    save_small_hf(name, tmp_path / "source", other_sizes=sizes)
+    model = trained(tmp_path / "source", "nf4", targets=["attention", "experts"])
+    assert to_hf(model, tmp_path / "coded", encoding=encoding).error > 0
+    to_hf(model, tmp_path / "merged", verify=False)
+    convert_hf(tmp_path / "merged", tmp_path / "converted", encoding=encoding)
+    coded, converted = (load_file(tmp_path / one / "model.safetensors") for one in ("coded", "converted"))
+    assert coded.keys() == converted.keys() and all(torch.equal(coded[key], converted[key]) for key in coded)
 
 
 @pytest.mark.parametrize("name", ["dsv3", "gpt_oss", pytest.param("qwen3_next", marks=pytest.mark.exhaustive)])

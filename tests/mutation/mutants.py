@@ -389,19 +389,12 @@ _CHECKPOINT = [
     ),
 ]
 _HF = [
-    (
-        "keys.py",
-        "(0, i * part[0], 0), half)\n            for i in (0, 1)",
-        "(0, i * part[0], 0), half)\n            for i in (1, 0)",
-        LEAVE,  # reading takes them in any order, writing joins them in this one
-    ),
-    ("keys.py", "(0, i * part[0], 0), half)", "(0, (1 - i) * part[0], 0), half)", FUSED),
+    ("keys.py", "offset=(0, i * shape[2], 0)", "offset=(0, (1 - i) * shape[2], 0)", FUSED),
     ("folder.py", "{escape(float32_copy(folder))}*", "{float32_copy(folder)}*", ["tests/hf/test_hf_commit.py"]),
     ("keys.py", "return self.per_expert if keys else self", "return self", LEAVE),
-    ("save_plan.py", "torch.cat(parts, dim=1)", "torch.cat(parts[::-1], dim=1)", LEAVE),
-    ("keys.py", "enumerate((keys.gate, keys.up)", "enumerate((keys.up, keys.gate)", QWEN),
-    ("keys.py", "(0, 3, 2, 1) if gate_up", "(0, 3, 1, 2) if gate_up", GPT_OSS),
-    ("keys.py", "else (0, 2, 1)", "else (0, 1, 2)", GPT_OSS),
+    ("keys.py", "enumerate(keys)", "enumerate(keys[::-1])", QWEN),
+    ("families/gpt_oss.py", "[E H I*2]", "[E H 2*I]", GPT_OSS),
+    ("families/gpt_oss.py", "[E I H]", "[E H I]", GPT_OSS),
     (
         "families/gpt_oss.py",
         '"router.softmax_after_topk": True',

@@ -10,7 +10,6 @@ import torch
 
 from automoe.config.schema import ModelConfig
 from automoe.hf.families.registry import family_of
-from automoe.hf.keys import hf_pieces
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -349,11 +348,8 @@ def small_hf_model(
 def as_our_tensor(name: str, shape: torch.Size, theirs: dict[str, torch.Tensor], config: ModelConfig) -> torch.Tensor:
     """Our tensor ``name`` of ``shape``, or its gradient, put together from transformers' tensors in memory."""
     whole = torch.empty(shape)
-    for piece in hf_pieces(name, tuple(shape), family_of(config).keys.in_memory):
-        found = piece.overlap((0,) * len(shape), tuple(shape))
-        assert found is not None
-        source, target = found
-        whole[target] = piece.from_stored(theirs[piece.key][source])
+    for piece in family_of(config).keys.in_memory.pieces(name, tuple(shape)):
+        whole[piece.box] = piece.within(theirs[piece.key])
     return whole
 
 

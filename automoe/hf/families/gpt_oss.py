@@ -9,7 +9,13 @@ from dataclasses import replace
 
 from automoe.hf.families.family import COMMON_FIELDS, Family, Field, layer_types
 from automoe.hf.families.mixtral import FAMILY as MIXTRAL
-from automoe.hf.keys import FUSED
+from automoe.hf.keys import DOWN, GATE_UP, ROUTER, KeyMap
+
+_KEYS = KeyMap(
+    {ROUTER: ROUTER, "mlp.router.bias": "mlp.router.bias"}
+    | {GATE_UP: f"{GATE_UP} [E H I*2]", DOWN: f"{DOWN} [E I H]"}
+    | {f"{GATE_UP}_bias": f"{GATE_UP}_bias [E I*2]"}
+)
 
 FAMILY = Family(
     model_type="gpt_oss",
@@ -41,6 +47,6 @@ FAMILY = Family(
         "router.logit_bias": True,
     },
     written={"hidden_act": "silu"},  # transformers does not read it
-    keys=replace(FUSED, router="mlp.router.weight", router_bias="mlp.router.bias", transposed=True),
+    keys=replace(_KEYS, layouts=(_KEYS,)),
     scaled_unless_said=True,
 )

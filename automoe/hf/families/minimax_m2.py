@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from automoe.hf.families import mixtral
 from automoe.hf.families.family import COMMON_FIELDS, GQA, Family
-from automoe.hf.keys import FUSED
+from automoe.hf.keys import FUSED, KeyMap
+
+_BIAS = "mlp.router.expert_bias"
 
 FAMILY = Family(
     model_type="minimax_m2",
@@ -37,10 +37,9 @@ FAMILY = Family(
             config.rope.partial_rotary_factor * config.attention.head_dim
         ),
     },
-    keys=replace(
-        mixtral.FAMILY.keys,
-        expert_bias="block_sparse_moe.e_score_correction_bias",
-        layouts=(replace(FUSED, expert_bias="mlp.e_score_correction_bias"),),
+    keys=KeyMap(
+        mixtral.FAMILY.keys.rows | {_BIAS: "block_sparse_moe.e_score_correction_bias"},
+        layouts=(KeyMap(FUSED.rows | {_BIAS: "mlp.e_score_correction_bias"}),),
     ),
     partial_rotary=True,
 )

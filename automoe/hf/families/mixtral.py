@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from automoe.hf.families.family import COMMON_FIELDS, GQA, HEAD_DIM, SOFTMAX_ROUTER, Family
-from automoe.hf.keys import KeyMap
+from automoe.hf.keys import DOWN, GATE_UP, ROUTER, KeyMap
+
+_EXPERT = "block_sparse_moe.experts.{expert}"
 
 FAMILY = Family(
     model_type="mixtral",
@@ -24,9 +26,10 @@ FAMILY = Family(
     },
     only={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
     keys=KeyMap(
-        router="block_sparse_moe.gate.weight",
-        gate="block_sparse_moe.experts.{expert}.w1.weight",
-        up="block_sparse_moe.experts.{expert}.w3.weight",
-        down="block_sparse_moe.experts.{expert}.w2.weight",
+        {
+            ROUTER: "block_sparse_moe.gate.weight",
+            GATE_UP: f"{_EXPERT}.w1.weight {_EXPERT}.w3.weight",
+            DOWN: f"{_EXPERT}.w2.weight",
+        }
     ),
 )

@@ -65,6 +65,10 @@ _SHARED_EXPERTS = {
         write=lambda width, config: config.shared_width,
     ),
 }
+_SHARED_ROWS = {
+    f"mlp.shared_experts.{name}_proj.weight": f"mlp.shared_expert.{name}_proj.weight"
+    for name in ("gate", "up", "down")
+}
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
@@ -79,7 +83,7 @@ QWEN2_MOE = Family(
     | {"attention.qk_norm": False, "shared_expert_gate": True},
     only={"hidden_act": "silu"},
     written={"use_sliding_window": False, "decoder_sparse_step": 1},
-    keys=KeyMap(shared_experts="mlp.shared_expert"),
+    keys=KeyMap(_SHARED_ROWS),
 )
 
 QWEN3_MOE = Family(
@@ -120,7 +124,7 @@ QWEN3_NEXT = Family(
         "decoder_sparse_step": 1,
         "full_attention_interval": lambda config: config.attention.full_attention_interval,
     },
-    keys=KeyMap(shared_experts="mlp.shared_expert"),
+    keys=KeyMap(_SHARED_ROWS),
     partial_rotary=True,
 )
 
@@ -136,7 +140,7 @@ QWEN3_5_MOE = replace(
     | {"first_k_dense": 0, "router.norm_topk_prob": True}
     | {"attention.linear_split_projections": True},
     written=QWEN3_NEXT.written | {"rope_parameters": rope_parameters},
-    keys=replace(FUSED, shared_experts="mlp.shared_expert"),
+    keys=KeyMap(FUSED.rows | _SHARED_ROWS),
 )
 
 QWEN3 = Family(
