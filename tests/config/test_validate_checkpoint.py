@@ -8,7 +8,7 @@ import pytest
 
 from automoe.config.rules import check_rows
 from automoe.config.schema import Config
-from automoe.config.validate import checkpoint_rows
+from automoe.config.rules_settings import checkpoint_rows
 from automoe.errors import ConfigError
 
 

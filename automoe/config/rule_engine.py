@@ -1,0 +1,230 @@
+"""The engine of rules: it checks tables of strings, and derives numbers and remedies. No torch.
+
+A row of a table is (condition, second condition, reason), and a remedy where none can be derived.
+It refuses a configuration in which both conditions hold, under the first key of the first one.
+A condition compares keys with words or with other keys::
+
+    parallel.context == ring and mesh.cp > 1        train.dtype != bfloat16|float32
+    not parallel.overlap_all_to_all                 train.fp8 != default
+    parallel.recompute has moe                      optim.momentum outside 0|1
+
+``a % b`` holds if b does not divide a; the arithmetic and the nearest valid numbers are derived.
+Both may be products (``mesh.cp * mesh.tp``), and a may be divided (``a // b``) before. ``KEY: a % b``
+is refused under KEY. Texts have values in braces, such as ``{mesh.cp * mesh.tp}``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from math import gcd
+from operator import attrgetter, floordiv, mod, mul
+from typing import Any, NamedTuple
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config, MeshConfig
+
+Row = tuple[str, bool, str, str]  # key, whether its rule is broken, the rule with numbers, the remedy
+Table = tuple[tuple[str, ...], ...]
+
+_WORDS = {"true": True, "false": False, "null": None}
+_SIGNS = ((" % ", mod), (" // ", floordiv), (" * ", mul))
+_COMPARED: dict[str, Callable[[Any, list[Any]], bool]] = {
+    "": lambda value, _: bool(value),
+    "not": lambda value, _: not value,
+    "==": lambda value, choices: value in choices,
+    "!=": lambda value, choices: value not in choices,
+    "<": lambda value, choices: value < choices[0],
+    ">": lambda value, choices: value > choices[0],
+    ">=": lambda value, choices: value >= choices[0],
+    "has": lambda value, choices: choices[0] in listed(value),
+    "outside": lambda value, choices: not choices[0] <= value < choices[1],
+}
+_COMPARISON = re.compile(r"(?:([\w.]+): )?(?:(not) )?(.+?)(?: (==|!=|<|>=?|has|outside) (\S+))?")
+_NAME = re.compile(r"[a-z_]\w*(?:\.[a-z_]\w*)*")
+_FIELD = re.compile(r"\{([a-z_]+\.[\w.]+(?: (?:\*|//|%) [\w.]+)*)\}")
+# What a user wants or has: it is not advised to change for the sake of another key.
+_GIVEN = ("model.", "mesh.", "launch.", "recipe")
+
+
+class Scope(NamedTuple):
+    """Where names get their values: a configuration, its resolved mesh, and its run's device."""
+
+    config: Config
+    mesh: MeshShape | MeshConfig
+    device: str = "auto"
+
+    def __call__(self, text: str) -> Any:
+        """Return the value of a key or a number, or of a product, quotient or remainder of such."""
+        return _reader(text)(self)
+
+
+@cache
+def _reader(text: str) -> Callable[[Scope], Any]:
+    for sign, calculate in _SIGNS:
+        before, found, after = text.partition(sign)
+        if found:
+            left, right = _reader(before), _reader(after)
+            return lambda see: calculate(left(see), right(see))
+    if text.isdecimal():
+        return lambda see: int(text)
+    if text == "launch.device":
+        return attrgetter("device")
+    return attrgetter(text if text.startswith("mesh.") else f"config.{text}")
+
+
+_PLAIN = Scope(Config(), MeshConfig())
+
+
+class Comparison(NamedTuple):
+    """One part of a condition."""
+
+    key: str  # refused, or set to make the comparison false
+    number: str
+    operator: str
+    choices: tuple[str, ...]
+
+    def holds(self, see: Scope) -> bool:
+        return _COMPARED[self.operator](see(self.number), self.values(see))
+
+    def values(self, see: Scope) -> list[Any]:
+        """Return what its words stand for."""
+        return [self._value(word, see) for word in self.choices]
+
+    def _value(self, word: str, see: Scope) -> Any:
+        if re.fullmatch(r"[\d.]+", word):
+            return float(word) if "." in word else int(word)
+        if word == "default":
+            return _PLAIN(self.key)
+        return see(word) if "." in word else _WORDS.get(word, word)
+
+    def keys(self) -> list[str]:
+        """Return the settings that it reads."""
+        names = [*_NAME.findall(self.number), *(word for word in self.choices if "." in word)]
+        return [name for name in names if is_key(name)]
+
+    def ways(self, see: Scope) -> list[str]:
+        """Return the settings of which each makes it false."""
+        if " % " in self.number:
+            return self._even(see)
+        if self.operator == "has":
+            tried = [[word for word in listed(see(self.key)) if word not in self.choices]]
+        else:
+            usual = _PLAIN(self.key)
+            tried = [usual, *self.values(see), *([not usual] if isinstance(usual, bool) else [])]
+        right = [value for value in tried if not _COMPARED[self.operator](value, self.values(see))]
+        return [f"{self.key}={shown(value)}" for value in right[:1]]
+
+    def _even(self, see: Scope) -> list[str]:
+        number, _, unit = self.number.partition(" % ")
+        key = self.key if self.key in self.number.split() else unit
+        value = see(key)
+        if key not in number.split():  # it divides
+            rest = see(unit) // value
+            fits = [n for n in range(1, 2 * value + 1) if see(number) % (rest * n) == 0] or [1]
+            if key.startswith("mesh."):  # no other number may fill the ranks
+                fits = [n for n in fits if value % n == 0]
+            return [f"{key}={min(fits, key=lambda n: (abs(n - value), n))}"]
+        product, _, over = number.partition(" // ")
+        step = see(unit) * (see(over) if over else 1)
+        step //= gcd(step, see(product) // value)
+        below = value // step * step
+        near = f"{key}={below} or {below + step}" if below else f"{key}={step}"
+        return [near, f"{unit}={gcd(see(number), see(unit))}"][: 1 + unit.startswith("mesh.") * is_key(unit)]
+
+    def arithmetic(self, see: Scope) -> str:
+        """Return the sums of a divisibility: ``: cp*tp = 2*4 = 8, 66 % 8 = 2``; else nothing."""
+        number, found, unit = self.number.partition(" % ")
+        sums = ""
+        for side in (number, unit):
+            if " " in side:
+                names = re.sub(r"[\w.]+\.", "", side)
+                numbers = re.sub(r"[\w.]+", lambda match: shown(see(match[0])), side)
+                sums += f"{names} = {numbers} = {see(side)}, ".replace(" * ", "*").replace("//", "/")
+        return f": {sums}{see(number)} % {see(unit)} = {see(self.number)}" if found else ""
+
+
+@cache
+def is_key(name: str) -> bool:
+    """Return True if ``name`` is a setting, not a number or a fact that settings imply."""
+    section, _, field = name.rpartition(".")
+    if not _NAME.fullmatch(name):
+        return False
+    return field in vars(_PLAIN(section) if section else _PLAIN.config)
+
+
+@cache
+def parsed(condition: str) -> tuple[Comparison, ...]:
+    """Return the comparisons of ``condition``, which holds if all of them do."""
+    parts = []
+    for text in condition.split(" and ") if condition else ():
+        match = _COMPARISON.fullmatch(text)
+        assert match, text
+        key, negated, number, operator, choices = match.groups(default="")
+        parts.append(
+            Comparison(
+                key or number.split()[0],
+                number,
+                negated or operator,
+                tuple(choices.split("|")) if choices else (),
+            )
+        )
+    return tuple(parts)
+
+
+def each(first: str, *rows: tuple[str, ...]) -> Table:
+    """Return rows that have the first condition in common."""
+    return tuple((first, *row) for row in rows)
+
+
+def broken(see: Scope, *tables: Table) -> Iterator[Row]:
+    """Yield the broken rules of ``tables`` in order."""
+    for first, second, reason, *remedy in (row for table in tables for row in table):
+        if all(part.holds(see) for part in parsed(second) + parsed(first)):
+            yield _refused(see, parsed(first), parsed(second), reason, *remedy)
+
+
+def _refused(
+    see: Scope,
+    first: tuple[Comparison, ...],
+    second: tuple[Comparison, ...],
+    reason: str,
+    remedy: str = "",
+) -> Row:
+    """Return the row of a broken rule: settings that the reason does not show are added to it."""
+    key, parts = first[0].key, second + first
+    rule = filled(see, reason) + "".join(part.arithmetic(see) for part in parts)
+    said = []
+    for name in dict.fromkeys(name for part in parts for name in part.keys() if name != key):
+        field = name.rpartition(".")[2]
+        text = f"{name}={shown(see(name))}"
+        if f"{{{name}}}" not in reason and not re.search(rf"\b{field}( [/=]|\*)", rule) and text not in rule:
+            said.append(text)
+    rule += f" ({', '.join(said)})" if said else ""
+    uneven = [part for part in first if " % " in part.number and key in part.number.split()]
+    ways = [
+        way
+        for part in uneven or parts
+        if part.key == key or is_key(part.key) and not part.key.startswith(_GIVEN)
+        for way in part.ways(see)
+    ]
+    return key, True, rule, filled(see, remedy) or "Set " + ", or ".join(dict.fromkeys(ways))
+
+
+def filled(see: Scope, text: str) -> str:
+    """Return ``text`` with values in place of the keys and products that stand in braces."""
+    return _FIELD.sub(lambda match: shown(see(match[1])), text)
+
+
+def shown(value: Any) -> str:
+    """Return ``value`` as an override spells it: ``true``, ``null``, ``[a,b]``."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(shown, value))}]"
+    plain = value is None or isinstance(value, bool)
+    return next(word for word, one in _WORDS.items() if one is value) if plain else str(value)
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a setting that is a list or a single word as a list."""
+    return [value] if isinstance(value, str) else list(value)
