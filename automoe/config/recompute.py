@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from automoe.config.pipeline import runs_halves
-from automoe.config.rules import Row
+from automoe.config.rule_engine import Row
 from automoe.config.schema import Config, ParallelConfig
 
 # ``full`` recomputes the whole layer and stands alone. Modules in ``RERUN`` are checkpointed: their

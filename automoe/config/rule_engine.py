@@ -36,12 +36,13 @@ _COMPARED: dict[str, Callable[[Any, list[Any]], bool]] = {
     "==": lambda value, choices: value in choices,
     "!=": lambda value, choices: value not in choices,
     "<": lambda value, choices: value < choices[0],
+    "<=": lambda value, choices: value <= choices[0],
     ">": lambda value, choices: value > choices[0],
     ">=": lambda value, choices: value >= choices[0],
-    "has": lambda value, choices: choices[0] in listed(value),
+    "has": lambda value, choices: any(word in listed(value) for word in choices),
     "outside": lambda value, choices: not choices[0] <= value < choices[1],
 }
-_COMPARISON = re.compile(r"(?:([\w.]+): )?(?:(not) )?(.+?)(?: (==|!=|<|>=?|has|outside) (\S+))?")
+_COMPARISON = re.compile(r"(?:([\w.]+): )?(?:(not) )?(.+?)(?: (==|!=|<=?|>=?|has|outside) (\S+))?")
 _NAME = re.compile(r"[a-z_]\w*(?:\.[a-z_]\w*)*")
 _FIELD = re.compile(r"\{([a-z_]+\.[\w.]+(?: (?:\*|//|%) [\w.]+)*)\}")
 # What a user wants or has: it is not advised to change for the sake of another key.
@@ -74,7 +75,7 @@ def _reader(text: str) -> Callable[[Scope], Any]:
     return attrgetter(text if text.startswith("mesh.") else f"config.{text}")
 
 
-_PLAIN = Scope(Config(), MeshConfig())
+_PLAIN = Scope(Config(), MeshShape.of(MeshConfig(dp_shard=1, ep_shard=1)))
 
 
 class Comparison(NamedTuple):
@@ -99,6 +100,11 @@ class Comparison(NamedTuple):
             return _PLAIN(self.key)
         return see(word) if "." in word else _WORDS.get(word, word)
 
+    @property
+    def uneven(self) -> bool:
+        """True if it is about a number that does not divide."""
+        return " % " in self.number and not self.operator
+
     def keys(self) -> list[str]:
         """Return the settings that it reads."""
         names = [*_NAME.findall(self.number), *(word for word in self.choices if "." in word)]
@@ -106,43 +112,55 @@ class Comparison(NamedTuple):
 
     def ways(self, see: Scope) -> list[str]:
         """Return the settings of which each makes it false."""
-        if " % " in self.number:
+        if self.uneven:
             return self._even(see)
+        values = self.values(see)
         if self.operator == "has":
-            tried = [[word for word in listed(see(self.key)) if word not in self.choices]]
+            tried = [[word for word in listed(see(self.key)) if word not in values]]
         else:
             usual = _PLAIN(self.key)
-            tried = [usual, *self.values(see), *([not usual] if isinstance(usual, bool) else [])]
-        right = [value for value in tried if not _COMPARED[self.operator](value, self.values(see))]
-        return [f"{self.key}={shown(value)}" for value in right[:1]]
+            bounded = self.operator in ("<", ">")
+            tried = [*values, usual] if bounded else [usual, *values]
+            tried += [not usual] if isinstance(usual, bool) else []
+        right = [value for value in tried if not _COMPARED[self.operator](value, values)]
+        more = {"<": " or more", ">": " or less" * ("." in "".join(self.choices))}.get(self.operator, "")
+        return [f"{self.key}={shown(value)}{more}" for value in right[:1]]
 
     def _even(self, see: Scope) -> list[str]:
         number, _, unit = self.number.partition(" % ")
-        key = self.key if self.key in self.number.split() else unit
-        value = see(key)
-        if key not in number.split():  # it divides
-            rest = see(unit) // value
-            fits = [n for n in range(1, 2 * value + 1) if see(number) % (rest * n) == 0] or [1]
-            if key.startswith("mesh."):  # no other number may fill the ranks
-                fits = [n for n in fits if value % n == 0]
-            return [f"{key}={min(fits, key=lambda n: (abs(n - value), n))}"]
+        axes = [name for name in unit.split() if name.startswith("mesh.")]
+        if self.key not in number.split():  # it divides, or an axis of the mesh does
+            return self._divisor(see, self.key if self.key in unit.split() else axes[0])
         product, _, over = number.partition(" // ")
+        value = see(self.key)
         step = see(unit) * (see(over) if over else 1)
         step //= gcd(step, see(product) // value)
         below = value // step * step
-        near = f"{key}={below} or {below + step}" if below else f"{key}={step}"
-        return [near, f"{unit}={gcd(see(number), see(unit))}"][: 1 + unit.startswith("mesh.") * is_key(unit)]
+        near = f"{self.key}={below} or {below + step}" if below else f"{self.key}={step}"
+        alone = len(axes) == 1 and "mesh." not in number
+        return [near, *(self._divisor(see, axes[0]) if alone else [])]
+
+    def _divisor(self, see: Scope, key: str) -> list[str]:
+        """Return the number nearest to ``key`` that divides; for the mesh also the present ranks."""
+        number, _, unit = self.number.partition(" % ")
+        value = see(key)
+        rest = see(unit) // value
+        fits = [n for n in range(1, 2 * value + 1) if see(number) % (rest * n) == 0]
+        if key.startswith("mesh."):
+            fits = [n for n in fits if value % n == 0]
+        near = sorted(fits, key=lambda n: (abs(n - value), n))
+        return [f"{key}={n}" for n in near[:1]]
 
     def arithmetic(self, see: Scope) -> str:
         """Return the sums of a divisibility: ``: cp*tp = 2*4 = 8, 66 % 8 = 2``; else nothing."""
-        number, found, unit = self.number.partition(" % ")
+        number, _, unit = self.number.partition(" % ")
         sums = ""
         for side in (number, unit):
             if " " in side:
                 names = re.sub(r"[\w.]+\.", "", side)
                 numbers = re.sub(r"[\w.]+", lambda match: shown(see(match[0])), side)
                 sums += f"{names} = {numbers} = {see(side)}, ".replace(" * ", "*").replace("//", "/")
-        return f": {sums}{see(number)} % {see(unit)} = {see(self.number)}" if found else ""
+        return f": {sums}{see(number)} % {see(unit)} = {see(self.number)}"
 
 
 @cache
@@ -194,7 +212,7 @@ def _refused(
 ) -> Row:
     """Return the row of a broken rule: settings that the reason does not show are added to it."""
     key, parts = first[0].key, second + first
-    rule = filled(see, reason) + "".join(part.arithmetic(see) for part in parts)
+    rule = filled(see, reason) + "".join(part.arithmetic(see) for part in first if part.uneven)
     said = []
     for name in dict.fromkeys(name for part in parts for name in part.keys() if name != key):
         field = name.rpartition(".")[2]
@@ -202,14 +220,15 @@ def _refused(
         if f"{{{name}}}" not in reason and not re.search(rf"\b{field}( [/=]|\*)", rule) and text not in rule:
             said.append(text)
     rule += f" ({', '.join(said)})" if said else ""
-    uneven = [part for part in first if " % " in part.number and key in part.number.split()]
+    uneven = [part for part in first if part.uneven and key in part.number.split()]
     ways = [
         way
         for part in uneven or parts
         if part.key == key or is_key(part.key) and not part.key.startswith(_GIVEN)
         for way in part.ways(see)
     ]
-    return key, True, rule, filled(see, remedy) or "Set " + ", or ".join(dict.fromkeys(ways))
+    derived = "Set " + ", or ".join(dict.fromkeys(ways))
+    return key, True, rule, derived + remedy if remedy.startswith(",") else filled(see, remedy) or derived
 
 
 def filled(see: Scope, text: str) -> str:
