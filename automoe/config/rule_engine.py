@@ -44,7 +44,7 @@ _COMPARED: dict[str, Callable[[Any, list[Any]], bool]] = {
 }
 _COMPARISON = re.compile(r"(?:([\w.]+): )?(?:(not) )?(.+?)(?: (==|!=|<=?|>=?|has|outside) (\S+))?")
 _NAME = re.compile(r"[a-z_]\w*(?:\.[a-z_]\w*)*")
-_FIELD = re.compile(r"\{([a-z_]+\.[\w.]+(?: (?:\*|//|%) [\w.]+)*)\}")
+_FIELD = re.compile(r"\{([\w.]+(?: (?:\*|//|%) [\w.]+)*)\}")
 # What a user wants or has: it is not advised to change for the sake of another key.
 _GIVEN = ("model.", "mesh.", "launch.", "recipe")
 
@@ -108,7 +108,7 @@ class Comparison(NamedTuple):
     def keys(self) -> list[str]:
         """Return the settings that it reads."""
         names = [*_NAME.findall(self.number), *(word for word in self.choices if "." in word)]
-        return [name for name in names if is_key(name)]
+        return [name for name in names if is_key(name) and name != "launch.device"]
 
     def ways(self, see: Scope) -> list[str]:
         """Return the settings of which each makes it false."""
@@ -191,9 +191,16 @@ def parsed(condition: str) -> tuple[Comparison, ...]:
     return tuple(parts)
 
 
-def each(first: str, *rows: tuple[str, ...]) -> Table:
-    """Return rows that have the first condition in common."""
-    return tuple((first, *row) for row in rows)
+def table(text: str, **words: object) -> Table:
+    """Return the rows of ``text``, one a line: cells end at `` |``, and indented lines continue a row.
+
+    Args:
+        words: what words in capitals stand for.
+    """
+    for word, meaning in words.items():
+        text = text.replace(word, str(meaning))
+    rows = re.sub(r"\n\s+", " ", text.strip()).split("\n")
+    return tuple(tuple(cell.strip() for cell in re.split(r" \|(?= |$)", row)) for row in rows)
 
 
 def broken(see: Scope, *tables: Table) -> Iterator[Row]:
@@ -211,7 +218,7 @@ def _refused(
     remedy: str = "",
 ) -> Row:
     """Return the row of a broken rule: settings that the reason does not show are added to it."""
-    key, parts = first[0].key, second + first
+    key, parts = first[0].key, first + second
     rule = filled(see, reason) + "".join(part.arithmetic(see) for part in first if part.uneven)
     said = []
     for name in dict.fromkeys(name for part in parts for name in part.keys() if name != key):
@@ -219,7 +226,9 @@ def _refused(
         text = f"{name}={shown(see(name))}"
         if f"{{{name}}}" not in reason and not re.search(rf"\b{field}( [/=]|\*)", rule) and text not in rule:
             said.append(text)
-    rule += f" ({', '.join(said)})" if said else ""
+    if said:
+        rule = rule[:-1] + ", " if rule.endswith(")") else rule + " ("
+        rule += ", ".join(said) + ")"
     uneven = [part for part in first if part.uneven and key in part.number.split()]
     ways = [
         way

@@ -158,7 +158,7 @@ _MOE = (
      "a softmax over the K chosen logits always sums to one, and norm_topk_prob=false says otherwise",
      "Set model.router.norm_topk_prob=true, or model.router.softmax_after_topk=false"),
     ("moe.pad_to_capacity", "moe.capacity_factor == 0",
-     "moe.capacity_factor=0 means dropless, so there is no capacity to pad to",
+     "training is dropless, so there is no capacity to pad to",
      "Set moe.capacity_factor=1.0, or moe.pad_to_capacity=false"),
     # ``automoe.launch.hardware`` checks if deepep is installed.
     ("train.dtype != bfloat16", "moe.dispatcher == deepep", "moe.dispatcher=deepep sums rows only in bfloat16"),
