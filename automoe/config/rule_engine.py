@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, MeshConfig
 
-Row = tuple[str, bool, str, str]  # key, whether its rule is broken, the rule with numbers, the remedy
+Row = tuple[
+    str, bool, str, str
+]  # key, whether its rule is broken, the rule with numbers, the remedy
 Table = tuple[tuple[str, ...], ...]
 
 _WORDS = {"true": True, "false": False, "null": None}
@@ -123,7 +125,9 @@ class Comparison(NamedTuple):
             tried = [*values, usual] if bounded else [usual, *values]
             tried += [not usual] if isinstance(usual, bool) else []
         right = [value for value in tried if not _COMPARED[self.operator](value, values)]
-        more = {"<": " or more", ">": " or less" * ("." in "".join(self.choices))}.get(self.operator, "")
+        more = {"<": " or more", ">": " or less" * ("." in "".join(self.choices))}.get(
+            self.operator, ""
+        )
         return [f"{self.key}={shown(value)}{more}" for value in right[:1]]
 
     def _even(self, see: Scope) -> list[str]:
@@ -159,7 +163,9 @@ class Comparison(NamedTuple):
             if " " in side:
                 names = re.sub(r"[\w.]+\.", "", side)
                 numbers = re.sub(r"[\w.]+", lambda match: shown(see(match[0])), side)
-                sums += f"{names} = {numbers} = {see(side)}, ".replace(" * ", "*").replace("//", "/")
+                sums += f"{names} = {numbers} = {see(side)}, ".replace(" * ", "*").replace(
+                    "//", "/"
+                )
         return f": {sums}{see(number)} % {see(unit)} = {see(self.number)}"
 
 
@@ -192,7 +198,9 @@ def parsed(condition: str) -> tuple[Comparison, ...]:
 
 
 def table(text: str, **words: object) -> Table:
-    """Return the rows of ``text``, one a line: cells end at `` |``, and indented lines continue a row.
+    """Return the rows of ``text``, one a line. Indented lines continue a row, cells end at `` |``.
+
+    A cell with several conditions (``A; B``) stands for as many rows.
 
     Args:
         words: what words in capitals stand for.
@@ -200,17 +208,23 @@ def table(text: str, **words: object) -> Table:
     for word, meaning in words.items():
         text = text.replace(word, str(meaning))
     rows = re.sub(r"\n\s+", " ", text.strip()).split("\n")
-    return tuple(tuple(cell.strip() for cell in re.split(r" \|(?= |$)", row)) for row in rows)
+    cells = ([cell.strip() for cell in re.split(r" \|(?= |$)", row)] for row in rows)
+    return tuple(
+        (first, second, *rest)
+        for firsts, seconds, *rest in cells
+        for first in firsts.split("; ")
+        for second in seconds.split("; ")
+    )
 
 
-def broken(see: Scope, *tables: Table) -> Iterator[Row]:
+def refused(see: Scope, *tables: Table) -> Iterator[Row]:
     """Yield the broken rules of ``tables`` in order."""
     for first, second, reason, *remedy in (row for table in tables for row in table):
         if all(part.holds(see) for part in parsed(second) + parsed(first)):
-            yield _refused(see, parsed(first), parsed(second), reason, *remedy)
+            yield _row(see, parsed(first), parsed(second), reason, *remedy)
 
 
-def _refused(
+def _row(
     see: Scope,
     first: tuple[Comparison, ...],
     second: tuple[Comparison, ...],
@@ -224,20 +238,26 @@ def _refused(
     for name in dict.fromkeys(name for part in parts for name in part.keys() if name != key):
         field = name.rpartition(".")[2]
         text = f"{name}={shown(see(name))}"
-        if f"{{{name}}}" not in reason and not re.search(rf"\b{field}( [/=]|\*)", rule) and text not in rule:
+        if (
+            f"{{{name}}}" not in reason
+            and not re.search(rf"\b{field}( [/=]|\*)", rule)
+            and text not in rule
+        ):
             said.append(text)
     if said:
         rule = rule[:-1] + ", " if rule.endswith(")") else rule + " ("
         rule += ", ".join(said) + ")"
-    uneven = [part for part in first if part.uneven and key in part.number.split()]
-    ways = [
-        way
-        for part in uneven or parts
-        if part.key == key or is_key(part.key) and not part.key.startswith(_GIVEN)
-        for way in part.ways(see)
-    ]
-    derived = "Set " + ", or ".join(dict.fromkeys(ways))
-    return key, True, rule, derived + remedy if remedy.startswith(",") else filled(see, remedy) or derived
+    remedy = filled(see, remedy)
+    if not remedy or remedy.startswith(","):
+        uneven = [part for part in first if part.uneven and key in part.number.split()]
+        ways = [
+            way
+            for part in uneven or parts
+            if part.key == key or is_key(part.key) and not part.key.startswith(_GIVEN)
+            for way in part.ways(see)
+        ]
+        remedy = f"Set {', or '.join(dict.fromkeys(ways))}{remedy}"
+    return key, True, rule, remedy
 
 
 def filled(see: Scope, text: str) -> str:

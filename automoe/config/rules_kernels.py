@@ -14,7 +14,7 @@ from math import gcd
 from automoe.config.context import expanded_width
 from automoe.config.mesh_shape import MeshShape, uses_ulysses
 from automoe.config.recompute import DISCARDED_OUTPUTS
-from automoe.config.rule_engine import Row, Scope, broken, each
+from automoe.config.rule_engine import Row, Scope, refused, table
 from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -62,122 +62,124 @@ def chunk_tokens(tokens: int, hidden: int) -> int:
 # fmt: off
 _RING = "parallel.context == ring and mesh.cp > 1"
 _SDPA = "Nearest valid choice: kernels.attention=sdpa"
-_ONLY_CAUSAL = "on CUDA its only mask is the causal one, and"
-_BY_POSITION = f"{_ONLY_CAUSAL} with mesh.cp={{mesh.cp}} keys are masked by their position"
 _HAS_EXPERTS = "model.num_moe_layers > 0"
-_ATTENTION = (
-    ("kernels.attention != sdpa", _RING, "ring attention (parallel.context=ring) calls its own kernels", _SDPA),
-    ("kernels.attention == te|flash|flex", "model.attention.index_topk > 0 and train.indexer == sparse",
-     "a query sees the keys that an indexer chooses, and {kernels.attention} has no such mask", _SDPA),
-    ("kernels.attention == flex", "launch.device == cpu",
-     "FlexAttention has no backward pass on the CPU, and this run is on cpu", _SDPA),
-    ("kernels.attention == flex", "launch.device == cuda and train.dtype == float64",
-     "FlexAttention has no float64 on CUDA, and train.dtype=float64", _SDPA),
-    ("kernels.attention == cudnn", "launch.device == cpu", "cuDNN needs CUDA, and this run is on cpu", _SDPA),
-    ("kernels.attention == te", "launch.device == cpu", "transformer-engine needs CUDA, and this run is on cpu", _SDPA),
-    # The CPU's flash kernel takes any mask, dtype and dims.
-    ("kernels.attention == cudnn|flash|te", "launch.device == cuda and train.dtype != bfloat16",
-     "on CUDA it computes only in half precision, and train.dtype={train.dtype}", f"{_SDPA}, or train.dtype=bfloat16"),
-    *each("kernels.attention == flash|te",
-        ("data.document_mask and launch.device == cuda", f"{_ONLY_CAUSAL} data.document_mask=true masks documents",
-         f"{_SDPA}, or data.document_mask=false"),
-        ("model.attention.sliding_window > 0 and launch.device == cuda",
-         f"{_ONLY_CAUSAL} model.attention.sliding_window={{model.attention.sliding_window}} masks keys further back", _SDPA),
-        ("launch.device == cuda and mesh.cp > 1 and parallel.context != ulysses and "
-         "model.attention.num_heads % mesh.tp * mesh.cp == 0", _BY_POSITION, f"{_SDPA}, or parallel.context=ulysses"),
-        ("launch.device == cuda and mesh.cp > 1 and parallel.context != ulysses", _BY_POSITION, _SDPA)),
-    ("kernels.attention == te", "model.attention.sinks and launch.device == cuda",
-     f"{_ONLY_CAUSAL} model.attention.sinks=true adds a key", _SDPA),
-)
-_KERNELS = (
-    *(row for key in ("kernels.rope", "kernels.loss") for row in each(f"{key} == triton",
-        ("train.dtype == float64", "it has no float64, and train.dtype=float64", f"Set {key}=torch"))),
-    *each("kernels.loss == triton",
-        ("train.loss != cross_entropy",
-         "its kernels compute the mean cross-entropy of a chunk, and this run needs the loss of each token"),
-        ("recipe == dpo",
-         "its kernels compute the mean cross-entropy of a chunk, and this run needs the loss of each token")),
-    *each("kernels.norm == te",
-        ("launch.device == cpu", "transformer-engine computes on CUDA, and launch.device=cpu"),
-        ("train.dtype == float64", "transformer-engine computes in float32 and narrower, and train.dtype=float64",
-         "Set kernels.norm=torch"),
-        ("parallel.recompute has layernorm",
-         "transformer-engine frees what its backward pass has read, and with parallel.recompute=[layernorm] others "
-         "read it too", "Set kernels.norm=torch, or leave layernorm out of parallel.recompute")),
-    *each("moe.experts == te",
-        (f"{_HAS_EXPERTS} and launch.device == cpu", "transformer-engine needs CUDA, and this run is on cpu",
-         "Nearest valid choice: moe.experts=grouped_mm"),
-        (f"{_HAS_EXPERTS} and model.biased_experts", "it has experts without biases, and model.biased_experts=true",
-         "Nearest valid choice: moe.experts=grouped_mm")),
-)
-_INTERPRETED = tuple(
-    (f"{key} == triton", f"{given}launch.device == cpu", "Triton's kernels need CUDA, and this run is on cpu",
-     f"Set {key}={plain}, or TRITON_INTERPRET=1 to try the kernels out, very slowly")
-    for key, plain, given in (("kernels.rope", "torch", ""), ("kernels.loss", "torch", ""),
-                              ("moe.experts", "grouped_mm", f"{_HAS_EXPERTS} and "))
-)
-_EXPERTS = (
-    # 8-bit products are also emulated in float64.
-    ("moe.experts == triton|te", f"train.dtype == float64 and train.fp8 == off and {_HAS_EXPERTS}",
-     "{moe.experts} has no float64, and train.dtype=float64", "Set moe.experts=loop"),
-    *((f"model.{name} % {ROW_BYTES // size}{ranks}",
-       f"train.dtype == {dtype} and moe.experts == grouped_mm|te and {_HAS_EXPERTS}",
-       f"{{moe.experts}} needs rows of a multiple of {ROW_BYTES} bytes, and {{model.{name}{cut}}} * {size} bytes = "
-       f"{{{size} * model.{name}{cut}}}", ", or moe.experts=loop")
-      for dtype, size in ELEMENT_BYTES.items() if size < 8
-      for name, ranks, cut in (("hidden_size", "", ""), ("moe_intermediate_size", " * mesh.etp", " // mesh.etp"))),
-)
-_COMPILE = tuple(
-    ("train.compile", given, f"attention and norms are compiled whole, and {what} cannot be part of that")
-    for given, what in (
-        (_RING, "the calls of parallel.context=ring"),
-        ("kernels.attention == te", "the modules of kernels.attention=te"),
-        ("kernels.attention == flex", "FlexAttention with its blocks (kernels.attention=flex)"),
-        ("kernels.rope == triton", "the kernels of kernels.rope=triton"),
-        ("model.attention.index_topk > 0", "an indexer with its choice"),
-        ("kernels.norm == te", "the modules of kernels.norm=te"),
-        ("train.fp8 != off", "the products of train.fp8={train.fp8}"),
-        # These modules drop their outputs and recompute them for their readers; within a compiled
-        # part the compiler decides which outputs to recompute.
-        (f"parallel.recompute has {'|'.join(DISCARDED_OUTPUTS)}", "the hooks of parallel.recompute={parallel.recompute}"),
-        # With tp, torch 2.13 mistakes the mesh of a weight for a tensor that it has to keep.
-        ("mesh.tp > 1 and parallel.recompute has core_attn", "parallel.recompute=[core_attn] with mesh.tp={mesh.tp}"),
-    )
-)
-_FP8 = (
-    ("train.fp8 != off", "train.dtype == float64 and launch.device != cpu",
-     "around 8-bit products a GPU computes in float32 or bfloat16, and train.dtype=float64",
-     "Set train.fp8=off, train.dtype=bfloat16, or launch.device=cpu"),
-    ("moe.experts != grouped_mm", f"train.fp8 != off and {_HAS_EXPERTS}",
-     "train.fp8={train.fp8} multiplies the experts with grouped products, and has no other backend"),
-    ("moe.pad_to_capacity", f"train.fp8 == tensorwise|delayed and {_HAS_EXPERTS}",
-     "padding repeats the first token of each rank, and train.fp8={train.fp8} would compute its scales from different "
-     "tokens on each mesh", "Set moe.pad_to_capacity=false, or train.fp8=blockwise"),
-    (f"model.moe_intermediate_size % {BLOCK} * mesh.etp", f"train.fp8 == blockwise and {_HAS_EXPERTS}",
-     f"gate and up of a rank's experts are whole blocks of {BLOCK} rows", ", or train.fp8=tensorwise"),
-    (f"model.hidden_size % {ROW_BYTES}", f"train.fp8 != off and {_HAS_EXPERTS}",
-     f"grouped products in 8 bits need rows of a multiple of {ROW_BYTES} bytes", ", or train.fp8=off"),
-    (f"model.moe_intermediate_size % {ROW_BYTES} * mesh.etp", f"train.fp8 != off and {_HAS_EXPERTS}",
-     f"grouped products in 8 bits need rows of a multiple of {ROW_BYTES} bytes", ", or train.fp8=off"),
-)
+_ATTENTION = table("""
+kernels.attention != sdpa | RING | ring attention (parallel.context=ring) calls its own kernels | SDPA
+kernels.attention == te|flash|flex | model.attention.index_topk > 0 and train.indexer == sparse
+    | a query sees the keys that an indexer chooses, and {kernels.attention} has no such mask | SDPA
+kernels.attention == flex | launch.device == cpu
+    | FlexAttention has no backward pass on the CPU, and this run is on cpu | SDPA
+kernels.attention == flex | launch.device == cuda and train.dtype == float64
+    | FlexAttention has no float64 on CUDA, and train.dtype=float64 | SDPA
+kernels.attention == cudnn | launch.device == cpu | cuDNN needs CUDA, and this run is on cpu | SDPA
+kernels.attention == te | launch.device == cpu | transformer-engine needs CUDA, and this run is on cpu | SDPA
+kernels.attention == cudnn|flash|te | launch.device == cuda and train.dtype != bfloat16
+    | on CUDA it computes only in half precision, and train.dtype={train.dtype} | SDPA, or train.dtype=bfloat16
+kernels.attention == flash|te | data.document_mask and launch.device == cuda
+    | CAUSAL data.document_mask=true masks documents | SDPA, or data.document_mask=false
+kernels.attention == flash|te | model.attention.sliding_window > 0 and launch.device == cuda
+    | CAUSAL model.attention.sliding_window={model.attention.sliding_window} masks keys further back | SDPA
+kernels.attention == flash|te
+    | launch.device == cuda and mesh.cp > 1 and parallel.context != ulysses and model.attention.num_heads %
+    mesh.tp * mesh.cp == 0 | CAUSAL with mesh.cp={mesh.cp} keys are masked by their position
+    | SDPA, or parallel.context=ulysses
+kernels.attention == flash|te | launch.device == cuda and mesh.cp > 1 and parallel.context != ulysses
+    | CAUSAL with mesh.cp={mesh.cp} keys are masked by their position | SDPA
+kernels.attention == te | model.attention.sinks and launch.device == cuda
+    | CAUSAL model.attention.sinks=true adds a key | SDPA
+""", RING=_RING, SDPA=_SDPA, CAUSAL="on CUDA its only mask is the causal one, and")
+_KERNELS = table("""
+kernels.rope == triton | train.dtype == float64 | it has no float64, and train.dtype=float64
+    | Set kernels.rope=torch
+kernels.loss == triton | train.dtype == float64 | it has no float64, and train.dtype=float64
+    | Set kernels.loss=torch
+kernels.loss == triton | train.loss != cross_entropy; recipe == dpo
+    | its kernels compute the mean cross-entropy of a chunk, and this run needs the loss of each token
+kernels.norm == te | launch.device == cpu | transformer-engine computes on CUDA, and launch.device=cpu
+kernels.norm == te | train.dtype == float64
+    | transformer-engine computes in float32 and narrower, and train.dtype=float64 | Set kernels.norm=torch
+kernels.norm == te | parallel.recompute has layernorm
+    | transformer-engine frees what its backward pass has read, and with parallel.recompute=[layernorm] others
+    read it too | Set kernels.norm=torch, or leave layernorm out of parallel.recompute
+moe.experts == te | EXPERTS and launch.device == cpu | transformer-engine needs CUDA, and this run is on cpu
+    | Nearest valid choice: moe.experts=grouped_mm
+moe.experts == te | EXPERTS and model.biased_experts
+    | it has experts without biases, and model.biased_experts=true
+    | Nearest valid choice: moe.experts=grouped_mm
+""", EXPERTS=_HAS_EXPERTS)
+_INTERPRETED = table("""
+kernels.rope == triton | launch.device == cpu | Triton's kernels need CUDA, and this run is on cpu
+    | Set kernels.rope=torch, or TRITON_INTERPRET=1 to try the kernels out, very slowly
+kernels.loss == triton | launch.device == cpu | Triton's kernels need CUDA, and this run is on cpu
+    | Set kernels.loss=torch, or TRITON_INTERPRET=1 to try the kernels out, very slowly
+moe.experts == triton | EXPERTS and launch.device == cpu | Triton's kernels need CUDA, and this run is on cpu
+    | Set moe.experts=grouped_mm, or TRITON_INTERPRET=1 to try the kernels out, very slowly
+""", EXPERTS=_HAS_EXPERTS)
+_EXPERTS = table("""
+moe.experts == triton|te | train.dtype == float64 and train.fp8 == off and EXPERTS
+    | {moe.experts} has no float64, and train.dtype=float64 | Set moe.experts=loop
+model.hidden_size % 4 | train.dtype == float32 and moe.experts == grouped_mm|te and EXPERTS
+    | {moe.experts} needs rows of a multiple of 16 bytes, and {model.hidden_size} * 4 bytes = {model.hidden_size * 4}
+    | , or moe.experts=loop
+model.hidden_size % 8 | train.dtype == bfloat16 and moe.experts == grouped_mm|te and EXPERTS
+    | {moe.experts} needs rows of a multiple of 16 bytes, and {model.hidden_size} * 2 bytes = {model.hidden_size * 2}
+    | , or moe.experts=loop
+model.moe_intermediate_size % 4 * mesh.etp | train.dtype == float32 and moe.experts == grouped_mm|te and EXPERTS
+    | {moe.experts} needs rows of a multiple of 16 bytes, and {model.moe_intermediate_size // mesh.etp} * 4 bytes =
+    {4 * model.moe_intermediate_size // mesh.etp} | , or moe.experts=loop
+model.moe_intermediate_size % 8 * mesh.etp | train.dtype == bfloat16 and moe.experts == grouped_mm|te and EXPERTS
+    | {moe.experts} needs rows of a multiple of 16 bytes, and {model.moe_intermediate_size // mesh.etp} * 2 bytes =
+    {2 * model.moe_intermediate_size // mesh.etp} | , or moe.experts=loop
+""", EXPERTS=_HAS_EXPERTS)
+# Modules of DISCARDED_OUTPUTS drop their outputs and recompute them for their readers; within a
+# compiled part the compiler decides which outputs to recompute. With tp, torch 2.13 mistakes the
+# mesh of a weight for a tensor that it has to keep.
+_COMPILE = table("""
+train.compile | RING | WHOLE the calls of parallel.context=ring cannot be part of that
+train.compile | kernels.attention == te | WHOLE the modules of kernels.attention=te cannot be part of that
+train.compile | kernels.attention == flex
+    | WHOLE FlexAttention with its blocks (kernels.attention=flex) cannot be part of that
+train.compile | kernels.rope == triton | WHOLE the kernels of kernels.rope=triton cannot be part of that
+train.compile | model.attention.index_topk > 0 | WHOLE an indexer with its choice cannot be part of that
+train.compile | kernels.norm == te | WHOLE the modules of kernels.norm=te cannot be part of that
+train.compile | train.fp8 != off | WHOLE the products of train.fp8={train.fp8} cannot be part of that
+train.compile | parallel.recompute has DROPPED
+    | WHOLE the hooks of parallel.recompute={parallel.recompute} cannot be part of that
+train.compile | mesh.tp > 1 and parallel.recompute has core_attn
+    | WHOLE parallel.recompute=[core_attn] with mesh.tp={mesh.tp} cannot be part of that
+""", RING=_RING, DROPPED="|".join(DISCARDED_OUTPUTS), WHOLE="attention and norms are compiled whole, and")
+_FP8 = table("""
+train.fp8 != off | train.dtype == float64 and launch.device != cpu
+    | around 8-bit products a GPU computes in float32 or bfloat16, and train.dtype=float64
+    | Set train.fp8=off, train.dtype=bfloat16, or launch.device=cpu
+moe.experts != grouped_mm | train.fp8 != off and EXPERTS
+    | train.fp8={train.fp8} multiplies the experts with grouped products, and has no other backend
+moe.pad_to_capacity | train.fp8 == tensorwise|delayed and EXPERTS
+    | padding repeats the first token of each rank, and train.fp8={train.fp8} would compute its scales from
+    different tokens on each mesh | Set moe.pad_to_capacity=false, or train.fp8=blockwise
+model.moe_intermediate_size % BLOCK * mesh.etp | train.fp8 == blockwise and EXPERTS
+    | gate and up of a rank's experts are whole blocks of BLOCK rows | , or train.fp8=tensorwise
+model.hidden_size % ROW_BYTES; model.moe_intermediate_size % ROW_BYTES * mesh.etp | train.fp8 != off and EXPERTS
+    | grouped products in 8 bits need rows of a multiple of ROW_BYTES bytes | , or train.fp8=off
+""", BLOCK=BLOCK, ROW_BYTES=ROW_BYTES, EXPERTS=_HAS_EXPERTS)
 
 
 def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield the rules of ``kernels`` and of expert backends from other packages."""
     see = Scope(config, shape, device)
-    yield from broken(see, _ATTENTION)
+    yield from refused(see, _ATTENTION)
     yield from _head_rows(config, shape, device)
-    yield from broken(see, _KERNELS, () if triton_is_interpreted() else _INTERPRETED)
+    yield from refused(see, _KERNELS, () if triton_is_interpreted() else _INTERPRETED)
 
 
 def expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield the rules for dtypes and sizes of ``moe.experts``."""
-    return broken(Scope(config, shape, device), _EXPERTS)
+    return refused(Scope(config, shape, device), _EXPERTS)
 
 
 def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     """Yield the rules of ``train.compile``: compiled parts must not contain graph breaks."""
-    return broken(Scope(config, shape), _COMPILE)
+    return refused(Scope(config, shape), _COMPILE)
 
 
 def _head_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
@@ -227,7 +229,7 @@ def head_dims(attention: AttentionConfig) -> tuple[int, int]:
 
 def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Yield the rules of ``train.fp8``."""
-    yield from broken(Scope(config, shape, device), _FP8)
+    yield from refused(Scope(config, shape, device), _FP8)
     blockwise = config.train.fp8 == "blockwise"
     # Blocks count from a weight's first row and column, so tp shards must end at block boundaries.
     for what, size in _cut_sizes(config.model, shape.tp) if blockwise and shape.tp > 1 else ():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import registered_names
-from automoe.config.rule_engine import Row, Scope, broken, each
+from automoe.config.rule_engine import Row, Scope, refused, table
 from automoe.config.rules import divides
 from automoe.config.rules_kernels import BLOCK
 from automoe.config.schema import Config, ModelConfig
@@ -17,180 +17,174 @@ MTP_FAMILIES = ("deepseek_v3", "glm4_moe", "deepseek_v32", "glm_moe_dsa")
 BY_CROSS_ENTROPY = "modules for multi-token prediction learn the next tokens by cross-entropy"
 NO_MODULES = "peft loads an adapter into the classes of transformers, which have no modules for multi-token prediction"
 TRANSFORMERS = "transformers"  # ``model.family`` of a class without a declaration
-# Settings that the decoder of native families computes.
-_NATIVE_ALONE = """
-    moe.gate moe.dispatch_dtype moe.router_jitter moe.router_dtype moe.capacity_factor moe.record_routing
-    moe.replay_routing train.fp8 train.compile kernels.attention kernels.rope kernels.loss kernels.norm lora.base
-    optim.algorithm optim.master_weights optim.qk_clip model.rope.extends
-""".split()
-
 # fmt: off
-_TIER = ("{model.architecture} has no native family: its class of transformers computes it, with ep, ep_shard, dp_shard "
-         "and their replicas; native families (docs/huggingface.md) have every axis and kernel")
-_CLASS_TIER = tuple(
-    (condition, "", _TIER)
-    for condition in (
-        *(f"mesh.{axis} > 1" for axis in ("pp", "cp", "tp", "etp")),
-        *(f"{key} != default" for key in _NATIVE_ALONE),
-        "moe.experts != grouped_mm|loop|triton",
-        "parallel.recompute and parallel.recompute != full",
-    )
-)
-_WEIGHTS = (
-    ("model.random_weights", "model.hf_path == null", "it skips the weights of model.hf_path, which is not set"),
-    ("model.random_weights", "model.upcycle", "it skips the weights of model.hf_path, which is upcycled"),
-)
-_NONE_TO_UPCYCLE = "a dense checkpoint has no modules for multi-token prediction"
-_MODULES = (
-    ("train.mtp_loss_weight != default", "model.num_mtp_layers == 0",
-     "there are no modules for multi-token prediction", "Set model.num_mtp_layers=1, or leave it out"),
-    *each("model.num_mtp_layers > 0",
-        ("model.family != " + "|".join(MTP_FAMILIES), "a {model.family} checkpoint has no place for multi-token prediction "
-         f"modules; {' and '.join(MTP_FAMILIES)} have one"),
-        ("model.first_k_dense >= model.num_layers", "a module has experts, and no layer of the model has any",
-         "Set model.num_mtp_layers=0, or a lower model.first_k_dense")),
-    ("model.upcycle", "model.num_mtp_layers > 0", _NONE_TO_UPCYCLE,
-     "Set model.num_mtp_layers=0, or upcycle first and train from the result"),
-    ("recipe == dpo", "model.num_mtp_layers > 0", BY_CROSS_ENTROPY, "Set recipe=pretrain, or model.num_mtp_layers=0"),
-    ("train.loss != cross_entropy", "model.num_mtp_layers > 0", BY_CROSS_ENTROPY, ", or model.num_mtp_layers=0"),
-    ("lora.export == adapter", "lora.rank > 0 and model.num_mtp_layers > 0", NO_MODULES,
-     "Set lora.export=merged, or model.num_mtp_layers=0"),
-    ("model.first_k_dense > model.num_layers", "", "there are {model.num_layers} layers in all (model.num_layers)"),
-)
-_EXPERTS = (("model.num_experts % mesh.ep", "", "mesh.ep={mesh.ep} ranks hold equal numbers of experts"),)
-_ROUTING = (
-    ("model.num_experts_per_token > model.num_experts", "",
-     "a token cannot choose more than all {model.num_experts} experts (model.num_experts)"),
-    ("model.router.num_groups: model.num_experts % model.router.num_groups", "", "groups hold equal numbers of experts"),
-    ("model.router.topk_groups > model.router.num_groups", "",
-     "there are only {model.router.num_groups} groups (model.router.num_groups)"),
-)
-_SCORES = (
-    ("model.router.group_score_topk: model.router.group_score_topk * model.router.num_groups > model.num_experts",
-     "model.router.num_groups > 1", "a group has {model.num_experts // model.router.num_groups} experts",
-     "Set model.router.group_score_topk={model.num_experts // model.router.num_groups} or less"),
-)
+_CLASS_TIER = table("""
+mesh.pp > 1; mesh.cp > 1; mesh.tp > 1; mesh.etp > 1; moe.gate != default; moe.dispatch_dtype != default;
+    moe.router_jitter != default; moe.router_dtype != default; moe.capacity_factor != default;
+    moe.record_routing != default; moe.replay_routing != default; train.fp8 != default; train.compile != default;
+    kernels.attention != default; kernels.rope != default; kernels.loss != default; kernels.norm != default;
+    lora.base != default; optim.algorithm != default; optim.master_weights != default; optim.qk_clip != default;
+    model.rope.extends != default; moe.experts != grouped_mm|loop|triton;
+    parallel.recompute and parallel.recompute != full |
+    | {model.architecture} has no native family: its class of transformers computes it, with ep, ep_shard, dp_shard
+    and their replicas; native families (docs/huggingface.md) have every axis and kernel
+""")
+_WEIGHTS = table("""
+model.random_weights | model.hf_path == null | it skips the weights of model.hf_path, which is not set
+model.random_weights | model.upcycle | it skips the weights of model.hf_path, which is upcycled
+""")
+_MODULES = table("""
+train.mtp_loss_weight != default | model.num_mtp_layers == 0 | there are no modules for multi-token prediction
+    | Set model.num_mtp_layers=1, or leave it out
+MODULES | model.family != FAMILIES
+    | a {model.family} checkpoint has no place for multi-token prediction modules; NAMES have one
+MODULES | model.first_k_dense >= model.num_layers | a module has experts, and no layer of the model has any
+    | Set model.num_mtp_layers=0, or a lower model.first_k_dense
+model.upcycle | MODULES | a dense checkpoint has no modules for multi-token prediction
+    | Set model.num_mtp_layers=0, or upcycle first and train from the result
+recipe == dpo | MODULES | BY_CROSS_ENTROPY | Set recipe=pretrain, or model.num_mtp_layers=0
+train.loss != cross_entropy | MODULES | BY_CROSS_ENTROPY | , or model.num_mtp_layers=0
+lora.export == adapter | lora.rank > 0 and MODULES | NO_MODULES
+    | Set lora.export=merged, or model.num_mtp_layers=0
+model.first_k_dense > model.num_layers | | there are {model.num_layers} layers in all (model.num_layers)
+""", MODULES="model.num_mtp_layers > 0", FAMILIES="|".join(MTP_FAMILIES), NAMES=" and ".join(MTP_FAMILIES),
+    BY_CROSS_ENTROPY=BY_CROSS_ENTROPY, NO_MODULES=NO_MODULES)
+_EXPERTS = table("""
+model.num_experts % mesh.ep | | mesh.ep={mesh.ep} ranks hold equal numbers of experts
+""")
+_ROUTING = table("""
+model.num_experts_per_token > model.num_experts |
+    | a token cannot choose more than all {model.num_experts} experts (model.num_experts)
+model.router.num_groups: model.num_experts % model.router.num_groups | | groups hold equal numbers of experts
+model.router.topk_groups > model.router.num_groups |
+    | there are only {model.router.num_groups} groups (model.router.num_groups)
+""")
+_SCORES = table("""
+model.router.group_score_topk: model.router.group_score_topk * model.router.num_groups > model.num_experts
+    | model.router.num_groups > 1 | a group has {model.num_experts // model.router.num_groups} experts
+    | Set model.router.group_score_topk={model.num_experts // model.router.num_groups} or less
+""")
 _PAIRS = "rotary embedding rotates pairs of dimensions"
-_GQA = (
-    ("model.attention.num_kv_heads: model.attention.num_heads % model.attention.num_kv_heads", "",
-     "key/value heads serve equal numbers of query heads"),
-    ("model.attention.qk_norm_over_heads", "not model.attention.qk_norm", "queries and keys have no norms",
-     "Set model.attention.qk_norm=true"),
-    ("model.attention.clip_qkv != null and model.attention.clip_qkv <= 0", "",
-     "it bounds the absolute values of queries, keys and values"),
-)
-_MLA = (
-    *((f"model.attention.{key} < 1", "", "attention kind mla needs this size")
-      for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
-    *((f"model.{condition}", "model.attention.kind != gqa", "only attention kind gqa has it")
-      for condition in ("attention.qkv_bias", "attention.qk_norm_over_heads", "attention.clip_qkv != null",
-                        "rope.partial_rotary_factor != 1", "attention.sinks", "attention.sliding_window > 0",
-                        "attention.linear_num_key_heads > 0", "attention.o_bias", "attention.output_gate")),
-    ("model.attention.qk_rope_head_dim % 2", "", _PAIRS),
-)
-_OTHERS = "layers without full attention have a window or are delta nets, and there are none at an interval of 1"
-_LAYERS = (
-    ("model.attention.full_attention_interval < 1", "", "must be at least 1"),
-    ("model.attention.sliding_window < 0", "", "must be at least 0"),
-    ("model.attention.full_attention_interval > 1",
-     "model.attention.sliding_window == 0 and model.attention.linear_num_key_heads == 0", _OTHERS,
-     "Set model.attention.full_attention_interval=1, or model.attention.sliding_window=128"),
-    ("model.attention.full_attention_interval: model.attention.sliding_window > 0",
-     "model.attention.linear_num_key_heads > 0", _OTHERS,
-     "Set model.attention.sliding_window=0, or model.attention.linear_num_key_heads=0"),
-    *(("model.attention.full_attention_interval == 1", f"model.attention.{key} > 0", _OTHERS,
-       "Set model.attention.full_attention_interval=2") for key in ("sliding_window", "linear_num_key_heads")),
-    *((f"model.attention.{key} < 1", "model.attention.linear_num_key_heads > 0", "a delta net needs this size")
-      for key in ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")),
-    ("model.attention.linear_num_value_heads % model.attention.linear_num_key_heads",
-     "model.attention.linear_num_key_heads > 0", "a delta net's key heads serve equal numbers of value heads"),
-    ("mesh.tp: model.attention.linear_num_key_heads % mesh.tp", "",
-     "tp ranks hold equal numbers of a delta net's key heads (model.attention.linear_num_key_heads)"),
-)
-_HAS_INDEXER = "model.attention.index_topk > 0"
-_INDEXER = (
-    ("train.indexer != sparse", "model.attention.index_topk == 0", "the model has no indexers"),
-    (_HAS_INDEXER, "model.attention.kind != mla", "only attention kind mla has it"),
-    ("model.attention.index_topk == 0", "model.family == deepseek_v32|glm_moe_dsa",
-     "models of family {model.family} have indexers", "Set 1 or more, or model.family=deepseek_v3"),
-    ("model.attention.index_shared_layers", "model.attention.index_topk == 0", "the model has no indexers"),
-    ("model.attention.q_lora_rank == null", _HAS_INDEXER,
-     "an indexer's queries are projected from the latent of attention's", "Set model.attention.q_lora_rank=1 or more"),
-    ("model.attention.index_n_heads < 1", _HAS_INDEXER, "an indexer needs 1 or more"),
-    ("model.attention.index_head_dim < model.attention.qk_rope_head_dim", _HAS_INDEXER,
-     "the first {model.attention.qk_rope_head_dim} dims of an indexer's heads are rotated"),
-    ("parallel.context != gather", f"mesh.cp > 1 and {_HAS_INDEXER}",
-     "{parallel.context} takes no mask that differs between ranks, and a query sees only chosen keys"),
-)
-_SIZES = tuple(
-    (f"model.{key} <= 0", "model.expert_activation == clamped_swiglu", "must be a number larger than 0")
-    for key in ("swiglu_alpha", "swiglu_limit")
-)
-_TENSOR = (
-    *((f"model.{key} % mesh.tp", given, f"mesh.tp={{mesh.tp}} ranks hold equal numbers of {what}")
-      for key, given, what in (
-          ("attention.num_heads", "", "attention heads"),
-          ("vocab_size", "", "rows of the embedding"),
-          ("intermediate_size", "model.first_k_dense > 0", "columns of the dense FFN"),
-          ("shared_intermediate_size", "", "columns of the shared experts"))),
-    ("model.moe_intermediate_size: model.num_shared_experts * model.moe_intermediate_size % mesh.tp",
-     "model.shared_intermediate_size == 0", "mesh.tp={mesh.tp} ranks hold equal numbers of columns of the shared experts"),
-    ("mesh.tp: model.attention.num_kv_heads % mesh.tp",
-     "model.attention.kind == gqa and mesh.tp % model.attention.num_kv_heads",
-     "tp divides the key/value heads or is a multiple of them: {model.attention.num_kv_heads} heads "
-     "(model.attention.num_kv_heads)"),
-)
-_TRAVEL = (
-    ("model.hidden_size % 2", "train.dtype == bfloat16 and mesh.ep * mesh.etp > 1 and model.num_moe_layers > 0",
-     "float32 weights travel at the end of a row, so a bfloat16 row must hold whole ones"),
-)
-_MOE = (
-    ("moe.router_jitter >= 1", "",
-     "the router's input is multiplied by uniform(1 - jitter, 1 + jitter), which must stay above 0",
-     "Set moe.router_jitter=0.01, or anything below 1"),
-    ("model.shared_expert_gate", "model.shared_width == 0",
-     "there is no shared expert to gate (model.num_shared_experts=0)",
-     "Set model.num_shared_experts=1, or model.shared_expert_gate=false"),
-    ("model.router.softmax_after_topk", "model.router.score != softmax",
-     "a softmax over the chosen logits and score={model.router.score} exclude each other",
-     "Set model.router.score=softmax, or model.router.softmax_after_topk=false"),
-    ("model.router.softmax_after_topk", "not model.router.norm_topk_prob",
-     "a softmax over the K chosen logits always sums to one, and norm_topk_prob=false says otherwise",
-     "Set model.router.norm_topk_prob=true, or model.router.softmax_after_topk=false"),
-    ("moe.pad_to_capacity", "moe.capacity_factor == 0",
-     "training is dropless, so there is no capacity to pad to",
-     "Set moe.capacity_factor=1.0, or moe.pad_to_capacity=false"),
-    # ``automoe.launch.hardware`` checks if deepep is installed.
-    ("train.dtype != bfloat16", "moe.dispatcher == deepep", "moe.dispatcher=deepep sums rows only in bfloat16"),
-    ("model.hidden_size: 2 * model.hidden_size % 16", "moe.dispatcher == deepep",
-     "moe.dispatcher=deepep sends rows of a multiple of 16 bytes", ", or moe.dispatcher=alltoall"),
-    (f"model.hidden_size % {BLOCK}", "moe.dispatch_dtype == fp8 and moe.dispatcher == deepep",
-     f"DeepEP takes rows in 8 bits with scales of whole blocks of {BLOCK} columns",
-     "Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall"),
-    ("moe.replay_routing != null", "moe.gate != learned", "replayed choices leave moe.gate={moe.gate} nothing to choose"),
-)
+_GQA = table("""
+model.attention.num_kv_heads: model.attention.num_heads % model.attention.num_kv_heads |
+    | key/value heads serve equal numbers of query heads
+model.attention.qk_norm_over_heads | not model.attention.qk_norm | queries and keys have no norms
+    | Set model.attention.qk_norm=true
+model.attention.clip_qkv != null and model.attention.clip_qkv <= 0 |
+    | it bounds the absolute values of queries, keys and values | Set model.attention.clip_qkv=null
+""")
+_MLA = table("""
+model.attention.kv_lora_rank < 1; model.attention.qk_nope_head_dim < 1; model.attention.qk_rope_head_dim < 1;
+    model.attention.v_head_dim < 1 | | attention kind mla needs this size
+model.attention.qkv_bias; model.attention.qk_norm_over_heads; model.attention.clip_qkv != null;
+    model.rope.partial_rotary_factor != 1; model.attention.sinks; model.attention.sliding_window > 0;
+    model.attention.linear_num_key_heads > 0; model.attention.o_bias; model.attention.output_gate
+    | model.attention.kind != gqa | only attention kind gqa has it
+model.attention.qk_rope_head_dim % 2 | | PAIRS
+""", PAIRS=_PAIRS)
+_LAYERS = table("""
+model.attention.full_attention_interval < 1 | | must be at least 1
+model.attention.sliding_window < 0 | | must be at least 0
+model.attention.full_attention_interval > 1
+    | model.attention.sliding_window == 0 and model.attention.linear_num_key_heads == 0 | OTHERS
+    | Set model.attention.full_attention_interval=1, or model.attention.sliding_window=128
+model.attention.full_attention_interval: model.attention.sliding_window > 0
+    | model.attention.linear_num_key_heads > 0 | OTHERS
+    | Set model.attention.sliding_window=0, or model.attention.linear_num_key_heads=0
+model.attention.full_attention_interval == 1
+    | model.attention.sliding_window > 0; model.attention.linear_num_key_heads > 0 | OTHERS
+    | Set model.attention.full_attention_interval=2
+model.attention.linear_num_value_heads < 1; model.attention.linear_key_head_dim < 1;
+    model.attention.linear_value_head_dim < 1; model.attention.linear_conv_kernel_dim < 1
+    | model.attention.linear_num_key_heads > 0 | a delta net needs this size
+model.attention.linear_num_value_heads % model.attention.linear_num_key_heads
+    | model.attention.linear_num_key_heads > 0 | a delta net's key heads serve equal numbers of value heads
+mesh.tp: model.attention.linear_num_key_heads % mesh.tp |
+    | tp ranks hold equal numbers of a delta net's key heads (model.attention.linear_num_key_heads)
+""", OTHERS="layers without full attention have a window or are delta nets, and there are none at an interval of 1")
+_INDEXER = table("""
+INDEXER | model.attention.kind != mla | only attention kind mla has it
+model.attention.index_topk == 0 | model.family == deepseek_v32|glm_moe_dsa
+    | models of family {model.family} have indexers | Set 1 or more, or model.family=deepseek_v3
+train.indexer != sparse; model.attention.index_shared_layers | model.attention.index_topk == 0
+    | the model has no indexers
+model.attention.q_lora_rank == null | INDEXER
+    | an indexer's queries are projected from the latent of attention's
+    | Set model.attention.q_lora_rank=1 or more
+model.attention.index_n_heads < 1 | INDEXER | an indexer needs 1 or more
+model.attention.index_head_dim < model.attention.qk_rope_head_dim | INDEXER
+    | the first {model.attention.qk_rope_head_dim} dims of an indexer's heads are rotated
+parallel.context != gather | mesh.cp > 1 and INDEXER
+    | {parallel.context} takes no mask that differs between ranks, and a query sees only chosen keys
+""", INDEXER="model.attention.index_topk > 0")
+_SIZES = table("""
+model.swiglu_alpha <= 0; model.swiglu_limit <= 0 | model.expert_activation == clamped_swiglu
+    | must be a number larger than 0
+""")
+_TENSOR = table("""
+model.attention.num_heads % mesh.tp | | mesh.tp={mesh.tp} ranks hold equal numbers of attention heads
+model.vocab_size % mesh.tp | | mesh.tp={mesh.tp} ranks hold equal numbers of rows of the embedding
+model.intermediate_size % mesh.tp | model.first_k_dense > 0
+    | mesh.tp={mesh.tp} ranks hold equal numbers of columns of the dense FFN
+model.shared_intermediate_size % mesh.tp |
+    | mesh.tp={mesh.tp} ranks hold equal numbers of columns of the shared experts
+model.moe_intermediate_size: model.num_shared_experts * model.moe_intermediate_size % mesh.tp
+    | model.shared_intermediate_size == 0
+    | mesh.tp={mesh.tp} ranks hold equal numbers of columns of the shared experts
+mesh.tp: model.attention.num_kv_heads % mesh.tp
+    | model.attention.kind == gqa and mesh.tp % model.attention.num_kv_heads
+    | tp divides the key/value heads or is a multiple of them: {model.attention.num_kv_heads} heads
+    (model.attention.num_kv_heads)
+""")
+_TRAVEL = table("""
+model.hidden_size % 2 | train.dtype == bfloat16 and mesh.ep * mesh.etp > 1 and model.num_moe_layers > 0
+    | float32 weights travel at the end of a row, so a bfloat16 row must hold whole ones
+""")
+_MOE = table("""
+moe.router_jitter >= 1 |
+    | the router's input is multiplied by uniform(1 - jitter, 1 + jitter), which must stay above 0
+    | Set moe.router_jitter=0.01, or anything below 1
+model.shared_expert_gate | model.shared_width == 0
+    | there is no shared expert to gate (model.num_shared_experts=0)
+    | Set model.num_shared_experts=1, or model.shared_expert_gate=false
+model.router.softmax_after_topk | model.router.score != softmax
+    | a softmax over the chosen logits and score={model.router.score} exclude each other
+    | Set model.router.score=softmax, or model.router.softmax_after_topk=false
+model.router.softmax_after_topk | not model.router.norm_topk_prob
+    | a softmax over the K chosen logits always sums to one, and norm_topk_prob=false says otherwise
+    | Set model.router.norm_topk_prob=true, or model.router.softmax_after_topk=false
+moe.pad_to_capacity | moe.capacity_factor == 0 | training is dropless, so there is no capacity to pad to
+    | Set moe.capacity_factor=1.0, or moe.pad_to_capacity=false
+train.dtype != bfloat16 | moe.dispatcher == deepep | moe.dispatcher=deepep sums rows only in bfloat16
+model.hidden_size: 2 * model.hidden_size % 16 | moe.dispatcher == deepep
+    | moe.dispatcher=deepep sends rows of a multiple of 16 bytes | , or moe.dispatcher=alltoall
+model.hidden_size % BLOCK | moe.dispatch_dtype == fp8 and moe.dispatcher == deepep
+    | DeepEP takes rows in 8 bits with scales of whole blocks of BLOCK columns
+    | Set moe.dispatch_dtype=auto, or moe.dispatcher=alltoall
+moe.replay_routing != null | moe.gate != learned | replayed choices leave moe.gate={moe.gate} nothing to choose
+""", BLOCK=BLOCK)
 
 
 def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     """Yield the rules for a model's sizes and for how a mesh shards them."""
     model, see = config.model, Scope(config, shape)
-    yield from broken(see, _WEIGHTS)
+    yield from refused(see, _WEIGHTS)
     if model.family == TRANSFORMERS:
         yield ("model.hf_path", model.hf_path is None, f"model.family={TRANSFORMERS} takes the class from a config.json",
                "Set model.hf_path to a folder with one")
-        yield from broken(see, _CLASS_TIER)
+        yield from refused(see, _CLASS_TIER)
     else:
-        yield from broken(see, _MODULES)
+        yield from refused(see, _MODULES)
     if model.num_moe_layers:
         yield from _expert_rows(see, model, shape)
     if model.family == TRANSFORMERS:
         return
     yield from _routing_rows(see, model)
     gqa = model.attention.kind == "gqa"
-    yield from broken(see, _GQA if gqa else _MLA)
+    yield from refused(see, _GQA if gqa else _MLA)
     if gqa:
         yield from _rotary_rows(model)
-    yield from broken(see, _LAYERS, _INDEXER, _SIZES)
+    yield from refused(see, _LAYERS, _INDEXER, _SIZES)
     layers = range(1, model.num_layers)
     outside = [layer for layer in model.attention.index_shared_layers if layer not in layers]
     yield ("model.attention.index_shared_layers", bool(outside),
@@ -202,7 +196,7 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            "etp and FSDP cut the bias of the experts' down projection evenly over mesh.etp*mesh.ep_shard = "
            f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {hidden} % {ranks} = {hidden % ranks}",
            f"Nearest valid choice: {ranks // gcd(hidden, ranks)} times more ranks on mesh.ep")
-    yield from broken(see, _TENSOR)
+    yield from refused(see, _TENSOR)
     nodes = config.cluster.gpus_per_node
     ranks = shape.ep * shape.etp
     if ranks > 1 and model.num_moe_layers and config.moe.dispatcher == "hierarchical":
@@ -211,11 +205,11 @@ def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
                f"mesh.ep*mesh.etp = {shape.ep}*{shape.etp} = {ranks} consecutive ranks form a group",
                f"Set cluster.gpus_per_node={gcd(nodes, ranks)}, a mesh.ep*mesh.etp that divides {nodes} or is its multiple, "
                "or moe.dispatcher=alltoall")
-    yield from broken(see, _TRAVEL)
+    yield from refused(see, _TRAVEL)
 
 
 def _expert_rows(see: Scope, model: ModelConfig, shape: MeshShape) -> Iterator[Row]:
-    yield from broken(see, _EXPERTS)
+    yield from refused(see, _EXPERTS)
     width = model.moe_intermediate_size
     ranks = shape.etp * shape.ep_shard
     yield divides("model.moe_intermediate_size", width, ranks,
@@ -239,12 +233,12 @@ def _fewer_shards(model: ModelConfig, shape: MeshShape, size: int) -> str:
 
 
 def _routing_rows(see: Scope, model: ModelConfig) -> Iterator[Row]:
-    yield from broken(see, _ROUTING)
+    yield from refused(see, _ROUTING)
     k, chosen, group = model.num_experts_per_token, model.router.topk_groups, model.num_experts // model.router.num_groups
     yield ("model.router.topk_groups", k > chosen * group,
            f"{chosen} groups of {group} experts hold {chosen * group}, fewer than model.num_experts_per_token={k}",
            f"Nearest valid choice: model.router.topk_groups={-(-k // group)}")
-    yield from broken(see, _SCORES)
+    yield from refused(see, _SCORES)
 
 
 def _rotary_rows(model: ModelConfig) -> Iterator[Row]:
@@ -258,7 +252,7 @@ def _rotary_rows(model: ModelConfig) -> Iterator[Row]:
 
 def moe_rows(config: Config) -> Iterator[Row]:
     """Yield the rules of routing, token dropping and the auxiliary losses."""
-    yield from broken(Scope(config, config.mesh), _MOE)
+    yield from refused(Scope(config, config.mesh), _MOE)
     moe, model = config.moe, config.model
     yield ("moe.gate", moe.gate == "empty" and model.num_experts_per_token >= model.num_experts,
            "it leaves one expert out, and a token chooses model.num_experts_per_token="

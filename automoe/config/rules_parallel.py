@@ -20,81 +20,78 @@ from automoe.config.pipeline import (
     runs_halves,
     stages_of_ranks,
 )
-from automoe.config.rule_engine import Row, Scope, Table, broken, each, filled
+from automoe.config.rule_engine import Row, Scope, filled, refused, table
 from automoe.config.schema import Config
 
 # fmt: off
-_RING = "parallel.context == ring and mesh.cp > 1"
-_ULYSSES = "parallel.context == ulysses and mesh.cp > 1"
-_HALVES = "mesh.pp > 1 and parallel.schedule == " + "|".join((*IN_HALVES, *V_SHAPED))
 _MERGED = "parallel.overlap_all_to_all"
+_HALVES = "mesh.pp > 1 and parallel.schedule == " + "|".join((*IN_HALVES, *V_SHAPED))
 _DIVIDED = (
     "global_batch_size / (dp_replicate*dp_shard*micro_batch_size) = {train.global_batch_size} / ({mesh.dp_replicate}*"
     "{mesh.dp_shard}*{train.micro_batch_size}) = {train.global_batch_size // mesh.dp * train.micro_batch_size}"
 )
-
-
-def _not_each(given: str, reason: str) -> Table:
-    """Return the rows that refuse to free weights or to reduce gradients after each micro-batch."""
-    return tuple((f"parallel.{key} == micro_batch", given, reason) for key in ("reshard", "grad_sync"))
-
-
-BATCH = (
-    ("train.global_batch_size % mesh.dp_replicate * mesh.dp_shard * train.micro_batch_size", "",
-     "every data-parallel rank runs whole micro-batches"),
-    ("train.seq_len % mesh.cp * mesh.tp", "mesh.tp > 1",
-     "between blocks the ranks of cp and tp hold equal parts of a row"),
-    ("train.seq_len % 2 * mesh.cp", "mesh.cp > 1", "every rank of cp holds a head piece and a tail piece, all equal"),
-    *each(_RING,
-        ("model.attention.sinks", "a ring has only causal and document masks"),
-        ("model.attention.sliding_window > 0", "a ring has only causal and document masks"),
-        ("data.document_mask and launch.device != cpu", "ring attention on CUDA has no document mask")),
-    ("parallel.context: model.attention.num_heads // mesh.tp % mesh.cp", _ULYSSES,
-     "with ulysses each cp rank attends with equal numbers of heads"),
-    ("parallel.context: model.attention.num_kv_heads // mesh.tp % mesh.cp",
-     f"{_ULYSSES} and model.attention.kind == gqa and model.attention.num_kv_heads >= mesh.tp and "
-     "mesh.cp % model.attention.num_kv_heads // mesh.tp",
-     "with ulysses key/value heads divide over cp ranks or cp ranks over them"),
-    ("mesh.cp: model.attention.linear_num_key_heads // mesh.tp % mesh.cp", "",
-     "cp ranks exchange positions for equal numbers of a delta net's key heads, whose state runs through the whole row"),
-)
-_OVERLAP = (
-    (_MERGED, "mesh.ep == 1", "with mesh.ep=1 there is no all-to-all to hide",
-     f"Set mesh.ep=2 or more, or {_MERGED}=false"),
-    ("moe.dispatcher == allgather", _MERGED, "there is no all-to-all to hide"),
-    ("train.compile", _MERGED, "compiled layers cannot run in two threads"),
-    ("kernels.attention == flex", _MERGED, "compiled layers cannot run in two threads"),
-    ("parallel.schedule != " + "|".join(MERGES), f"mesh.pp > 1 and {_MERGED}",
-     f"{_MERGED} with mesh.pp={{mesh.pp}} merges the passes of {' and '.join(MERGES)}",
-     f"Set parallel.schedule=Interleaved1F1B with parallel.stages_per_rank=2 or more, or {_MERGED}=false"),
-    *_not_each(_MERGED, "two micro-batches run at once and share their weights to the end of the step"),
-)
-_PIPELINE = (
-    ("train.global_batch_size // mesh.dp * train.micro_batch_size % mesh.pp",
-     "mesh.pp > 1 and parallel.schedule == " + "|".join(IN_ROUNDS),
-     "{parallel.schedule} runs its micro-batches in rounds of mesh.pp={mesh.pp}"),
-    ("train.compile", _HALVES,
-     "torch cannot run the halves of a compiled backward pass separately ({parallel.schedule})",
-     "Set train.compile=false, or parallel.schedule=Interleaved1F1B"),
-    *_not_each("mesh.pp > 1", "torch's pipeline stages always wait for the end of the step"),
-)
-WGRAD = (
-    *each("parallel.expert_wgrad != autograd",
-        ("model.num_moe_layers == 0", "no layer has experts"),
-        ("model.family == transformers", "the experts of a class of transformers use its own products"),
-        ("lora.rank > 0", "adapters are trained (lora.rank={lora.rank}), and matrices are frozen"),
-        ("moe.experts != grouped_mm", "the products of moe.experts={moe.experts} return gradients to autograd"),
-        ("train.fp8 != off", "products in 8 bits return gradients to autograd"),
-        (_HALVES, "the halves of a backward pass would each compute the products ({parallel.schedule})",
-         "Set parallel.schedule=Interleaved1F1B, or parallel.expert_wgrad=autograd"),
-        ("parallel.grad_sync == micro_batch",
-         "each micro-batch's gradients are reduced at once, so there is no sum to add to")),
-    ("parallel.expert_wgrad == delayed", f"not {_MERGED} and mesh.ep > 1",
-     "delayed products run while gradients of tokens travel in a merged pass",
-     f"Set parallel.expert_wgrad=fused, or {_MERGED}=true"),
-    ("parallel.expert_wgrad == delayed", f"not {_MERGED}",
-     "delayed products run while gradients of tokens travel in a merged pass", "Set parallel.expert_wgrad=fused"),
-)
+BATCH = table("""
+train.global_batch_size % mesh.dp_replicate * mesh.dp_shard * train.micro_batch_size |
+    | every data-parallel rank runs whole micro-batches
+train.seq_len % mesh.cp * mesh.tp | mesh.tp > 1
+    | between blocks the ranks of cp and tp hold equal parts of a row
+train.seq_len % 2 * mesh.cp | mesh.cp > 1 | every rank of cp holds a head piece and a tail piece, all equal
+RING | model.attention.sinks; model.attention.sliding_window > 0
+    | a ring has only causal and document masks
+RING | data.document_mask and launch.device != cpu
+    | ring attention on CUDA has no document mask
+parallel.context: model.attention.num_heads // mesh.tp % mesh.cp | ULYSSES
+    | with ulysses each cp rank attends with equal numbers of heads
+parallel.context: model.attention.num_kv_heads // mesh.tp % mesh.cp
+    | ULYSSES and model.attention.kind == gqa and
+    model.attention.num_kv_heads >= mesh.tp and mesh.cp % model.attention.num_kv_heads // mesh.tp
+    | with ulysses key/value heads divide over cp ranks or cp ranks over them
+mesh.cp: model.attention.linear_num_key_heads // mesh.tp % mesh.cp |
+    | cp ranks exchange positions for equal numbers of a delta net's key heads, whose state runs through the
+    whole row
+""", RING="parallel.context == ring and mesh.cp > 1", ULYSSES="parallel.context == ulysses and mesh.cp > 1")
+_OVERLAP = table("""
+MERGED | mesh.ep == 1 | with mesh.ep=1 there is no all-to-all to hide
+    | Set mesh.ep=2 or more, or MERGED=false
+moe.dispatcher == allgather | MERGED | there is no all-to-all to hide
+train.compile; kernels.attention == flex | MERGED | compiled layers cannot run in two threads
+parallel.schedule != MERGING | mesh.pp > 1 and MERGED
+    | MERGED with mesh.pp={mesh.pp} merges the passes of NAMES
+    | Set parallel.schedule=Interleaved1F1B with parallel.stages_per_rank=2 or more, or
+    MERGED=false
+parallel.reshard == micro_batch; parallel.grad_sync == micro_batch | MERGED
+    | two micro-batches run at once and share their weights to the end of the step
+""", MERGED=_MERGED, MERGING="|".join(MERGES), NAMES=" and ".join(MERGES))
+_PIPELINE = table("""
+train.global_batch_size // mesh.dp * train.micro_batch_size % mesh.pp
+    | mesh.pp > 1 and parallel.schedule == ROUNDS
+    | {parallel.schedule} runs its micro-batches in rounds of mesh.pp={mesh.pp}
+train.compile | HALVES
+    | torch cannot run the halves of a compiled backward pass separately ({parallel.schedule})
+    | Set train.compile=false, or parallel.schedule=Interleaved1F1B
+parallel.reshard == micro_batch; parallel.grad_sync == micro_batch | mesh.pp > 1
+    | torch's pipeline stages always wait for the end of the step | , or mesh.pp=1
+""", HALVES=_HALVES, ROUNDS="|".join(IN_ROUNDS))
+WGRAD = table("""
+FUSED | model.num_moe_layers == 0 | no layer has experts
+FUSED | model.family == transformers
+    | the experts of a class of transformers use its own products
+FUSED | lora.rank > 0
+    | adapters are trained (lora.rank={lora.rank}), and matrices are frozen
+FUSED | moe.experts != grouped_mm
+    | the products of moe.experts={moe.experts} return gradients to autograd
+FUSED | train.fp8 != off | products in 8 bits return gradients to autograd
+FUSED | HALVES
+    | the halves of a backward pass would each compute the products ({parallel.schedule})
+    | Set parallel.schedule=Interleaved1F1B, or parallel.expert_wgrad=autograd
+FUSED | parallel.grad_sync == micro_batch
+    | each micro-batch's gradients are reduced at once, so there is no sum to add to
+parallel.expert_wgrad == delayed | not MERGED and mesh.ep > 1
+    | delayed products run while gradients of tokens travel in a merged pass
+    | Set parallel.expert_wgrad=fused, or MERGED=true
+parallel.expert_wgrad == delayed | not MERGED
+    | delayed products run while gradients of tokens travel in a merged pass | Set parallel.expert_wgrad=fused
+""", FUSED="parallel.expert_wgrad != autograd", HALVES=_HALVES, MERGED=_MERGED)
 
 
 def pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -124,7 +121,7 @@ def pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
            f"layers {orphans} begin a pipeline stage, and the layers whose choice they use are in another",
            "Set parallel.layers_per_stage so that a stage begins with a layer that has an indexer, or mesh.pp=1")
     see = Scope(config, shape)
-    yield from broken(see, _OVERLAP)
+    yield from refused(see, _OVERLAP)
     micro_batches = config.train.global_batch_size // (shape.dp * config.train.micro_batch_size)
     more = more_micro_batches(config, shape)
     yield ("train.micro_batch_size", config.parallel.overlap_all_to_all and micro_batches < 2,
@@ -138,7 +135,7 @@ def pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("train.global_batch_size", micro_batches < least,
            f"{schedule} needs at least {'2 * ' * (least > pp)}mesh.pp={least} micro-batches in flight; "
            f"{filled(see, _DIVIDED)} micro-batches", f"Nearest valid choice: {more}")
-    yield from broken(see, _PIPELINE)
+    yield from refused(see, _PIPELINE)
     rule = misfit(schedule, pp, stages, micro_batches)
     yield "parallel.schedule", bool(rule), rule, remedy
     # The first stage passes no gradient on, so its passes have no first half.

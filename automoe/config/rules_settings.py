@@ -13,67 +13,66 @@ from automoe.config.data_schema import DataConfig, sources_of
 from automoe.config.hub import is_data_set, local_folder
 from automoe.config.paths import matches
 from automoe.config.plugins import registered_names
-from automoe.config.rule_engine import Row, Scope, broken, each
+from automoe.config.rule_engine import Row, Scope, refused, table
 from automoe.config.schema import Config
 
 # fmt: off
-_OPTIMIZER = (
-    ("optim.min_lr_ratio > 1", "", "a share of optim.lr, at most 1"),
-    ("optim.phases", "optim.schedule != phases", "phases follow the warm-up only if optim.schedule=phases"),
-    ("not optim.phases", "optim.schedule == phases", "no phases follow the warm-up"),
-    *each("optim.qk_clip > 0",
-        ("model.attention.qk_norm", "norms of queries and keys undo any scale of weights"),
-        ("lora.rank > 0", "LoRA freezes the projections that QK-clip scales"),
-        ("train.freeze", "train.freeze may freeze projections that QK-clip scales"),
-        ("optim.master_weights == stochastic", "a scale near 1 would round away"),
-        ("train.compile", "compiled attention does not record its logits"),
-        ("kernels.attention == flex", "QK-clip needs a dense mask; flex has none"),
-        ("parallel.context == ring and mesh.cp > 1", "no rank of a ring has all keys of a row")),
-    ("optim.ema_decay outside 0|1", "", "the share of an average that a step keeps, in [0, 1)",
-     "Set optim.ema_decay=0.999, or 0 for no average"),
-    ("checkpoint.export_ema", "optim.ema_decay == 0", "no average of the weights is kept",
-     "Set optim.ema_decay=0.999, or checkpoint.export_ema=false"),
-    ("optim.moments == bfloat16", "train.dtype != bfloat16", "bfloat16 moments go with bfloat16 products"),
-    ("optim.master_weights == stochastic", "train.dtype != bfloat16", "stochastic rounding is to bfloat16"),
-    ("optim.master_weights == stochastic", "parallel.grad_sync == micro_batch and mesh.pp == 1",
-     "gradients that are reduced after each micro-batch would be added up in bfloat16"),
-    ("optim.momentum outside 0|1", "", "a share that a step keeps, in [0, 1)"),
-    ("optim.master_weights == stochastic", "optim.algorithm == muon", "Muon updates float32 weights"),
-    ("optim.moments == bfloat16", "optim.algorithm == muon", "Muon's momentum is float32"),
-)
-_DATA = (
-    ("observe.samples", "train.val_every == 0", "they are answered after validations, and there are none"),
-    ("data.val_fraction outside 0|1", "", "a share of the text in [0, 1)"),
-    ("data.val_fraction == 0", "train.val_every > 0",
-     "train.val_every={train.val_every} validates, and no text is set aside for it"),
-    ("data.path != null", "data.sources", "data.sources are read instead of it",
-     "Add it as one of the sources, or leave one of them out"),
-    ("data.tokenizer == none", "not data.is_synthetic",
-     "data.kind={data.kind} is text, which a tokenizer turns into ids", "Set data.tokenizer=byte, or leave it out"),
-    ("data.tokenizer != null|none", "data.is_synthetic",
-     "data.kind={data.kind} has no text: its ids are drawn from model.vocab_size"),
-    ("lora.export == adapter", "data.is_synthetic and lora.rank > 0",
-     "data.kind={data.kind} trains nothing that should be loaded as an adapter"),
-)
-_CHAT = (
-    ("data.kind: data.is_preference", "recipe == pretrain|finetune",
-     "it learns every answer it reads, rejected ones too", "Set recipe=dpo"),
-    ("data.on_long == truncate", "data.is_preference", "an answer without its end cannot be compared",
-     "Set data.on_long=drop, or error"),
-    ("not data.document_mask", "data.is_preference",
-     "both sequences of a pair share a row, and one must not see the other"),
-    ("data.on_long == drop|truncate", "not data.is_chat",
-     "this is for conversations, and data.kind={data.kind} is text", "Set data.on_long=split, or error"),
-    ("data.on_long == split", "data.is_chat", "half a conversation answers no question, so none is split",
-     "Set data=chat (or data.on_long=error), data.on_long=drop or data.on_long=truncate"),
-    ("not data.document_mask", "data.is_chat and data.chat.pack", "samples that share a row attend only to themselves"),
-)
-_CHECKPOINT = (
-    ("checkpoint.keep_every % checkpoint.every", "checkpoint.every > 0",
-     "checkpoints are written at multiples of checkpoint.every"),
-    ("checkpoint.keep_every > 0", "checkpoint.every == 0 and checkpoint.saves", "checkpoint.every_minutes saves any step"),
-    ("checkpoint.keep_every > 0", "checkpoint.every == 0", "no checkpoints are written"),
-)
+_OPTIMIZER = table("""
+optim.min_lr_ratio > 1 | | a share of optim.lr, at most 1
+optim.phases | optim.schedule != phases | phases follow the warm-up only if optim.schedule=phases
+not optim.phases | optim.schedule == phases | no phases follow the warm-up
+optim.qk_clip > 0 | model.attention.qk_norm | norms of queries and keys undo any scale of weights
+optim.qk_clip > 0 | lora.rank > 0 | LoRA freezes the projections that QK-clip scales
+optim.qk_clip > 0 | train.freeze | train.freeze may freeze projections that QK-clip scales
+optim.qk_clip > 0 | optim.master_weights == stochastic | a scale near 1 would round away
+optim.qk_clip > 0 | train.compile | compiled attention does not record its logits
+optim.qk_clip > 0 | kernels.attention == flex | QK-clip needs a dense mask; flex has none
+optim.qk_clip > 0 | parallel.context == ring and mesh.cp > 1 | no rank of a ring has all keys of a row
+optim.ema_decay outside 0|1 | | the share of an average that a step keeps, in [0, 1)
+    | Set optim.ema_decay=0.999, or 0 for no average
+checkpoint.export_ema | optim.ema_decay == 0 | no average of the weights is kept
+    | Set optim.ema_decay=0.999, or checkpoint.export_ema=false
+optim.moments == bfloat16 | train.dtype != bfloat16 | bfloat16 moments go with bfloat16 products
+optim.master_weights == stochastic | train.dtype != bfloat16 | stochastic rounding is to bfloat16
+optim.master_weights == stochastic | parallel.grad_sync == micro_batch and mesh.pp == 1
+    | gradients that are reduced after each micro-batch would be added up in bfloat16
+optim.momentum outside 0|1 | | a share that a step keeps, in [0, 1)
+optim.master_weights == stochastic | optim.algorithm == muon | Muon updates float32 weights
+optim.moments == bfloat16 | optim.algorithm == muon | Muon's momentum is float32
+""")
+_DATA = table("""
+observe.samples | train.val_every == 0 | they are answered after validations, and there are none
+data.val_fraction outside 0|1 | | a share of the text in [0, 1)
+data.val_fraction == 0 | train.val_every > 0
+    | train.val_every={train.val_every} validates, and no text is set aside for it
+data.path != null | data.sources | data.sources are read instead of it
+    | Add it as one of the sources, or leave one of them out
+data.tokenizer == none | not data.is_synthetic | data.kind={data.kind} is text, which a tokenizer turns into ids
+    | Set data.tokenizer=byte, or leave it out
+data.tokenizer != null|none | data.is_synthetic
+    | data.kind={data.kind} has no text: its ids are drawn from model.vocab_size
+lora.export == adapter | data.is_synthetic and lora.rank > 0
+    | data.kind={data.kind} trains nothing that should be loaded as an adapter
+""")
+_CHAT = table("""
+data.kind: data.is_preference | recipe == pretrain|finetune | it learns every answer it reads, rejected ones too
+    | Set recipe=dpo
+data.on_long == truncate | data.is_preference | an answer without its end cannot be compared
+    | Set data.on_long=drop, or error
+not data.document_mask | data.is_preference
+    | both sequences of a pair share a row, and one must not see the other
+data.on_long == drop|truncate | not data.is_chat | this is for conversations, and data.kind={data.kind} is text
+    | Set data.on_long=split, or error
+data.on_long == split | data.is_chat | half a conversation answers no question, so none is split
+    | Set data=chat (or data.on_long=error), data.on_long=drop or data.on_long=truncate
+not data.document_mask | data.is_chat and data.chat.pack | samples that share a row attend only to themselves
+""")
+_CHECKPOINT = table("""
+checkpoint.keep_every % checkpoint.every | checkpoint.every > 0
+    | checkpoints are written at multiples of checkpoint.every
+checkpoint.keep_every > 0 | checkpoint.every == 0 and checkpoint.saves | checkpoint.every_minutes saves any step
+checkpoint.keep_every > 0 | checkpoint.every == 0 | no checkpoints are written
+""")
 
 
 def settings_rows(config: Config) -> Iterator[Row]:
@@ -81,11 +80,11 @@ def settings_rows(config: Config) -> Iterator[Row]:
     see = Scope(config, config.mesh)
     for i, beta in enumerate(config.optim.betas):
         yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
-    yield from broken(see, _OPTIMIZER)
+    yield from refused(see, _OPTIMIZER)
     yield from _phase_rows(config)
-    yield from broken(see, _DATA)
+    yield from refused(see, _DATA)
     yield from _source_rows(config)
-    yield from broken(see, _CHAT)
+    yield from refused(see, _CHAT)
     data = config.data
     alpaca = data.is_preference and any(one.chat.format == "alpaca" for _, _, one in sources_of(data))
     yield ("data.chat.format", alpaca, "pairs have a prompt, chosen and rejected: text, or "
@@ -164,7 +163,7 @@ def checkpoint_rows(config: Config) -> Iterator[Row]:
            checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).expanduser().is_dir(),
            f"no such directory (looked from {os.getcwd()})",
            "Set auto, never, or the run or step directory to start from")
-    yield from broken(Scope(config, config.mesh), _CHECKPOINT)
+    yield from refused(Scope(config, config.mesh), _CHECKPOINT)
     yield ("checkpoint.keep_best", checkpoint.keep_best > 0 and (not every or not val_every or every % val_every != 0),
            "the validation loss says which is best, so every saved step must be validated: "
            f"checkpoint.every={every} is not a multiple of train.val_every={val_every}",

@@ -12,7 +12,7 @@ from automoe.config.batch import batches_of_ramp
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.recipe_args import check_args
 from automoe.config.recompute import recompute_rows
-from automoe.config.rule_engine import Row, Scope, broken
+from automoe.config.rule_engine import Row, Scope, refused
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import model_rows, moe_rows
@@ -64,10 +64,10 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     see = Scope(config, shape, device)
     yield from model_rows(config, shape)
     yield from moe_rows(config)
-    yield from broken(see, BATCH)
+    yield from refused(see, BATCH)
     yield from pipeline_rows(config, shape)
     yield from expert_rows(config, shape, device)
-    yield from broken(see, WGRAD)
+    yield from refused(see, WGRAD)
     yield from fp8_rows(config, shape, device)
     yield from recompute_rows(config)
     yield from kernel_rows(config, shape, device)

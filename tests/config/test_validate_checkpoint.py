@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from automoe.config.rules import check_rows
-from automoe.config.schema import Config
 from automoe.config.rules_settings import checkpoint_rows
+from automoe.config.schema import Config
 from automoe.errors import ConfigError
 
 
