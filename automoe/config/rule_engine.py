@@ -92,10 +92,10 @@ class Comparison(NamedTuple):
         return _COMPARED[self.operator](see(self.number), self.values(see))
 
     def values(self, see: Scope) -> list[Any]:
-        """Return what its words stand for."""
-        return [self._value(word, see) for word in self.choices]
+        return [self.value_of(word, see) for word in self.choices]
 
-    def _value(self, word: str, see: Scope) -> Any:
+    def value_of(self, word: str, see: Scope) -> Any:
+        """Return what one of its words stands for: a value, or that of another key."""
         if re.fullmatch(r"[\d.]+", word):
             return float(word) if "." in word else int(word)
         if word == "default":
@@ -205,8 +205,8 @@ def table(text: str, **words: object) -> Table:
     Args:
         words: what words in capitals stand for.
     """
-    for word, meaning in words.items():
-        text = text.replace(word, str(meaning))
+    if words:
+        text = re.sub(rf"\b({'|'.join(words)})\b", lambda match: str(words[match[1]]), text)
     rows = re.sub(r"\n\s+", " ", text.strip()).split("\n")
     cells = ([cell.strip() for cell in re.split(r" \|(?= |$)", row)] for row in rows)
     return tuple(

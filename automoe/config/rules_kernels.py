@@ -144,7 +144,7 @@ train.compile | model.attention.index_topk > 0 | WHOLE an indexer with its choic
 train.compile | kernels.norm == te | WHOLE the modules of kernels.norm=te cannot be part of that
 train.compile | train.fp8 != off | WHOLE the products of train.fp8={train.fp8} cannot be part of that
 train.compile | parallel.recompute has DROPPED
-    | WHOLE the hooks of parallel.recompute={parallel.recompute} cannot be part of that
+    | WHOLE the hooks of layernorm and mla_up_proj in parallel.recompute={parallel.recompute} cannot be part of that
 train.compile | mesh.tp > 1 and parallel.recompute has core_attn
     | WHOLE parallel.recompute=[core_attn] with mesh.tp={mesh.tp} cannot be part of that
 """, RING=_RING, DROPPED="|".join(DISCARDED_OUTPUTS), WHOLE="attention and norms are compiled whole, and")

@@ -113,7 +113,8 @@ model.attention.q_lora_rank == null | INDEXER
     | Set model.attention.q_lora_rank=1 or more
 model.attention.index_n_heads < 1 | INDEXER | an indexer needs 1 or more
 model.attention.index_head_dim < model.attention.qk_rope_head_dim | INDEXER
-    | the first {model.attention.qk_rope_head_dim} dims of an indexer's heads are rotated
+    | an indexer needs {model.attention.qk_rope_head_dim} or more: the first
+    model.attention.qk_rope_head_dim={model.attention.qk_rope_head_dim} dims of its heads are rotated
 parallel.context != gather | mesh.cp > 1 and INDEXER
     | {parallel.context} takes no mask that differs between ranks, and a query sees only chosen keys
 """, INDEXER="model.attention.index_topk > 0")

@@ -69,9 +69,9 @@ not data.document_mask | data.is_chat and data.chat.pack | samples that share a 
 """)
 _CHECKPOINT = table("""
 checkpoint.keep_every % checkpoint.every | checkpoint.every > 0
-    | checkpoints are written at multiples of checkpoint.every
+    | checkpoints are written at multiples of checkpoint.every={checkpoint.every}
 checkpoint.keep_every > 0 | checkpoint.every == 0 and checkpoint.saves | checkpoint.every_minutes saves any step
-checkpoint.keep_every > 0 | checkpoint.every == 0 | no checkpoints are written
+checkpoint.keep_every > 0 | checkpoint.every == 0 | no checkpoints are written: checkpoint.every=0
 """)
 
 
