@@ -116,18 +116,15 @@ class Comparison(NamedTuple):
         """Return the settings of which each makes it false."""
         if self.uneven:
             return self._even(see)
-        values = self.values(see)
+        values, usual = self.values(see), _PLAIN(self.key)
+        tried = [usual, *values, *([not usual] if isinstance(usual, bool) else [])]
         if self.operator == "has":
             tried = [[word for word in listed(see(self.key)) if word not in values]]
-        else:
-            usual = _PLAIN(self.key)
-            bounded = self.operator in ("<", ">")
-            tried = [*values, usual] if bounded else [usual, *values]
-            tried += [not usual] if isinstance(usual, bool) else []
+        elif self.operator in ("<", ">"):  # the bound is nearer than the usual value
+            tried = [*values, usual]
         right = [value for value in tried if not _COMPARED[self.operator](value, values)]
-        more = {"<": " or more", ">": " or less" * ("." in "".join(self.choices))}.get(
-            self.operator, ""
-        )
+        more = " or less" if self.operator == ">" and "." in self.choices[0] else ""
+        more = " or more" if self.operator == "<" else more
         return [f"{self.key}={shown(value)}{more}" for value in right[:1]]
 
     def _even(self, see: Scope) -> list[str]:
@@ -156,16 +153,15 @@ class Comparison(NamedTuple):
         return [f"{key}={n}" for n in near[:1]]
 
     def arithmetic(self, see: Scope) -> str:
-        """Return the sums of a divisibility: ``: cp*tp = 2*4 = 8, 66 % 8 = 2``; else nothing."""
+        """Return the sums of a divisibility: ``: cp*tp = 2*4 = 8, 66 % 8 = 2``."""
         number, _, unit = self.number.partition(" % ")
         sums = ""
         for side in (number, unit):
             if " " in side:
-                names = re.sub(r"[\w.]+\.", "", side)
-                numbers = re.sub(r"[\w.]+", lambda match: shown(see(match[0])), side)
-                sums += f"{names} = {numbers} = {see(side)}, ".replace(" * ", "*").replace(
-                    "//", "/"
-                )
+                short = re.sub(r"[\w.]+\.", "", side)
+                filled_in = re.sub(r"[\w.]+", lambda match: shown(see(match[0])), side)
+                text = f"{short} = {filled_in} = {see(side)}, ".replace(" * ", "*")
+                sums += re.sub(r"// (\w+\*[\w*]+)", r"/ (\1)", text).replace("//", "/")
         return f": {sums}{see(number)} % {see(unit)} = {see(self.number)}"
 
 

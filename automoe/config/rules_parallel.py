@@ -63,7 +63,7 @@ parallel.reshard == micro_batch; parallel.grad_sync == micro_batch | MERGED
     | two micro-batches run at once and share their weights to the end of the step
 """, MERGED=_MERGED, MERGING="|".join(MERGES), NAMES=" and ".join(MERGES))
 _PIPELINE = table("""
-train.global_batch_size // mesh.dp * train.micro_batch_size % mesh.pp
+train.global_batch_size // mesh.dp_replicate * mesh.dp_shard * train.micro_batch_size % mesh.pp
     | mesh.pp > 1 and parallel.schedule == ROUNDS
     | {parallel.schedule} runs its micro-batches in rounds of mesh.pp={mesh.pp}
 train.compile | HALVES
