@@ -44,7 +44,6 @@ _COMPARED: dict[str, Callable[[Any, list[Any]], bool]] = {
     "has": lambda value, choices: any(word in listed(value) for word in choices),
     "outside": lambda value, choices: not choices[0] <= value < choices[1],
 }
-_COMPARISON = re.compile(r"(?:([\w.]+): )?(?:(not) )?(.+?)(?: (==|!=|<=?|>=?|has|outside) (\S+))?")
 _NAME = re.compile(r"[a-z_]\w*(?:\.[a-z_]\w*)*")
 _FIELD = re.compile(r"\{([\w.]+(?: (?:\*|//|%) [\w.]+)*)\}")
 # What a user wants or has: it is not advised to change for the sake of another key.
@@ -87,20 +86,13 @@ class Comparison(NamedTuple):
     number: str
     operator: str
     choices: tuple[str, ...]
-
-    def holds(self, see: Scope) -> bool:
-        return _COMPARED[self.operator](see(self.number), self.values(see))
+    compared: Callable[[Any, list[Any]], bool]
+    reader: Callable[[Scope], Any]
+    choice_readers: tuple[Callable[[Scope], Any], ...]
 
     def values(self, see: Scope) -> list[Any]:
-        return [self.value_of(word, see) for word in self.choices]
-
-    def value_of(self, word: str, see: Scope) -> Any:
-        """Return what one of its words stands for: a value, or that of another key."""
-        if re.fullmatch(r"[\d.]+", word):
-            return float(word) if "." in word else int(word)
-        if word == "default":
-            return _PLAIN(self.key)
-        return see(word) if "." in word else _WORDS.get(word, word)
+        """Return what its words stand for."""
+        return [read(see) for read in self.choice_readers]
 
     @property
     def uneven(self) -> bool:
@@ -122,7 +114,7 @@ class Comparison(NamedTuple):
             tried = [[word for word in listed(see(self.key)) if word not in values]]
         elif self.operator in ("<", ">"):  # the bound is nearer than the usual value
             tried = [*values, usual]
-        right = [value for value in tried if not _COMPARED[self.operator](value, values)]
+        right = [value for value in tried if not self.compared(value, values)]
         more = " or less" if self.operator == ">" and "." in self.choices[0] else ""
         more = " or more" if self.operator == "<" else more
         return [f"{self.key}={shown(value)}{more}" for value in right[:1]]
@@ -179,18 +171,28 @@ def parsed(condition: str) -> tuple[Comparison, ...]:
     """Return the comparisons of ``condition``, which holds if all of them do."""
     parts = []
     for text in condition.split(" and ") if condition else ():
-        match = _COMPARISON.fullmatch(text)
-        assert match, text
-        key, negated, number, operator, choices = match.groups(default="")
-        parts.append(
-            Comparison(
-                key or number.split()[0],
-                number,
-                negated or operator,
-                tuple(choices.split("|")) if choices else (),
-            )
-        )
+        subject, _, text = text.rpartition(": ")
+        number, operator, words = text.removeprefix("not "), "not" * text.startswith("not "), ""
+        if (sides := text.rsplit(" ", 2))[1:2] and sides[1] in _COMPARED:
+            number, operator, words = sides
+        key = subject or number.split(" ")[0]
+        choices = tuple(words.split("|")) if words else ()
+        readers = tuple(_meaning(word, key) for word in choices)
+        compared = _COMPARED[operator]
+        parts.append(Comparison(key, number, operator, choices, compared, _reader(number), readers))
     return tuple(parts)
+
+
+def _meaning(word: str, key: str) -> Callable[[Scope], Any]:
+    """Return what reads a word to the right of a comparison of ``key``: a value, or another key."""
+    value: Any = _WORDS.get(word, word)
+    if re.fullmatch(r"[\d.]+", word):
+        value = float(word) if "." in word else int(word)
+    elif word == "default":
+        value = _PLAIN(key)
+    elif "." in word:
+        return _reader(word)
+    return lambda see: value
 
 
 def table(text: str, **words: object) -> Table:
@@ -215,20 +217,25 @@ def table(text: str, **words: object) -> Table:
 
 def refused(see: Scope, *tables: Table) -> Iterator[Row]:
     """Yield the broken rules of ``tables`` in order."""
-    for first, second, reason, *remedy in (row for table in tables for row in table):
-        if all(part.holds(see) for part in parsed(second) + parsed(first)):
-            yield _row(see, parsed(first), parsed(second), reason, *remedy)
+    for rows in tables:
+        for row in rows:
+            for part in _both(row[0], row[1]):
+                if not part.compared(part.reader(see), part.values(see)):
+                    break
+            else:
+                yield _row(see, *row)
 
 
-def _row(
-    see: Scope,
-    first: tuple[Comparison, ...],
-    second: tuple[Comparison, ...],
-    reason: str,
-    remedy: str = "",
-) -> Row:
+@cache
+def _both(first: str, second: str) -> tuple[Comparison, ...]:
+    # The second condition may be that a number is not zero, by which the first one divides.
+    return parsed(second) + parsed(first) if " % " in first else parsed(first) + parsed(second)
+
+
+def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -> Row:
     """Return the row of a broken rule: settings that the reason does not show are added to it."""
-    key, parts = first[0].key, first + second
+    first = parsed(condition)
+    key, parts = first[0].key, first + parsed(also)
     rule = filled(see, reason) + "".join(part.arithmetic(see) for part in first if part.uneven)
     said = []
     for name in dict.fromkeys(name for part in parts for name in part.keys() if name != key):

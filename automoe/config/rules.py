@@ -136,8 +136,8 @@ def number_rows(config: Config) -> Iterator[Row]:
                 yield key, value == inf, "must be a finite number", f"Set {key}={least} or more"
     for key in leaf_keys():
         value = attrgetter(key)(config)
-        yield (key, isinstance(value, float) and not isfinite(value), "must be a finite number",
-               f"Set {key}={shown(attrgetter(key)(Config()))}")
+        if isinstance(value, float) and not isfinite(value):
+            yield key, True, "must be a finite number", f"Set {key}={shown(attrgetter(key)(Config()))}"
     yield from refused(Scope(config, config.mesh), _NUMBERS)
     uri = config.observe.mlflow
     if not isinstance(uri, FromEnvironment) and (LOGIN.search(uri) or SECRET.search(uri)):

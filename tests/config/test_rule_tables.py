@@ -27,8 +27,8 @@ def check(rows: Table) -> None:
             with suppress(ZeroDivisionError):
                 see(part.number)
             if part.operator in ("==", "!=") and is_key(part.key):
-                for word in part.choices:
-                    typed(part.key, part.value_of(word, see))
+                for value in part.values(see):
+                    typed(part.key, value)
         filled(see, reason)
         for key in SETTING.findall(" ".join([reason, *remedy])):
             check_key(key, None)
