@@ -19,7 +19,7 @@ from automoe.config.schema import Config
 # fmt: off
 _OPTIMIZER = table("""
 optim.min_lr_ratio > 1 | | a share of optim.lr, at most 1
-optim.phases | optim.schedule != phases | phases follow the warm-up only if optim.schedule=phases
+optim.phases | optim.schedule != phases | phases follow the warm-up if optim.schedule=phases, and it is {optim.schedule}
 not optim.phases | optim.schedule == phases | no phases follow the warm-up
 optim.qk_clip > 0 | model.attention.qk_norm | norms of queries and keys undo any scale of weights
 optim.qk_clip > 0 | lora.rank > 0 | LoRA freezes the projections that QK-clip scales
