@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,10 @@ from automoe.classes.build import (
 )
 from automoe.classes.expert_parallel import ExpertParallel
 from automoe.classes.model import TransformersModel, computes_in_float32
+from automoe.config import rule_engine
 from automoe.config.hub import local_folder
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.rules import Row
+from automoe.config.rule_engine import Row, Scope
 from automoe.config.rules_model import sharded_expert_rows
 from automoe.config.schema import AttentionConfig, Config, ModelConfig
 from automoe.errors import ConfigError
@@ -47,12 +47,21 @@ from automoe.parallel.parallelize import build_decoder, parameter_dtype
 _TOP_K = "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts".split()
 # Keys that describe the source's files; a written config.json does not have them.
 _OF_FILES = "auto_map dtype torch_dtype quantization_config transformers_version".split()
-# Settings that automoe's decoder computes.
-_DECODER_ALONE = """
-    moe.gate moe.dispatch_dtype moe.router_jitter moe.router_dtype moe.capacity_factor moe.record_routing
-    moe.replay_routing train.fp8 train.compile kernels.attention kernels.rope kernels.loss kernels.norm lora.base
-    optim.algorithm optim.master_weights optim.qk_clip model.rope.extends
-""".split()
+# Settings and axes that automoe's decoder alone computes.
+_CLASS_TIER = rule_engine.table("""
+mesh.pp > 1; mesh.cp > 1; mesh.tp > 1; mesh.etp > 1; moe.gate != default; moe.dispatch_dtype != default;
+    moe.router_jitter != default; moe.router_dtype != default; moe.capacity_factor != default;
+    moe.record_routing != default; moe.replay_routing != default; train.fp8 != default; train.compile != default;
+    kernels.attention != default; kernels.rope != default; kernels.loss != default; kernels.norm != default;
+    lora.base != default; optim.algorithm != default; optim.master_weights != default; optim.qk_clip != default;
+    model.rope.extends != default; moe.experts != grouped_mm|loop|triton;
+    parallel.recompute and parallel.recompute != full |
+    | {model.architecture} has no native family: its class of transformers computes it, with ep, ep_shard, dp_shard
+    and their replicas; native families (docs/huggingface.md) have every axis and kernel
+""")
+_WGRAD = rule_engine.table("""
+parallel.expert_wgrad != autograd | | the experts of a class of transformers use its own products
+""")
 
 
 @dataclass(frozen=True)
@@ -153,22 +162,11 @@ class ClassFamily(Family):
         model = config.model
         yield ("model.hf_path", model.hf_path is None, "model.family=transformers takes the class from a config.json",
                "Set model.hf_path to a folder with one")
-        tier = (f"{model.architecture} has no native family: its class of transformers computes it, with ep, ep_shard, "
-                "dp_shard and their replicas; native families (docs/huggingface.md) have every axis and kernel")
-        for axis in ("pp", "cp", "tp", "etp"):
-            yield f"mesh.{axis}", getattr(shape, axis) > 1, tier, f"Set mesh.{axis}=1"
-        plain = Config()
-        for key in _DECODER_ALONE:
-            value = attrgetter(key)(plain)
-            yield key, attrgetter(key)(config) != value, tier, f"Set {key}={str(value).lower()}"
-        yield "moe.experts", config.moe.experts not in ("grouped_mm", "loop", "triton"), tier, "Set moe.experts=grouped_mm"
-        recompute = config.parallel.recompute
-        yield "parallel.recompute", recompute not in ([], "full"), tier, "Set parallel.recompute=full, or []"
+        see = Scope(config, shape)
+        yield from rule_engine.refused(see, _CLASS_TIER)
         if model.num_moe_layers:
-            yield from sharded_expert_rows(model, shape)
-            yield ("parallel.expert_wgrad", config.parallel.expert_wgrad != "autograd",
-                   "the experts of a class of transformers use its own products (model.family=transformers)",
-                   "Set parallel.expert_wgrad=autograd")
+            yield from sharded_expert_rows(config, shape)
+            yield from rule_engine.refused(see, _WGRAD)
 
     def adapter_rows(self, config: Config, params: list[Param]) -> Iterator[Row]:
         architecture = config.model.architecture

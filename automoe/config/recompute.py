@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from automoe.config.pipeline import runs_halves
-from automoe.config.rules import Row
+from automoe.config.rule_engine import Row, Scope, refused, table
 from automoe.config.schema import Config, ParallelConfig
 
 # ``full`` recomputes the whole layer and stands alone. Modules in ``RERUN`` are checkpointed: their
@@ -44,21 +44,30 @@ def recomputed_names(parallel: ParallelConfig) -> list[str]:
     return [parallel.recompute] if isinstance(parallel.recompute, str) else parallel.recompute
 
 
-# Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
 # fmt: off
+_NO_EFFECT = table("""
+SELECTED mlp | model.first_k_dense == 0 | mlp: no layer has a dense FFN
+SELECTED moe | model.num_moe_layers == 0
+    | moe: no layer has experts: model.first_k_dense={model.first_k_dense} of {model.num_layers} layers
+SELECTED moe; SELECTED full | parallel.overlap_all_to_all
+    | it repeats the exchange of tokens, which parallel.overlap_all_to_all would then not hide
+SELECTED moe_act | model.num_moe_layers == 0
+    | moe_act: no layer has experts: model.first_k_dense={model.first_k_dense} of {model.num_layers} layers
+SELECTED moe_act | moe.experts != EXPERTS | moe_act: moe.experts={moe.experts} keeps the activation; NAMES do not
+SELECTED moe_act | SELECTED moe | moe_act: moe runs the experts again, and their activation with them
+SELECTED shared_experts | model.shared_width == 0 | shared_experts: the model has none (model.num_shared_experts=0)
+SELECTED mla_up_proj | model.attention.kind != mla | mla_up_proj: attention has no latents
+""", SELECTED="parallel.recompute has", EXPERTS="|".join(RECOMPUTING_EXPERTS), NAMES=", ".join(RECOMPUTING_EXPERTS))
 
 def recompute_rows(config: Config) -> Iterator[Row]:
     """Yield rules of ``parallel.recompute``: names and layers must exist and have an effect."""
     key = "parallel.recompute"
     names = recomputed_names(config.parallel)
     model = config.model
-    experts = config.moe.experts
     for name in names:
         yield (key, name not in (*MODULES, FULL),
                f"no module {name!r}: the modules are {', '.join(MODULES)}, or {FULL} for the whole layer",
                f"Set {key}=[{MODULES[2]}], or {FULL}")
-    overlap = config.parallel.overlap_all_to_all
-    again = "it repeats the exchange of tokens, which parallel.overlap_all_to_all would then not hide"
     schedule = config.parallel.schedule
     if config.mesh.pp > 1 and runs_halves(schedule):
         rerun = [name for name in names if name in (*RERUN, FULL)]
@@ -70,22 +79,7 @@ def recompute_rows(config: Config) -> Iterator[Row]:
     once = list(dict.fromkeys(names))
     yield key, once != names, "names a module twice", f"Set {key}=[{','.join(once)}]"
     yield key, FULL in names and len(names) > 1, f"{FULL} covers all modules by itself", f"Set {key}={FULL}"
-    no_experts = f"no layer has experts: model.first_k_dense={model.first_k_dense} of {model.num_layers} layers"
-    for name, absent, why in (
-        ("mlp", model.first_k_dense == 0, "no layer has a dense FFN (model.first_k_dense=0)"),
-        ("moe", not model.num_moe_layers, no_experts),
-        ("moe", overlap, again),
-        (FULL, overlap, again),
-        ("moe_act", not model.num_moe_layers, no_experts),
-        ("moe_act", experts not in RECOMPUTING_EXPERTS,
-         f"moe.experts={experts} keeps the activation; {', '.join(RECOMPUTING_EXPERTS)} do not"),
-        ("moe_act", "moe" in names, "moe runs the experts again, and their activation with them"),
-        ("shared_experts", not model.shared_width, "the model has none (model.num_shared_experts=0)"),
-        ("mla_up_proj", model.attention.kind != "mla",
-         f"attention has no latents (model.attention.kind={model.attention.kind})"),
-    ):
-        rest = ",".join(other for other in names if other != name)
-        yield key, name in names and absent, f"{name}: {why}", f"Set {key}=[{rest}]"
+    yield from refused(Scope(config, config.mesh), _NO_EFFECT)
     key = "parallel.recompute_layers"
     num_layers = len(model.all_layers)
     layers = config.parallel.recompute_layers

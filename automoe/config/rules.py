@@ -12,10 +12,9 @@ from operator import attrgetter
 
 from automoe.config.convert import FromEnvironment, leaf_keys
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.rule_engine import Row, Scope, refused, shown, table
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
-
-Row = tuple[str, bool, str, str]
 
 # A setting of the model in a remedy, with the number beside it and what leads to the next one.
 _OF_MODEL = re.compile(
@@ -85,20 +84,26 @@ _AT_LEAST = {
     4: ("train.spike_window"),
 }
 
-# Keys that are divisors or arguments of a logarithm, with a usual value for the remedy.
-_ABOVE_ZERO = {
-    "model.initializer_range": "0.02",
-    "model.rope.theta": "10000",
-    "model.rope.factor": "1",
-    "model.rope.beta_fast": "32",
-    "model.rope.beta_slow": "1",
-    "model.rope.partial_rotary_factor": "1",
-    "model.rope.low_freq_factor": "1",
-    "model.router.routed_scaling_factor": "1",
-    "optim.eps": "1e-8",
-    "cluster.gemm_curve_from": "64",
-}
-
+_NUMBERS = table("""
+model.rope.extends | model.hf_path == null; model.upcycle; model.random_weights
+    | it stretches the rotary embeddings of trained weights, not random or upcycled ones
+    | Set model.hf_path=DIR and neither model.upcycle nor model.random_weights, or leave it out
+model.rope.scaling != yarn | model.rope.extends | only YaRN extends a checkpoint
+lora.export == adapter | model.rope.extends and lora.rank > 0
+    | peft loads an adapter onto model.hf_path, whose config.json has other rotary embeddings | Set lora.export=merged
+model.initializer_range <= 0; model.rope.theta <= 0; model.rope.factor <= 0; model.rope.beta_fast <= 0;
+    model.rope.beta_slow <= 0; model.rope.partial_rotary_factor <= 0; model.rope.low_freq_factor <= 0;
+    model.router.routed_scaling_factor <= 0; cluster.gemm_curve_from <= 0 | | must be larger than 0
+optim.eps <= 0 | | must be larger than 0 | Set optim.eps=1e-8
+model.rope.partial_rotary_factor > 1 | | the share of a head that is rotated, at most 1
+model.rope.high_freq_factor <= model.rope.low_freq_factor | model.rope.scaling == llama3
+    | llama3 scaling mixes between low_freq_factor={model.rope.low_freq_factor} and a larger high_freq_factor
+    | Set model.rope.high_freq_factor={4 * model.rope.low_freq_factor}
+model.rope.attention_factor != null and model.rope.attention_factor <= 0 |
+    | rotated dims are multiplied by it: a finite number larger than 0 | Set model.rope.attention_factor=null
+model.rope.theta <= 1 | model.rope.scaling == yarn | YaRN divides by its logarithm, so it must be larger than 1
+launch.init_timeout_s < launch.timeout_s | | start and end of a run take longer than its steps
+""")
 
 CLUSTER_SPEEDS = (
     "memory_bytes peak_flops peak_flops_fp8 memory_bandwidth intra_node_bandwidth "
@@ -122,7 +127,6 @@ SECRET = re.compile(
 # fmt: off
 def number_rows(config: Config) -> Iterator[Row]:
     """Yield the rules that concern a single number, independent of all other keys."""
-    yield from _extension_rows(config)
     for least, keys in _AT_LEAST.items():
         for key in keys.split():
             value = attrgetter(key)(config)
@@ -130,13 +134,11 @@ def number_rows(config: Config) -> Iterator[Row]:
                 # `not >=` is also true for NaN.
                 yield key, not value >= least, f"must be at least {least}", f"Set {key}={least} or more"
                 yield key, value == inf, "must be a finite number", f"Set {key}={least} or more"
-    for key, usual in _ABOVE_ZERO.items():
-        value = attrgetter(key)(config)
-        yield key, not value > 0, "must be larger than 0", f"Set {key}={usual}"
-        yield key, value == inf, "must be a finite number", f"Set {key}={usual}"
     for key in leaf_keys():
         value = attrgetter(key)(config)
-        yield key, isinstance(value, float) and not isfinite(value), "must be a finite number", "Write one"
+        if isinstance(value, float) and not isfinite(value):
+            yield key, True, "must be a finite number", f"Set {key}={shown(attrgetter(key)(Config()))}"
+    yield from refused(Scope(config, config.mesh), _NUMBERS)
     uri = config.observe.mlflow
     if not isinstance(uri, FromEnvironment) and (LOGIN.search(uri) or SECRET.search(uri)):
         rule = "a login in it would be kept in config.yaml and shown"
@@ -160,29 +162,3 @@ def number_rows(config: Config) -> Iterator[Row]:
     possible = all(len(link) == 2 and 0 <= link[0] <= 1e6 and 1 <= link[1] <= 1e24 for link in links.values())
     yield ("cluster.links", not possible,
            "seconds from 0 to 1e6, then bytes/s from 1 to 1e24", "Calibrate again, or set cluster.links={}")
-    rope = config.model.rope
-    yield ("model.rope.partial_rotary_factor", rope.partial_rotary_factor > 1,
-           "the share of a head that is rotated, at most 1", "Set model.rope.partial_rotary_factor=1")
-    yield ("model.rope.high_freq_factor",
-           rope.scaling == "llama3" and not rope.low_freq_factor < rope.high_freq_factor < inf,
-           f"llama3 scaling mixes between low_freq_factor={rope.low_freq_factor} and a larger high_freq_factor",
-           f"Set model.rope.high_freq_factor={4 * rope.low_freq_factor}")
-    yield ("model.rope.attention_factor", rope.attention_factor is not None and not 0 < rope.attention_factor < inf,
-           "rotated dims are multiplied by it: a finite number larger than 0", "Set model.rope.attention_factor=null")
-    yield ("model.rope.theta", rope.scaling == "yarn" and rope.theta <= 1,
-           "YaRN divides by its logarithm, so it must be larger than 1", "Set model.rope.theta=10000")
-    launch = config.launch
-    yield ("launch.init_timeout_s", launch.init_timeout_s < launch.timeout_s,
-           f"start and end of a run take longer than its steps, and launch.timeout_s={launch.timeout_s}",
-           f"Set launch.init_timeout_s={launch.timeout_s} or more")
-
-
-def _extension_rows(config: Config) -> Iterator[Row]:
-    model, lora, rope = config.model, config.lora, config.model.rope
-    yield ("model.rope.extends", rope.extends and (model.hf_path is None or model.upcycle or model.random_weights),
-           "it stretches the rotary embeddings of trained weights, not random or upcycled ones",
-           "Set model.hf_path=DIR and neither model.upcycle nor model.random_weights, or leave it out")
-    yield "model.rope.scaling", rope.extends and rope.scaling != "yarn", "only YaRN extends a checkpoint", "Choose yarn"
-    yield ("lora.export", rope.extends and lora.rank > 0 and lora.export == "adapter",
-           "peft loads an adapter onto model.hf_path, whose config.json has other rotary embeddings",
-           "Set lora.export=merged")

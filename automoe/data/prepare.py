@@ -20,8 +20,8 @@ import numpy as np
 from automoe.config.batch import steps_for
 from automoe.config.data_schema import DataConfig, sources_of
 from automoe.config.rules import check_rows
+from automoe.config.rules_settings import settings_rows
 from automoe.config.schema import Config
-from automoe.config.validate import settings_rows
 from automoe.data.chat import read_conversations
 from automoe.data.chat_corpus import tokenise_chat
 from automoe.data.chat_template import ChatTemplate, chat_template_of

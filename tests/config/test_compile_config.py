@@ -24,12 +24,12 @@ from automoe.errors import ConfigError
         (dict(train=TrainConfig(fp8="tensorwise")), "train.fp8=tensorwise", "train.fp8=off"),
         (
             dict(parallel=ParallelConfig(recompute=["moe", "layernorm"])),
-            "parallel.recompute=[layernorm]",
+            "parallel.recompute=[moe,layernorm]",
             "parallel.recompute=[moe]",
         ),
         (
             dict(parallel=ParallelConfig(recompute="mla_up_proj")),
-            "parallel.recompute=[mla_up_proj]",
+            "parallel.recompute=mla_up_proj",
             "parallel.recompute=[]",
         ),
         (dict(parallel=ParallelConfig(recompute=["core_attn"])), "with mesh.tp=2", "parallel.recompute=[]"),

@@ -76,8 +76,8 @@ BAD = [
     (4, ["model.moe_intermediate_size=98"], "model.moe_intermediate_size", "98 % 4 = 2", "=96 or 100"),
     (4, ["kernels.attention=cudnn"], "kernels.attention", "cuDNN needs CUDA", "kernels.attention=sdpa"),
     (8, ["model.hidden_size=196"], "model.hidden_size", "196 % 8 = 4", "=192 or 200, or mesh.ep=2 mesh.ep_shard=4"),
-    (4, ["train.global_batch_size=10"], "train.global_batch_size", "1*4*2 = 8 divides it: 10 % 8 = 2", "=8 or 16"),
-    (2, ["mesh.cp=2", "train.seq_len=250"], "train.seq_len", "2*cp = 4 equal pieces: 250 % 4 = 2", "=248 or 252"),
+    (4, ["train.global_batch_size=10"], "train.global_batch_size", "1*4*2 = 8, 10 % 8 = 2", "=8 or 16"),
+    (2, ["mesh.cp=2", "train.seq_len=250"], "train.seq_len", "2*cp = 2*2 = 4, 250 % 4 = 2", "=248 or 252"),
     (
         2,
         ["mesh.pp=2", "train.global_batch_size=2"],
@@ -198,7 +198,7 @@ BAD = [
         ["model=small_mixtral", "model.attention.num_kv_heads=4"],
         "model.attention.num_kv_heads",
         "6 % 4 = 2",
-        "model.attention.num_kv_heads=2",
+        "model.attention.num_kv_heads=3",
     ),
     (
         1,
@@ -271,7 +271,7 @@ BAD = [
         2,
         ["mesh.pp=2", "parallel.schedule=DualPipeV", "parallel.stages_per_rank=2", "parallel.expert_wgrad=fused"],
         "parallel.expert_wgrad",
-        "each compute the products (DualPipeV)",
+        "each compute the products (DualPipeV",
         "parallel.schedule=Interleaved1F1B",
     ),
     (

@@ -27,7 +27,7 @@ def problem(mutant: Mutant, source: str) -> str | None:
 def test_every_mutant_changes_one_place(file: str) -> None:
     source = (ROOT / file).read_text()
     problems = [found for m in MUTANTS if m.file == file and (found := problem(m, source)) is not None]
-    assert not problems, "tests/mutation/mutants.py: " + "; ".join(problems)
+    assert not problems, "tests/mutation/mutants.tsv: " + "; ".join(problems)
 
 
 def test_there_are_enough_and_none_twice() -> None:

@@ -116,8 +116,8 @@ def test_a_recipe_has_the_rates_and_tokens_of_its_paper(
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["optim.schedule=phases"], "phases with 0 phases. Set both"),
-        (["optim.phases=[{steps: 180}]"], "it is cosine with 1 phases"),
+        (["optim.schedule=phases"], "no phases follow the warm-up (optim.schedule=phases)"),
+        (["optim.phases=[{steps: 180}]"], "it is cosine"),
         (["optim.schedule=phases", "optim.phases=[{steps: 9}, {steps: 1}]"], "Set train.steps=30"),
         (["optim.schedule=phases", "optim.phases=[{steps: 281}, {steps: -1}]"], "phase 2 has steps=-1"),
         (["optim.schedule=phases", "optim.phases=[{steps: 280, lr_ratio: -1}]"], "lr_ratio=-1"),

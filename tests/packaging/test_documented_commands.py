@@ -13,7 +13,8 @@ import yaml
 
 from automoe.config.compose import Arguments, compose_config, parse_arguments
 from automoe.config.rules import check_rows, number_rows
-from automoe.config.validate import settings_rows, validate
+from automoe.config.rules_settings import settings_rows
+from automoe.config.validate import validate
 from automoe.launch.sweep import sweep_directory
 from automoe.planner.search_command import CALIBRATE, question_of, take_own
 

@@ -175,7 +175,7 @@ def test_a_schedule_that_this_torch_refuses_is_found_with_a_note(
         (["search=true", "world=8", "mesh=ep2"], "Leave mesh= out"),
         (
             ["search=true", "world=8", "optim.moments=bfloat16", "train.dtype=float32"],
-            "Set train.dtype=bfloat16, or optim.moments=float32",
+            "Set optim.moments=float32, or train.dtype=bfloat16",
         ),
     ],
 )

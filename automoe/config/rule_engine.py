@@ -1,0 +1,281 @@
+"""The engine of rules: it checks tables of strings, and derives numbers and remedies. No torch.
+
+A row of a table is (condition, second condition, reason), and a remedy where none can be derived.
+It refuses a configuration in which both conditions hold, under the first key of the first one.
+A condition compares keys with words or with other keys::
+
+    parallel.context == ring and mesh.cp > 1        train.dtype != bfloat16|float32
+    not parallel.overlap_all_to_all                 train.fp8 != default
+    parallel.recompute has moe                      optim.momentum outside 0|1
+
+``a % b`` holds if b does not divide a; the arithmetic and the nearest valid numbers are derived.
+Both may be products (``mesh.cp * mesh.tp``), and a may be divided (``a // b``) before. ``KEY: a % b``
+is refused under KEY. Texts have values in braces, such as ``{mesh.cp * mesh.tp}``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from math import gcd
+from operator import attrgetter, floordiv, mod, mul
+from typing import Any, NamedTuple
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config, MeshConfig
+
+Row = tuple[
+    str, bool, str, str
+]  # key, whether its rule is broken, the rule with numbers, the remedy
+Table = tuple[tuple[str, ...], ...]
+
+_WORDS = {"true": True, "false": False, "null": None}
+_SIGNS = ((" % ", mod), (" // ", floordiv), (" * ", mul))
+_COMPARED: dict[str, Callable[[Any, list[Any]], bool]] = {
+    "": lambda value, _: bool(value),
+    "not": lambda value, _: not value,
+    "==": lambda value, choices: value in choices,
+    "!=": lambda value, choices: value not in choices,
+    "<": lambda value, choices: value < choices[0],
+    "<=": lambda value, choices: value <= choices[0],
+    ">": lambda value, choices: value > choices[0],
+    ">=": lambda value, choices: value >= choices[0],
+    "has": lambda value, choices: any(word in listed(value) for word in choices),
+    "outside": lambda value, choices: not choices[0] <= value < choices[1],
+}
+_NAME = re.compile(r"[a-z_]\w*(?:\.[a-z_]\w*)*")
+_FIELD = re.compile(r"\{([\w.]+(?: (?:\*|//|%) [\w.]+)*)\}")
+# What a user wants or has: it is not advised to change for the sake of another key.
+_GIVEN = ("model.", "mesh.", "launch.", "recipe")
+
+
+class Scope(NamedTuple):
+    """Where names get their values: a configuration, its resolved mesh, and its run's device."""
+
+    config: Config
+    mesh: MeshShape | MeshConfig
+    device: str = "auto"
+
+    def __call__(self, text: str) -> Any:
+        """Return the value of a key or a number, or of a product, quotient or remainder of such."""
+        return _reader(text)(self)
+
+
+@cache
+def _reader(text: str) -> Callable[[Scope], Any]:
+    for sign, calculate in _SIGNS:
+        before, found, after = text.partition(sign)
+        if found:
+            left, right = _reader(before), _reader(after)
+            return lambda see: calculate(left(see), right(see))
+    if text.isdecimal():
+        return lambda see: int(text)
+    if text == "launch.device":
+        return attrgetter("device")
+    return attrgetter(text if text.startswith("mesh.") else f"config.{text}")
+
+
+_PLAIN = Scope(Config(), MeshShape.of(MeshConfig(dp_shard=1, ep_shard=1)))
+
+
+class Comparison(NamedTuple):
+    """One part of a condition."""
+
+    key: str  # refused, or set to make the comparison false
+    number: str
+    operator: str
+    choices: tuple[str, ...]
+    compared: Callable[[Any, list[Any]], bool]
+    reader: Callable[[Scope], Any]
+    choice_readers: tuple[Callable[[Scope], Any], ...]
+
+    def values(self, see: Scope) -> list[Any]:
+        """Return what its words stand for."""
+        return [read(see) for read in self.choice_readers]
+
+    @property
+    def uneven(self) -> bool:
+        """True if it is about a number that does not divide."""
+        return " % " in self.number and not self.operator
+
+    def keys(self) -> list[str]:
+        """Return the settings that it reads."""
+        names = [*_NAME.findall(self.number), *(word for word in self.choices if "." in word)]
+        return [name for name in names if is_key(name) and name != "launch.device"]
+
+    def ways(self, see: Scope) -> list[str]:
+        """Return the settings of which each makes it false."""
+        if self.uneven:
+            return self._even(see)
+        values, usual = self.values(see), _PLAIN(self.key)
+        tried = [usual, *values, *([not usual] if isinstance(usual, bool) else [])]
+        if self.operator == "has":
+            tried = [[word for word in listed(see(self.key)) if word not in values]]
+        elif self.operator in ("<", ">"):  # the bound is nearer than the usual value
+            tried = [*values, usual]
+        right = [value for value in tried if not self.compared(value, values)]
+        more = " or less" if self.operator == ">" and "." in self.choices[0] else ""
+        more = " or more" if self.operator == "<" else more
+        return [f"{self.key}={shown(value)}{more}" for value in right[:1]]
+
+    def _even(self, see: Scope) -> list[str]:
+        number, _, unit = self.number.partition(" % ")
+        axes = [name for name in unit.split() if name.startswith("mesh.")]
+        if self.key not in number.split():  # it divides, or an axis of the mesh does
+            return self._divisor(see, self.key if self.key in unit.split() else axes[0])
+        product, _, over = number.partition(" // ")
+        value = see(self.key)
+        step = see(unit) * (see(over) if over else 1)
+        step //= gcd(step, see(product) // value)
+        below = value // step * step
+        near = f"{self.key}={below} or {below + step}" if below else f"{self.key}={step}"
+        alone = len(axes) == 1 and "mesh." not in number
+        return [near, *(self._divisor(see, axes[0]) if alone else [])]
+
+    def _divisor(self, see: Scope, key: str) -> list[str]:
+        """Return the number nearest to ``key`` that divides; for the mesh also the present ranks."""
+        number, _, unit = self.number.partition(" % ")
+        value = see(key)
+        rest = see(unit) // value
+        fits = [n for n in range(1, 2 * value + 1) if see(number) % (rest * n) == 0]
+        if key.startswith("mesh."):
+            fits = [n for n in fits if value % n == 0]
+        near = sorted(fits, key=lambda n: (abs(n - value), n))
+        return [f"{key}={n}" for n in near[:1]]
+
+    def arithmetic(self, see: Scope) -> str:
+        """Return the sums of a divisibility: ``: cp*tp = 2*4 = 8, 66 % 8 = 2``."""
+        number, _, unit = self.number.partition(" % ")
+        sums = ""
+        for side in (number, unit):
+            if " " in side:
+                short = re.sub(r"[\w.]+\.", "", side)
+                filled_in = re.sub(r"[\w.]+", lambda match: shown(see(match[0])), side)
+                text = f"{short} = {filled_in} = {see(side)}, ".replace(" * ", "*")
+                sums += re.sub(r"// (\w+\*[\w*]+)", r"/ (\1)", text).replace("//", "/")
+        return f": {sums}{see(number)} % {see(unit)} = {see(self.number)}"
+
+
+@cache
+def is_key(name: str) -> bool:
+    """Return True if ``name`` is a setting, not a number or a fact that settings imply."""
+    section, _, field = name.rpartition(".")
+    if not _NAME.fullmatch(name):
+        return False
+    return field in vars(_PLAIN(section) if section else _PLAIN.config)
+
+
+@cache
+def parsed(condition: str) -> tuple[Comparison, ...]:
+    """Return the comparisons of ``condition``, which holds if all of them do."""
+    parts = []
+    for text in condition.split(" and ") if condition else ():
+        subject, _, text = text.rpartition(": ")
+        number, operator, words = text.removeprefix("not "), "not" * text.startswith("not "), ""
+        if (sides := text.rsplit(" ", 2))[1:2] and sides[1] in _COMPARED:
+            number, operator, words = sides
+        key = subject or number.split(" ")[0]
+        choices = tuple(words.split("|")) if words else ()
+        readers = tuple(_meaning(word, key) for word in choices)
+        compared = _COMPARED[operator]
+        parts.append(Comparison(key, number, operator, choices, compared, _reader(number), readers))
+    return tuple(parts)
+
+
+def _meaning(word: str, key: str) -> Callable[[Scope], Any]:
+    """Return what reads a word to the right of a comparison of ``key``: a value, or another key."""
+    value: Any = _WORDS.get(word, word)
+    if re.fullmatch(r"[\d.]+", word):
+        value = float(word) if "." in word else int(word)
+    elif word == "default":
+        value = _PLAIN(key)
+    elif "." in word:
+        return _reader(word)
+    return lambda see: value
+
+
+def table(text: str, **words: object) -> Table:
+    """Return the rows of ``text``, one a line. Indented lines continue a row, cells end at `` |``.
+
+    A cell with several conditions (``A; B``) stands for as many rows.
+
+    Args:
+        words: what words in capitals stand for.
+    """
+    if words:
+        text = re.sub(rf"\b({'|'.join(words)})\b", lambda match: str(words[match[1]]), text)
+    rows = re.sub(r"\n\s+", " ", text.strip()).split("\n")
+    cells = ([cell.strip() for cell in re.split(r" \|(?= |$)", row)] for row in rows)
+    return tuple(
+        (first, second, *rest)
+        for firsts, seconds, *rest in cells
+        for first in firsts.split("; ")
+        for second in seconds.split("; ")
+    )
+
+
+def refused(see: Scope, *tables: Table) -> Iterator[Row]:
+    """Yield the broken rules of ``tables`` in order."""
+    for rows in tables:
+        for row in rows:
+            for part in _both(row[0], row[1]):
+                if not part.compared(part.reader(see), part.values(see)):
+                    break
+            else:
+                yield _row(see, *row)
+
+
+@cache
+def _both(first: str, second: str) -> tuple[Comparison, ...]:
+    # The second condition may be that a number is not zero, by which the first one divides.
+    return parsed(second) + parsed(first) if " % " in first else parsed(first) + parsed(second)
+
+
+def _row(see: Scope, condition: str, also: str, reason: str, remedy: str = "") -> Row:
+    """Return the row of a broken rule: settings that the reason does not show are added to it."""
+    first = parsed(condition)
+    key, parts = first[0].key, first + parsed(also)
+    rule = filled(see, reason) + "".join(part.arithmetic(see) for part in first if part.uneven)
+    said = []
+    for name in dict.fromkeys(name for part in parts for name in part.keys() if name != key):
+        field = name.rpartition(".")[2]
+        text = f"{name}={shown(see(name))}"
+        if (
+            f"{{{name}}}" not in reason
+            and not re.search(rf"\b{field}( [/=]|\*)", rule)
+            and text not in rule
+        ):
+            said.append(text)
+    if said:
+        rule = rule[:-1] + ", " if rule.endswith(")") else rule + " ("
+        rule += ", ".join(said) + ")"
+    remedy = filled(see, remedy)
+    if not remedy or remedy.startswith(","):
+        uneven = [part for part in first if part.uneven and key in part.number.split()]
+        ways = [
+            way
+            for part in uneven or parts
+            if part.key == key or is_key(part.key) and not part.key.startswith(_GIVEN)
+            for way in part.ways(see)
+        ]
+        remedy = f"Set {', or '.join(dict.fromkeys(ways))}{remedy}"
+    return key, True, rule, remedy
+
+
+def filled(see: Scope, text: str) -> str:
+    """Return ``text`` with values in place of the keys and products that stand in braces."""
+    return _FIELD.sub(lambda match: shown(see(match[1])), text)
+
+
+def shown(value: Any) -> str:
+    """Return ``value`` as an override spells it: ``true``, ``null``, ``[a,b]``."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(shown, value))}]"
+    plain = value is None or isinstance(value, bool)
+    return next(word for word, one in _WORDS.items() if one is value) if plain else str(value)
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a setting that is a list or a single word as a list."""
+    return [value] if isinstance(value, str) else list(value)
