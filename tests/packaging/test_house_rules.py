@@ -57,6 +57,8 @@ LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(path for room in ("automoe", "recipes") for path in (ROOT / room).rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
 MAX_TOKENS = 331_190
+# What a batch passes through on its way from the loop to the product of experts and back.
+CORE = ("recipes", "training", "model", "moe", "parallel", "optim", "comm")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 499, 65, 125
 
 
@@ -464,6 +466,9 @@ def test_every_room_keeps_to_its_share_of_tokens_and_characters() -> None:
     over = [(room, n, shares[room]) for room, n in used.items() if n[0] > shares[room][0] or n[1] > shares[room][1]]
     assert not over, "\n".join(f"{room}: {n} of {share} tokens and characters" for room, n, share in over)
     assert sum(tokens for tokens, _ in shares.values()) <= MAX_TOKENS
+    [core] = [(tokens, characters) for room, tokens, characters in rows if room.startswith("reading core")]
+    sums = zip(*(shares[room] for room in CORE), strict=True)
+    assert tuple(int(number.replace(",", "")) for number in core) == tuple(map(sum, sums))
 
 
 @pytest.mark.parametrize(
