@@ -375,6 +375,11 @@ class TransformersModel(CausalLM):
                     f"{moved:.1%} of its size, and rounding by {eps:.0e}",
                     "Set data.document_mask=false; for conversations data.chat.pack=false, too",
                 )
+        if 4 * (longest := longest_span(self._class[0].config.to_dict())) > length:
+            self.notes += (
+                f"documents of a row were tried in {length:,} positions; the longest block, window or choice has "
+                f"{longest:,}",
+            )
         reshard([self])
 
     def last_norm(self, x_BsH: torch.Tensor) -> torch.Tensor:

@@ -363,6 +363,16 @@ def test_a_probe_is_longer_than_all_blocks_that_are_chosen() -> None:
     assert longest_span({"index_topk": 50, "linear_conv_kernel_dim": 4}) == 50
 
 
+@pytest.mark.parametrize(("window", "said"), [(4096, ["2,048 positions", "4,096"]), (16, [])])
+def test_a_structure_that_no_probe_holds_is_said(tmp_path: Path, window: int, said: list[str]) -> None:
+    save_class("olmoe", tmp_path, other_window=window, max_position_embeddings=4096)
+    ours = TransformersModel(tier_config(tmp_path), MoEConfig(experts="loop")).to_empty(device="cpu")
+    load_hf(ours, str(tmp_path))
+    ours.check_isolation()
+    [notes] = [" ".join(ours.notes[1:])]
+    assert bool(notes) == bool(said) and all(one in notes for one in said)
+
+
 def test_a_run_tries_the_rows_that_it_trains(ranks: RankPool, tmp_path: Path) -> None:
     save_class(M3, tmp_path, index_block_size=300, max_position_embeddings=4096)
     config = run_config(tmp_path, MeshConfig(dp_shard=1), seq_len=2100, global_batch_size=1)
