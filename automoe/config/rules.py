@@ -84,13 +84,16 @@ _AT_LEAST = {
     4: ("train.spike_window"),
 }
 
-_NUMBERS = table("""
+# Before all others: a length that extends nothing is not known.
+_EXTENSION = table("""
 model.rope.extends | model.hf_path == null; model.upcycle; model.random_weights
     | it stretches the rotary embeddings of trained weights, not random or upcycled ones
     | Set model.hf_path=DIR and neither model.upcycle nor model.random_weights, or leave it out
 model.rope.scaling != yarn | model.rope.extends | only YaRN extends a checkpoint
 lora.export == adapter | model.rope.extends and lora.rank > 0
     | peft loads an adapter onto model.hf_path, whose config.json has other rotary embeddings | Set lora.export=merged
+""")
+_NUMBERS = table("""
 model.initializer_range <= 0; model.rope.theta <= 0; model.rope.factor <= 0; model.rope.beta_fast <= 0;
     model.rope.beta_slow <= 0; model.rope.partial_rotary_factor <= 0; model.rope.low_freq_factor <= 0;
     model.router.routed_scaling_factor <= 0; cluster.gemm_curve_from <= 0 | | must be larger than 0
@@ -127,6 +130,8 @@ SECRET = re.compile(
 # fmt: off
 def number_rows(config: Config) -> Iterator[Row]:
     """Yield the rules that concern a single number, independent of all other keys."""
+    see = Scope(config, config.mesh)
+    yield from refused(see, _EXTENSION)
     for least, keys in _AT_LEAST.items():
         for key in keys.split():
             value = attrgetter(key)(config)
@@ -138,7 +143,7 @@ def number_rows(config: Config) -> Iterator[Row]:
         value = attrgetter(key)(config)
         if isinstance(value, float) and not isfinite(value):
             yield key, True, "must be a finite number", f"Set {key}={shown(attrgetter(key)(Config()))}"
-    yield from refused(Scope(config, config.mesh), _NUMBERS)
+    yield from refused(see, _NUMBERS)
     uri = config.observe.mlflow
     if not isinstance(uri, FromEnvironment) and (LOGIN.search(uri) or SECRET.search(uri)):
         rule = "a login in it would be kept in config.yaml and shown"

@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, ConfigError, listed, retried
@@ -348,6 +346,8 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 
 def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
+    from safetensors import SafetensorError, safe_open
+
     file = folder / name
     with named(file), os.fdopen(open_inside(folder, name), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size

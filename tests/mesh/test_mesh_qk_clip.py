@@ -130,11 +130,11 @@ def test_queries_and_keys_of_heads_with_their_own_share_the_factor(biased: bool,
     [
         (["model=small_qwen3_moe"], "norms of queries and keys"),
         (["lora.rank=4", "model.hf_path=x"], "LoRA freezes"),
-        (["train.compile=true"], "Set train.compile=false"),
+        (["train.compile=true"], "train.compile=false"),
         (["optim.master_weights=stochastic", "train.dtype=bfloat16"], "optim.master_weights=float32"),
-        (["kernels.attention=flex"], "Set kernels.attention=sdpa"),
+        (["kernels.attention=flex"], " kernels.attention=sdpa"),
         (["train.freeze=['*.q_b_proj.*']"], "train.freeze may freeze"),
-        (["parallel.context=ring", "mesh.cp=2", "data.document_mask=false"], "Set parallel.context=gather"),
+        (["parallel.context=ring", "mesh.cp=2", "data.document_mask=false"], " parallel.context=gather"),
     ],
 )
 def test_where_it_cannot_act_it_is_refused(overrides: list[str], said: str) -> None:

@@ -204,14 +204,14 @@ def test_names_steps_and_seeds_round_differently() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["train.dtype=float32"], ["train.dtype=float32", "Set train.dtype=bfloat16"]),
+        (["train.dtype=float32"], ["train.dtype=float32", " train.dtype=bfloat16"]),
         (
             ["train.dtype=bfloat16", "parallel.grad_sync=micro_batch", "mesh.pp=1"],
-            ["added up in bfloat16", "Set parallel.grad_sync=step"],
+            ["added up in bfloat16", " parallel.grad_sync=step"],
         ),
         (
             ["optim.master_weights=float32", "optim.moments=bfloat16"],
-            ["optim.moments=bfloat16", "Set train.dtype=bfloat16"],
+            ["optim.moments=bfloat16", " train.dtype=bfloat16"],
         ),
     ],
 )
