@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from rich.console import Console
 from rich.padding import Padding
@@ -12,9 +13,12 @@ from automoe.config.recompute import recomputed_names
 from automoe.config.schema import Config
 from automoe.planner.candidate import Candidate
 from automoe.planner.plan import gib
-from automoe.planner.search import Search
+from automoe.planner.search import LEVERS, Search
 from automoe.planner.time import StepTime
 
+# Keys that a search sets, whose other values cannot exceed ``Search.bound`` either.
+FREE = ("mesh.*", "parallel.*", "train.micro_batch_size", "moe.dispatcher", "moe.dispatch_dtype")
+RAN = ("parallel.expert_wgrad", "train.fp8")  # on one GPU
 SEEN = 0.005  # Parts with a smaller share of a step's time are not listed.
 
 
@@ -59,7 +63,17 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
     policy = "" if one.mesh.pp > 1 else f"; reshard every {parallel.reshard}"
     policy += f"; context {parallel.context}" if one.mesh.cp > 1 else ""
     yield f"{schedule}micro-batch {one.config.train.micro_batch_size}; recompute {again}{policy}"
+    if levers := ", ".join(_levers(one.config)):
+        yield f"never run on GPUs: {levers}"
     yield ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in _parts(time))
+
+
+def _levers(config: Config) -> Iterator[str]:
+    """Yield the settings of a candidate that differ from the defaults and have only run on CPUs."""
+    for key in (*LEVERS, "parallel.schedule"):
+        value = attrgetter(key)(config)
+        if value != attrgetter(key)(Config()) and key not in RAN:
+            yield f"{key}={str(value).lower()}"
 
 
 def _parts(time: StepTime) -> list[tuple[str, float]]:
@@ -95,5 +109,11 @@ def _account(search: Search) -> Iterator[str]:
     )
     if search.too_large:
         yield f"too large for the memory, the reserve included: {search.too_large:,}"
+    if search.rest:
+        yield f"candidates that were not timed cannot exceed {search.rest:,.0f} tokens/s"
     if search.bound:
-        yield f"candidates not looked at cannot exceed {search.bound:,.0f} tokens/s"
+        fixed = f"; {', '.join(search.fixed)} as given" if search.fixed else ""
+        yield (
+            f"nothing that the plan can express exceeds {search.bound:,.0f} tokens/s, in memory or not, with "
+            f"any {', '.join(FREE)}; all other keys were held fixed{fixed}"
+        )
