@@ -76,23 +76,12 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
     return passes
 
 
-def plain_time(
-    place: Place, layer: int, arrives_again: bool, local: Passes | None = None
-) -> Passes:
+def plain_time(place: Place, layer: int, arrives_again: bool) -> Passes:
     """Return the passes of ``layer`` without the computation that is repeated.
 
     Args:
         arrives_again: the backward pass dispatches tokens once more.
-        local: result of ``local_time``, if it is known.
     """
-    passes = local or local_time(place, layer)
-    if layer >= place.config.model.first_k_dense:
-        _routing(place, passes, arrives_again)
-    return passes
-
-
-def local_time(place: Place, layer: int) -> Passes:
-    """Return the passes of ``layer`` without routing, whatever the dispatcher is."""
     model = place.config.model
     routed = layer >= model.first_k_dense
     passes = Passes(Pass(), Pass())
@@ -108,6 +97,8 @@ def local_time(place: Place, layer: int) -> Passes:
     act = machine.pass_over(3.0 * size * place.tokens * width)
     passes.add("shared_experts" if routed else "mlp", act, 2 * act)
     _tensor_parallel(place, layer, passes)
+    if routed:
+        _routing(place, passes, arrives_again)
     return passes
 
 

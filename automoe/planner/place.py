@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -37,10 +37,6 @@ class Pass:
     def send(self, axis: str, cost: Cost) -> None:
         if cost is not NOTHING:
             self.communication[axis] = self.communication.get(axis, NOTHING) + cost
-
-    def copy(self) -> Pass:
-        parts, sent = dict(self.parts), dict(self.communication)
-        return replace(self, parts=parts, communication=sent, again=dict(self.again))
 
     @property
     def seconds(self) -> float:

@@ -50,7 +50,12 @@ def reserve(config: Config, mesh: MeshShape, rank: RankMemory) -> Reserve:
     if config.cluster.gpu == "cpu":
         return Reserve()
     moving = rank.peak - sum(rank.parts[name] for name in _STANDING)
-    return Reserve(CONTEXT, communicators(config, mesh), FRAGMENTATION * moving)
+    return Reserve(CONTEXT, _communicators(config, mesh), FRAGMENTATION * moving)
+
+
+def standing_reserve(config: Config, mesh: MeshShape) -> float:
+    """Return the bytes of ``reserve`` that do not depend on the rank's tensors."""
+    return (config.cluster.gpu != "cpu") * (CONTEXT + _communicators(config, mesh))
 
 
 def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
@@ -74,8 +79,7 @@ def process_groups(config: Config, mesh: MeshShape) -> list[tuple[str, int]]:
     return named
 
 
-def communicators(config: Config, mesh: MeshShape) -> float:
-    """Return the bytes of a rank's communicators, with their channels for all-to-alls."""
+def _communicators(config: Config, mesh: MeshShape) -> float:
     if mesh.world_size == 1:
         return 0.0
     node = config.cluster.gpus_per_node

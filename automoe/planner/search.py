@@ -9,44 +9,43 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
-from itertools import count, groupby, product
+from dataclasses import dataclass, field
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, split_layers
-from automoe.config.pipeline import MERGES, V_SHAPED, stages_of_ranks
-from automoe.config.recompute import recompute_rows
-from automoe.config.rules_context import context_rows
+from automoe.config.pipeline import MERGES, V_SHAPED, misfit, stages_of_ranks
 from automoe.config.rules_model import TRANSFORMERS
-from automoe.config.schema import Config, MeshConfig
+from automoe.config.schema import Config
 from automoe.config.validate import mesh_rows
-from automoe.planner.bounds import Array, Columns, Family, Layout, Space
+from automoe.planner.bounds import WAITING, Array, Family, Layout, Space
 from automoe.planner.candidate import RECOMPUTE_KEYS, Candidate, changed, ladder
-from automoe.planner.machine import Constants, Machine
-from automoe.planner.reserve import CONTEXT, communicators
-from automoe.planner.schedule import GRAIN
+from automoe.planner.machine import Constants
+from automoe.planner.reserve import standing_reserve
+from automoe.planner.schedule import GRAIN, HIDDEN
 
-Axes = tuple[int, int, int, int]  # tp, cp, ep, etp
+Axes = tuple[int, int, int, int, str]  # tp, cp, ep, etp, context
 TOP = 10  # number of candidates in the result
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # tried rows per micro-batch
 STAGES = range(2, 9)  # tried stages per rank
-CONTEXTS = ("gather", "ulysses", "ring")
-# Tried values besides the configured one; the plan does not know DeepEP's buffers, and gives
-# expert_wgrad=delayed the time of fused.
+# Tried values besides the configured one. The plan does not know DeepEP's buffers, gives
+# expert_wgrad=delayed the time of fused, and never finds allgather faster than alltoall.
 LEVERS: dict[str, tuple[Any, ...]] = {
-    "moe.dispatcher": ("alltoall", "hierarchical", "allgather"),
+    "moe.dispatcher": ("alltoall", "hierarchical"),
     "moe.dispatch_dtype": ("auto", "fp8"),
+    "parallel.context": ("gather", "ulysses", "ring"),
     "parallel.expert_wgrad": ("autograd", "fused"),
     "parallel.overlap_all_to_all": (False, True),
     "train.fp8": ("off",),
 }
-BATCH = 4096  # columns whose candidates are bounded at once
-# What has a bound within this share of the highest is looked at together, in arrays.
+# Meshes, columns, candidates and timed candidates that are looked at together: at most so many, and
+# none with a bound below this share of the highest.
+BATCHES = (1000, 4000, 16, 1)
 LEVEL = 0.98
+PATIENCE = 1024  # The best that was timed is a result after this many timed ones without a result.
 ONE_STAGE: dict[str, Any] = {
     "schedule": "1F1B",
     "stages_per_rank": 1,
@@ -69,9 +68,7 @@ class Search:
     refused: Counter[str] = field(default_factory=Counter)
     too_large: int = 0
     smallest: Candidate | None = None  # smallest candidate that does not fit
-    fixed: tuple[str, ...] = ()  # keys that kept their value
     rest: float = 0.0  # upper bound of the tokens/s of the candidates that were not timed
-    bound: float = 0.0  # upper bound of all that other values of the searched keys can reach
 
 
 def search(
@@ -89,10 +86,9 @@ def search(
             ``parallel.recompute``.
         tell: progress callback with the phase's name, the number of items done, and the total.
     """
-    result = Search(world_size, fixed=tuple(fixed))
+    result = Search(world_size)
     queue = Queue(config, world_size, device, fixed, result)
-    while len(result.found) < TOP and (most := queue.most):
-        queue.look(LEVEL * most)
+    while len(result.found) < TOP and queue.look():
         tell("found", len(result.found), TOP)
     result.rest = queue.most
     result.found = [
@@ -104,232 +100,168 @@ def search(
 
 
 class Queue:
-    """What is left to look at: groups, meshes, columns and candidates, by bound of tokens/s."""
+    """What is left to look at, by upper bound of tokens/s.
+
+    Meshes are split into columns, and these into the candidates that may fit in memory, which are timed.
+    """
 
     def __init__(
         self, config: Config, world_size: int, device: str, fixed: Sequence[str], result: Search
     ) -> None:
+        if not RECOMPUTE_KEYS & set(fixed):
+            config = changed(config, parallel={"recompute": [], "recompute_layers": None})
         self.config = config
         self.device = device
         self.fixed = fixed
         self.result = result
-        self.world = world_size, 1, 1
-        self.items: dict[str, list[tuple[float, int, tuple[Any, ...]]]] = {
-            kind: [] for kind in ("group", "mesh", "columns", "candidate")
-        }
-        self.numbers = count()
-        self.reserves = dict[Any, float]()
+        self.world = world_size
         self.shapes = dict[Axes, dict[int, MeshShape]]()
+        micros = micro_batches(config, fixed)
         for shape in mesh_shapes(config, world_size, fixed):
-            self.world = world_size, shape.dp_replicate, shape.ep_replicate
-            if self._legal(next(ways(_on(config, shape), shape, device, fixed)), shape):
-                axes = shape.tp, shape.cp, shape.ep, shape.etp
-                self.shapes.setdefault(axes, {})[shape.pp] = shape
-        rungs = dict[str, list[str] | str]()
-        made = []
-        for pp in sorted({pp for found in self.shapes.values() for pp in found}):
-            on_mesh = replace(config, mesh=MeshConfig(pp=pp))
-            for settings in layouts(config, pp, fixed):
-                one = changed(on_mesh, parallel=settings)
-                typed = RECOMPUTE_KEYS & set(fixed)
-                if typed and any(broken for _, broken, _, _ in recompute_rows(one)):
-                    continue
-                names = {str(names): names for names in ladder(one, fixed)}
-                made.append((pp, settings, names))
-                rungs |= names
-        self.space = Space(config, list(rungs.values()))
-        self.lightest = Space(config, self.space.rungs[:1], self.space)
-        self.layouts = [
-            (Layout(self.space, pp, settings), np.array([one in names for one in rungs]))
-            for pp, settings, names in made
+            on_mesh = _on(config, shape)
+            for context in tried(config, fixed, "parallel.context")[: None if shape.cp > 1 else 1]:
+                parallel = {**next(layouts(config, shape.pp, fixed)), "context": context}
+                one = changed(on_mesh, parallel=parallel, train={"micro_batch_size": micros[0]})
+                if self._legal(one, shape):
+                    axes = shape.tp, shape.cp, shape.ep, shape.etp, context
+                    self.shapes.setdefault(axes, {})[shape.pp] = shape
+        made = [
+            (pp, one, ladder(changed(config, mesh={"pp": pp}, parallel=one), fixed))
+            for pp in sorted({pp for found in self.shapes.values() for pp in found})
+            for one in layouts(config, pp, fixed)
         ]
-        self.tokens = config.train.global_batch_size * config.train.seq_len
-        self._groups()
+        rungs = [*{str(one): one for *_, names in made for one in names}.values()]
+        self.space = Space(config, rungs)
+        self.layouts = [
+            (Layout(self.space, pp, one), np.array([rung in names for rung in rungs]))
+            for pp, one, names in made
+        ]
+        families = [
+            Family(*axes, *settings, "deepep", "auto", "fused")
+            for axes in self.shapes
+            for settings in product(micros, tried(config, fixed, "train.fp8"))
+        ]
+        # meshes, columns, candidates, timed candidates
+        self.left = [self._spread(families, 1, 1.0), self.space.columns([])]
+        self.left += [np.empty(0, WAITING)] * 3
+        self.since = 0  # candidates timed since the last result
 
     @property
     def most(self) -> float:
         """Upper bound of the tokens/s of all that is left."""
-        return max((-heap[0][0] for heap in self.items.values() if heap), default=0.0)
+        return max(float(one["bound"].max(initial=0.0)) for one in self.left)
 
-    def look(self, level: float) -> None:
-        """Look at everything with a bound of at least ``level``, until there are enough results."""
-        for given in self._pop("group", level):
-            self._meshes(*given)
-        if meshes := list(self._pop("mesh", level)):
-            self._families(meshes)
-        if parts := [columns for (columns,) in self._pop("columns", level)]:
-            columns = Columns.joined(parts)
-            for start in range(0, len(columns.families), BATCH):
-                self._columns(columns[start : start + BATCH])
-        for given in self._pop("candidate", level):
-            if isinstance(given[0], Candidate):
-                self._take(given[0])
-            else:
-                self._candidates(*given)
-            if len(self.result.found) == TOP:
-                return
-
-    def _pop(self, kind: str, level: float) -> Iterator[tuple[Any, ...]]:
-        heap = self.items[kind]
-        while heap and -heap[0][0] >= level:
-            yield heappop(heap)[2]
-
-    def _push(self, bound: float, kind: str, *given: Any) -> None:
-        heappush(self.items[kind], (-bound, next(self.numbers), given))
+    def look(self) -> bool:
+        """Look closer at what has the highest bound; return False if nothing is left."""
+        highest = [float(one["bound"].max(initial=0.0)) for one in self.left]
+        most = max(highest)
+        # Of equal bounds the last kind comes first: it is closest to a result.
+        kind = max(range(4), key=lambda kind: (highest[kind], kind))
+        if self.since >= PATIENCE and (highest[3] or self.result.found):
+            kind, most = 3, highest[3]
+        left = self.left[kind]
+        chosen = np.flatnonzero(left["bound"] >= LEVEL * most)
+        chosen = chosen[np.argsort(-left["bound"][chosen], kind="stable")][: BATCHES[kind]]
+        self.left[kind] = np.delete(left, chosen)
+        split = (self._columns, self._candidates, self._timed, self._found)[kind]
+        if most:
+            self.left[kind + 1] = np.concatenate([self.left[kind + 1], *split(left[chosen])])
+        return most > 0
 
     def _legal(self, config: Config, shape: MeshShape) -> bool:
         """Return True if ``config`` breaks no rule on ``shape``; else count the rule."""
-        rows = mesh_rows(config, shape, self.device)
-        broken = next((key for key, is_broken, _, _ in rows if is_broken), None)
-        if broken is not None:
-            self.result.refused[broken] += 1
-        return broken is None
+        for key, broken, _, _ in mesh_rows(config, shape, self.device):
+            if broken:
+                self.result.refused[key] += 1
+                return False
+        return True
 
-    def _groups(self) -> None:
-        """Push each tp, cp, context and micro-batch as if tokens reached experts at no cost.
+    def _spread(self, families: Sequence[Family], rungs: int | None, hidden: float) -> Array:
+        """Return columns, bounded as if layers were spread evenly.
 
-        The most that any micro-batch reaches bounds whatever a plan can express.
+        Args:
+            rungs: number of choices of recomputation; None: all.
+            hidden: share of all-to-alls that take no time.
         """
-        config = self.config
-        free = {"gate": "balanced", "pad_to_capacity": False, "capacity_factor": 0.0}
-        space = Space(changed(config, moe=free), self.space.rungs[:1])
-        rows = config.train.global_batch_size
-        whole = ("train.micro_batch_size" not in self.fixed) * [rows]
-        for tp, cp in sorted({axes[:2] for axes in self.shapes}):
-            for context in contexts(
-                config, MeshShape(1, 1, 1, cp, tp, 1, 1, 1, 1), self.device, self.fixed
-            ):
-                for micro, fp8 in product(
-                    {*micro_batches(config, self.fixed), *whole},
-                    tried(config, self.fixed, "train.fp8"),
-                ):
-                    group = micro, context, "deepep", "auto", "autograd", fp8
-                    experts = max(1, config.model.num_experts)
-                    bound = self._ideal(space, Family(tp, cp, experts, 1, *group))
-                    self.result.bound = max(self.result.bound, bound * (1 + 1 / GRAIN))
-                    if micro in micro_batches(config, self.fixed):
-                        self._push(bound, "group", tp, cp, *group)
+        columns = self.space.columns(families, rungs)
+        times = columns["forward"] + columns["backward"] - hidden * columns["sent"]
+        whole = times @ np.bincount(self.space.kind_of) + columns["head"][:, 0]
+        share = columns["micro"] / columns["ranks"] * self.config.train.seq_len
+        columns["bound"] = self.world * share / whole * (1 + 1 / GRAIN)
+        return columns
 
-    def _ideal(self, space: Space, family: Family) -> float:
-        """Return the tokens/s of a mesh whose ep sends for nothing, without recomputation."""
-        grads = tried(self.config, self.fixed, "parallel.expert_wgrad")
-        columns = space.columns([family._replace(expert_wgrad=one) for one in grads])
-        columns.forward -= columns.sent
-        columns.sent *= 0
-        return float(self._speeds(space, columns).max())
-
-    def _meshes(self, tp: int, cp: int, *group: Any) -> None:
-        """Push each ep and etp of a group."""
-        for axes in self.shapes:
-            if axes[:2] == (tp, cp):
-                plain = Family(*axes, *group)
-                self._push(self._ideal(self.lightest, plain), "mesh", plain)
-
-    def _speeds(self, space: Space, columns: Columns) -> Array:
-        """Return the tokens/s of columns whose layers are spread evenly, with nothing else."""
-        layers = np.bincount(space.kind_of).astype(float)
-        share = columns.micro / columns.ranks * self.config.train.seq_len
-        speeds: Array = self.world[0] * share / columns.seconds(layers)
-        return speeds
-
-    def _families(self, meshes: Sequence[tuple[Any, ...]]) -> None:
-        """Time the layers of meshes with each setting of experts."""
+    def _columns(self, meshes: Array) -> list[Array]:
+        """Return the columns of meshes: with each setting of experts and each recomputation."""
+        keys = "moe.dispatcher", "moe.dispatch_dtype", "parallel.expert_wgrad"
+        names, dtypes, grads = (tried(self.config, self.fixed, key) for key in keys)
         families = [
-            one for (plain,) in meshes for one in with_experts(self.config, plain, self.fixed)
+            one._replace(dispatcher=name, dispatch_dtype=dtype, expert_wgrad=grad)
+            for one in meshes["item"]
+            for name in names[: None if one.ep > 1 else 1]
+            for dtype in dtypes[: None if one.ep * one.etp > 1 else 1]
+            for grad in grads
         ]
-        columns = self.space.columns(families)
-        speeds = self._speeds(self.space, columns)
-        order = np.argsort(-speeds, kind="stable")
-        highest = speeds[order[0]]
-        bands = np.floor(np.log(speeds[order] / highest) / np.log(LEVEL))
-        for band in np.unique(bands):
-            where = order[bands == band]
-            self._push(speeds[where[0]], "columns", columns[where])
+        return [self._spread(families, None, HIDDEN)]
 
-    def _columns(self, columns: Columns) -> None:
-        """Bound the candidates of columns, on each pipeline that their rules allow."""
+    def _candidates(self, columns: Array) -> Iterator[Array]:
+        """Yield the candidates of columns that may fit, with their bounds on each pipeline."""
+        config = self.config
+        limit = config.cluster.memory_bytes or np.inf
+        tokens = config.train.global_batch_size * config.train.seq_len
+        for number, (layout, rungs) in enumerate(self.layouts):
+            counts = layout.counts(columns, self.world) * rungs[columns["rung"]]
+            for count in map(int, np.unique(counts[counts > 0])):
+                if misfit(layout.parallel.schedule, layout.pp, layout.each, count):
+                    continue
+                here = columns[counts == count]
+                here["bytes"] = layout.bytes(here, count, self.world)
+                self.result.too_large += int((here["bytes"] > limit).sum())
+                here = here[here["bytes"] <= limit]
+                found = here[list(WAITING.names)].astype(WAITING)
+                found["layout"] = number
+                found["bound"] = tokens / (layout.seconds(here, count) + Constants.load().step)
+                yield found
+
+    def _timed(self, waiting: Array) -> Iterator[Array]:
+        """Yield the candidates whose mesh exists and has no result yet, with their exact speeds."""
         limit = self.config.cluster.memory_bytes or np.inf
-        step = Machine.of(self.config, Constants.load()).constants.step
-        found = [np.empty((3, 0))]
-        for pp, layouts in groupby(enumerate(self.layouts), key=lambda item: item[1][0].pp):
-            count = self.space.share(columns, pp, self.world[0])
-            where = np.flatnonzero(count)
-            if not len(where):
-                continue
-            some, count = columns[where], count[where]
-            reserves = [
-                np.array([self._reserve(one, pp, single) for one in some.families])
-                for single in (False, True)
-            ]
-            for number, (layout, rungs) in layouts:
-                allowed = rungs[some.rungs] & layout.allows(some, count)
-                needed = layout.bytes(some, count, self.world, allowed) + reserves[layout.each == 1]
-                fits = allowed & (needed <= limit)
-                self.result.num_timed += int(allowed.sum())
-                self.result.too_large += int((allowed & ~fits).sum())
-                if fits.any():
-                    seconds = layout.seconds(some[fits], count[fits]) + step
-                    bounds = self.tokens / seconds
-                    found.append(np.stack([bounds, np.full(len(bounds), number), where[fits]]))
-        made = np.concatenate(found, axis=1)
-        if made.size:
-            made = made[:, np.argsort(-made[0], kind="stable")]
-            self._push(made[0, 0], "candidate", columns, made, 0)
-
-    def _reserve(self, family: Family, pp: int, single: bool) -> float:
-        """Return the bytes beside tensors of a rank, from a cache."""
-        shape = self.shapes[family[:4]].get(pp)
-        if shape is None or self.config.cluster.gpu == "cpu":
-            return 0.0
-        key = shape, family.dispatcher, family.context, single
-        if key not in self.reserves:
-            config = family.of(self.config, schedule="1F1B" if single else "Interleaved1F1B")
-            self.reserves[key] = CONTEXT + communicators(config, shape)
-        return self.reserves[key]
-
-    def _candidates(self, columns: Columns, made: Array, place: int) -> None:
-        """Time the candidate ``place`` of ``made``: its bound, layout and column."""
-        while place < made.shape[1]:
-            number, column = map(int, made[1:, place])
+        for _, num_bytes, number, rung, family in waiting:
             layout, _ = self.layouts[number]
-            family = columns.families[column]
-            shape = self.shapes[family[:4]].get(layout.pp)
-            place += 1
-            if shape is None or any(one.mesh == shape for one in self.result.found):
-                continue
-            names = self.space.rungs[columns.rungs[column]]
-            again = {"recompute": names, "recompute_layers": None}
-            again = {} if RECOMPUTE_KEYS & set(self.fixed) else again
-            config = family.of(_on(self.config, shape), **layout.settings, **again)
-            if place < made.shape[1]:
-                self._push(made[0, place], "candidate", columns, made, place)
-            if self._legal(config, shape):
-                one = Candidate(config, shape)
-                self._push(one.speed, "candidate", one)
-            return
+            shape = self.shapes[family[:5]].get(layout.pp)
+            if shape and all(one.mesh != shape for one in self.result.found):
+                again = self.space.rungs[rung]
+                config = family.of(_on(self.config, shape), **layout.settings, recompute=again)
+                if num_bytes + standing_reserve(config, shape) > limit:
+                    self.result.too_large += 1
+                elif self._legal(config, shape):
+                    one = Candidate(config, shape)
+                    self.result.num_timed += 1
+                    self.since += 1
+                    yield np.array([(one.speed, 0.0, 0, 0, one)], WAITING)
 
-    def _take(self, one: Candidate) -> None:
+    def _found(self, waiting: Array) -> list[Array]:
         """Keep a candidate, of which no other is faster, if it is the first of its mesh that fits."""
         result = self.result
-        if any(other.mesh == one.mesh for other in result.found):
-            return
-        if one.fits:
-            result.found.append(one)
-        else:
+        (one,) = waiting["item"]
+        if not one.fits:
             result.too_large += 1
             result.smallest = min(result.smallest or one, one, key=lambda each: each.needed)
+        elif all(other.mesh != one.mesh for other in result.found):
+            result.found.append(one)
+            self.since = 0
+        return []
 
 
 def _on(config: Config, shape: MeshShape) -> Config:
-    number = None if config.launch.num_ranks is None else shape.world_size
-    on_mesh = replace(config, mesh=MeshConfig(**vars(shape)))
-    return changed(on_mesh, launch={"num_ranks": number})
+    number = config.launch.num_ranks and shape.world_size
+    return changed(config, mesh=vars(shape), launch={"num_ranks": number})
 
 
 def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
     """Return the values of ``key`` that a search tries: the configured one, then ``LEVERS``."""
     own = attrgetter(key)(config)
-    free = key not in fixed and config.model.num_moe_layers and config.model.family != TRANSFORMERS
+    routed = config.model.num_moe_layers and config.model.family != TRANSFORMERS
+    free = key not in fixed and (routed or key == "parallel.context")
     return list(dict.fromkeys([own, *(LEVERS[key] if free else ())]))
 
 
@@ -339,74 +271,27 @@ def micro_batches(config: Config, fixed: Sequence[str]) -> list[int]:
     return [n for n in ROWS if config.train.global_batch_size % n == 0]
 
 
-def contexts(config: Config, shape: MeshShape, device: str, fixed: Sequence[str]) -> list[str]:
-    """Return the kinds of context parallelism that the rules allow on ``shape``."""
-    if shape.cp == 1 or "parallel.context" in fixed:
-        return [config.parallel.context]
-    made = [changed(config, parallel={"context": name}) for name in CONTEXTS]
-    return [
-        one.parallel.context
-        for one in made
-        if not any(broken for _, broken, _, _ in context_rows(one, shape, device))
-    ]
-
-
-def with_experts(config: Config, plain: Family, fixed: Sequence[str]) -> Iterator[Family]:
-    """Yield ``plain`` with each dispatcher, format of dispatched rows and kind of experts' gradients."""
-    own = config.moe.dispatcher, config.moe.dispatch_dtype
-    dispatchers = tried(config, fixed, "moe.dispatcher") if plain.ep > 1 else own[:1]
-    dtypes = tried(config, fixed, "moe.dispatch_dtype") if plain.ep * plain.etp > 1 else own[1:]
-    adds = config.moe.experts == "grouped_mm" and plain.fp8 == "off" and not config.lora.rank
-    for name, dtype, grads in product(
-        dispatchers, dtypes, tried(config, fixed, "parallel.expert_wgrad")
-    ):
-        if adds or grads in ("autograd", config.parallel.expert_wgrad):
-            yield plain._replace(dispatcher=name, dispatch_dtype=dtype, expert_wgrad=grads)
-
-
 def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the values of ``parallel`` for ``pp`` pipeline ranks: schedule, stages, FSDP, overlap."""
-    pipelines = [ONE_STAGE]
+    names = [("1F1B", 1)]
+    if pp > 1:
+        names += [("Interleaved1F1B", n) for n in STAGES] + [(name, 2) for name in V_SHAPED]
+    pipelines = [
+        {**ONE_STAGE, "schedule": name, "stages_per_rank": n}
+        for name, n in names
+        if n == 1 or n * pp <= config.model.num_layers
+    ]
     if PIPELINE_KEYS & set(fixed):
         pipelines = [{key: getattr(config.parallel, key) for key in ONE_STAGE}]
-    elif pp > 1:
-        counts = [n for n in STAGES if n * pp <= config.model.num_layers]
-        pipelines += [
-            {**ONE_STAGE, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in counts
-        ]
-        if 2 in counts:
-            pipelines += [
-                {**ONE_STAGE, "schedule": name, "stages_per_rank": 2} for name in V_SHAPED
-            ]
-    names = "reshard", "grad_sync"
-    policies = [dict.fromkeys(names, "step")]
-    if {"parallel.reshard", "parallel.grad_sync"} & set(fixed):
-        policies = [{name: getattr(config.parallel, name) for name in names}]
-    elif pp == 1:
-        policies.append(dict.fromkeys(names, "micro_batch"))
-    for one, policy, overlap in product(
-        pipelines, policies, overlaps := tried(config, fixed, "parallel.overlap_all_to_all")
-    ):
-        pairs = pp == 1 or one["schedule"] in MERGES
-        if not overlap or len(overlaps) == 1 or (pairs and "micro_batch" not in policy.values()):
+    keys = "reshard", "grad_sync"
+    policies = [dict.fromkeys(keys, one) for one in ("step", "micro_batch")[: 1 + (pp == 1)]]
+    if {f"parallel.{key}" for key in keys} & set(fixed):
+        policies = [{key: getattr(config.parallel, key) for key in keys}]
+    overlaps = tried(config, fixed, "parallel.overlap_all_to_all")
+    for one, policy, overlap in product(pipelines, policies, overlaps):
+        pairs = (pp == 1 or one["schedule"] in MERGES) and "micro_batch" not in policy.values()
+        if pairs or not overlap or len(overlaps) == 1:
             yield {**one, **policy, "overlap_all_to_all": overlap}
-
-
-def ways(config: Config, shape: MeshShape, device: str, fixed: Sequence[str]) -> Iterator[Config]:
-    """Yield ``config`` with every combination of the settings that a search tries on ``shape``."""
-    no_recompute: dict[str, Any] = {"recompute": [], "recompute_layers": None}
-    if RECOMPUTE_KEYS & set(fixed):
-        no_recompute = {}
-    for micro, fp8, context, settings in product(
-        micro_batches(config, fixed),
-        tried(config, fixed, "train.fp8"),
-        contexts(config, shape, device, fixed) or [config.parallel.context],
-        layouts(config, shape.pp, fixed),
-    ):
-        axes = shape.tp, shape.cp, shape.ep, shape.etp
-        plain = Family(*axes, micro, context, "", "", "", fp8)
-        for family in with_experts(config, plain, fixed):
-            yield family.of(config, **settings, **no_recompute)
 
 
 def balanced(one: Candidate, device: str, fixed: Sequence[str] = ()) -> Candidate:
@@ -442,39 +327,32 @@ def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> I
     tp and etp stay within a node. dp_replicate and ep_replicate are 1 unless ``fixed`` names them.
     """
     node = config.cluster.gpus_per_node
-    experts = max(1, config.model.num_experts)
-    layers = config.model.num_layers
-
-    def given(axis: str) -> int | None:
-        size: int = getattr(config.mesh, axis)
-        return size if f"mesh.{axis}" in fixed and size > 0 else None
+    narrow = node if config.model.num_moe_layers else 1
 
     def sizes(axis: str, rest: int, limit: int) -> list[int]:
-        if (size := given(axis)) is not None:
-            return [size] if rest % size == 0 else []
-        return [size for size in range(1, min(rest, limit) + 1) if rest % size == 0]
+        size: int = getattr(config.mesh, axis)
+        typed = f"mesh.{axis}" in fixed and size > 0
+        tried = [size] if typed else range(1, min(rest, limit) + 1)
+        return [n for n in tried if rest % n == 0]
 
-    def cuts(ranks: int, last: str, *limits: tuple[str, int]) -> list[dict[str, int]]:
-        """Return all sizes of the axes in ``limits``; ``last`` takes the remaining ranks."""
+    def cuts(ranks: int, **limits: int) -> list[dict[str, int]]:
+        """Return all sizes of the axes in ``limits`` whose product is ``ranks``."""
         made: list[tuple[int, dict[str, int]]] = [(ranks, {})]
-        for axis, limit in limits:
+        for axis, limit in limits.items():
             made = [
                 (rest // n, {**one, axis: n})
                 for rest, one in made
                 for n in sizes(axis, rest, limit)
             ]
-        return [{**one, last: rest} for rest, one in made if given(last) in (None, rest)]
+        return [one for rest, one in made if rest == 1]
 
-    copies = {axis: given(axis) or 1 for axis in ("dp_replicate", "ep_replicate")}
-    for pp in sizes("pp", world_size, layers):
+    for pp in sizes("pp", world_size, config.model.num_layers):
         ranks = world_size // pp
-        if any(ranks % count for count in copies.values()):
-            continue
-        narrow = node if config.model.num_moe_layers else 1
-        routed = cuts(ranks // copies["ep_replicate"], "ep_shard", ("etp", narrow), ("ep", experts))
-        for one in cuts(ranks // copies["dp_replicate"], "dp_shard", ("tp", node), ("cp", ranks)):
-            for other in routed:
-                yield MeshShape(pp=pp, **copies, **one, **other)
+        dense = cuts(ranks, dp_replicate=1, tp=node, cp=ranks, dp_shard=ranks)
+        experts = max(1, config.model.num_experts)
+        routed = cuts(ranks, ep_replicate=1, etp=narrow, ep=experts, ep_shard=ranks)
+        for one, other in product(dense, routed):
+            yield MeshShape(pp=pp, **one, **other)
 
 
 AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))

@@ -28,7 +28,6 @@ from automoe.planner.output_file import write_out
 from automoe.planner.plan import gib, missing_speeds
 from automoe.planner.search import ONE_STAGE, Search, overrides_of, search
 from automoe.storage.foreign import brief
-from automoe.storage.guarded import die_with_parent
 
 KINDS = ("true", "fewest_gpus", "longest_context", "largest_batch")
 # Key of ``train`` that a search of this kind doubles until nothing fits.
@@ -148,13 +147,7 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
         raise ConfigError("cluster", config.cluster.name, rule, "Set them in its file")
     console = Console(highlight=False)
     with progress() as tell:
-        rank = partial(
-            search,
-            device=device,
-            fixed=fixed,
-            tell=tell,
-            begin=partial(die_with_parent, os.getpid()),
-        )
+        rank = partial(search, device=device, fixed=fixed, tell=tell)
         found = _find(question, config, rank)
     best = found[-1][1]
     if as_json:

@@ -75,30 +75,38 @@ def test_axes_that_are_typed_stay(config: Config) -> None:
 
 @pytest.mark.exhaustive
 def test_the_best_is_the_best_of_all(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every legal candidate with every rung of recomputation, timed and planned one by one, under a tight limit."""
-    monkeypatch.setattr(search_module, "ROWS", (2,))
+    """Every legal run of a small space with every rung of recomputation, planned one by one, under a tight limit."""
+    monkeypatch.setattr(search_module, "ROWS", ())
     monkeypatch.setattr(search_module, "STAGES", (2,))
-    few: dict[str, Any] = {"moe.dispatcher": (), "moe.dispatch_dtype": ()}
-    monkeypatch.setattr(search_module, "LEVERS", search_module.LEVERS | few)
     monkeypatch.setattr(search_module, "BALANCED", 0)
-    peaks = []
+    monkeypatch.setattr(search_module, "BATCHES", (20, 20, 1, 1))
+    values = {"moe.dispatcher": ("alltoall",), "moe.dispatch_dtype": ("auto",), "parallel.context": ("gather",)}
+    monkeypatch.setattr(search_module, "LEVERS", search_module.LEVERS | values)
+    few = replace(config, train=replace(config.train, micro_batch_size=2))
+    fixed = ["mesh.tp", "mesh.etp", "train.micro_batch_size"]
+    few = replace(few, mesh=MeshConfig(tp=1, etp=1))
+    peaks: list[float] = []
     for limit in (0.0, None):
         if limit is None:
             limit = sorted(peaks)[len(peaks) // 3]
-        limited = replace(config, cluster=replace(config.cluster, memory_bytes=limit))
+        limited = replace(few, cluster=replace(few.cluster, memory_bytes=limit))
         best: dict[MeshShape, float] = {}
-        for shape in mesh_shapes(limited, 4):
-            on_mesh = replace(limited, mesh=MeshConfig(**vars(shape)))
-            for one in search_module.ways(on_mesh, shape, "cpu", ()):
+        for shape in mesh_shapes(limited, 4, fixed):
+            mesh = MeshConfig(**vars(shape))
+            for settings, grads in itertools.product(
+                search_module.layouts(limited, shape.pp, fixed), ("autograd", "fused")
+            ):
+                parallel = replace(limited.parallel, **settings, expert_wgrad=grads, recompute=[])
+                one = replace(limited, mesh=mesh, parallel=parallel)
                 if any(broken for _, broken, _, _ in mesh_rows(one, shape, "cpu")):
                     continue
                 for names in search_module.ladder(one, ()):
-                    run = replace(one, parallel=replace(one.parallel, recompute=names))
+                    run = replace(one, parallel=replace(parallel, recompute=names))
                     load = at_load(plan_batch(run, shape), UNEVEN, run, shape)
                     peaks.append(needed(run, shape, plan_memory(run, shape, load)))
                     if not limit or peaks[-1] <= limit:
                         best[shape] = max(best.get(shape, 0.0), step_time(run, shape).tokens_per_second)
-        found = search(limited, 4, "cpu")
+        found = search(limited, 4, "cpu", fixed)
         fastest = sorted(best.values(), reverse=True)[: search_module.TOP]
         assert [one.speed for one in found.found] == pytest.approx(fastest, rel=1e-12)
         assert all(best[one.mesh] == one.speed for one in found.found)

@@ -13,12 +13,14 @@ from automoe.config.recompute import recomputed_names
 from automoe.config.schema import Config
 from automoe.planner.candidate import Candidate
 from automoe.planner.plan import gib
-from automoe.planner.search import LEVERS, Search
+from automoe.planner.search import Search
 from automoe.planner.time import StepTime
 
-# Keys that a search sets, whose other values cannot exceed ``Search.bound`` either.
-FREE = ("mesh.*", "parallel.*", "train.micro_batch_size", "moe.dispatcher", "moe.dispatch_dtype")
-RAN = ("parallel.expert_wgrad", "train.fp8")  # on one GPU
+# Settings that a search tries and that have never run on GPUs with other values than the defaults.
+NEW = (
+    "moe.dispatcher moe.dispatch_dtype parallel.context parallel.overlap_all_to_all "
+    "parallel.schedule"
+).split()
 SEEN = 0.005  # Parts with a smaller share of a step's time are not listed.
 
 
@@ -69,10 +71,9 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
 
 
 def _levers(config: Config) -> Iterator[str]:
-    """Yield the settings of a candidate that differ from the defaults and have only run on CPUs."""
-    for key in (*LEVERS, "parallel.schedule"):
-        value = attrgetter(key)(config)
-        if value != attrgetter(key)(Config()) and key not in RAN:
+    """Yield the settings of a candidate that have only run on CPUs."""
+    for key in NEW:
+        if (value := attrgetter(key)(config)) != attrgetter(key)(Config()):
             yield f"{key}={str(value).lower()}"
 
 
@@ -110,10 +111,8 @@ def _account(search: Search) -> Iterator[str]:
     if search.too_large:
         yield f"too large for the memory, the reserve included: {search.too_large:,}"
     if search.rest:
-        yield f"candidates that were not timed cannot exceed {search.rest:,.0f} tokens/s"
-    if search.bound:
-        fixed = f"; {', '.join(search.fixed)} as given" if search.fixed else ""
         yield (
-            f"nothing that the plan can express exceeds {search.bound:,.0f} tokens/s, in memory or not, with "
-            f"any {', '.join(FREE)}; all other keys were held fixed{fixed}"
+            f"what was not timed cannot exceed {search.rest:,.0f} tokens/s; no other value of mesh.*, parallel.*, "
+            f"train.micro_batch_size, moe.dispatcher or moe.dispatch_dtype exceeds {search.bound:,.0f}, in memory or "
+            "not; all other keys were held fixed"
         )
