@@ -120,7 +120,7 @@ class Space:
         load = TokenLoad.of(config, mesh, at_load(batch, UNEVEN, config, mesh))
         head = sum(head_time(place, 1 + config.model.num_mtp_layers))
         plain = dict[bool, tuple[Pass, Stage]]()
-        rows = []
+        rows = list[tuple[float, ...]]()
         for kind in kinds:
             # only rows in 8 bits are encoded once more
             arrives = family.dispatch_dtype == "fp8" and bool(kind.recomputed & {FULL, "moe"})
@@ -137,7 +137,7 @@ class Space:
             if config.cluster.gpu != "cpu":  # the GPU repeats work while it waits for launches
                 more = max(0.0, more - back.idle)
             dense, experts = stage.dense_trained, stage.experts_trained
-            kept = {"": 0.0}  # of a class of transformers it is measured, which imports torch
+            kept = dict[str, float]()  # a class of transformers is measured, which imports torch
             if config.model.family != TRANSFORMERS:
                 kept = layer_activation_bytes(config.model, layer, load, kind.recomputed)
             rows.append(
@@ -176,6 +176,8 @@ class Layout:
         unit = np.maximum(dp, 1) * columns["micro"]
         count, rows = np.divmod(self.config.train.global_batch_size, unit)
         left = rest + rows + ranks % (self.pp * columns["local"])
+        if self.parallel.overlap_all_to_all:  # there must be two micro-batches, and something to hide
+            left += (count < 2) + (columns["sent"].max(axis=1) == 0)
         return np.where(left, 0, count).astype(int)
 
     def seconds(self, columns: Array, count: int) -> Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
 from typing import Any
@@ -45,7 +45,7 @@ LEVERS: dict[str, tuple[Any, ...]] = {
 # none with a bound below this share of the highest.
 BATCHES = (1000, 4000, 16, 1)
 LEVEL = 0.98
-PATIENCE = 1024  # The best that was timed is a result after this many timed ones without a result.
+PATIENCE = 4096  # After so many candidates without a result, the best that was timed is one.
 ONE_STAGE: dict[str, Any] = {
     "schedule": "1F1B",
     "stages_per_rank": 1,
@@ -90,7 +90,7 @@ def search(
     queue = Queue(config, world_size, device, fixed, result)
     while len(result.found) < TOP and queue.look():
         tell("found", len(result.found), TOP)
-    result.rest = queue.most
+    result.rest = max(queue.highest())
     result.found = [
         balanced(one, device, fixed) if place < BALANCED else one
         for place, one in enumerate(result.found)
@@ -116,7 +116,9 @@ class Queue:
         self.result = result
         self.world = world_size
         self.shapes = dict[Axes, dict[int, MeshShape]]()
-        micros = micro_batches(config, fixed)
+        micros = [n for n in ROWS if config.train.global_batch_size % n == 0]
+        if "train.micro_batch_size" in fixed:
+            micros = [config.train.micro_batch_size]
         for shape in mesh_shapes(config, world_size, fixed):
             on_mesh = _on(config, shape)
             for context in tried(config, fixed, "parallel.context")[: None if shape.cp > 1 else 1]:
@@ -144,19 +146,17 @@ class Queue:
         # meshes, columns, candidates, timed candidates
         self.left = [self._spread(families, 1, 1.0), self.space.columns([])]
         self.left += [np.empty(0, WAITING)] * 3
-        self.since = 0  # candidates timed since the last result
+        self.since = 0  # candidates since the last result
 
-    @property
-    def most(self) -> float:
-        """Upper bound of the tokens/s of all that is left."""
-        return max(float(one["bound"].max(initial=0.0)) for one in self.left)
+    def highest(self) -> list[float]:
+        """Return the upper bound of the tokens/s of all that is left, by kind."""
+        return [float(one["bound"].max(initial=0.0)) for one in self.left]
 
     def look(self) -> bool:
         """Look closer at what has the highest bound; return False if nothing is left."""
-        highest = [float(one["bound"].max(initial=0.0)) for one in self.left]
-        most = max(highest)
+        highest = self.highest()
         # Of equal bounds the last kind comes first: it is closest to a result.
-        kind = max(range(4), key=lambda kind: (highest[kind], kind))
+        most, kind = max(zip(highest, range(4), strict=False))
         if self.since >= PATIENCE and (highest[3] or self.result.found):
             kind, most = 3, highest[3]
         left = self.left[kind]
@@ -194,12 +194,13 @@ class Queue:
         """Return the columns of meshes: with each setting of experts and each recomputation."""
         keys = "moe.dispatcher", "moe.dispatch_dtype", "parallel.expert_wgrad"
         names, dtypes, grads = (tried(self.config, self.fixed, key) for key in keys)
+        adds = self.config.moe.experts == "grouped_mm" and not self.config.lora.rank
         families = [
             one._replace(dispatcher=name, dispatch_dtype=dtype, expert_wgrad=grad)
             for one in meshes["item"]
             for name in names[: None if one.ep > 1 else 1]
             for dtype in dtypes[: None if one.ep * one.etp > 1 else 1]
-            for grad in grads
+            for grad in grads[: None if adds and one.fp8 == "off" else 1]
         ]
         return [self._spread(families, None, HIDDEN)]
 
@@ -217,7 +218,7 @@ class Queue:
                 here["bytes"] = layout.bytes(here, count, self.world)
                 self.result.too_large += int((here["bytes"] > limit).sum())
                 here = here[here["bytes"] <= limit]
-                found = here[list(WAITING.names)].astype(WAITING)
+                found = here[[*(WAITING.names or ())]].astype(WAITING)
                 found["layout"] = number
                 found["bound"] = tokens / (layout.seconds(here, count) + Constants.load().step)
                 yield found
@@ -229,6 +230,7 @@ class Queue:
             layout, _ = self.layouts[number]
             shape = self.shapes[family[:5]].get(layout.pp)
             if shape and all(one.mesh != shape for one in self.result.found):
+                self.since += 1
                 again = self.space.rungs[rung]
                 config = family.of(_on(self.config, shape), **layout.settings, recompute=again)
                 if num_bytes + standing_reserve(config, shape) > limit:
@@ -236,7 +238,6 @@ class Queue:
                 elif self._legal(config, shape):
                     one = Candidate(config, shape)
                     self.result.num_timed += 1
-                    self.since += 1
                     yield np.array([(one.speed, 0.0, 0, 0, one)], WAITING)
 
     def _found(self, waiting: Array) -> list[Array]:
@@ -265,33 +266,30 @@ def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
     return list(dict.fromkeys([own, *(LEVERS[key] if free else ())]))
 
 
-def micro_batches(config: Config, fixed: Sequence[str]) -> list[int]:
-    if "train.micro_batch_size" in fixed:
-        return [config.train.micro_batch_size]
-    return [n for n in ROWS if config.train.global_batch_size % n == 0]
-
-
 def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the values of ``parallel`` for ``pp`` pipeline ranks: schedule, stages, FSDP, overlap."""
     names = [("1F1B", 1)]
     if pp > 1:
         names += [("Interleaved1F1B", n) for n in STAGES] + [(name, 2) for name in V_SHAPED]
-    pipelines = [
+    pipelines: list[dict[str, Any]] = [
         {**ONE_STAGE, "schedule": name, "stages_per_rank": n}
         for name, n in names
         if n == 1 or n * pp <= config.model.num_layers
     ]
     if PIPELINE_KEYS & set(fixed):
-        pipelines = [{key: getattr(config.parallel, key) for key in ONE_STAGE}]
+        pipelines = [{}]
     keys = "reshard", "grad_sync"
     policies = [dict.fromkeys(keys, one) for one in ("step", "micro_batch")[: 1 + (pp == 1)]]
     if {f"parallel.{key}" for key in keys} & set(fixed):
-        policies = [{key: getattr(config.parallel, key) for key in keys}]
+        policies = [{}]
     overlaps = tried(config, fixed, "parallel.overlap_all_to_all")
     for one, policy, overlap in product(pipelines, policies, overlaps):
-        pairs = (pp == 1 or one["schedule"] in MERGES) and "micro_batch" not in policy.values()
+        settings = {**one, **policy, "overlap_all_to_all": overlap}
+        parallel = replace(config.parallel, **settings)
+        pairs = pp == 1 or parallel.schedule in MERGES
+        pairs &= parallel.reshard == parallel.grad_sync == "step"
         if pairs or not overlap or len(overlaps) == 1:
-            yield {**one, **policy, "overlap_all_to_all": overlap}
+            yield settings
 
 
 def balanced(one: Candidate, device: str, fixed: Sequence[str] = ()) -> Candidate:

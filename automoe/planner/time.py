@@ -129,7 +129,6 @@ def step_time(
     overlap: bool = False,
     fused: bool = False,
     gradient_bytes: int = 0,
-    bubble: bool = True,
 ) -> StepTime:
     """Return the predicted time of one step of a validated ``config`` on ``mesh``.
 
@@ -141,7 +140,6 @@ def step_time(
         fused: matmuls add to float32 gradients themselves (Megatron-Core); False: FSDP adds
             afterwards.
         gradient_bytes: bytes per gradient element in FSDP's reduction; 0: automoe's width.
-        bubble: False assumes that pipeline ranks never wait: a lower bound, ten times as cheap.
     """
     batch = batch or plan_batch(config, mesh)
     overlap = overlap or hides_all_to_alls(config)
@@ -161,7 +159,7 @@ def step_time(
 
     # Pipeline: the busiest rank waits for other ranks, and for activations in transit.
     without_border = with_border = longest
-    if bubble and (pp > 1 or overlap):
+    if pp > 1 or overlap:
         times = [stage.times for stage in stages]
         without_border = longest * stretch(schedule, times, pp, count, 0.0, overlap)
         with_border = longest * stretch(schedule, times, pp, count, border.seconds, overlap)
