@@ -65,16 +65,19 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
     policy = "" if one.mesh.pp > 1 else f"; reshard every {parallel.reshard}"
     policy += f"; context {parallel.context}" if one.mesh.cp > 1 else ""
     yield f"{schedule}micro-batch {one.config.train.micro_batch_size}; recompute {again}{policy}"
-    if levers := ", ".join(_levers(one.config)):
+    if levers := ", ".join(levers(one.config)):
         yield f"never run on GPUs: {levers}"
     yield ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in _parts(time))
 
 
-def _levers(config: Config) -> Iterator[str]:
-    """Yield the settings of a candidate that have only run on CPUs."""
-    for key in NEW:
-        if (value := attrgetter(key)(config)) != attrgetter(key)(Config()):
-            yield f"{key}={str(value).lower()}"
+def levers(config: Config) -> list[str]:
+    """Return the settings of a candidate that have only run on CPUs."""
+    values = {key: attrgetter(key)(config) for key in NEW}
+    return [
+        f"{key}={str(value).lower() if value is True else value}"
+        for key, value in values.items()
+        if value != attrgetter(key)(Config())
+    ]
 
 
 def _parts(time: StepTime) -> list[tuple[str, float]]:
@@ -112,7 +115,6 @@ def _account(search: Search) -> Iterator[str]:
         yield f"too large for the memory, the reserve included: {search.too_large:,}"
     if search.rest:
         yield (
-            f"what was not timed cannot exceed {search.rest:,.0f} tokens/s; no other value of mesh.*, parallel.*, "
-            f"train.micro_batch_size, moe.dispatcher or moe.dispatch_dtype exceeds {search.bound:,.0f}, in memory or "
-            "not; all other keys were held fixed"
+            f"of what was tried, nothing that is not listed exceeds {search.rest:,.0f} tokens/s; not tried: replicas, "
+            "tp across nodes, stages of chosen sizes, other schedules, allgather, deepep; all other keys were held fixed"
         )
