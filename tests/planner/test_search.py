@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 from dataclasses import replace
 from math import prod
@@ -112,28 +113,79 @@ def test_the_best_is_the_best_of_all(config: Config, monkeypatch: pytest.MonkeyP
     assert found.too_large > 0
 
 
+def test_a_search_ends_where_candidates_tie(config: Config) -> None:
+    """Without bytes and products, only what a host launches takes time: nearly all meshes are equally fast."""
+    free = dict.fromkeys(["intra_node_bandwidth", "inter_node_bandwidth", "memory_bandwidth", "peak_flops"], 1e30)
+    tied = replace(config, cluster=replace(config.cluster, **free, memory_bytes=1e30))
+    found = search(tied, 8, "cuda", ["train.micro_batch_size", "mesh.etp", "mesh.tp"])
+    speeds = [one.speed for one in found.found]
+    assert len(speeds) == search_module.TOP and speeds[6] == pytest.approx(speeds[0], rel=1e-6)
+    assert found.num_timed < 1000
+
+
+def test_a_search_that_gets_no_further_ends_and_says_what_it_left(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After as many candidates without a result as it has patience for, with a bound of the others."""
+    fixed = ["train.micro_batch_size", "mesh.etp", "mesh.cp"]
+    whole = search(config, 4, "cuda", fixed)
+    monkeypatch.setattr(search_module, "PATIENCE", 1)
+    hasty = search(config, 4, "cuda", fixed)
+    assert hasty.found and hasty.num_timed < whole.num_timed
+    assert max(hasty.rest, hasty.found[0].speed) >= whole.found[0].speed
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "world"), [("qwen3_30b_a3b", 16), ("moonlight_16b_a3b", 8)])
+def test_no_run_that_is_drawn_is_faster_than_what_was_found(name: str, world: int) -> None:
+    """From all settings that a search tries, on GPUs, with their memory: each is no faster than its mesh or the last."""
+    config = replace(quick_config(name, ["launch.num_ranks=null"]), mesh=MeshConfig())
+    found = search(config, world, "cuda").found
+    speeds = {one.mesh: one.speed for one in found}
+    draw = random.Random(world)
+    shapes = list(mesh_shapes(config, world))
+    fitting = 0
+    while fitting < 20:
+        shape = draw.choice(shapes)
+        settings = draw.choice([*search_module.layouts(config, shape.pp, ())])
+        values = {key: draw.choice(search_module.tried(config, (), key)) for key in search_module.LEVERS}
+        values["train.micro_batch_size"] = draw.choice(search_module.ROWS)
+        run = replace(config, mesh=MeshConfig(**vars(shape)), parallel=replace(config.parallel, **settings))
+        for key, value in values.items():
+            section, field = key.split(".")
+            if key != "parallel.overlap_all_to_all":
+                run = replace(run, **{section: replace(getattr(run, section), **{field: value})})
+        again = draw.choice(search_module.ladder(run, ()))
+        run = replace(run, parallel=replace(run.parallel, recompute=again, recompute_layers=None))
+        if any(broken for _, broken, _, _ in mesh_rows(run, shape, "cuda")):
+            continue
+        one = search_module.Candidate(run, shape)
+        if one.fits:
+            fitting += 1
+            assert one.speed <= speeds.get(shape, found[-1].speed) * (1 + 1e-9), (shape, values, settings)
+
+
 FLAGSHIPS = [name.removeprefix("tuned_") for name in list_options("mesh") if name.startswith("tuned_")]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FLAGSHIPS)
 def test_the_winner_is_as_fast_as_every_shipped_mesh(name: str) -> None:
+    """And ``tuned_`` is the winner itself."""
     plain = compose_config(name)
     world = validate(plain, None, "cuda").world_size
-    free = replace(plain, mesh=MeshConfig())
-    winner = search(free, world, "cuda").found[0]
-    shipped = [one for one in list_options("mesh") if name in one]
-    assert len(shipped) >= 2
-    for mesh in shipped:
-        config = compose_config(name, [f"mesh={mesh}"])
-        config = replace(config, model=plain.model)
+    winner = search(replace(compose_config(name, [f"mesh=first_{name}"]), mesh=MeshConfig()), world, "cuda").found[0]
+    speeds = {}
+    for mesh in [one for one in list_options("mesh") if name in one]:
         try:
-            shape = validate(config, None, "cuda")
-        except ConfigError:
+            config = compose_config(name, [f"mesh={mesh}"])
+            one = search_module.Candidate(config, validate(config, None, "cuda"))
+        except ConfigError:  # of another number of layers
             continue
-        one = search_module.Candidate(config, shape)
-        if shape.world_size == world and one.fits:
-            assert winner.speed >= one.speed, mesh
+        if one.mesh.world_size == world and one.fits:
+            speeds[mesh] = one.speed
+    assert speeds[f"tuned_{name}"] == pytest.approx(winner.speed, rel=1e-9)
+    assert f"first_{name}" in speeds and winner.speed >= max(speeds.values()) * (1 - 1e-9)
 
 
 def test_layers_leave_the_busiest_rank_while_that_is_faster(config: Config) -> None:

@@ -65,8 +65,8 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
     policy = "" if one.mesh.pp > 1 else f"; reshard every {parallel.reshard}"
     policy += f"; context {parallel.context}" if one.mesh.cp > 1 else ""
     yield f"{schedule}micro-batch {one.config.train.micro_batch_size}; recompute {again}{policy}"
-    if levers := ", ".join(levers(one.config)):
-        yield f"never run on GPUs: {levers}"
+    if new := ", ".join(levers(one.config)):
+        yield f"never run on GPUs: {new}"
     yield ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in _parts(time))
 
 
