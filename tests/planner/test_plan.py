@@ -365,7 +365,7 @@ def test_the_page_of_merged_passes_says_what_plans_say() -> None:
     ]
     fp8 = [mesh, "train.fp8=blockwise"]
     for start, overrides in (
-        ("| `tuned_dsv3_671b`:", []),
+        ("| `steady_dsv3_671b`:", ["mesh=steady_dsv3_671b"]),
         ("| pp4 x cp2 x tp2, ep256,", wide),
         ("| pp8 x cp2 x tp2, ep64,", tp2),
         ("| the same, `expert_wgrad=delayed`", [*tp2, "parallel.expert_wgrad=delayed"]),
