@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -325,32 +326,28 @@ def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> I
     tp and etp stay within a node. dp_replicate and ep_replicate are 1 unless ``fixed`` names them.
     """
     node = config.cluster.gpus_per_node
-    narrow = node if config.model.num_moe_layers else 1
+    limits = dict.fromkeys(("cp", "dp_shard", "ep_shard"), world_size)
+    limits |= {"pp": config.model.num_layers, "tp": node}
+    if config.model.num_moe_layers:
+        limits |= {"ep": config.model.num_experts, "etp": node}
 
-    def sizes(axis: str, rest: int, limit: int) -> list[int]:
+    def sizes(axis: str) -> list[int]:
         size: int = getattr(config.mesh, axis)
         typed = f"mesh.{axis}" in fixed and size > 0
-        tried = [size] if typed else range(1, min(rest, limit) + 1)
-        return [n for n in tried if rest % n == 0]
+        tried = [size] if typed else range(1, min(world_size, limits.get(axis, 1)) + 1)
+        return [n for n in tried if world_size % n == 0]
 
-    def cuts(ranks: int, **limits: int) -> list[dict[str, int]]:
-        """Return all sizes of the axes in ``limits`` whose product is ``ranks``."""
-        made: list[tuple[int, dict[str, int]]] = [(ranks, {})]
-        for axis, limit in limits.items():
-            made = [
-                (rest // n, {**one, axis: n})
-                for rest, one in made
-                for n in sizes(axis, rest, limit)
-            ]
-        return [one for rest, one in made if rest == 1]
-
-    for pp in sizes("pp", world_size, config.model.num_layers):
-        ranks = world_size // pp
-        dense = cuts(ranks, dp_replicate=1, tp=node, cp=ranks, dp_shard=ranks)
-        experts = max(1, config.model.num_experts)
-        routed = cuts(ranks, ep_replicate=1, etp=narrow, ep=experts, ep_shard=ranks)
-        for one, other in product(dense, routed):
-            yield MeshShape(pp=pp, **one, **other)
+    views = [
+        [
+            dict(zip(axes, one, strict=True))
+            for one in product(*map(sizes, axes))
+            if prod(one) == world_size
+        ]
+        for axes in (DEFAULT_AXES, MOE_AXES)
+    ]
+    for one, other in product(*views):
+        if one["pp"] == other["pp"]:
+            yield MeshShape(**one | other)
 
 
 AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))
