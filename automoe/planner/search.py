@@ -139,10 +139,13 @@ class Queue:
             (Layout(self.space, pp, one), np.array([rung in names for rung in rungs]))
             for pp, one, names in made
         ]
+        keys = "train.fp8", "parallel.expert_wgrad"
+        adds = config.moe.experts == "grouped_mm" and not config.lora.rank
         families = [
-            Family(*axes, *settings, "deepep", "auto", "fused")
+            Family(*axes, micro, fp8, "deepep", "auto", grad)
             for axes in self.shapes
-            for settings in product(micros, tried(config, fixed, "train.fp8"))
+            for micro, fp8, grad in product(micros, *(tried(config, fixed, key) for key in keys))
+            if grad == "autograd" or (adds and fp8 == "off")
         ]
         # meshes, columns, candidates, timed candidates
         self.left = [self._spread(families, 1, 1.0), self.space.columns([])]
@@ -193,15 +196,13 @@ class Queue:
 
     def _columns(self, meshes: Array) -> list[Array]:
         """Return the columns of meshes: with each setting of experts and each recomputation."""
-        keys = "moe.dispatcher", "moe.dispatch_dtype", "parallel.expert_wgrad"
-        names, dtypes, grads = (tried(self.config, self.fixed, key) for key in keys)
-        adds = self.config.moe.experts == "grouped_mm" and not self.config.lora.rank
+        keys = "moe.dispatcher", "moe.dispatch_dtype"
+        names, dtypes = (tried(self.config, self.fixed, key) for key in keys)
         families = [
-            one._replace(dispatcher=name, dispatch_dtype=dtype, expert_wgrad=grad)
+            one._replace(dispatcher=name, dispatch_dtype=dtype)
             for one in meshes["item"]
             for name in names[: None if one.ep > 1 else 1]
             for dtype in dtypes[: None if one.ep * one.etp > 1 else 1]
-            for grad in grads[: None if adds and one.fp8 == "off" else 1]
         ]
         return [self._spread(families, None, HIDDEN)]
 
