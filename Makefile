@@ -25,7 +25,7 @@ NEWEST_PACKAGES := tests/data/test_mixture.py::test_a_saved_data_set_is_read_by_
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers test-mlx smoke-pinned smoke-floor smoke-latest resolve test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-convergence bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean demo dist site site-search lint-docker notebook gpu-first
+.PHONY: help setup train test test-floor test-latest test-gpu test-gpus test-meshes test-faults test-tokenizers test-mlx smoke-pinned smoke-floor smoke-latest resolve test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-convergence bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config tuned-meshes clean demo dist site site-search lint-docker notebook gpu-first
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -181,6 +181,9 @@ docs-images: $(SETUP) ## Draw the pictures of docs/
 docs-config: $(SETUP) ## Write docs/config.md from the schema, and the table in docs/plan.md from plans
 	@$(PY) docs/write_config.py
 	@$(PY) docs/write_plan.py
+
+tuned-meshes: $(SETUP) ## Write conf/mesh/tuned_*.yaml: what automoe plan search=true finds for each flagship
+	@$(PY) docs/write_tuned.py
 
 clean: ## Remove what was built and cached; .venv and runs/ stay
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

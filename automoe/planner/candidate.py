@@ -40,14 +40,6 @@ class Candidate:
         return self.time.tokens_per_second
 
     @cached_property
-    def bound(self) -> float:
-        """Upper bound of ``speed``: tokens per second without a pipeline bubble.
-
-        It takes a tenth of the time of ``speed`` to compute.
-        """
-        return step_time(self.config, self.mesh, bubble=False).tokens_per_second
-
-    @cached_property
     def peak(self) -> float:
         """Peak bytes of the rank that needs most, at even expert load, without the reserve."""
         batch = plan_batch(self.config, self.mesh)

@@ -68,6 +68,20 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
     Args:
         again: modules that the layer recomputes in its backward pass (``recomputed_modules``).
     """
+    passes = plain_time(place, layer, bool(again & {FULL, "moe"}))
+    seconds, sent = time_again(passes.forward, again)
+    passes.backward.add("again", seconds)
+    for axis, cost in sent:
+        passes.backward.send(axis, cost)
+    return passes
+
+
+def plain_time(place: Place, layer: int, arrives_again: bool) -> Passes:
+    """Return the passes of ``layer`` without the computation that is repeated.
+
+    Args:
+        arrives_again: the backward pass dispatches tokens once more.
+    """
     model = place.config.model
     routed = layer >= model.first_k_dense
     passes = Passes(Pass(), Pass())
@@ -84,8 +98,7 @@ def layer_time(place: Place, layer: int, again: frozenset[str]) -> Passes:
     passes.add("shared_experts" if routed else "mlp", act, 2 * act)
     _tensor_parallel(place, layer, passes)
     if routed:
-        _routing(place, passes, bool(again & {FULL, "moe"}))
-    _run_again(*passes, again)
+        _routing(place, passes, arrives_again)
     return passes
 
 
@@ -412,20 +425,20 @@ def _dispatch(place: Place, chosen: float, sent: float) -> tuple[Cost, Cost, Cos
     return there, back, once
 
 
-def _run_again(forward: Pass, backward: Pass, again: frozenset[str]) -> None:
-    """Add to ``backward`` the computation and the collectives that recomputation repeats.
+def time_again(forward: Pass, again: frozenset[str]) -> tuple[float, list[tuple[str, Cost]]]:
+    """Return the seconds of computation and the collectives that recomputation repeats.
 
     Recomputation dispatches rows to the experts again, but does not combine their outputs again.
     """
     if FULL in again:
-        backward.add("again", forward.compute)
-        for axis, cost in forward.communication.items():
-            backward.send(axis, forward.again["moe"][axis] if axis in ("ep", "etp") else cost)
-        return
-    backward.add("again", sum(forward.parts.get(name, 0.0) for name in again))
-    for name in again:
-        for axis, cost in forward.again.get(name, {}).items():
-            backward.send(axis, cost)
+        repeated = forward.again.get("moe", {})
+        return forward.compute, [
+            (axis, repeated[axis] if axis in ("ep", "etp") else cost)
+            for axis, cost in forward.communication.items()
+        ]
+    found = [forward.again.get(name, {}) for name in again]
+    seconds = sum(forward.parts.get(name, 0.0) for name in again)
+    return seconds, [one for costs in found for one in costs.items()]
 
 
 def head_time(place: Place, copies: int = 1) -> tuple[float, float]:

@@ -94,8 +94,8 @@ def _fastest(now: Candidate) -> Candidate | None:
     lightest = [one.with_recompute(rungs[0]) for one in made if _legal(one)]
     best = None
     most = 0.0
-    for one in sorted(lightest, key=lambda one: -one.bound):
-        if one.bound <= most:
+    for one in sorted(lightest, key=lambda one: -one.speed):
+        if one.speed <= most:  # recomputation only takes time
             break
         candidates = [*map(one.with_recompute, rungs)]
         index = first_that_fits(candidates)

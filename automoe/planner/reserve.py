@@ -53,6 +53,11 @@ def reserve(config: Config, mesh: MeshShape, rank: RankMemory) -> Reserve:
     return Reserve(CONTEXT, _communicators(config, mesh), FRAGMENTATION * moving)
 
 
+def standing_reserve(config: Config, mesh: MeshShape) -> float:
+    """Return the bytes of ``reserve`` that do not depend on the rank's tensors."""
+    return (config.cluster.gpu != "cpu") * (CONTEXT + _communicators(config, mesh))
+
+
 def needed(config: Config, mesh: MeshShape, ranks: list[RankMemory]) -> float:
     """Return the largest sum of peak and reserve over all ranks, in bytes."""
     return max(rank.peak + reserve(config, mesh, rank).total for rank in ranks)

@@ -1,40 +1,52 @@
-"""Search for the fastest mesh: predict the time of every legal mesh, and keep the best that fit.
+"""Search for the fastest mesh: the best first, by bounds of time and memory.
 
-Recomputation only takes time, so the time without it bounds the speed of a mesh. Candidates are
-examined in order of this bound, highest first, each with the least recomputation that fits. The
-search ends if no remaining bound exceeds the speed of the last result, or if many candidates in a
-row were slower.
+A queue holds what may contain fast candidates, each with an upper bound of tokens/s. What has the
+highest bound is replaced by its parts. A timed candidate at the head is the fastest of all that are
+left; it is a result if it fits in memory.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
+from math import prod
+from operator import attrgetter
 from typing import Any
 
-from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, split_layers
-from automoe.config.pipeline import V_SHAPED, stages_of_ranks
-from automoe.config.schema import Config, MeshConfig
-from automoe.config.validate import mesh_rows
-from automoe.model.params import ParamCount, count_params
-from automoe.planner.candidate import RECOMPUTE_KEYS, Candidate, changed, first_that_fits, ladder
-from automoe.planner.step_memory import DTYPE_BYTES
+import numpy as np
 
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, split_layers
+from automoe.config.pipeline import MERGES, V_SHAPED, misfit, stages_of_ranks
+from automoe.config.schema import Config
+from automoe.config.tier import tier_of
+from automoe.config.validate import mesh_rows
+from automoe.planner.bounds import WAITING, Array, Family, Layout, Space
+from automoe.planner.candidate import RECOMPUTE_KEYS, Candidate, changed, ladder
+from automoe.planner.machine import Constants
+from automoe.planner.reserve import standing_reserve
+from automoe.planner.schedule import GRAIN, HIDDEN
+
+Axes = tuple[int, int, int, int, str]  # tp, cp, ep, etp, context
 TOP = 10  # number of candidates in the result
-# tried rows per micro-batch; tried stages per rank
-ROWS = (1, 2, 4, 8)
-STAGES = (2, 4, 8)
-CONTEXTS = ("gather", "ulysses", "ring")
-# Meshes that a process times in one call; candidates fitted between two updates of the result.
-CHUNK = 128
-STRIDE = 64
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # tried rows per micro-batch
+STAGES = range(2, 9)  # tried stages per rank
+# Tried values besides the configured one. The plan does not know DeepEP's buffers, gives
+# expert_wgrad=delayed the time of fused, and never finds allgather faster than alltoall.
+LEVERS: dict[str, tuple[Any, ...]] = {
+    "moe.dispatcher": ("alltoall", "hierarchical"),
+    "moe.dispatch_dtype": ("auto", "fp8"),
+    "parallel.context": ("gather", "ulysses", "ring"),
+    "parallel.expert_wgrad": ("autograd", "fused"),
+    "parallel.overlap_all_to_all": (False, True),
+    "train.fp8": ("off",),
+}
+# Meshes, columns, candidates and timed candidates that are looked at together: at most so many, and
+# none with a bound below this share of the highest.
+BATCHES = (1000, 4000, 16, 1)
+LEVEL = 0.98
+PATIENCE = 4096  # After so many candidates without a result, the best that was timed is one.
 ONE_STAGE: dict[str, Any] = {
     "schedule": "1F1B",
     "stages_per_rank": 1,
@@ -42,7 +54,6 @@ ONE_STAGE: dict[str, Any] = {
     "layout": None,
 }
 PIPELINE_KEYS = {f"parallel.{key}" for key in ONE_STAGE}
-PATIENCE = 512  # The search ends after this many candidates in a row without a new result.
 MOVES = 4  # most layers moved between stages, in each of the fastest BALANCED candidates
 BALANCED = 3
 
@@ -54,11 +65,11 @@ class Search:
     world_size: int
     found: list[Candidate] = field(default_factory=list)
     num_timed: int = 0
-    # number of refused candidates for each key whose rule they break
+    # number of refused meshes and candidates for each key whose rule they break
     refused: Counter[str] = field(default_factory=Counter)
     too_large: int = 0
     smallest: Candidate | None = None  # smallest candidate that does not fit
-    bound: float = 0.0  # upper bound of the tokens/s of unexamined candidates
+    rest: float = 0.0  # upper bound of the tokens/s of the candidates that were not timed
 
 
 def search(
@@ -67,8 +78,6 @@ def search(
     device: str,
     fixed: Sequence[str] = (),
     tell: Callable[[str, int, int], Any] = lambda phase, done, total: None,
-    processes: int | None = None,
-    begin: Callable[[], object] | None = None,
 ) -> Search:
     """Rank the meshes of ``world_size`` ranks by predicted tokens/s, each at its fastest settings.
 
@@ -77,41 +86,212 @@ def search(
         fixed: keys that keep the value of ``config``, such as ``mesh.tp`` or
             ``parallel.recompute``.
         tell: progress callback with the phase's name, the number of items done, and the total.
-        processes: number of worker processes; None: one per core; 1 runs in this process.
-        begin: what each worker process calls first.
     """
     result = Search(world_size)
-    shapes = list(mesh_shapes(config, world_size, fixed))
-    processes = processes or os.cpu_count() or 1
-    with ExitStack() as stack:
-        each: Callable[..., Iterator[Any]] = map
-        if processes > 1:
-            # Fork is safe: this process has no threads yet and has not loaded torch.
-            context = multiprocessing.get_context("fork")
-            pool = ProcessPoolExecutor(processes, context, begin)
-            each = stack.enter_context(pool).map
-        timed: list[Candidate] = []
-        work = partial(_timed, config, device, fixed)
-        chunks = [shapes[start : start + CHUNK] for start in range(0, len(shapes), CHUNK)]
-        for done, (some, refused, too_large) in enumerate(each(work, chunks), 1):
-            timed += some
-            result.refused += refused
-            result.too_large += too_large
-            tell("timed", min(done * CHUNK, len(shapes)), len(shapes))
-        result.num_timed = len(timed)
-        timed.sort(key=lambda one: -one.bound)
-        _look(
-            result,
-            timed,
-            lambda some, floor: each(partial(_fitting, fixed=fixed, floor=floor), some),
-            tell,
-        )
+    queue = Queue(config, world_size, device, fixed, result)
+    while len(result.found) < TOP and queue.look():
+        tell("found", len(result.found), TOP)
+    result.rest = max(queue.highest())
     result.found = [
         balanced(one, device, fixed) if place < BALANCED else one
         for place, one in enumerate(result.found)
     ]
     result.found.sort(key=lambda one: -one.speed)
     return result
+
+
+class Queue:
+    """What is left to look at, by upper bound of tokens/s.
+
+    Meshes are split into columns, and these into the candidates that may fit in memory, which are timed.
+    """
+
+    def __init__(
+        self, config: Config, world_size: int, device: str, fixed: Sequence[str], result: Search
+    ) -> None:
+        if not RECOMPUTE_KEYS & set(fixed):
+            config = changed(config, parallel={"recompute": [], "recompute_layers": None})
+        self.config = config
+        self.device = device
+        self.fixed = fixed
+        self.result = result
+        self.world = world_size
+        self.shapes = dict[Axes, dict[int, MeshShape]]()
+        micros = [n for n in ROWS if config.train.global_batch_size % n == 0]
+        if "train.micro_batch_size" in fixed:
+            micros = [config.train.micro_batch_size]
+        for shape in mesh_shapes(config, world_size, fixed):
+            on_mesh = _on(config, shape)
+            for context in tried(config, fixed, "parallel.context")[: None if shape.cp > 1 else 1]:
+                parallel = {**next(layouts(config, shape.pp, fixed)), "context": context}
+                one = changed(on_mesh, parallel=parallel, train={"micro_batch_size": micros[0]})
+                if self._legal(one, shape):
+                    axes = shape.tp, shape.cp, shape.ep, shape.etp, context
+                    self.shapes.setdefault(axes, {})[shape.pp] = shape
+        made = [
+            (pp, one, ladder(changed(config, mesh={"pp": pp}, parallel=one), fixed))
+            for pp in sorted({pp for found in self.shapes.values() for pp in found})
+            for one in layouts(config, pp, fixed)
+        ]
+        rungs = [*{str(one): one for *_, names in made for one in names}.values()]
+        self.space = Space(config, rungs)
+        self.layouts = [
+            (Layout(self.space, pp, one), np.array([rung in names for rung in rungs]))
+            for pp, one, names in made
+        ]
+        keys = "train.fp8", "parallel.expert_wgrad"
+        adds = config.moe.experts == "grouped_mm" and not config.lora.rank
+        families = [
+            Family(*axes, micro, fp8, "deepep", "auto", grad)
+            for axes in self.shapes
+            for micro, fp8, grad in product(micros, *(tried(config, fixed, key) for key in keys))
+            if grad == "autograd" or (adds and fp8 == "off")
+        ]
+        # meshes, columns, candidates, timed candidates
+        self.left = [self._spread(families, 1, 1.0), self.space.columns([])]
+        self.left += [np.empty(0, WAITING)] * 3
+        self.since = 0  # candidates since the last result
+
+    def highest(self) -> list[float]:
+        """Return the upper bound of the tokens/s of all that is left, by kind."""
+        return [float(one["bound"].max(initial=0.0)) for one in self.left]
+
+    def look(self) -> bool:
+        """Look closer at what has the highest bound; return False if nothing is left."""
+        highest = self.highest()
+        # Of equal bounds the last kind comes first: it is closest to a result.
+        most, kind = max(zip(highest, range(4), strict=False))
+        if self.since >= PATIENCE and (highest[3] or self.result.found):
+            kind, most = 3, highest[3]
+        left = self.left[kind]
+        chosen = np.flatnonzero(left["bound"] >= LEVEL * most)
+        chosen = chosen[np.argsort(-left["bound"][chosen], kind="stable")][: BATCHES[kind]]
+        self.left[kind] = np.delete(left, chosen)
+        split = (self._columns, self._candidates, self._timed, self._found)[kind]
+        if most:
+            self.left[kind + 1] = np.concatenate([self.left[kind + 1], *split(left[chosen])])
+        return most > 0
+
+    def _legal(self, config: Config, shape: MeshShape) -> bool:
+        """Return True if ``config`` breaks no rule on ``shape``; else count the rule."""
+        for key, broken, _, _ in mesh_rows(config, shape, self.device):
+            if broken:
+                self.result.refused[key] += 1
+                return False
+        return True
+
+    def _spread(self, families: Sequence[Family], rungs: int | None, hidden: float) -> Array:
+        """Return columns, bounded as if layers were spread evenly.
+
+        Args:
+            rungs: number of choices of recomputation; None: all.
+            hidden: share of all-to-alls that take no time.
+        """
+        columns = self.space.columns(families, rungs)
+        times = columns["forward"] + columns["backward"] - hidden * columns["sent"]
+        whole = times @ np.bincount(self.space.kind_of) + columns["head"][:, 0]
+        share = columns["micro"] / columns["ranks"] * self.config.train.seq_len
+        columns["bound"] = self.world * share / whole * (1 + 1 / GRAIN)
+        return columns
+
+    def _columns(self, meshes: Array) -> list[Array]:
+        """Return the columns of meshes: with each setting of experts and each recomputation."""
+        keys = "moe.dispatcher", "moe.dispatch_dtype"
+        names, dtypes = (tried(self.config, self.fixed, key) for key in keys)
+        families = [
+            one._replace(dispatcher=name, dispatch_dtype=dtype)
+            for one in meshes["item"]
+            for name in names[: None if one.ep > 1 else 1]
+            for dtype in dtypes[: None if one.ep * one.etp > 1 else 1]
+        ]
+        return [self._spread(families, None, HIDDEN)]
+
+    def _candidates(self, columns: Array) -> Iterator[Array]:
+        """Yield the candidates of columns that may fit, with their bounds on each pipeline."""
+        config = self.config
+        limit = config.cluster.memory_bytes or np.inf
+        tokens = config.train.global_batch_size * config.train.seq_len
+        for number, (layout, rungs) in enumerate(self.layouts):
+            counts = layout.counts(columns, self.world) * rungs[columns["rung"]]
+            for count in map(int, np.unique(counts[counts > 0])):
+                if misfit(layout.parallel.schedule, layout.pp, layout.each, count):
+                    continue
+                here = columns[counts == count]
+                here["bytes"] = layout.bytes(here, count, self.world)
+                self.result.too_large += int((here["bytes"] > limit).sum())
+                here = here[here["bytes"] <= limit]
+                found = here[[*(WAITING.names or ())]].astype(WAITING)
+                found["layout"] = number
+                found["bound"] = tokens / (layout.seconds(here, count) + Constants.load().step)
+                yield found
+
+    def _timed(self, waiting: Array) -> Iterator[Array]:
+        """Yield the candidates whose mesh exists and has no result yet, with their exact speeds."""
+        limit = self.config.cluster.memory_bytes or np.inf
+        for _, num_bytes, number, rung, family in waiting:
+            layout, _ = self.layouts[number]
+            shape = self.shapes[family[:5]].get(layout.pp)
+            if shape and all(one.mesh != shape for one in self.result.found):
+                self.since += 1
+                again = self.space.rungs[rung]
+                config = family.of(_on(self.config, shape), **layout.settings, recompute=again)
+                if num_bytes + standing_reserve(config, shape) > limit:
+                    self.result.too_large += 1
+                elif self._legal(config, shape):
+                    one = Candidate(config, shape)
+                    self.result.num_timed += 1
+                    yield np.array([(one.speed, 0.0, 0, 0, one)], WAITING)
+
+    def _found(self, waiting: Array) -> list[Array]:
+        """Keep a candidate, of which no other is faster, if it is the first of its mesh that fits."""
+        result = self.result
+        (one,) = waiting["item"]
+        if not one.fits:
+            result.too_large += 1
+            result.smallest = min(result.smallest or one, one, key=lambda each: each.needed)
+        elif all(other.mesh != one.mesh for other in result.found):
+            result.found.append(one)
+            self.since = 0
+        return []
+
+
+def _on(config: Config, shape: MeshShape) -> Config:
+    number = config.launch.num_ranks and shape.world_size
+    return changed(config, mesh=vars(shape), launch={"num_ranks": number})
+
+
+def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
+    """Return the values of ``key`` that a search tries: the configured one, then ``LEVERS``."""
+    own = attrgetter(key)(config)
+    routed = config.model.num_moe_layers and tier_of(config.model).resizable
+    free = key not in fixed and (routed or key == "parallel.context")
+    return list(dict.fromkeys([own, *(LEVERS[key] if free else ())]))
+
+
+def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the values of ``parallel`` for ``pp`` pipeline ranks: schedule, stages, FSDP, overlap."""
+    names = [("1F1B", 1)]
+    if pp > 1:
+        names += [("Interleaved1F1B", n) for n in STAGES] + [(name, 2) for name in V_SHAPED]
+    pipelines: list[dict[str, Any]] = [
+        {**ONE_STAGE, "schedule": name, "stages_per_rank": n}
+        for name, n in names
+        if n == 1 or n * pp <= config.model.num_layers
+    ]
+    if PIPELINE_KEYS & set(fixed):
+        pipelines = [{}]
+    keys = "reshard", "grad_sync"
+    policies = [dict.fromkeys(keys, one) for one in ("step", "micro_batch")[: 1 + (pp == 1)]]
+    if {f"parallel.{key}" for key in keys} & set(fixed):
+        policies = [{}]
+    overlaps = tried(config, fixed, "parallel.overlap_all_to_all")
+    for one, policy, overlap in product(pipelines, policies, overlaps):
+        settings = {**one, **policy, "overlap_all_to_all": overlap}
+        parallel = replace(config.parallel, **settings)
+        pairs = pp == 1 or parallel.schedule in MERGES
+        pairs &= parallel.reshard == parallel.grad_sync == "step"
+        if pairs or not overlap or len(overlaps) == 1:
+            yield settings
 
 
 def balanced(one: Candidate, device: str, fixed: Sequence[str] = ()) -> Candidate:
@@ -141,199 +321,52 @@ def balanced(one: Candidate, device: str, fixed: Sequence[str] = ()) -> Candidat
     return one
 
 
-def _look(
-    result: Search,
-    timed: list[Candidate],
-    fitting: Callable[[list[Candidate], float], Iterator[Candidate | None]],
-    tell: Callable[[str, int, int], Any],
-) -> None:
-    """Fill ``result`` with the candidates that fit, in order of their bounds, highest first."""
-    best = dict[MeshShape, Candidate]()
-    since = 0
-    for start in range(0, len(timed), STRIDE):
-        some = timed[start : start + STRIDE]
-        floor = result.found[-1].speed if len(result.found) == TOP else 0.0
-        if some[0].bound < floor or since >= PATIENCE:
-            result.bound = some[0].bound
-            break
-        for one in fitting(some, floor):
-            if one is None:
-                continue
-            if one.fits:
-                best[one.mesh] = max(one, best.get(one.mesh, one), key=lambda other: other.speed)
-                continue
-            result.too_large += 1
-            if result.smallest is None or one.needed < result.smallest.needed:
-                result.smallest = one
-        result.found = sorted(best.values(), key=lambda one: -one.speed)[:TOP]
-        since = 0 if floor == 0.0 or result.found[-1].speed > floor else since + STRIDE
-        tell("fitted", start + len(some), len(timed))
-
-
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
     """Yield every mesh of ``world_size`` ranks.
 
     tp and etp stay within a node. dp_replicate and ep_replicate are 1 unless ``fixed`` names them.
     """
     node = config.cluster.gpus_per_node
-    experts = max(1, config.model.num_experts)
+    limits = dict.fromkeys(("cp", "dp_shard", "ep_shard"), world_size)
+    limits |= {"pp": config.model.num_layers, "tp": node}
+    if config.model.num_moe_layers:
+        limits |= {"ep": config.model.num_experts, "etp": node}
 
-    def given(axis: str) -> int | None:
+    def sizes(axis: str) -> list[int]:
         size: int = getattr(config.mesh, axis)
-        return size if f"mesh.{axis}" in fixed and size > 0 else None
+        typed = f"mesh.{axis}" in fixed and size > 0
+        tried = [size] if typed else range(1, min(world_size, limits.get(axis, 1)) + 1)
+        return [n for n in tried if world_size % n == 0]
 
-    def sizes(axis: str, rest: int, limit: int) -> list[int]:
-        if (size := given(axis)) is not None:
-            return [size] if rest % size == 0 else []
-        return [size for size in range(1, min(rest, limit) + 1) if rest % size == 0]
-
-    def cuts(ranks: int, last: str, *limits: tuple[str, int]) -> list[dict[str, int]]:
-        """Return all sizes of the axes in ``limits``; ``last`` takes the remaining ranks."""
-        made: list[tuple[int, dict[str, int]]] = [(ranks, {})]
-        for axis, limit in limits:
-            made = [
-                (rest // n, {**one, axis: n})
-                for rest, one in made
-                for n in sizes(axis, rest, limit)
-            ]
-        return [{**one, last: rest} for rest, one in made if given(last) in (None, rest)]
-
-    copies = {axis: given(axis) or 1 for axis in ("dp_replicate", "ep_replicate")}
-    for pp in sizes("pp", world_size, config.model.num_layers):
-        ranks = world_size // pp
-        if any(ranks % count for count in copies.values()):
-            continue
-        narrow = node if config.model.num_moe_layers else 1
-        routed = cuts(ranks // copies["ep_replicate"], "ep_shard", ("etp", narrow), ("ep", experts))
-        for one in cuts(ranks // copies["dp_replicate"], "dp_shard", ("tp", node), ("cp", ranks)):
-            for other in routed:
-                yield MeshShape(pp=pp, **copies, **one, **other)
-
-
-def _timed(
-    config: Config, device: str, fixed: Sequence[str], shapes: Sequence[MeshShape]
-) -> tuple[list[Candidate], Counter[str], int]:
-    """Time each legal run on each mesh with the least recomputation.
-
-    Returns:
-        The timed candidates, the number of refused ones by broken key, and the number of meshes
-        that cannot fit in memory.
-    """
-    timed = []
-    refused = Counter[str]()
-    too_large = 0
-    lightest = ladder(config, fixed)[0]
-    params = count_params(config.model)
-    for shape in shapes:
-        if _cannot_fit(config, shape, params):
-            too_large += 1
-            continue
-        on_mesh = replace(config, mesh=MeshConfig(**vars(shape)))
-        if config.launch.num_ranks is not None:
-            on_mesh = changed(on_mesh, launch={"num_ranks": shape.world_size})
-        for one in _ways(on_mesh, shape, fixed):
-            broken = next(
-                (key for key, is_broken, _, _ in mesh_rows(one, shape, device) if is_broken), None
-            )
-            if broken is not None:
-                refused[broken] += 1
-                continue
-            candidate = Candidate(one, shape).with_recompute(lightest)
-            assert candidate.bound  # Computes and caches the bound here, in a worker process.
-            timed.append(candidate)
-    return timed, refused, too_large
-
-
-def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Config]:
-    """Yield ``config`` with every combination of the settings that are not fixed.
-
-    These are micro-batch size, pipeline schedule, FSDP policy and kind of context parallelism.
-    """
-    train = config.train
-    most = max(1, train.global_batch_size // shape.dp)
-    micro = [n for n in ROWS if n <= most]
-    if "train.micro_batch_size" in fixed:
-        micro = [train.micro_batch_size]
-    stage_counts = [n for n in STAGES if n * shape.pp <= config.model.num_layers]
-    pipelines = [ONE_STAGE]
-    if PIPELINE_KEYS & set(fixed):
-        pipelines = [{}]
-    elif shape.pp > 1:
-        pipelines += [
-            {**ONE_STAGE, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in stage_counts
+    views = [
+        [
+            dict(zip(axes, one, strict=True))
+            for one in product(*map(sizes, axes))
+            if prod(one) == world_size
         ]
-        if 2 in stage_counts:
-            pipelines += [
-                {**ONE_STAGE, "schedule": name, "stages_per_rank": 2} for name in V_SHAPED
-            ]
-    policies: list[dict[str, Any]] = [{"reshard": "step", "grad_sync": "step"}]
-    if {"parallel.reshard", "parallel.grad_sync"} & set(fixed):
-        policies = [{}]
-    elif shape.pp == 1:
-        policies.append({"reshard": "micro_batch", "grad_sync": "micro_batch"})
-    contexts: list[dict[str, Any]] = [{}]
-    if shape.cp > 1 and "parallel.context" not in fixed:
-        contexts = [{"context": name} for name in CONTEXTS]
-    no_recompute: dict[str, Any] = {"recompute": [], "recompute_layers": None}
-    if RECOMPUTE_KEYS & set(fixed):
-        no_recompute = {}
-    for size in micro:
-        for pipeline in pipelines:
-            for policy, context in product(policies, contexts):
-                settings = pipeline | policy | context | no_recompute
-                yield changed(config, train={"micro_batch_size": size}, parallel=settings)
-
-
-def _cannot_fit(config: Config, shape: MeshShape, params: ParamCount) -> bool:
-    """Return True if unsharded weights and gradients of an average pipeline rank exceed its memory.
-
-    A pipeline keeps both until the end of the step.
-    """
-    limit = config.cluster.memory_bytes
-    if not limit or shape.pp == 1 or config.lora.rank:
-        return False
-    routed = params.by_part.get("routed_experts", 0)
-    whole = routed / (shape.pp * shape.ep * shape.etp) + (params.total - routed) / (
-        shape.pp * shape.tp
-    )
-    _, weight, gradient = DTYPE_BYTES[config.train.dtype]
-    return whole * (gradient + weight * (config.parallel.reshard == "step")) > limit
-
-
-def _fitting(candidate: Candidate, fixed: Sequence[str], floor: float) -> Candidate | None:
-    """Return ``candidate`` with the least recomputation that fits.
-
-    If not even full recomputation fits, return the candidate with full recomputation. Return None
-    if the candidate is slower than ``floor`` tokens/s.
-    """
-    names = ladder(candidate.config, fixed)
-    rungs = []
-    for rung in map(candidate.with_recompute, names):
-        if rung.speed < floor:
-            break
-        rungs.append(rung)
-    if not rungs:
-        return None
-    index = first_that_fits(rungs)
-    if index is not None:
-        return rungs[index]
-    return rungs[-1] if len(rungs) == len(names) else None
+        for axes in (DEFAULT_AXES, MOE_AXES)
+    ]
+    for one, other in product(*views):
+        if one["pp"] == other["pp"]:
+            yield MeshShape(**one | other)
 
 
 AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))
-# Keys of ``parallel`` that a search sets.
-SEARCHED = (
-    "schedule stages_per_rank layers_per_stage layout overlap_all_to_all reshard grad_sync context "
-    "recompute recompute_layers"
-).split()
+# Keys that a search sets, by section.
+SEARCHED = {
+    "parallel": (
+        "schedule stages_per_rank layers_per_stage layout overlap_all_to_all expert_wgrad reshard "
+        "grad_sync context recompute recompute_layers"
+    ),
+    "moe": "dispatcher dispatch_dtype",
+    "train": "micro_batch_size fp8",
+}
 
 
 def overrides_of(candidate: Candidate) -> dict[str, dict[str, Any]]:
     """Return the configuration values of ``candidate``'s ``mesh=`` preset, by section."""
-    config = candidate.config
-    return {
-        # All axes are written: the configuration may set others itself.
-        "mesh": {axis: getattr(candidate.mesh, axis) for axis in AXES},
-        "parallel": {key: getattr(config.parallel, key) for key in SEARCHED},
-        "train": {"micro_batch_size": config.train.micro_batch_size},
+    # All axes are written: the configuration may set others itself.
+    return {"mesh": {axis: getattr(candidate.mesh, axis) for axis in AXES}} | {
+        section: {key: getattr(getattr(candidate.config, section), key) for key in keys.split()}
+        for section, keys in SEARCHED.items()
     }

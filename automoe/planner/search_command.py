@@ -28,7 +28,6 @@ from automoe.planner.output_file import write_out
 from automoe.planner.plan import gib, missing_speeds
 from automoe.planner.search import ONE_STAGE, Search, overrides_of, search
 from automoe.storage.foreign import brief
-from automoe.storage.guarded import die_with_parent
 
 KINDS = ("true", "fewest_gpus", "longest_context", "largest_batch")
 # Key of ``train`` that a search of this kind doubles until nothing fits.
@@ -150,13 +149,7 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
         )
     console = Console(highlight=False)
     with progress() as tell:
-        rank = partial(
-            search,
-            device=device,
-            fixed=fixed,
-            tell=tell,
-            begin=partial(die_with_parent, os.getpid()),
-        )
+        rank = partial(search, device=device, fixed=fixed, tell=tell)
         found = _find(question, config, rank)
     best = found[-1][1]
     if as_json:
@@ -227,6 +220,22 @@ def _say_nothing_fits(result: Search, config: Config, console: Any) -> None:
     print_search(config, result, console)
 
 
+def preset_text(best: Candidate) -> str:
+    """Return the ``mesh=`` preset of ``best`` as YAML."""
+    import yaml
+
+    lines = [
+        "# @package _global_",
+        f"# Of {best.mesh.world_size:,} ranks of {best.config.cluster.name}, the fastest by automoe plan: "
+        f"{best.speed:,.0f} tokens/s.",
+        *(
+            f"{key}: {yaml.safe_dump(value, default_flow_style=True, width=1000).strip()}"
+            for key, value in overrides_of(best).items()
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
     """Write ``OUT/mesh/NAME.yaml`` and return the ``automoe train`` command that uses it.
 
@@ -234,22 +243,11 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
         ConfigError: a different file exists at the path, or the preset does not compose to the
             found configuration.
     """
-    import yaml
-
     name = f"found_{args.config_name}_{best.mesh.world_size}"
     folder = question.folder
     path = folder / "mesh" / f"{name}.yaml"
     values = overrides_of(best)
-    lines = [
-        "# @package _global_",
-        f"# Of {best.mesh.world_size:,} ranks of {best.config.cluster.name}, the fastest by automoe plan: "
-        f"{best.speed:,.0f} tokens/s.",
-        *(
-            f"{key}: {yaml.safe_dump(value, default_flow_style=True, width=1000).strip()}"
-            for key, value in values.items()
-        ),
-    ]
-    text = "\n".join(lines) + "\n"
+    text = preset_text(best)
     write_out(path, text, str(folder), str(path), "out=FOLDER")
     typed = [text for text in args.overrides if not key_of(text).startswith("mesh.")]
     if key := GROWN.get(question.kind):

@@ -92,7 +92,7 @@ class StepTime:
 
 
 @dataclass
-class _Stage:
+class Stage:
     """Seconds of one micro-batch in a pipeline stage, and the bytes that FSDP moves for it."""
 
     passes: Passes
@@ -129,7 +129,6 @@ def step_time(
     overlap: bool = False,
     fused: bool = False,
     gradient_bytes: int = 0,
-    bubble: bool = True,
 ) -> StepTime:
     """Return the predicted time of one step of a validated ``config`` on ``mesh``.
 
@@ -141,7 +140,6 @@ def step_time(
         fused: matmuls add to float32 gradients themselves (Megatron-Core); False: FSDP adds
             afterwards.
         gradient_bytes: bytes per gradient element in FSDP's reduction; 0: automoe's width.
-        bubble: False assumes that pipeline ranks never wait: a lower bound, ten times as cheap.
     """
     batch = batch or plan_batch(config, mesh)
     overlap = overlap or hides_all_to_alls(config)
@@ -151,7 +149,7 @@ def step_time(
     count = batch.num_micro_batches
     schedule = config.parallel.schedule
     pp = mesh.pp
-    held: list[list[_Stage]] = [[] for _ in range(pp)]
+    held: list[list[Stage]] = [[] for _ in range(pp)]
     for index, stage in enumerate(stages):
         held[rank_of_stage(index, pp, schedule)].append(stage)
     busy = [count * sum(stage.times.work for stage in own) for own in held]
@@ -161,7 +159,7 @@ def step_time(
 
     # Pipeline: the busiest rank waits for other ranks, and for activations in transit.
     without_border = with_border = longest
-    if bubble and (pp > 1 or overlap):
+    if pp > 1 or overlap:
         times = [stage.times for stage in stages]
         without_border = longest * stretch(schedule, times, pp, count, 0.0, overlap)
         with_border = longest * stretch(schedule, times, pp, count, border.seconds, overlap)
@@ -226,7 +224,7 @@ def _spread(config: Config, machine: Machine) -> float:
     return BAND if machine.calibrated else UNCALIBRATED_BAND
 
 
-def _work(place: Place, held: list[list[_Stage]], count: int, border: Cost) -> float:
+def _work(place: Place, held: list[list[Stage]], count: int, border: Cost) -> float:
     """Return the seconds that all ranks together compute and send in a step.
 
     Args:
@@ -271,7 +269,7 @@ def _border(place: Place) -> Cost:
     return send(place.machine, place.group("pp"), numbers)
 
 
-def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, float]]:
+def _by_axis(stages: list[Stage], count: int, border: Cost) -> list[dict[str, float]]:
     """Return three totals of a step by axis: exposed seconds, bytes, bytes that leave the node."""
     total = dict.fromkeys(AXES, NOTHING) | {
         "pp": border * (count * sum(sum(stage.states) for stage in stages))
@@ -287,14 +285,14 @@ def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, f
     ]
 
 
-def _stages(place: Place) -> list[_Stage]:
+def _stages(place: Place) -> list[Stage]:
     """Return every pipeline stage; stages with equal layers are one object."""
     config = place.config
     split = stage_layers(config, place.mesh)
     kinds = [layer_kind(config, layer) for layer in config.model.all_layers]
     example = {kind: layer for layer, kind in enumerate(kinds)}
     known = {kind: layer_time(place, layer, kind.recomputed) for kind, layer in example.items()}
-    made: dict[tuple[Any, ...], _Stage] = {}
+    made: dict[tuple[Any, ...], Stage] = {}
     stages = []
     embedded = embedding_stages(config.model, split)
     before = 1
@@ -305,9 +303,9 @@ def _stages(place: Place) -> list[_Stage]:
         before = states[1]
         key = (ends, states, *sorted(counts.items(), key=str))
         if key not in made:
-            stage = made[key] = _Stage(Passes(Pass(), Pass()), states)
+            stage = made[key] = Stage(Passes(Pass(), Pass()), states)
             for kind, number in counts.items():
-                _add(place, stage, example[kind], number, known[kind])
+                add_layer(place, stage, example[kind], number, known[kind])
             _add_ends(place, stage, *ends, embeds=index in embedded)
             if config.parallel.schedule in IN_HALVES and index > 0:
                 # The operation of the experts computes both gradients in either half.
@@ -317,7 +315,7 @@ def _stages(place: Place) -> list[_Stage]:
     return stages
 
 
-def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) -> None:
+def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes) -> None:
     """Add ``number`` layers like ``layer`` to ``stage``."""
     config = place.config
     mesh = place.mesh
@@ -350,7 +348,7 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: Passes) ->
     stage.experts_trained += cut * found.expert_trained
 
 
-def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, embeds: bool) -> None:
+def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool) -> None:
     """Add the embedding (or a copy) if ``embeds``, and the head with its loss if ``last``."""
     model = place.config.model
     numel = model.vocab_size * model.hidden_size // place.mesh.tp
@@ -366,7 +364,7 @@ def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, embeds: bool
         stage.passes.add("ends", forward, backward + gradient * max(1, ends - int(first)))
 
 
-def _fsdp(place: Place, stage: _Stage) -> None:
+def _fsdp(place: Place, stage: Stage) -> None:
     """Set a stage's exposed FSDP collectives: ``once`` per step and ``each`` per micro-batch."""
     config = place.config
     mesh = place.mesh
@@ -406,7 +404,7 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     stage.each = (each, seen(back, backward))
 
 
-def _optimizer(place: Place, stages: list[_Stage]) -> float:
+def _optimizer(place: Place, stages: list[Stage]) -> float:
     mesh = place.mesh
     held = sum(s.dense_trained / mesh.fsdp + s.experts_trained / mesh.ep_shard for s in stages)
     seconds = place.machine.pass_over(OPTIMIZER_BYTES * held)

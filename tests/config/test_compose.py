@@ -61,11 +61,13 @@ def test_what_primaries_share_is_no_primary() -> None:
 def test_the_flagship_is_1024_ranks() -> None:
     config = compose_config("dsv3_671b")
     shape = validate(config, None)
-    assert shape.world_size == 1024 and shape.ep == 8 and shape.pp == 16 and shape.tp == shape.cp == 1
+    assert shape.world_size == 1024 and shape.ep == 64 and shape.pp == 16 and shape.tp == 1
 
 
 SMALL = [name for name in list_options("model") if name.startswith("small")]
-MESHES = [name for name in list_options("mesh") if not name.startswith(("paper_", "tuned_", "overlap_", "first_"))]
+MESHES = [
+    name for name in list_options("mesh") if not name.startswith(("paper_", "tuned_", "steady_", "overlap_", "first_"))
+]
 
 
 @pytest.mark.one_in(40)
@@ -290,7 +292,7 @@ def test_a_config_error_comes_before_torch(wrong: str) -> None:
 def test_a_valid_config_for_absent_hardware_prints_the_plan_and_says_what_is_missing() -> None:
     status, text, modules = imported_by("--config-name", "dsv3_671b")
     assert status == 3
-    assert "pp16" in text and "ep8" in text
+    assert "pp16" in text and "ep64" in text
     assert "1024 CUDA ranks need 1024 GPUs, and this machine has" in text
     assert "it lacks data: data.kind=stdlib: the demonstration corpus" in text and "data=benchmark" in text
     assert max(map(len, text.splitlines())) <= 80, "of a terminal"

@@ -44,7 +44,8 @@ def test_the_load_at_which_experts_fill_the_memory_is_said() -> None:
     assert f"a rank gets {plan.full_at:.1f} times its even share" in said
     # Bounded, or with room, nothing is said; one rank has no other's tokens to hold.
     assert plan_of("llama3_8x70b", "moe.capacity_factor=2").full_at is None
-    assert plan_of("dsv3_671b").full_at > 4 and plan_of("llama3_8b").full_at is None
+    assert plan_of("dsv3_671b", "mesh=steady_dsv3_671b").full_at > 4
+    assert plan_of("dsv3_671b").full_at > 1.5 and plan_of("llama3_8b").full_at is None
 
 
 @pytest.mark.one_in(6)
@@ -102,7 +103,7 @@ def test_answers_are_what_searches_say(question: Any) -> None:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("mesh", ["tuned", "first"])
+@pytest.mark.parametrize("mesh", ["tuned", "steady", "first"])
 @pytest.mark.parametrize("name", FLAGSHIPS)
 def test_flagships_fit_with_their_reserve_at_even_load_and_at_twice(name: str, mesh: str) -> None:
     config = quick_config(name, [f"mesh={mesh}_{name}"])
@@ -110,12 +111,12 @@ def test_flagships_fit_with_their_reserve_at_even_load_and_at_twice(name: str, m
     plan, train = make_plan(config, shape), config.train
 
     assert plan.needed <= plan.uneven_needed <= config.cluster.memory_bytes
-    assert plan.uneven_peak <= 0.9 * config.cluster.memory_bytes, "10% to spare"
+    assert mesh == "tuned" or plan.uneven_peak <= 0.9 * config.cluster.memory_bytes, "10% to spare"
     assert plan.needed == plan.heaviest.peak + plan.reserve.total
-    assert train.seq_len == 4096 and shape.cp == 1, "rows of 4,096 tokens are not cut"
+    assert train.seq_len == 4096 and (mesh == "tuned" or shape.cp == 1), "rows of 4,096 tokens are not cut"
     assert shape.tp * shape.etp <= config.cluster.gpus_per_node
     interleaved = config.parallel.schedule == "Interleaved1F1B"
-    assert interleaved == (mesh == "tuned" and 1 < shape.pp <= config.model.num_layers / 2)
+    assert mesh == "tuned" or interleaved == (mesh == "steady" and 1 < shape.pp <= config.model.num_layers / 2)
     if mesh == "first":
         assert config.parallel.recompute == "full" and shape.tp == 1
     else:
@@ -292,7 +293,9 @@ def test_speeds_that_a_cluster_file_lacks_are_said(capsys: pytest.CaptureFixture
 
 
 def test_what_slows_a_step_is_said() -> None:
-    near, far = (plan_of("dsv3_671b", f"mesh.ep={ep}", f"mesh.ep_shard={64 // ep}") for ep in (8, 64))
+    near, far = (
+        plan_of("dsv3_671b", "mesh=steady_dsv3_671b", f"mesh.ep={ep}", f"mesh.ep_shard={64 // ep}") for ep in (8, 64)
+    )
     assert near.warnings == [] and near.time.off_node.get("ep", 0.0) == 0.0
     (said,) = [text for text in far.warnings if "leave the node" in text]
     assert f"ep takes {far.time.communication['ep'] / far.time.seconds:.0%} of the step" in said
@@ -362,7 +365,7 @@ def test_the_page_of_merged_passes_says_what_plans_say() -> None:
     ]
     fp8 = [mesh, "train.fp8=blockwise"]
     for start, overrides in (
-        ("| `tuned_dsv3_671b`:", []),
+        ("| `steady_dsv3_671b`:", ["mesh=steady_dsv3_671b"]),
         ("| pp4 x cp2 x tp2, ep256,", wide),
         ("| pp8 x cp2 x tp2, ep64,", tp2),
         ("| the same, `expert_wgrad=delayed`", [*tp2, "parallel.expert_wgrad=delayed"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 from dataclasses import replace
 from math import prod
@@ -73,32 +74,118 @@ def test_axes_that_are_typed_stay(config: Config) -> None:
 
 @pytest.mark.exhaustive
 def test_the_best_is_the_best_of_all(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every legal candidate with every rung of recomputation, timed and planned one by one, under a tight limit."""
-    monkeypatch.setattr(search_module, "ROWS", (1, 2))
-    monkeypatch.setattr(search_module, "STRIDE", 1)
+    """Every legal run of a small space with every rung of recomputation, planned one by one, under a tight limit."""
+    monkeypatch.setattr(search_module, "ROWS", ())
+    monkeypatch.setattr(search_module, "STAGES", (2,))
     monkeypatch.setattr(search_module, "BALANCED", 0)
-    peaks = []
+    monkeypatch.setattr(search_module, "BATCHES", (20, 20, 1, 1))
+    values = {"moe.dispatcher": ("alltoall",), "moe.dispatch_dtype": ("auto",), "parallel.context": ("gather",)}
+    monkeypatch.setattr(search_module, "LEVERS", search_module.LEVERS | values)
+    few = replace(config, train=replace(config.train, micro_batch_size=2))
+    fixed = ["mesh.tp", "mesh.etp", "train.micro_batch_size"]
+    few = replace(few, mesh=MeshConfig(tp=1, etp=1))
+    peaks: list[float] = []
     for limit in (0.0, None):
         if limit is None:
             limit = sorted(peaks)[len(peaks) // 3]
-        limited = replace(config, cluster=replace(config.cluster, memory_bytes=limit))
-        best = 0.0
-        for shape in mesh_shapes(limited, 4):
-            on_mesh = replace(limited, mesh=MeshConfig(**vars(shape)))
-            for one in search_module._ways(on_mesh, shape, ()):
+        limited = replace(few, cluster=replace(few.cluster, memory_bytes=limit))
+        best: dict[MeshShape, float] = {}
+        for shape in mesh_shapes(limited, 4, fixed):
+            mesh = MeshConfig(**vars(shape))
+            for settings, grads in itertools.product(
+                search_module.layouts(limited, shape.pp, fixed), ("autograd", "fused")
+            ):
+                parallel = replace(limited.parallel, **settings, expert_wgrad=grads, recompute=[])
+                one = replace(limited, mesh=mesh, parallel=parallel)
                 if any(broken for _, broken, _, _ in mesh_rows(one, shape, "cpu")):
                     continue
                 for names in search_module.ladder(one, ()):
-                    run = replace(one, parallel=replace(one.parallel, recompute=names))
+                    run = replace(one, parallel=replace(parallel, recompute=names))
                     load = at_load(plan_batch(run, shape), UNEVEN, run, shape)
                     peaks.append(needed(run, shape, plan_memory(run, shape, load)))
                     if not limit or peaks[-1] <= limit:
-                        best = max(best, step_time(run, shape).tokens_per_second)
-        found = search(limited, 4, "cpu", processes=1)
-        assert found.found[0].speed == pytest.approx(best, rel=1e-12)
-        assert all(one.speed >= two.speed for one, two in itertools.pairwise(found.found))
-        assert len({one.mesh for one in found.found}) == len(found.found)
+                        best[shape] = max(best.get(shape, 0.0), step_time(run, shape).tokens_per_second)
+        found = search(limited, 4, "cpu", fixed)
+        fastest = sorted(best.values(), reverse=True)[: search_module.TOP]
+        assert [one.speed for one in found.found] == pytest.approx(fastest, rel=1e-12)
+        assert all(best[one.mesh] == one.speed for one in found.found)
+        assert found.rest <= found.found[-1].speed
     assert found.too_large > 0
+
+
+def test_a_search_ends_where_candidates_tie(config: Config) -> None:
+    """Without bytes and products, only what a host launches takes time: nearly all meshes are equally fast."""
+    free = dict.fromkeys(["intra_node_bandwidth", "inter_node_bandwidth", "memory_bandwidth", "peak_flops"], 1e30)
+    tied = replace(config, cluster=replace(config.cluster, **free, memory_bytes=1e30))
+    found = search(tied, 8, "cuda", ["train.micro_batch_size", "mesh.etp", "mesh.tp"])
+    speeds = [one.speed for one in found.found]
+    assert len(speeds) == search_module.TOP and speeds[5] == pytest.approx(speeds[0], rel=1e-6)
+    assert found.num_timed < 1000
+
+
+def test_a_search_that_gets_no_further_ends_and_says_what_it_left(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After as many candidates without a result as it has patience for, with a bound of the others."""
+    fixed = ["train.micro_batch_size", "mesh.etp", "mesh.cp"]
+    whole = search(config, 4, "cuda", fixed)
+    monkeypatch.setattr(search_module, "PATIENCE", 1)
+    hasty = search(config, 4, "cuda", fixed)
+    assert hasty.found and hasty.num_timed < whole.num_timed
+    assert max(hasty.rest, hasty.found[0].speed) >= whole.found[0].speed
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "world"), [("qwen3_30b_a3b", 16), ("moonlight_16b_a3b", 8)])
+def test_no_run_that_is_drawn_is_faster_than_what_was_found(name: str, world: int) -> None:
+    """From all settings that a search tries, on GPUs, with their memory: each is no faster than its mesh or the last."""
+    config = replace(quick_config(name, ["launch.num_ranks=null"]), mesh=MeshConfig())
+    found = search(config, world, "cuda").found
+    speeds = {one.mesh: one.speed for one in found}
+    draw = random.Random(world)
+    shapes = list(mesh_shapes(config, world))
+    fitting = 0
+    while fitting < 20:
+        shape = draw.choice(shapes)
+        settings = draw.choice([*search_module.layouts(config, shape.pp, ())])
+        values = {key: draw.choice(search_module.tried(config, (), key)) for key in search_module.LEVERS}
+        values["train.micro_batch_size"] = draw.choice(search_module.ROWS)
+        run = replace(config, mesh=MeshConfig(**vars(shape)), parallel=replace(config.parallel, **settings))
+        for key, value in values.items():
+            section, field = key.split(".")
+            if key != "parallel.overlap_all_to_all":
+                run = replace(run, **{section: replace(getattr(run, section), **{field: value})})
+        again = draw.choice(search_module.ladder(run, ()))
+        run = replace(run, parallel=replace(run.parallel, recompute=again, recompute_layers=None))
+        if any(broken for _, broken, _, _ in mesh_rows(run, shape, "cuda")):
+            continue
+        one = search_module.Candidate(run, shape)
+        if one.fits:
+            fitting += 1
+            assert one.speed <= speeds.get(shape, found[-1].speed) * (1 + 1e-9), (shape, values, settings)
+
+
+FLAGSHIPS = [name.removeprefix("tuned_") for name in list_options("mesh") if name.startswith("tuned_")]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FLAGSHIPS)
+def test_the_winner_is_as_fast_as_every_shipped_mesh(name: str) -> None:
+    """And ``tuned_`` is the winner itself."""
+    plain = compose_config(name)
+    world = validate(plain, None, "cuda").world_size
+    winner = search(replace(compose_config(name, [f"mesh=first_{name}"]), mesh=MeshConfig()), world, "cuda").found[0]
+    speeds = {}
+    for mesh in [one for one in list_options("mesh") if name in one]:
+        try:
+            config = compose_config(name, [f"mesh={mesh}"])
+            one = search_module.Candidate(config, validate(config, None, "cuda"))
+        except ConfigError:  # of another number of layers
+            continue
+        if one.mesh.world_size == world and one.fits:
+            speeds[mesh] = one.speed
+    assert speeds[f"tuned_{name}"] == pytest.approx(winner.speed, rel=1e-9)
+    assert f"first_{name}" in speeds and winner.speed >= max(speeds.values()) * (1 - 1e-9)
 
 
 def test_layers_leave_the_busiest_rank_while_that_is_faster(config: Config) -> None:

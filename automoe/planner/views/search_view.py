@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from rich.console import Console
 from rich.padding import Padding
@@ -15,6 +16,11 @@ from automoe.planner.plan import gib
 from automoe.planner.search import Search
 from automoe.planner.time import StepTime
 
+# Settings that a search tries and that have never run on GPUs with other values than the defaults.
+NEW = (
+    "moe.dispatcher moe.dispatch_dtype parallel.context parallel.overlap_all_to_all "
+    "parallel.schedule"
+).split()
 SEEN = 0.005  # Parts with a smaller share of a step's time are not listed.
 
 
@@ -57,7 +63,19 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
     policy = "" if one.mesh.pp > 1 else f"; reshard every {parallel.reshard}"
     policy += f"; context {parallel.context}" if one.mesh.cp > 1 else ""
     yield f"{schedule}micro-batch {one.config.train.micro_batch_size}; recompute {again}{policy}"
+    if new := ", ".join(levers(one.config)):
+        yield f"never run on GPUs: {new}"
     yield ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in _parts(time))
+
+
+def levers(config: Config) -> list[str]:
+    """Return the settings of a candidate that have only run on CPUs."""
+    values = {key: attrgetter(key)(config) for key in NEW}
+    return [
+        f"{key}={str(value).lower() if value is True else value}"
+        for key, value in values.items()
+        if value != attrgetter(key)(Config())
+    ]
 
 
 def _parts(time: StepTime) -> list[tuple[str, float]]:
@@ -93,5 +111,8 @@ def _account(search: Search) -> Iterator[str]:
     )
     if search.too_large:
         yield f"too large for the memory, the reserve included: {search.too_large:,}"
-    if search.bound:
-        yield f"candidates not looked at cannot exceed {search.bound:,.0f} tokens/s"
+    if search.rest:
+        yield (
+            f"of what was tried, nothing that is not listed exceeds {search.rest:,.0f} tokens/s; not tried: replicas, "
+            "tp across nodes, stages of chosen sizes, other schedules, allgather, deepep; all other keys were held fixed"
+        )

@@ -1,0 +1,248 @@
+"""Bounds of the time and the memory of many meshes at once, in arrays.
+
+What a layer costs does not depend on the pipeline, so layers are timed once for each ``Family``. A
+column is a family with one choice of recomputation. ``Layout`` adds up the stages of each pipeline
+rank for all columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from automoe.config.batch import plan_batch
+from automoe.config.mesh_shape import MeshShape, stage_layers
+from automoe.config.pipeline import (
+    ALL_FORWARDS_FIRST,
+    Entry,
+    pipeline_order,
+    runs_halves,
+    stages_of_ranks,
+)
+from automoe.config.recompute import FULL
+from automoe.config.schema import Config
+from automoe.config.tier import tier_of
+from automoe.planner.activations import UNEVEN, TokenLoad, at_load, layer_activation_bytes
+from automoe.planner.candidate import changed
+from automoe.planner.communication import NOTHING
+from automoe.planner.layer_time import head_time, plain_time, time_again
+from automoe.planner.machine import Constants, Machine
+from automoe.planner.place import Pass, Passes, Place
+from automoe.planner.reserve import FRAGMENTATION
+from automoe.planner.schedule import GRAIN, HIDDEN
+from automoe.planner.step_memory import DTYPE_BYTES, LayerKind, layer_kind
+from automoe.planner.time import Stage, add_layer
+
+Array = NDArray[Any]
+# Values of a layer: seconds of both passes, of its all-to-alls and of the head, bytes gathered over
+# fsdp, numbers with gradients, numbers that the optimizer updates on all ranks of a pipeline rank,
+# and activations.
+LAYER = "forward backward sent head gathered trained state kept".split()
+# Values of a column: rows of a micro-batch, cp * tp, and ep * etp.
+COLUMN = "micro ranks local".split()
+# What waits: upper bound of tokens/s, least bytes, number of the layout, number in ``Space.rungs``, and a family
+# or a candidate.
+WAITING = np.dtype(
+    [("bound", float), ("bytes", float), ("layout", int), ("rung", int), ("item", object)]
+)
+
+
+class Family(NamedTuple):
+    """What the time of a layer depends on, besides what all candidates of a search share."""
+
+    tp: int
+    cp: int
+    ep: int
+    etp: int
+    context: str
+    micro_batch_size: int
+    fp8: str
+    dispatcher: str
+    dispatch_dtype: str
+    expert_wgrad: str
+
+    def of(self, config: Config, **parallel: Any) -> Config:
+        """Return ``config`` with the settings of the family."""
+        return changed(
+            config,
+            moe={"dispatcher": self.dispatcher, "dispatch_dtype": self.dispatch_dtype},
+            train={"micro_batch_size": self.micro_batch_size, "fp8": self.fp8},
+            parallel={**parallel, "context": self.context, "expert_wgrad": self.expert_wgrad},
+        )
+
+
+class Space:
+    """Layers of a configuration, timed once for each family."""
+
+    def __init__(self, config: Config, rungs: Sequence[list[str] | str]) -> None:
+        self.config = config
+        self.rungs = rungs
+        one = [changed(config, parallel={"recompute": names}) for names in rungs]
+        kinds = [tuple(layer_kind(c, layer) for c in one) for layer in config.model.all_layers]
+        # layers of one kind cost the same with each choice of recomputation
+        self.kinds = {kind: layer for layer, kind in enumerate(kinds)}
+        number = {kind: index for index, kind in enumerate(self.kinds)}
+        self.kind_of = np.array([number[kind] for kind in kinds])
+        self._same = cache(self._layer)  # a layer without experts is the same in many families
+
+    def columns(self, families: Sequence[Family], rungs: int | None = None) -> Array:
+        """Time the layers of ``families`` with the first ``rungs`` choices of recomputation."""
+        rows = [row for family in families for row in self._rows(family, rungs)]
+        kinds = [(name, float, len(self.kinds)) for name in LAYER]
+        return np.array(rows, [*WAITING.descr, *((name, float) for name in COLUMN), *kinds])
+
+    def _rows(self, family: Family, rungs: int | None) -> Iterator[tuple[Any, ...]]:
+        plain = family._replace(
+            ep=1, etp=1, dispatcher="", dispatch_dtype="auto", expert_wgrad="autograd"
+        )
+        made = [
+            self._layer(family, layer, kinds[:rungs])
+            if kinds[0].routed
+            else self._same(plain, layer, kinds[:rungs])
+            for kinds, layer in self.kinds.items()
+        ]
+        axes = family.micro_batch_size, family.cp * family.tp, family.ep * family.etp
+        for rung, values in enumerate(zip(*made, strict=True)):
+            yield 0.0, 0.0, 0, rung, family, *axes, *zip(*values, strict=True)
+
+    def _layer(
+        self, family: Family, layer: int, kinds: Sequence[LayerKind]
+    ) -> list[tuple[float, ...]]:
+        """Return the values ``LAYER`` for each choice of recomputation."""
+        config = family.of(self.config)
+        mesh = MeshShape(1, 1, 1, family.cp, family.tp, 1, 1, family.ep, family.etp)
+        batch = plan_batch(config, mesh)
+        place = Place(config, mesh, Machine.of(config, Constants.load()), batch)
+        load = TokenLoad.of(config, mesh, at_load(batch, UNEVEN, config, mesh))
+        head = sum(head_time(place, 1 + config.model.num_mtp_layers))
+        plain = dict[bool, tuple[Pass, Stage]]()
+        rows = list[tuple[float, ...]]()
+        for kind in kinds:
+            # only rows in 8 bits are encoded once more
+            arrives = family.dispatch_dtype == "fp8" and bool(kind.recomputed & {FULL, "moe"})
+            if arrives not in plain:
+                passes, stage = plain_time(place, layer, arrives), Stage(Passes(Pass(), Pass()))
+                add_layer(place, stage, layer, 1, passes)
+                plain[arrives] = passes.forward, stage
+            forward, stage = plain[arrives]
+            ahead, back = stage.passes
+            more, costs = time_again(forward, kind.recomputed)
+            sent = [half.communication.get("ep", NOTHING).seconds for half in stage.passes]
+            sent += [cost.seconds for axis, cost in costs if axis == "ep"]
+            more += sum(cost.seconds for _, cost in costs)
+            if config.cluster.gpu != "cpu":  # the GPU repeats work while it waits for launches
+                more = max(0.0, more - back.idle)
+            dense, experts = stage.dense_trained, stage.experts_trained
+            kept = dict[str, float]()  # a class of transformers is measured, which imports torch
+            if tier_of(config.model).resizable:
+                kept = layer_activation_bytes(config.model, layer, load, kind.recomputed)
+            rows.append(
+                (
+                    *(ahead.seconds, back.seconds + more, sum(sent), head),
+                    *(stage.dense + stage.experts, dense + experts),
+                    dense * mesh.tp + experts * mesh.ep * mesh.etp,
+                    sum(kept.values()),
+                )
+            )
+        return rows
+
+
+class Layout:
+    """Pipeline ranks with their stages: a schedule on ``pp`` ranks, and what FSDP does."""
+
+    def __init__(self, space: Space, pp: int, settings: dict[str, Any]) -> None:
+        self.pp = pp
+        self.settings = settings
+        self.config = changed(space.config, parallel=settings)
+        parallel = self.parallel = self.config.parallel
+        self.each = parallel.stages_per_rank
+        self._order = cache(self._pipeline)
+        self.held = stages_of_ranks(pp, self.each, parallel.schedule)
+        kinds = np.eye(len(space.kinds))
+        split = stage_layers(self.config, MeshShape(pp, *[1] * 8))
+        self.sizes = np.array([kinds[space.kind_of[list(stage)]].sum(axis=0) for stage in split])
+        self.own = np.array([self.sizes[stages].sum(axis=0) for stages in self.held])
+        self.first = np.array([[min(stages)] for stages in self.held])
+        self.before = np.array([self.sizes[:stage].sum(axis=0) for (stage,) in self.first])
+        self.has_head = np.array([[len(self.sizes) - 1 in stages] for stages in self.held])
+
+    def counts(self, columns: Array, ranks: int) -> NDArray[np.int64]:
+        """Return the micro-batches of a step; 0 where ranks or rows are left over."""
+        dp, rest = np.divmod(ranks, self.pp * columns["ranks"])
+        unit = np.maximum(dp, 1) * columns["micro"]
+        count, rows = np.divmod(self.config.train.global_batch_size, unit)
+        left = rest + rows + ranks % (self.pp * columns["local"])
+        if (
+            self.parallel.overlap_all_to_all
+        ):  # there must be two micro-batches, and something to hide
+            left += (count < 2) + (columns["sent"].max(axis=1) == 0)
+        return np.where(left, 0, count).astype(int)
+
+    def seconds(self, columns: Array, count: int) -> Array:
+        """Return for each column the least seconds of a step of ``count`` micro-batches."""
+        parallel = self.parallel
+        forward, head = columns["forward"].T, columns["head"][:, 0]
+        whole = forward + columns["backward"].T
+        work = self.own @ whole + self.has_head * head
+        stages = self.sizes @ whole
+        stages[-1] += head
+        unit = stages.max(axis=0) / GRAIN  # the simulation rounds times of stages to it
+        busy = count * work
+        if parallel.overlap_all_to_all:
+            hidden = HIDDEN * (self.own @ columns["sent"].T + self.each * unit)
+            few, pairs, *_ = self._order(count)
+            busy -= (pairs + count - few) * np.minimum(hidden, work / 2 + self.each * unit)
+        # A rank waits for the stages before its first one: at the start for activations, and at
+        # the end for gradients, unless gradients of weights fill that time.
+        waiting = forward if runs_halves(parallel.schedule) else whole
+        waits = self.before @ waiting - self.first * unit
+        least: Array = (busy + np.maximum(waits, 0.0)).max(axis=0)
+        return least
+
+    def bytes(self, columns: Array, count: int, ranks: int) -> Array:
+        """Return the least bytes of the rank that needs most, at the end of a forward pass."""
+        parallel, optim = self.parallel, self.config.optim
+        wide, compute, reduced = DTYPE_BYTES[self.config.train.dtype]
+        moment = compute if optim.moments == "bfloat16" else wide
+        stored = compute if optim.master_weights == "stochastic" else wide
+        stored += moment * (1 if optim.algorithm == "muon" else 2)
+        *_, held, done = self._order(count)
+        moving = held @ columns["kept"].T
+        if self.pp > 1 or (parallel.reshard == parallel.grad_sync == "step" and ranks > 1):
+            moving += self.own @ columns["gathered"].T + reduced * done @ columns["trained"].T
+        standing = stored * self.pp / ranks * (self.own @ columns["state"].T)
+        least: Array = (standing + (1 + FRAGMENTATION) * moving).max(axis=0)
+        return least
+
+    def _pipeline(self, count: int) -> tuple[Array, ...]:
+        """Return how much each rank pairs, and what it holds most of at the end of a forward pass.
+
+        These are the micro-batches after which rounds repeat, pairs of passes, layers in flight by
+        kind, and layers with gradients.
+        """
+        schedule = self.parallel.schedule
+        if schedule not in ALL_FORWARDS_FIRST and count % self.pp == 0:
+            count = min(count, 4 * self.pp)
+        order = pipeline_order(
+            schedule, self.pp, self.each, count, self.parallel.overlap_all_to_all
+        )
+        pairs = [[sum(len(entry) == 2 for entry in one) / self.each] for one in order]
+        held, done = zip(*map(self._most, self.held, order), strict=True)
+        return tuple(map(np.array, (count, pairs, held, done)))
+
+    def _most(self, stages: list[int], entries: tuple[Entry, ...]) -> Array:
+        now = np.zeros((2, len(stages)))  # micro-batches in flight; stages with gradients
+        most = [0.0, 0.0]
+        kept = now
+        for kind, stage, _ in (action for entry in entries for action in reversed(entry)):
+            local = stages.index(stage)
+            now[0, local] += (kind == "F") - (kind in "BW")
+            now[1, local] = now[1, local] or kind in "BW"
+            if kind == "F" and (total := now.sum(axis=1).tolist()) > most:
+                most, kept = total, now.copy()
+        sizes: Array = kept @ self.sizes[stages]
+        return sizes
