@@ -50,7 +50,7 @@ def dcp_error(error: CheckpointException) -> Exception:
 class Ranks:
     """All ranks of the run; every rank makes this object and calls its methods in the same order.
 
-    An action may be called twice, because a temporary disk error is retried (``retried``).
+    A function given to a method may run twice, because a temporary disk error is retried.
 
     Args:
         timeout_s: longest wait for another rank, which may have a large file to write or to check.

@@ -23,7 +23,7 @@ _CONTEXT = "mesh_cp"
 
 @dataclass(frozen=True)
 class Opened:
-    """Cost of opening the groups on this rank.
+    """Number of this rank's process groups, and the time and memory that opening them took.
 
     ``num_bytes`` is GPU memory outside of torch's allocator.
     """

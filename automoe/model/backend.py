@@ -26,8 +26,8 @@ class BackendConfig:
 
     Attributes:
         pg_collection: the groups of ranks that share rows, weights and micro-batches.
-        experts: constructor of the function that multiplies by a layer's experts; None: the backend
-            ``expert_backend(moe.experts)``.
+        experts: function that takes a layer's ``GroupedExperts`` and returns what multiplies by them;
+            None: the backend ``expert_backend(moe.experts)``.
         router_dtype: dtype in which routers are stored; None: that of the other parameters.
         attend: softmax attention.
         masks: function that makes the masks that ``attend`` takes.

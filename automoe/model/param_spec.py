@@ -124,7 +124,7 @@ class Param:
         return prod(self.shape)
 
     def bytes_each(self, size: int) -> int:
-        """Return the bytes per entry of ``shape``: 1 if packed, else ``size``."""
+        """Return the bytes per entry of ``shape``: 1 for packed codes, else ``size``, that of the dtype."""
         return 1 if self.packed else size
 
     @property

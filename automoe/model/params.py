@@ -164,7 +164,7 @@ _SHARED_EXPERTS = (
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of some layers, and its rows of the table.
+    """A kind of submodule that some layers have, and the specs of its parameters.
 
     Attributes:
         when: condition on which a layer has the module.
@@ -372,7 +372,7 @@ def embedding_stages(model: ModelConfig, layers: list[range]) -> list[int]:
 def num_states(model: ModelConfig, held: range) -> int:
     """Return the number of hidden states that a pipeline stage with the layers ``held`` sends on.
 
-    One is the model's own, and each module for multi-token prediction up to there adds one.
+    One is the model's own; each module for multi-token prediction in this or an earlier stage adds one.
     """
     return 1 + max(0, held.stop - model.num_layers)
 

@@ -24,7 +24,7 @@ def gather_row(x_BS: torch.Tensor, ranks: Communicator) -> torch.Tensor:
 
 
 def _in_row_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the ranks' parts [B, S, ...]: all heads of the row, then all tails in reverse."""
+    """Undo the cut over cp: the ranks' first halves [B, S/2, ...] in order, then their second in reverse."""
     chunks = [chunk for part in parts for chunk in part.chunk(2, dim=1)]
     return torch.cat(chunks[::2] + chunks[::-2], dim=1)
 

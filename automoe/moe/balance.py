@@ -34,7 +34,7 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def attach_loss(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` with d(total)/d(loss) = 1 added to its backward pass."""
+    """Return ``x``, whose backward pass also runs that of ``loss``, with gradient 1."""
     return _AttachLoss.apply(x, loss)
 
 

@@ -32,9 +32,9 @@ class LayerCalls:
 
     Attributes:
         layer: the whole layer.
-        mix: attention between its two norms.
+        mix: input norm, attention, the sum with its input, and the norm before the feed-forward.
         norm: each of these two norms.
-        gather: all-gathers of positions by attention and feed-forward, over several ranks.
+        gather: all-gathers over tp before attention and feed-forward, which are discarded with norms.
         project_up: latent attention's projections from latents to heads.
         attend: softmax attention or the delta rule, without projections.
         mlp, shared_experts: a feed-forward that all tokens pass.

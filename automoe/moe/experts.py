@@ -110,7 +110,7 @@ class GroupedExperts(nn.Module):
     all ups. ``config.biased_experts`` adds gate_up_proj_bias [E, 2, I] and down_proj_bias [E, H].
 
     Args:
-        backend: constructor of the function that multiplies by the weights of this module.
+        make_backend: makes the function that multiplies by the weights of this module.
         drops, in_8_bits: as in ``LocalDispatcher``.
 
     Attributes:
@@ -125,7 +125,7 @@ class GroupedExperts(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        backend: MakeExperts,
+        make_backend: MakeExperts,
         drops: bool = False,
         in_8_bits: bool = False,
     ) -> None:
@@ -144,7 +144,7 @@ class GroupedExperts(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops, in_8_bits)
         self.first_bias_column = 0  # first column of down_proj_bias on this rank
         self.hidden_size = hidden
-        self.backend = backend(self)
+        self.backend = make_backend(self)
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = (
             ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU

@@ -68,7 +68,7 @@ class _Block:
 
     @property
     def within_matrix(self) -> tuple[slice, slice]:
-        """Rows and columns of the block within its matrices."""
+        """Rows and columns of this rank's shard within each of the stacked matrices."""
         rows, columns = (
             slice(start, start + size)
             for start, size in zip(self.start[-2:], self.shape[-2:], strict=True)

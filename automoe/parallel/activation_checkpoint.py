@@ -36,11 +36,12 @@ class Recomputed:
     saves: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = partial(self.fn, **kwargs) if kwargs else self.fn
         # No compiled part has an FSDP unit or saves results.
         if torch.compiler.is_compiling():
-            return checkpoint(self.fn, *args, use_reentrant=False)
+            return checkpoint(call, *args, use_reentrant=False)
         return checkpoint(
-            partial(self.fn, **kwargs) if kwargs else self.fn,
+            call,
             *args,
             use_reentrant=False,
             preserve_rng_state=False,  # nothing in a layer draws from a generator's state

@@ -1,6 +1,8 @@
 """What a model is built with: communicators, implementations, wrappers of a layer's calls.
 
-No other place decides what a module calls: modules get the result when they are built, and keep it.
+Modules get these when they are built, and keep them. Three choices are elsewhere: ``Block`` takes the
+class of attention, ``ExpertParallel`` binds experts to a dispatcher, and SDPA chooses its kernel for
+each call.
 Collectives of tp, ep and cp are inside of what is wrapped, since modules call them. FSDP's hooks are
 outside: they surround the forward of a module, which calls what is wrapped. So weights are
 unsharded whenever a call runs again.

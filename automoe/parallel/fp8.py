@@ -140,7 +140,7 @@ def _check_gpu(capability: tuple[int, int]) -> None:
 
 @contextmanager
 def weights_quantized_once(model_parts: Iterable[CausalLM], config: Config) -> Iterator[None]:
-    """Cache the codes and scales of weights within this context, in which no weight may change.
+    """Quantize each weight once within this context, in which none may change, and keep the result.
 
     Codes take one byte beside each unsharded number of a weight, so they are cached only if weights
     stay unsharded for the whole step.

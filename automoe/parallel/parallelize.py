@@ -87,7 +87,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, CausalLM]:
 
 
 def allocate(model_parts: dict[int, CausalLM], device: torch.device) -> None:
-    """Allocate this rank's shards; initialise adapters and buffers, but not parameters."""
+    """Allocate this rank's shards; initialise adapters and buffers, no other parameters."""
     for part in model_parts.values():
         part.to_empty(device=device)
         reset_buffers(part)

@@ -150,7 +150,7 @@ def _stops(config: Config) -> list[int]:
 
 
 def _batch(rows: list[list[int]], filler: list[int], count: int, length: int) -> StepBatch:
-    """Return ``rows`` padded to ``count`` x ``length``; only each last token has a label."""
+    """Return ``rows`` padded to ``count`` x ``length``; each row's last token alone has a label."""
     rows = [*rows, *[filler] * (count - len(rows))]
     tokens = torch.zeros(count, length, dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORE)

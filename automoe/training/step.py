@@ -57,7 +57,7 @@ class Update:
     Attributes:
         lr: learning rate of this step.
         grad_norm: gradient norm of the whole model, before clipping.
-        skipped: True if the step changed nothing; the same on every rank.
+        skipped: True if weights, optimizer and biases stayed, the same on every rank; counts go on.
         skip_reason: reason for skipping that this rank saw, or None.
         fp8_clipped_share: share of this stage's delayed scales that values of this step exceeded.
         over_ranks: maximum over all ranks of each value of ``Run.report``.

@@ -104,7 +104,7 @@ def test_cuts_are_listed_by_key() -> None:
 @pytest.mark.parametrize(
     "name, mesh",
     [
-        ("dsv3_671b", ["mesh.tp=2"]),
+        ("dsv3_671b", ["mesh=steady_dsv3_671b", "mesh.tp=2"]),
         ("qwen3_235b_a22b", ["mesh.tp=4"]),
         ("qwen3_next_80b_a3b", ["mesh.tp=2"]),
         ("mixtral_8x22b", ["mesh.etp=2"]),

@@ -124,7 +124,7 @@ class _Pack(torch.autograd.Function):
 
 
 class _Unpack(torch.autograd.Function):
-    """Autograd function that returns the words among received lines, and the lines unchanged."""
+    """Autograd function that returns received lines [B, H], and the weights that came among them."""
 
     @staticmethod
     def forward(ctx, lines_BH: torch.Tensor, word_RC: torch.Tensor, dtype: torch.dtype):
