@@ -132,7 +132,7 @@ MORE: dict[str, tuple[int, list[str], Any]] = {
     "stochastic": (1, ["optim.master_weights=stochastic"], "config"),
     "benchmark's tokenizer": (1, ["data=benchmark", "lora.rank=2", "lora.export=adapter"], "config"),
     "a base of adapters": (1, ["lora.base=nf4"], "config"),
-    "ring": (2, ["mesh.cp=2", "parallel.context=ring"], "config"),
+    "ring": (2, ["model=small_dsv32", "mesh.cp=2", "parallel.context=ring"], "config"),
     "replayed": (1, ["moe.replay_routing=ROUTING", "moe.gate=zipf"], "config"),
     "padded": (1, ["moe.pad_to_capacity=true"], "config"),
     "deepep": (1, ["moe.dispatcher=deepep"], "config"),
