@@ -25,7 +25,7 @@ from automoe.planner.step_memory import Sizes, gathered_numel, local_numel, rows
 SHARD_BYTES = 1575
 SHARD_INDEX_BYTES = 177
 TENSOR_INDEX_BYTES = 147
-MANIFEST_BYTES = 4980
+MANIFEST_BYTES = 7600
 FILE_LINE_BYTES = 145
 # Bytes of the states of torch's, Python's and NumPy's random generators, of which each rank stores
 # its own; and of a GPU's generator.

@@ -38,7 +38,7 @@ TINY = f"""
     model.attention.num_heads=4 model.attention.q_lora_rank=16 model.attention.kv_lora_rank=16
     model.attention.qk_nope_head_dim=8 model.attention.qk_rope_head_dim=8 model.attention.v_head_dim=8
     train.seq_len={SEQ} train.global_batch_size={ROWS} train.dtype=float32 moe.gate=balanced moe.experts=loop
-    data=benchmark launch.device=cpu mesh.pp=8 mesh.tp=2 mesh.dp_shard=64 mesh.ep=64 parallel.stages_per_rank=4
+    data=benchmark launch.device=cpu mesh=steady_dsv3_671b mesh.pp=8 mesh.tp=2 mesh.dp_shard=64 mesh.ep=64 parallel.stages_per_rank=4
     parallel.recompute=[layernorm,mla_up_proj,mlp,moe]
 """.split()
 
