@@ -365,7 +365,7 @@ def _gather_piece(item: WriteItem, piece: Piece) -> torch.Tensor:
     whole = tuple(slice(None) if dim in dims else at for dim, at in enumerate(index))
     tensor = shard.numbers(whole).to(item.dtype)
     if isinstance(shard.tensor, DTensor):
-        for axis, at, size in _gathered_axes(shard.tensor, dims):
+        for axis, at, size in _gathered_axes(shard.tensor, shard.shape, dims):
             group = shard.tensor.device_mesh.get_group(axis)
             # Parts are those of ``torch.chunk``: the last may be short, and gloo needs equal ones.
             missing = -(-size // dist.get_world_size(group)) - tensor.shape[at]
@@ -376,16 +376,21 @@ def _gather_piece(item: WriteItem, piece: Piece) -> torch.Tensor:
     return tensor
 
 
-def _gathered_axes(tensor: DTensor, dims: list[int]) -> list[tuple[int, int, int]]:
+def _gathered_axes(
+    tensor: DTensor, shape: tuple[int, ...], dims: list[int]
+) -> list[tuple[int, int, int]]:
     """List the all-gathers that complete ``dims``: (mesh axis, place in ``dims``, gathered size).
 
     If FSDP shards a dim that tp or etp has already sharded, FSDP's placement is strided and is
     gathered first.
+
+    Args:
+        shape: of the numbers; a packed tensor holds fewer words than it has numbers.
     """
     mesh = tensor.device_mesh
     outer_first = []
     for at, dim in enumerate(dims):
-        extent = tensor.shape[dim]
+        extent = shape[dim]
         axes = [axis for axis, one in enumerate(tensor.placements) if _cut_dim(one) == dim]
         for axis in sorted(axes, key=lambda axis: is_strided_shard(tensor.placements[axis])):
             outer_first.append((axis, at, extent))
