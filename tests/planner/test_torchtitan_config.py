@@ -49,8 +49,9 @@ def titan_config(folder: Path, name: str, *overrides: str) -> Any:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["dsv3_671b", "qwen3_235b_a22b"])
 def test_torchtitan_builds_the_planned_run(name: str, tmp_path: Path) -> None:
-    config, mesh = planned(name)
-    found = titan_config(tmp_path, name)
+    steady = f"mesh=steady_{name}"
+    config, mesh = planned(name, steady)
+    found = titan_config(tmp_path, name, steady)
     dims = found.parallelism
     sizes = (dims.pipeline_parallel_degree, dims.data_parallel_replicate_degree, dims.data_parallel_shard_degree)
     assert sizes == (mesh.pp, mesh.dp_replicate, mesh.dp_shard)
