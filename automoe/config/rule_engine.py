@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, MeshConfig
 
-Row = tuple[
-    str, bool, str, str
-]  # key, whether its rule is broken, the rule with numbers, the remedy
+# key, whether its rule is broken, the rule with numbers, the remedy
+Row = tuple[str, bool, str, str]
 Table = tuple[tuple[str, ...], ...]
 
 _WORDS = {"true": True, "false": False, "null": None}

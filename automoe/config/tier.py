@@ -22,8 +22,8 @@ class Tier:
     A method that returns None leaves the work to the decoder's own function.
 
     Attributes:
-        resizable: False if ``config.json`` at ``model.hf_path`` alone defines the model, so that no
-            smaller one stands for it.
+        resizable: False if ``config.json`` at ``model.hf_path`` alone defines the model: no smaller
+            one stands for it, and only running its layers tells what they keep.
         repeats_routing: True if choices of experts can be recorded and repeated.
         expert_style: class that shards experts; None: ``automoe.parallel.expert.ExpertStyle``.
     """

@@ -60,9 +60,8 @@ from automoe.storage.lock_file import take_lock
 from automoe.storage.sealed import read_json, replace_json
 
 RECORDS = "jobs"
-STOPPED = (
-    128  # a status from here on is that of a stop: plus the signal, if the launching process got it
-)
+# A status from here on is that of a stop: plus the signal, if the launching process got it.
+STOPPED = 128
 INSTALL = "pip install hydra-joblib-launcher"
 NO_SHAPE = (
     "data.",

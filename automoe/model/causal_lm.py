@@ -19,6 +19,7 @@ from automoe.comm.local_shard import local_shard
 from automoe.comm.process_groups import first_of_rank
 from automoe.comm.tokens import IGNORE, MicroBatch, Tokens
 from automoe.config.schema import ModelConfig, TrainConfig
+from automoe.errors import ConfigError
 from automoe.model.backend import BackendConfig
 from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_losses
 from automoe.model.mtp import MTP_METRICS
@@ -143,8 +144,16 @@ class CausalLM(nn.Module, ABC):
         """Yield the layers, in the order of the forward pass."""
 
     def add_adapter(self, module: nn.Module, adapter: nn.Module) -> None:
-        """Make ``module``, which is not one of automoe's, add its adapter's output to its own."""
-        raise NotImplementedError
+        """Make ``module``, which is not one of automoe's, add its adapter's output to its own.
+
+        Raises:
+            ConfigError: this model does not say how.
+        """
+        rule = (
+            f"{type(self).__name__} does not say how an adapter is added to {type(module).__name__}"
+        )
+        remedy = "Name other matrices, or override CausalLM.add_adapter"
+        raise ConfigError("lora.targets", type(module).__name__, rule, remedy)
 
     def check_isolation(self, seq_len: int = 0) -> None:
         """Raise ``ConfigError`` if documents of a row reach one another. Collective.

@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 Call = Callable[..., Any]
-Wrap = Callable[
-    [Call], Call
-]  # the result takes what the argument takes, and returns what it returns
+# The result takes what the argument takes, and returns what it returns.
+Wrap = Callable[[Call], Call]
 
 
 def as_it_is(call: Call) -> Call:

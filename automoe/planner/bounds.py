@@ -176,9 +176,8 @@ class Layout:
         unit = np.maximum(dp, 1) * columns["micro"]
         count, rows = np.divmod(self.config.train.global_batch_size, unit)
         left = rest + rows + ranks % (self.pp * columns["local"])
-        if (
-            self.parallel.overlap_all_to_all
-        ):  # there must be two micro-batches, and something to hide
+        # Hidden all-to-alls need two micro-batches, and something to hide.
+        if self.parallel.overlap_all_to_all:
             left += (count < 2) + (columns["sent"].max(axis=1) == 0)
         return np.where(left, 0, count).astype(int)
 

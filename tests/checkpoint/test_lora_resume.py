@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,14 +171,35 @@ def export_merged(settings: Config, run_dir: Path) -> bool:
     return to_hf(state.model_parts, run_dir, dtype="float32", tokenizer="byte").checked
 
 
+def beside(text: Path, path: Path, base: str, **mesh: int) -> Config:
+    made = on_mesh(tuned(text, path), **mesh)
+    return replace(made, model=replace(WIDE, hf_path=str(path)), lora=LoraConfig(rank=8, dropout=0.25, base=base))
+
+
+def check_merged_alike(ranks: RankPool, text: Path, source: Path, kept: str, folder: Path, *names: str) -> None:
+    """Merged exports of these meshes hold what that of one rank holds."""
+    stored = []
+    for name in ("one", *names):
+        chosen = beside(text, source, kept, **MESHES.get(name, {}))
+        assert all(ranks.run(export_merged, resolve_mesh(chosen.mesh, None).world_size, chosen, folder / f"hf-{name}"))
+        files = (folder / f"hf-{name}").glob("*.safetensors")
+        stored.append({key: tensor for file in files for key, tensor in load_file(file).items()})
+    for other in stored[1:]:
+        assert other.keys() == stored[0].keys()
+        torch.testing.assert_close(other, stored[0], rtol=1e-6, atol=1e-6)
+
+
+def test_a_mesh_merges_adapters_into_a_packed_base_as_one_rank_does(
+    ranks: RankPool, text: Path, tmp_path: Path
+) -> None:
+    check_merged_alike(ranks, text, random_base(tmp_path / "source", 0, WIDE), "nf4", tmp_path, "tp2-ep2")
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("kept", ["fp8", "nf4"])
 def test_every_mesh_trains_beside_the_same_packed_base(ranks: RankPool, text: Path, tmp_path: Path, kept: str) -> None:
     source = random_base(tmp_path / "source", 0, WIDE, fp8=kept == "fp8")
-
-    def settings(path: Path, base: str, **mesh: int) -> Config:
-        made = on_mesh(tuned(text, path), **mesh)
-        return replace(made, model=replace(WIDE, hf_path=str(path)), lora=LoraConfig(rank=8, dropout=0.25, base=base))
+    settings = partial(beside, text)
 
     # The same base as plain numbers: what is exported while every B is zero.
     packed = settings(source, kept)
@@ -195,17 +217,7 @@ def test_every_mesh_trains_beside_the_same_packed_base(ranks: RankPool, text: Pa
         frozen = {key for key, tensor in found.states[0].items() if tensor.dtype == torch.uint8}
         assert len(frozen) == 2 * 4 + 3 + 3 + 2
         assert all(torch.equal(found.states[0][key], found.states[3][key]) for key in frozen)
-    stored = []
-    for name in ("one", "tp2-ep2", "pp2-ep_shard2", "dp2-etp2"):
-        chosen = settings(source, kept, **MESHES.get(name, {}))
-        assert all(
-            ranks.run(export_merged, resolve_mesh(chosen.mesh, None).world_size, chosen, tmp_path / f"hf-{name}")
-        )
-        files = (tmp_path / f"hf-{name}").glob("*.safetensors")
-        stored.append({key: tensor for file in files for key, tensor in load_file(file).items()})
-    for other in stored[1:]:
-        assert other.keys() == stored[0].keys()
-        torch.testing.assert_close(other, stored[0], rtol=1e-6, atol=1e-6)
+    check_merged_alike(ranks, text, source, kept, tmp_path, "tp2-ep2", "pp2-ep_shard2", "dp2-etp2")
     # What another mesh saved goes on here, beside the base that is packed again.
     shutil.copytree(tmp_path / "dp2-ep2", tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "checkpoints" / "step-3", ignore_errors=True)

@@ -16,7 +16,7 @@ from automoe.config.frozen import load_config
 from automoe.errors import LaunchError
 from automoe.launch.external import check_agent, detect_external, first_host, left_over, without_rendezvous
 from automoe.launch.run_dir import read_status
-from tests.support.chat import messages, write_chat
+from tests.support.chat import a_row_each
 
 AGENT = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -38,14 +38,7 @@ SRUN = {
 
 
 def test_rank_0_composes_and_every_rank_runs_the_same(command: Command) -> None:
-    chats = write_chat(command.run_dir.parent / "chats.jsonl", [messages(f"{n}?", f"{n}!") for n in range(28)])
-    data = (
-        "data=chat",
-        f"data.path={chats}",
-        "data.chat.template=plain",
-        "data.chat.pack=false",
-        "data.val_fraction=0",
-    )
+    data = a_row_each(command.run_dir.parent / "chats.jsonl", 28)
     length = ("train.epochs=4", "train.val_every=0")
     overrides = ("mesh=fsdp", *data, *length, "launch.device=cpu", "observe.report=true")
     code, out, err = command.run("recipe_answers", *overrides, before=TORCHRUN)

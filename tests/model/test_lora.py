@@ -135,3 +135,8 @@ def test_a_run_says_what_it_trains() -> None:
     assert "numbers of the model's" in describe_training(config_with(train=dict(freeze=["*norm*"])))[0]
     assert second == "routers are frozen; balance losses are on (moe.z_loss_coef=0.5)"
     check_rows(config, adapter_rows(config))
+
+
+def test_a_model_that_does_not_say_how_adapters_are_added_refuses_them() -> None:
+    with pytest.raises(ConfigError, match="Decoder does not say how an adapter is added to Embedding. Name other"):
+        built(config_with(rank=2)).add_adapter(torch.nn.Embedding(2, 2), torch.nn.Identity())

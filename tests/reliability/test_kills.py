@@ -8,7 +8,7 @@ import pytest
 from reliability_runs import MESHES, job, uninterrupted
 
 from automoe.launch.run_dir import read_status
-from tests.support.chat import messages, write_chat
+from tests.support.chat import a_row_each
 from tests.support.command import TORCHRUN
 
 pytestmark = pytest.mark.faults
@@ -51,15 +51,7 @@ def test_the_joined_record_is_that_of_the_uninterrupted_run(straight: Path, tmp_
 
 
 def test_a_run_of_epochs_is_as_long_when_it_is_killed_and_under_torchrun(tmp_path: Path) -> None:
-    chats = write_chat(tmp_path / "chats.jsonl", [messages(f"{n}?", f"{n} and {n}.") for n in range(20)])
-    data = (
-        "data=chat",
-        f"data.path={chats}",
-        "data.chat.template=plain",
-        "data.chat.pack=false",
-        "data.val_fraction=0",
-    )
-    own = (*data, "train.epochs=2", "train.steps=300", "train.seq_len=64")
+    own = (*a_row_each(tmp_path / "chats.jsonl", 20), "train.epochs=2", "train.steps=300", "train.seq_len=64")
     straight, killed, outer = (job(tmp_path / name, "cp2-ep2", *own) for name in ("straight", "killed", "outer"))
     assert straight.run()[0] == 0
     expected = straight.record()

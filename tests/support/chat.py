@@ -100,3 +100,10 @@ def write_chat(path: Path, conversations: list[list[dict[str, Any]]]) -> Path:
     """One conversation a line."""
     path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in conversations))
     return path
+
+
+def a_row_each(path: Path, num_rows: int) -> tuple[str, ...]:
+    """Overrides of a run whose epoch has ``num_rows`` rows: so many conversations, a row each and none for validation."""
+    write_chat(path, [messages(f"{n}?", f"{n} and {n}.") for n in range(num_rows)])
+    plain = ("data.chat.template=plain", "data.chat.pack=false", "data.val_fraction=0")
+    return ("data=chat", f"data.path={path}", *plain)
