@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from automoe.comm.tokens import MicroBatch
-from automoe.data.loader import StepBatch
+from automoe.comm.tokens import MicroBatch, StepBatch
 from automoe.errors import DataError
 from automoe.model.decoder import Decoder
 from automoe.parallel.parallelize import build_decoder
-from automoe.training.routing import record_routing, replayed_routing
+from automoe.run.routing import record_routing, replayed_routing
 from automoe.verify.compare import compare_tensors
 from tests.moe.routing_cases import MODEL, VOCAB, routing_config
 from tests.support.gpu import one_rank
