@@ -56,7 +56,7 @@ class TrainState:
         Args:
             frozen: True to include frozen parameters.
         """
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self._named(frozen):
             tensors.setdefault(name, tensor)
         return tensors
@@ -67,7 +67,7 @@ class TrainState:
 
         V-shaped schedules put the embedding and a tied head on one rank.
         """
-        first = {}
+        first: dict[str, torch.Tensor] = {}
         for name, tensor in self._named():
             if name in first:
                 tensor.copy_(first[name])

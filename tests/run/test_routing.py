@@ -39,7 +39,7 @@ def record(directory: Path, step: int = 0, first_row: int = 4) -> tuple[Decoder,
     tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(step))
     row_ids = torch.arange(first_row, first_row + B).unsqueeze(1).expand(B, S)
     config = routing_config(record_routing=str(directory))
-    with one_rank("cpu"), torch.no_grad(), record_routing(config, [model], step):
+    with one_rank("cpu"), torch.no_grad(), record_routing(config, {0: model}, step):
         logits = [model(batch=MicroBatch(tokens[b : b + 1], row_ids=row_ids[b : b + 1])) for b in range(B)]
     return model, tokens, torch.cat(logits)
 
@@ -128,7 +128,7 @@ def test_a_damaged_recording_is_refused_with_its_file(tmp_path: Path, damage: st
 
 def test_a_step_that_failed_leaves_no_file(tmp_path: Path) -> None:
     model = small_decoder()
-    with pytest.raises(IndexError), record_routing(routing_config(record_routing=str(tmp_path)), [model], 0):
+    with pytest.raises(IndexError), record_routing(routing_config(record_routing=str(tmp_path)), {0: model}, 0):
         model(torch.full((1, S), VOCAB))
     assert not list(tmp_path.rglob("*.npz"))
     with torch.no_grad():
