@@ -140,7 +140,7 @@ class BuiltRank:
 
 def build_heaviest(config: Config, plan: Plan) -> BuiltRank:
     """Build the heaviest rank's model part on the meta device in a fake process group."""
-    from automoe.parallel.fake_world import local_shards
+    from automoe.verify.fake_world import local_shards
 
     rank = plan.mesh.groups("default", "pp")[0][plan.heaviest.pp_rank]
     shards = local_shards(config, plan.mesh, rank)

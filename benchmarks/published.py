@@ -15,7 +15,7 @@ from typing import Any
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config, MeshConfig
-from automoe.model.flops import train_flops_per_token
+from automoe.observe.flops import train_flops_per_token
 from automoe.planner.machine import Constants
 from automoe.planner.time import StepTime, step_time
 

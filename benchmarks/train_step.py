@@ -33,9 +33,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig
-from automoe.model.flops import train_flops_per_token
 from automoe.model.params import count_params
 from automoe.observe.environment import describe_environment
+from automoe.observe.flops import train_flops_per_token
 from automoe.parallel.mesh import Meshes, build_meshes
 from tests.support.gpu import conf_model, one_rank
 from tests.support.host_syncs import host_syncs

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from automoe.comm.collectives import ProcessGroupDispatch
 from automoe.errors import BackendError, import_backend
-from automoe.moe.dispatch.deepep import DeepEPDispatcher, Received, Rows, TokenExchange
+from automoe.interop.deepep_dispatcher import DeepEPDispatcher, Received, Rows, TokenExchange
 from automoe.parallel.overlap import TURNS, OverlappedDispatch
 
 # Group sizes in v1's published tables of settings.

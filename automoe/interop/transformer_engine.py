@@ -25,13 +25,13 @@ from torch.func import functional_call
 
 from automoe.comm.collectives import wait_tensor
 from automoe.errors import BackendError, import_backend
-from automoe.model.attention_kernels import AttentionFn
+from automoe.kernels.activation import SWIGLU, Activation
+from automoe.kernels.attention import AttentionFn
+from automoe.kernels.row_sums import gather_rows
 from automoe.model.norm import RMSNorm
-from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import ExpertFn
 from automoe.moe.grouped_mm import grouped_mm_experts
-from automoe.moe.row_sums import gather_rows
 
 
 def attention() -> AttentionFn:

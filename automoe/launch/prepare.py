@@ -28,8 +28,8 @@ from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.errors import ConfigError, listed
 from automoe.hf.wrapper import is_wrapper
 from automoe.launch.hardware import default_num_ranks, resolve_device
+from automoe.launch.rules_adapters import adapter_rows
 from automoe.launch.run_dir import read_config
-from automoe.model.adapters import adapter_rows
 from automoe.model.params import count_params
 
 LARGE = 1e9  # parameters

@@ -17,7 +17,7 @@ from automoe.comm.process_groups import SINGLE_RANK, Communicator, first_of_rank
 from automoe.comm.tokens import Tokens
 from automoe.config.context import expanded_width, gathers_latents
 from automoe.config.schema import ModelConfig, has_indexer, window_of
-from automoe.model.attention_kernels import prepare_cuda
+from automoe.kernels.attention import prepare_cuda
 from automoe.model.attention_masks import QueryBlock, documents, seen_keys
 from automoe.model.backend import BackendConfig
 from automoe.model.indexer import Indexer, IndexInputs

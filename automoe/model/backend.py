@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from automoe.comm.process_groups import ProcessGroupCollection
-from automoe.model.attention_kernels import AttentionFn, attend
+from automoe.kernels.attention import AttentionFn, attend
 from automoe.model.attention_masks import MaskFn, dense_masks
 from automoe.model.loss import ChunkLoss, Loss, chunk_loss
 from automoe.model.norm import RMSNorm

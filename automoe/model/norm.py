@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from automoe.comm.process_groups import Communicator
 from automoe.interop.torch_private import AsyncTensor
+from automoe.kernels.activation import row_blocks
 from automoe.model.linear import Rows, take_rows
-from automoe.moe.activation import row_blocks
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -26,8 +26,8 @@ import torch
 from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.schema import MoEConfig
+from automoe.kernels.row_sums import gather_rows
 from automoe.moe.dispatch.base import Dispatcher, Experts, sort_by_expert, sum_to_tokens
-from automoe.moe.row_sums import gather_rows
 
 # Weights are rounded to multiples of this step before they are compared, and ties are served in row
 # order. Weights of equal tokens may differ by rounding, which depends on the mesh.

@@ -7,7 +7,7 @@ All backends have one signature:
     offsets_E       int32, end of each expert's rows among the R
     probs_R         routing weight of each computed row
     weights         matrices and biases of this rank's experts (``ExpertWeights``)
-    activation      function of gate and up (``automoe.moe.activation``); default: SwiGLU
+    activation      function of gate and up (``automoe.kernels.activation``); default: SwiGLU
     returns [R, H]  probs * expert(x[gather_idx]), in gather_idx order
 
 Probabilities multiply the activation before the down projection, so that no copy of the expert
@@ -28,8 +28,8 @@ from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.plugins import registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
+from automoe.kernels.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.model.params import EXPERT_SPECS
-from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import grouped_mm_experts

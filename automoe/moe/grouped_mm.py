@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from automoe.moe.activation import SWIGLU, Activation, activation_gradients
+from automoe.kernels.activation import SWIGLU, Activation, activation_gradients
+from automoe.kernels.row_sums import sum_rows
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.gradient_sums import GradientSums, read_later
-from automoe.moe.row_sums import sum_rows
 
 Scales = torch.Tensor | None
 

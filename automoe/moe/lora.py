@@ -17,12 +17,12 @@ from torch.autograd.function import once_differentiable
 
 from automoe.comm.local_shard import global_offset, local_shard, take_over
 from automoe.config.schema import LoraConfig
+from automoe.kernels.activation import Activation, activation_gradients
 from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
-from automoe.moe.activation import Activation, activation_gradients
+from automoe.kernels.row_sums import sum_rows
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.grouped_mm import grouped_mm, one_by_one, repeat_by_expert, zero_gradients
-from automoe.moe.row_sums import sum_rows
 from automoe.quantize.packed import unpack
 
 # a function with the signature of ``grouped_mm``

@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from automoe.errors import BackendError
 from automoe.kernels import launches
+from automoe.kernels.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.kernels.served import check_served
 from automoe.kernels.tiling import row_tiles
-from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.grouped_mm import repeat_by_expert, sum_by_expert, zero_gradients
 

@@ -17,7 +17,7 @@ from automoe.comm.process_groups import SINGLE_RANK, ProcessGroupCollection
 from automoe.config.plugins import look_up, registered
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL, recomputed_modules
 from automoe.config.schema import Config, ParallelConfig, is_linear
-from automoe.model.attention_kernels import attend_in_blocks, attention_fn
+from automoe.kernels.attention import attend_in_blocks, attention_fn
 from automoe.model.attention_masks import block_masks, dense_masks
 from automoe.model.backend import BackendConfig
 from automoe.model.loss import chunk_loss_fn

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from automoe.interop.torch_private import use_ring_attention
-from automoe.model.attention_kernels import AttentionFn
+from automoe.kernels.attention import AttentionFn
 
 
 def head_tail_index(seq_len: int, cp: int, rank: int) -> torch.Tensor:

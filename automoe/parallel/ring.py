@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from automoe.comm.process_groups import SINGLE_RANK, Communicator
 from automoe.interop.torch_private import cpu_attention, cpu_attention_backward
-from automoe.model.attention_kernels import AttentionFn
+from automoe.kernels.attention import AttentionFn
 from automoe.model.attention_masks import MaskFn, QueryBlock, documents
 from automoe.model.rows import whole_rows
 

@@ -183,7 +183,7 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
             2 * bench.rows * side**2 / bench.seconds(lambda rows=rows, weight=weight: rows @ weight)
         )
     if device.type == "cuda" and not peak:
-        from automoe.model.peak_flops import peak_flops
+        from automoe.observe.peak_flops import peak_flops
 
         peak = peak_flops(found["gpu"]) or 0.0
     found["peak"] = peak if device.type == "cuda" and peak else max(speeds)

@@ -11,8 +11,8 @@ from automoe.config.batch import BatchPlan, plan_batch
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.pipeline import rank_of_stage
 from automoe.config.schema import ClusterConfig, Config
-from automoe.model.flops import TokenFlops, step_flops_per_token
 from automoe.model.params import ParamCount, count_params
+from automoe.observe.flops import TokenFlops, step_flops_per_token
 from automoe.planner.activations import UNEVEN, at_load, most_load
 from automoe.planner.checkpoint import CheckpointCost, checkpoint_cost
 from automoe.planner.machine import Constants, Machine

@@ -18,8 +18,8 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_modules
 from automoe.config.schema import Config, has_indexer, is_linear, window_of
 from automoe.config.tier import tier_of
-from automoe.model.adapters import adapter_activation_bytes
-from automoe.model.params import Param
+from automoe.model.adapters import is_target
+from automoe.model.params import Param, layer_params
 from automoe.planner.activations import TokenLoad, layer_activation_bytes, mask_bytes
 from automoe.planner.workspace import Workspace, head_workspace_bytes, layer_workspaces
 
@@ -410,3 +410,36 @@ def _plan_layer(
         sharded=sizes.sharded_gradients(params),
         experts=sizes.reduced * expert_numbers,
     )
+
+
+# Parts of a layer that ``parallel.recompute`` may run again, and the part of their adapters.
+_RUN_AGAIN = {"mlp": "dense_ffn", "shared_experts": "shared_experts", "moe": "routed_experts"}
+
+
+def adapter_activation_bytes(
+    config: Config,
+    layer: int,
+    tokens: int,
+    expert_rows: float,
+    number_bytes: int,
+    recompute: frozenset[str],
+) -> float:
+    """Return the bytes that a layer's adapters keep for their backward pass.
+
+    An adapter keeps ``x A.T``, r numbers per token, or per expert row for gate and up.
+
+    Args:
+        tokens: tokens of a micro-batch on one rank.
+        expert_rows: (token, expert) pairs of a micro-batch on one rank.
+        number_bytes: bytes of one activation number.
+        recompute: parts of the layer that are recomputed.
+    """
+    again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
+    kept = 0.0
+    for param in layer_params(config.model, layer):
+        if is_target(param, config.lora) and param.part not in again and "full" not in recompute:
+            rows = expert_rows if param.expert else tokens
+            if param.name.endswith("experts.down_proj"):
+                rows = 0.0
+            kept += config.lora.rank * rows * number_bytes
+    return kept

@@ -18,8 +18,8 @@ from automoe.config.facts import MUON_STEPS
 from automoe.config.mesh_shape import MeshShape, gathers_once, stage_layers
 from automoe.config.pipeline import IN_HALVES, rank_of_stage
 from automoe.config.schema import Config
-from automoe.model.flops import step_flops_per_token
 from automoe.model.params import embedding_stages, model_params, num_states
+from automoe.observe.flops import step_flops_per_token
 from automoe.planner.communication import NOTHING, Cost, all_to_all, gather, send
 from automoe.planner.layer_time import head_time, layer_time
 from automoe.planner.layer_weights import cached, layer_weights

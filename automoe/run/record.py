@@ -15,11 +15,11 @@ from automoe.config.schema import Config
 from automoe.errors import in_words
 from automoe.hf.families.registry import read_hf_config
 from automoe.hf.wrapper import text_config
-from automoe.model.adapters import describe_training
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog
 from automoe.observe.trackers import make_trackers
 from automoe.observe.trackers.base import Outcome
+from automoe.observe.trained import describe_training
 from automoe.training.context import RunContext
 
 

@@ -22,7 +22,7 @@ from automoe.data.loader import Loader
 from automoe.errors import AutomoeError
 from automoe.hf.headers import without_collection
 from automoe.hf.read import Loaded
-from automoe.model.flops import step_flops_per_token
+from automoe.observe.flops import step_flops_per_token
 from automoe.observe.metrics import last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row
@@ -353,7 +353,7 @@ def _peak_flops(config: Config, device: torch.device) -> float | None:
         return config.cluster.peak_flops
     if device.type != "cuda":
         return None
-    from automoe.model.peak_flops import peak_flops
+    from automoe.observe.peak_flops import peak_flops
 
     return peak_flops(torch.cuda.get_device_name(device))
 

@@ -12,7 +12,7 @@ from automoe.config.data_schema import CHAT_KINDS
 from automoe.config.facts import ELEMENT_BYTES
 from automoe.data.corpora import _SOURCES
 from automoe.hf.families.registry import FAMILIES, UNDECLARED
-from automoe.model.attention_kernels import FORCED
+from automoe.kernels.attention import FORCED
 from automoe.moe.experts import BACKENDS
 from automoe.moe.router import GATES, ROUTER_DTYPES
 from automoe.parallel.build import FOREIGN_EXPERTS

@@ -11,7 +11,7 @@ from automoe.config.rules import check_rows
 from automoe.config.schema import Config, KernelsConfig, LoraConfig, MeshConfig, ParallelConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
-from automoe.model.adapters import adapter_rows
+from automoe.launch.rules_adapters import adapter_rows
 from tests.support.configurations import quick_config
 
 ONE = ["mesh.pp=1", "mesh.ep=1", "mesh.dp_shard=1", "launch.device=cuda"]

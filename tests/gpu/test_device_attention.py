@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention
 
 from automoe.comm.process_groups import SINGLE_RANK
 from automoe.comm.tokens import Tokens
-from automoe.model.attention_kernels import attend_in_blocks, attention_fn, prepare_cuda
+from automoe.kernels.attention import attend_in_blocks, attention_fn, prepare_cuda
 from automoe.model.attention_masks import block_masks, dense_masks
 from automoe.parallel.compile import compiled
 from automoe.parallel.context import head_tail_index
@@ -89,8 +89,8 @@ def test_others_keep_the_order_that_torch_has_by_itself() -> None:
     code = """
 import sys, torch, torch.nn.functional as F
 from torch.nn.attention import _cur_sdpa_kernel_backends
-from automoe.model.attention_kernels import attention_fn
-from automoe.model.attention_kernels import prepare_cuda
+from automoe.kernels.attention import attention_fn
+from automoe.kernels.attention import prepare_cuda
 x = torch.zeros(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
 if sys.argv[1] == "ours first":
     prepare_cuda()

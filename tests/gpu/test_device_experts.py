@@ -8,7 +8,7 @@ import pytest
 import torch
 from device_models import relative
 
-from automoe.moe.activation import ClampedSwiGLU
+from automoe.kernels.activation import ClampedSwiGLU
 from automoe.moe.dispatch.base import group_ends
 from automoe.moe.experts import expert_backend, loop_experts
 from tests.support.experts import flat

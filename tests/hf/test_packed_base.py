@@ -26,7 +26,7 @@ from automoe.hf.verify import verify_hf
 from automoe.hf.write import convert_hf, to_hf
 from automoe.launch.hardware import check_backends
 from automoe.launch.prepare import _check_fp8_base, check, missing_data
-from automoe.model.adapters import adapter_rows
+from automoe.launch.rules_adapters import adapter_rows
 from automoe.model.decoder import Decoder
 from automoe.model.lora import adapt
 from automoe.parallel.parallelize import allocate, build_decoder

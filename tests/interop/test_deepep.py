@@ -21,9 +21,9 @@ from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, Tr
 from automoe.errors import BackendError, ConfigError
 from automoe.interop import deepep
 from automoe.interop.deepep import open_deepep
+from automoe.interop.deepep_dispatcher import DeepEPDispatcher
 from automoe.launch.hardware import check_backends
 from automoe.launch.ranks import close_ranks
-from automoe.moe.dispatch.deepep import DeepEPDispatcher
 from automoe.parallel.overlap import TURNS
 from tests.support.host_syncs import HostReads
 

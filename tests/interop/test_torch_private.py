@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automoe.checkpoint.planner import CachedPlanner
 from automoe.interop import torch_pipelining, torch_private
-from automoe.parallel.fake_world import fake_world
+from automoe.verify.fake_world import fake_world
 from automoe.verify.pool import RankPool
 
 CPU = torch.device("cpu")

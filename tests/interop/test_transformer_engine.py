@@ -35,9 +35,9 @@ from automoe.config.schema import (
 )
 from automoe.errors import BackendError
 from automoe.interop import transformer_engine
+from automoe.kernels.activation import ClampedSwiGLU
+from automoe.kernels.attention import attention_fn
 from automoe.launch.hardware import check_backends
-from automoe.model.attention_kernels import attention_fn
-from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.experts import loop_experts
 from automoe.parallel.build import build_backend
 from automoe.parallel.parallelize import build_decoder

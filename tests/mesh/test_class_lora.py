@@ -18,7 +18,7 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.peft import WEIGHTS_FILE, from_peft, gathered_adapters, to_peft
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
-from automoe.model.adapters import adapter_rows
+from automoe.launch.rules_adapters import adapter_rows
 from automoe.model.causal_lm import CausalLM
 from automoe.model.lora import adapt
 from automoe.model.params import model_params

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig
 from automoe.errors import BackendError
-from automoe.model import attention_kernels
-from automoe.model.attention_kernels import attend, attention_fn, cuda_order, cudnn_is_first, only_kernels, prepare_cuda
+from automoe.kernels import attention as attention_kernels
+from automoe.kernels.attention import attend, attention_fn, cuda_order, cudnn_is_first, only_kernels, prepare_cuda
 from automoe.parallel.build import build_backend
 from automoe.parallel.parallelize import build_decoder
 

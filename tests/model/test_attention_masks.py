@@ -9,8 +9,8 @@ from automoe.comm.process_groups import ProcessGroupCollection
 from automoe.comm.tokens import Tokens
 from automoe.config.context import gathers_latents
 from automoe.config.schema import AttentionConfig, ModelConfig
+from automoe.kernels.attention import attend
 from automoe.model.attention import AttentionContext
-from automoe.model.attention_kernels import attend
 from automoe.model.attention_masks import attention_mask
 from automoe.model.backend import BackendConfig
 from automoe.model.rows import gather_row

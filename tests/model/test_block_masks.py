@@ -30,8 +30,8 @@ from automoe.config.schema import (
     MoEConfig,
     TrainConfig,
 )
+from automoe.kernels.attention import attend, attend_in_blocks
 from automoe.model import attention_masks
-from automoe.model.attention_kernels import attend, attend_in_blocks
 from automoe.model.attention_masks import block_masks, dense_masks
 from automoe.parallel.compile import compiled
 from automoe.parallel.context import head_tail_index

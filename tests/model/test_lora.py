@@ -10,11 +10,12 @@ import torch
 from automoe.config.rules import check_rows
 from automoe.config.schema import Config, LoraConfig, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from automoe.errors import ConfigError
-from automoe.model.adapters import adapter_rows, describe_training
+from automoe.launch.rules_adapters import adapter_rows
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
 from automoe.model.lora import adapt, fill_adapters
 from automoe.model.params import model_params
+from automoe.observe.trained import describe_training
 from automoe.parallel.parallelize import build_decoder
 
 MODEL = ModelConfig(

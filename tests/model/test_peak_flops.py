@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from automoe.config.compose import list_options
-from automoe.model.peak_flops import peak_flops
+from automoe.observe.peak_flops import peak_flops
 from tests.support.configurations import quick_config
 
 NAMES = """NVIDIA A100-SXM4-80GB,NVIDIA RTX A6000,NVIDIA H100 NVL,NVIDIA H100 PCIe,NVIDIA H100 80GB HBM3,NVIDIA H200,\

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from automoe.kernels import activation
 from automoe.model.norm import RMSNorm, _RMSNorm, _TritonRMSNorm
-from automoe.moe import activation
 
 
 def norm_with_weight(dim: int, dtype: torch.dtype) -> RMSNorm:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from automoe.config.schema import LoraConfig
-from automoe.moe.activation import SWIGLU, ClampedSwiGLU
+from automoe.kernels.activation import SWIGLU, ClampedSwiGLU
 from automoe.moe.experts import loop_experts
 from automoe.moe.lora import PRODUCTS, ExpertLora
 from tests.support.experts import flat

@@ -10,7 +10,7 @@ from torch import nn
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError
-from automoe.moe.activation import ClampedSwiGLU
+from automoe.kernels.activation import ClampedSwiGLU
 from automoe.moe.expert_weights import ExpertWeights
 from automoe.moe.experts import GroupedExperts, expert_backend
 from automoe.moe.gradient_sums import GradientSums, add_product

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
-from automoe.moe import row_sums
-from automoe.moe.row_sums import gather_rows, sum_in_order, sum_rows
+from automoe.kernels import row_sums
+from automoe.kernels.row_sums import gather_rows, sum_in_order, sum_rows
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories

@@ -25,9 +25,9 @@ from automoe.moe.dispatch.alltoall import AllToAllDispatcher
 from automoe.moe.dispatch.base import run_choices
 from automoe.moe.experts import GroupedExperts
 from automoe.parallel import expert
-from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
+from automoe.verify.fake_world import fake_world
 from automoe.verify.pool import RankPool
 from tests.support.expert_parallel import EXPERTS, tiny_model, worst_difference
 

@@ -16,13 +16,13 @@ from automoe.config.pipeline import stages_of_ranks
 from automoe.config.validate import validate
 from automoe.model.adapters import with_adapters
 from automoe.model.params import stage_params
-from automoe.parallel.fake_world import fake_world, local_shards
 from automoe.parallel.fsdp import defer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.plan import build_heaviest, main
 from automoe.planner.plan import make_plan
 from automoe.planner.step_memory import local_numel
+from automoe.verify.fake_world import fake_world, local_shards
 from tests.support.configurations import quick_config
 
 SMALL = ["model=small_dsv3", "train.global_batch_size=32", "train.micro_batch_size=1", "data.document_mask=false"]

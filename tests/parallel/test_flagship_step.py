@@ -22,12 +22,12 @@ from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config
 from automoe.model.decoder import Decoder
 from automoe.optim.adamw import build_optimizer
-from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
+from automoe.verify.fake_world import fake_world
 from automoe.verify.pool import leave_world
 from tests.support.communication import CommunicationLog, Message
 from tests.support.configurations import quick_config

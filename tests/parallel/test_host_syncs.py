@@ -21,12 +21,12 @@ from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
 from automoe.model.backend import BackendConfig
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.build import layer_calls
-from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder
 from automoe.parallel.pipeline import SingleStageRunner
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
+from automoe.verify.fake_world import fake_world
 from tests.support.gpu import conf_model
 from tests.support.host_syncs import DEVICE, HostSyncFinder
 

@@ -15,9 +15,9 @@ from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.interop.torch_private import process_groups
 from automoe.parallel.expert import node_levels
-from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
 from automoe.planner.reserve import process_groups as planned_groups
+from automoe.verify.fake_world import fake_world
 from automoe.verify.pool import RankPool
 from tests.support.configurations import quick_config
 

@@ -12,11 +12,11 @@ from recompute_cases import DEEPSEEK, ROWS, STEPS, batches, make_config, world_s
 import automoe.parallel.parallelize
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, OptimConfig
-from automoe.parallel.fake_world import fake_world
 from automoe.parallel.fsdp import fsdp_modules
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 from automoe.verify.compare import compare_trajectories
+from automoe.verify.fake_world import fake_world
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.trajectories import run_trajectory

@@ -19,8 +19,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import RERUN
 from automoe.config.rules_kernels import CHUNK_TOKENS
 from automoe.config.schema import Config, LoraConfig, MeshConfig
-from automoe.model.adapters import adapter_activation_bytes
-from automoe.model.attention_kernels import AttentionFn, attend, attend_in_blocks
+from automoe.kernels.attention import AttentionFn, attend, attend_in_blocks
 from automoe.model.attention_masks import block_masks, dense_masks
 from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
@@ -31,6 +30,7 @@ from automoe.parallel.build import layer_calls
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.planner.activations import DELTA_CHUNK, TokenLoad, layer_activation_bytes
+from automoe.planner.step_memory import adapter_activation_bytes
 from automoe.planner.workspace import head_workspace_bytes, layer_workspaces
 from tests.support.configurations import quick_config
 from tests.support.gpu import one_rank

@@ -18,7 +18,7 @@ from automoe.config.batch import plan_batch
 from automoe.config.context import mean_keys
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import ClusterConfig, Config
-from automoe.model.flops import train_flops_per_token
+from automoe.observe.flops import train_flops_per_token
 from automoe.plan import main
 from automoe.planner.communication import Group, dispatch_once
 from automoe.planner.layer_time import FUSED_EXPERT, FUSED_LEFT

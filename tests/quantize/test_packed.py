@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from automoe.config.schema import LoraConfig
 from automoe.errors import BackendError
 from automoe.hf.quantized import dequantize_fp8, quantize_fp8
-from automoe.moe.activation import ClampedSwiGLU
+from automoe.kernels.activation import ClampedSwiGLU
 from automoe.moe.lora import PRODUCTS, ExpertLora
 from automoe.quantize import packed
 from automoe.quantize.packed import linear, pack_fp8, pack_nf4, unpack

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from automoe.model import attention_kernels
+from automoe.kernels import attention as attention_kernels
 from tests.support.cuda_device import SHIM
 
 CAPABILITY = (9, 0)

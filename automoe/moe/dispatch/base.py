@@ -27,8 +27,8 @@ from typing import Protocol
 
 import torch
 
+from automoe.kernels.row_sums import sum_rows
 from automoe.moe.dispatch.wire import rounded_to_8_bits
-from automoe.moe.row_sums import sum_rows
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Dispatcher = Callable[..., torch.Tensor]  # the module docstring lists its arguments

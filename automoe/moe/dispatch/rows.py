@@ -19,9 +19,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from automoe.config.rules_kernels import wire_row_bytes
+from automoe.kernels.row_sums import sum_rows
 from automoe.moe.dispatch.base import DispatchGroup, Experts, group_ends, regroup_by_expert
 from automoe.moe.dispatch.wire import decode_rows, encode_rows, keep_encoded
-from automoe.moe.row_sums import sum_rows
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from rich.table import Column, Table
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_names
 from automoe.config.schema import Config
-from automoe.model.adapters import describe_training
 from automoe.model.params import PARTS
 from automoe.observe.metrics import ranges
 from automoe.observe.summary import render_mesh_text, short_number
+from automoe.observe.trained import describe_training
 from automoe.planner.plan import Plan, gib, make_plan
 from automoe.planner.reserve import process_groups
 from automoe.verify.view import titled_table

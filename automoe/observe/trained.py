@@ -1,0 +1,48 @@
+"""What a run trains and what it keeps, in words."""
+
+from __future__ import annotations
+
+from automoe.config.schema import Config
+from automoe.model.adapters import with_adapters
+from automoe.model.params import model_params
+
+
+def describe_training(config: Config) -> list[str]:
+    """Return lines that say what is trained and frozen, or [] if all of the model is trained."""
+    model = config.model
+    lora = config.lora
+    if not (lora.rank or config.train.freeze):
+        return []
+    own = model_params(model)
+    params = with_adapters(own, config)
+    trained = sum(param.numel for param in params if param.trained)
+    total = sum(param.numel for param in own)
+    how = f"frozen: {', '.join(config.train.freeze)}"
+    of = "of"
+    if lora.rank:
+        how = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
+        of = "beside"
+    lines = [
+        f"{how}: trains {trained:,} numbers {of} the model's {total:,} ({trained / total:.2%})"
+    ]
+    routers = [param for param in params if param.part == "router"]
+    if routers:
+        moving = [param for param in routers if param.trained]
+        state = "trained in part" if moving else "frozen"
+        if len(moving) == len(routers):
+            state = "trained"
+        biases = ", and expert biases with them" if model.router.expert_bias else ""
+        names = (
+            "seq_balance_coef",
+            "global_balance_coef",
+            "micro_batch_balance_coef",
+            "z_loss_coef",
+        )
+        coefs = ", ".join(
+            f"moe.{name}={getattr(config.moe, name):g}"
+            for name in names
+            if getattr(config.moe, name)
+        )
+        losses = f"balance losses are on ({coefs})" if coefs else "balance losses are off"
+        lines.append(f"routers are {state}{biases}; {losses}")
+    return lines
