@@ -33,6 +33,7 @@ from measuring import commit
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
+from automoe.checkpoint.saved_state import tensors_of
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
@@ -84,7 +85,7 @@ def measure(settings: Config, folder: Path, rounds: int) -> dict[str, Any]:
     materialize(parts, settings, device)
     loader = Loader(settings, meshes.dp_rank, meshes.shape.dp, cache_dir=folder / f"data{dist.get_rank()}")
     state = TrainState(parts, build_optimizer(parts.values(), settings.optim), loader)
-    tensors = state.tensors()
+    tensors = tensors_of(state)
     for name, tensor in tensors.items():
         if name.startswith("optimizer.exp"):
             local(tensor).uniform_()
@@ -96,7 +97,7 @@ class Bench:
 
     def __init__(self, settings: Config, folder: Path, state: TrainState) -> None:
         self.settings, self.folder, self.state = settings, folder, state
-        self.tensors = {name: local(tensor) for name, tensor in state.tensors().items()}
+        self.tensors = {name: local(tensor) for name, tensor in tensors_of(state).items()}
         self.expected = {name: tensor.clone() for name, tensor in self.tensors.items()}
         self.rank, self.bytes = dist.get_rank(), sum(t.nbytes for t in self.tensors.values())
         self.seconds: dict[str, list[float]] = {}
@@ -111,7 +112,7 @@ class Bench:
             self.clock("memory_copy", lambda: [tensor.clone() for tensor in self.tensors.values()])
             self.clock("hash", self.hash_all)
             self.clock("plain_save", lambda: self.plain_save(self.fresh("plain")))
-            self.check("plain_load", lambda: dcp.load(self.state.tensors(), checkpoint_id=self.folder / "plain"))
+            self.check("plain_load", lambda: dcp.load(tensors_of(self.state), checkpoint_id=self.folder / "plain"))
             self.ours(async_save=False)
             self.ours(async_save=True)
             self.steps_beside(background)
@@ -170,7 +171,7 @@ class Bench:
             digest.update(memoryview(tensor.contiguous().view(-1).numpy()).cast("B"))
 
     def plain_save(self, target: Path) -> None:
-        dcp.save(self.state.tensors(), checkpoint_id=target)
+        dcp.save(tensors_of(self.state), checkpoint_id=target)
 
     def ours(self, async_save: bool) -> None:
         run_dir = self.fresh("ours")
@@ -197,7 +198,7 @@ class Bench:
             dist.barrier()
             wall, cpu = time.perf_counter(), cpu_seconds()
             future: Any = dcp.async_save(
-                self.state.tensors(), checkpoint_id=target, async_checkpointer_type=kind, process_group=background
+                tensors_of(self.state), checkpoint_id=target, async_checkpointer_type=kind, process_group=background
             )
             self.seconds.setdefault(f"plain_{name}_begin", []).append(time.perf_counter() - wall)
             during, work = products(until=future.done)

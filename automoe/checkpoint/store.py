@@ -37,6 +37,15 @@ from automoe.checkpoint.manifest import changed_settings, check_base, check_mode
 from automoe.checkpoint.newest import step_to_resume
 from automoe.checkpoint.planner import CachedPlanner
 from automoe.checkpoint.reader import StepReader
+from automoe.checkpoint.saved_state import (
+    begin_averages,
+    counters_of,
+    fill_copies,
+    load_counters,
+    not_finite,
+    optional_names,
+    tensors_of,
+)
 from automoe.comm.agreement import Ranks, dcp_error, save_error
 from automoe.comm.trace import phase
 from automoe.config.convert import config_to_dict
@@ -164,7 +173,7 @@ class CheckpointStore:
         with self._blocking(last):
             # A save would replace older steps, so one of numbers that are not finite is refused.
             with phase("check_finite", state.step):
-                found = self.ranks.all(state.not_finite)
+                found = self.ranks.all(lambda: not_finite(state))
             if names := [
                 f"{name} on rank {rank}" for rank, bad in enumerate(found) for name in bad[:2]
             ]:
@@ -176,7 +185,7 @@ class CheckpointStore:
             tensors = self._saved_tensors(state) | of_this_rank(rng_state())
             content = {
                 "step": state.step,
-                "counters": state.counters() | self.facts,
+                "counters": counters_of(state) | self.facts,
                 "config": config_to_dict(self.config),
                 # The generators' states mean nothing on another mesh.
                 "generators": {"mesh": self._mesh_sizes(), "names": sorted(rng_state())},
@@ -277,7 +286,7 @@ class CheckpointStore:
 
     def _saved_tensors(self, state: TrainState) -> dict[str, torch.Tensor]:
         """Return the tensors to save; frozen ones are left out if ``model.hf_path`` holds them."""
-        return state.tensors(frozen=self.base is None)
+        return tensors_of(state, frozen=self.base is None)
 
     @cached_property
     def base(self) -> str | None:
@@ -391,20 +400,20 @@ class CheckpointStore:
                     self._warn(
                         f"{step_dir} was trained with {', '.join(then)}; it goes on with {', '.join(now)}"
                     )
-                state.load_counters(
-                    manifest["counters"]
+                load_counters(
+                    state, manifest["counters"]
                 )  # First, because it raises if the data changed.
                 saved = manifest["generators"]
                 here = rng_state() if saved["mesh"] == self._mesh_sizes() else {}
                 generators = {name: here[name] for name in saved["names"] if name in here}
                 reader = StepReader(step_dir)
-                absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
+                absent = optional_names(state) - reader.read_metadata().state_dict_metadata.keys()
                 tensors = self._saved_tensors(state)
                 for name in absent & tensors.keys():
                     del tensors[name]
                 reader.load(tensors | of_this_rank(generators), process_group=self.ranks.group)
-                state.fill_copies()
-                if state.begin_averages(absent):
+                fill_copies(state)
+                if begin_averages(state, absent):
                     self._warn(
                         f"{step_dir} has no averages of weights (optim.ema_decay): they begin with its weights"
                     )

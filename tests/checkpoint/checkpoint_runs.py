@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from automoe.checkpoint.saved_state import counters_of, tensors_of
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
@@ -154,8 +155,8 @@ def _run_rank(
     while True:
         check_copies(state)
         if state.step in (first, until, *save_at):
-            seen.states[state.step] = {name: whole(tensor) for name, tensor in state.tensors().items()}
-            seen.counters[state.step] = state.counters()
+            seen.states[state.step] = {name: whole(tensor) for name, tensor in tensors_of(state).items()}
+            seen.counters[state.step] = counters_of(state)
         if state.step in save_at and state.step > first:
             store.save(state, None, stopping=False)
         if state.step == until:

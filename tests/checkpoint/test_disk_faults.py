@@ -24,6 +24,7 @@ from checkpoint_runs import build_state, config, open_store, run, run_ranks
 from automoe.checkpoint.hashed_files import HashingStream, is_as_written
 from automoe.checkpoint.manifest import damage
 from automoe.checkpoint.reader import StepReader
+from automoe.checkpoint.saved_state import tensors_of
 from automoe.checkpoint.store import CheckpointStore
 from automoe.comm.agreement import Ranks
 from automoe.comm.local_shard import local_shard
@@ -106,7 +107,7 @@ def resume_on_a_shaky_disk(settings: Config, run_dir: Path) -> tuple[int, list[s
             store.load_latest(state)
         # What is verified was read before: now it is the loading itself that fails once.
         verified, failed[:] = list(failed), []
-        StepReader(store.folder / "step-1").load(state.tensors(), process_group=store.ranks.group)
+        StepReader(store.folder / "step-1").load(tensors_of(state), process_group=store.ranks.group)
         assert any(path.endswith(".distcp") for path in failed) and any(path.endswith(".metadata") for path in failed)
     return state.step, sorted(Path(path).name for path in verified)
 
@@ -127,9 +128,9 @@ def save_what_is_not_finite(settings: Config, run_dir: Path) -> list[str]:
     said: list[str] = []
     store = open_store(settings, run_dir)
     store.attach(said.append, said.append, lambda step_dir: None)
-    names = [name for name in sorted(state.tensors()) if ".exp_avg." in name or name.startswith("model.layers")]
+    names = [name for name in sorted(tensors_of(state)) if ".exp_avg." in name or name.startswith("model.layers")]
     for state.step, (name, value) in enumerate([(names[0], math.nan), (names[-1], -math.inf)], 1):
-        tensor = local_shard(state.tensors()[name])
+        tensor = local_shard(tensors_of(state)[name])
         before = tensor.clone()
         if dist.get_rank() == 1:
             tensor.view(-1)[0] = value
@@ -137,7 +138,7 @@ def save_what_is_not_finite(settings: Config, run_dir: Path) -> list[str]:
         tensor.copy_(before)
     state.step = 3
     store.save(state, None, stopping=True)
-    local_shard(state.tensors()[names[0]]).fill_(math.nan)
+    local_shard(tensors_of(state)[names[0]]).fill_(math.nan)
     state.step = 4
     with pytest.raises(SaveError, match="of step 4 was not saved: its numbers are not finite"):
         store.save(state, None, stopping=True)

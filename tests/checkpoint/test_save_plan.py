@@ -12,6 +12,7 @@ from checkpoint_runs import build_state, config, open_store
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from automoe.checkpoint.saved_state import tensors_of
 from automoe.comm.local_shard import local_shard
 from automoe.config.schema import Config
 from automoe.verify.pool import RankPool
@@ -41,18 +42,18 @@ def plans_of_saves(settings: Config, run_dir: Path) -> tuple[list[int], list[int
     ):
         for state.step in range(1, 6):
             with torch.no_grad():
-                for tensor in state.tensors().values():
+                for tensor in tensors_of(state).values():
                     local_shard(tensor).add_(1)
             try:
                 store.save(state)
             except RuntimeError as error:
                 assert state.step == 3 and "a rank that cannot plan" in str(error)
             counts.append(made)
-    saved = {name: local_shard(tensor).clone() for name, tensor in state.tensors().items()}
-    for tensor in state.tensors().values():
+    saved = {name: local_shard(tensor).clone() for name, tensor in tensors_of(state).items()}
+    for tensor in tensors_of(state).values():
         local_shard(tensor).detach().zero_()
     store.load_latest(state)
-    return counts, sent, all(torch.equal(local_shard(t), saved[name]) for name, t in state.tensors().items())
+    return counts, sent, all(torch.equal(local_shard(t), saved[name]) for name, t in tensors_of(state).items())
 
 
 @pytest.mark.exhaustive

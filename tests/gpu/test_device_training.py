@@ -13,6 +13,7 @@ import pytest
 import torch
 from device_models import SMALL, published_slice, relative, rows, same_rows, small
 
+from automoe.checkpoint.saved_state import tensors_of
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
@@ -129,17 +130,17 @@ def test_checkpoint_comes_back_to_the_bit(device: torch.device, tmp_path: Path, 
     state.optimizer.step()
     state.step = 1
     store = CheckpointStore(config, meshes.shape, tmp_path)
-    saved = {name: whole(tensor) for name, tensor in state.tensors().items()}
+    saved = {name: whole(tensor) for name, tensor in tensors_of(state).items()}
     assert (store.save(state) is None) == background
     with torch.no_grad():
-        for tensor in state.tensors().values():
+        for tensor in tensors_of(state).values():
             tensor.fill_(0.5)
     state.step = 0
     store.poll(wait=True)
 
     assert store.load_latest(state)
     assert (state.step, state.loader.consumed_rows) == (1, config.train.global_batch_size)
-    loaded = state.tensors()
+    loaded = tensors_of(state)
     assert loaded.keys() == saved.keys()
     assert [name for name, tensor in saved.items() if not torch.equal(whole(loaded[name]), tensor)] == []
     assert all(tensor.device.type == device.type for tensor in loaded.values())
