@@ -80,11 +80,11 @@ class Ranks:
         """
         if self.size == 1:
             return [retried(action)]
-        mine, own = _attempt(self.rank, action)
+        mine, cause = _attempt(self.rank, action)
         outcomes: list[Any] = [None] * self.size
         dist.all_gather_object(outcomes, mine, group=self.group)
         if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
-            raise worst(errors) from own
+            raise worst(errors) from cause
         return outcomes
 
     def lead(self, action: Callable[[], T], again: bool = True) -> T:
@@ -101,11 +101,11 @@ class Ranks:
         """
         if self.size == 1:
             return retried(action) if again else action()
-        outcome, own = _attempt(0, action, again) if self.rank == 0 else (None, None)
+        outcome, cause = _attempt(0, action, again) if self.rank == 0 else (None, None)
         box: list[Any] = [outcome]
         dist.broadcast_object_list(box, src=0, group=self.group)
         if isinstance(box[0], Exception):
-            raise box[0] from own
+            raise box[0] from cause
         return box[0]
 
     def share(self, sizes: dict[str, int]) -> list[str]:
@@ -137,6 +137,8 @@ def save_error(error: OSError, step: int, newest: str | None) -> SaveError:
     if newest == f"step-{step}":
         outcome = f"the checkpoint of step {step} was written, but LATEST was not or older ones not deleted: {reason}"
     else:
-        kept = f"{newest} stays the newest checkpoint" if newest else "there is no checkpoint yet"
-        outcome = f"the checkpoint of step {step} was not saved: {reason}; {kept}"
+        newest_text = (
+            f"{newest} stays the newest checkpoint" if newest else "there is no checkpoint yet"
+        )
+        outcome = f"the checkpoint of step {step} was not saved: {reason}; {newest_text}"
     return SaveError(f"{outcome}. Free space or repair the disk")

@@ -129,6 +129,6 @@ def update_in_one_pass(
     update_part[(triton.cdiv(num_rows, rows) * triton.cdiv(num_cols, cols),)](
         *tensors, numbers.steps, numbers.rates, numbers.second_scales, numbers.place,
         numbers.key, first_index, num_rows, num_middle, num_cols, outer, middle,
-        numbers.beta1, 1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.eps, numbers.kept,
+        numbers.beta1, 1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.eps, numbers.decay,
         ROWS=rows, COLS=cols, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

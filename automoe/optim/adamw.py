@@ -77,19 +77,19 @@ def build_optimizer(
             groups[key]["params"].append(parameter)
             groups[key]["names"].append(name)
     # A pipeline stage may have no trainable parameters.
-    given = list(groups.values()) or [{"params": [], "names": [], "mesh": "local"}]
+    param_groups = list(groups.values()) or [{"params": [], "names": [], "mesh": "local"}]
     options: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
     narrow_moments = optim.moments == "bfloat16"
     stochastic = optim.master_weights == "stochastic" or narrow_moments
     optimizer: torch.optim.Optimizer
     if stochastic:
-        optimizer = StochasticAdamW(given, **options, seed=seed)
+        optimizer = StochasticAdamW(param_groups, **options, seed=seed)
     elif optim.algorithm == "muon":
         narrow = torch.bfloat16 if optim.muon_dtype == "bfloat16" else None
-        optimizer = muon.Muon(given, narrow, ranks, **options, fused=True)
+        optimizer = muon.Muon(param_groups, narrow, ranks, **options, fused=True)
     else:
-        optimizer = torch.optim.AdamW(given, **options, fused=True)
-    for group in given:
+        optimizer = torch.optim.AdamW(param_groups, **options, fused=True)
+    for group in param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             dtype = (
                 torch.promote_types(parameter.dtype, torch.float32)

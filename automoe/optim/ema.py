@@ -56,14 +56,14 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     The context holds a copy of this rank's trained parameters. Callers enter it when no gradients
     are allocated.
     """
-    own = [weight.clone() for _, weight in _pairs(optimizer)]
+    weights = [weight.clone() for _, weight in _pairs(optimizer)]
     take_averages(optimizer)
     try:
         yield
     finally:
         with torch.no_grad():
-            for (_, weight), kept in zip(_pairs(optimizer), own, strict=True):
-                weight.copy_(kept)
+            for (_, weight), weight_before in zip(_pairs(optimizer), weights, strict=True):
+                weight.copy_(weight_before)
 
 
 def _pairs(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

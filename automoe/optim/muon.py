@@ -269,8 +269,8 @@ class Muon(torch.optim.AdamW):
         to_receive = [[m for m in owned if rank in m.senders] for rank in range(self._num_ranks)]
         received = self._exchange(to_send, to_receive, range(self._num_ranks))
         whole = {}
-        for rank, found in enumerate(received):
-            for matrix, block in zip(to_receive[rank], found, strict=True):
+        for rank, of_rank in enumerate(received):
+            for matrix, block in zip(to_receive[rank], of_rank, strict=True):
                 if matrix not in whole:
                     whole[matrix] = block.new_empty(
                         self._parameters[matrix.parameter][1].shape[-2:]
@@ -293,8 +293,8 @@ class Muon(torch.optim.AdamW):
         received = self._exchange(to_send, to_receive, [self._rank] * self._num_ranks)
         return {
             matrix: block
-            for found, blocks in zip(to_receive, received, strict=True)
-            for matrix, block in zip(found, blocks, strict=True)
+            for of_rank, blocks in zip(to_receive, received, strict=True)
+            for matrix, block in zip(of_rank, blocks, strict=True)
         }
 
     def _exchange(

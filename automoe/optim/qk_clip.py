@@ -54,8 +54,8 @@ class WatchedAttention:
             for queries, keys, mask in context.query_blocks(window, chosen_BSR):
                 block = q_BSND.detach()[:, queries], k_BRGD.detach()[:, keys]
                 assert not isinstance(mask, BlockMask), "refused by the rules"
-                found = largest_logits(*block, mask, scale, valid_BS[:, queries])
-                self.largest = found if self.largest is None else self.largest.maximum(found)
+                largest = largest_logits(*block, mask, scale, valid_BS[:, queries])
+                self.largest = largest if self.largest is None else self.largest.maximum(largest)
         return self.attend(context, q_BSND, k_BRGD, v_BRGD, scale, window, sinks_N, chosen_BSR)
 
 
@@ -101,25 +101,29 @@ def take_largest_logits(
     Collective over the ranks of a pipeline stage, which hold other rows and other heads.
     """
     modules = (module for part in model_parts for module in part.modules())
-    found = [one for one in modules if isinstance(getattr(one, "attend", None), WatchedAttention)]
-    rows = [_of_all_heads(module) for module in found]
+    watched = [
+        module
+        for module in modules
+        if isinstance(getattr(module, "attend", None), WatchedAttention)
+    ]
+    rows = [_of_all_heads(module) for module in watched]
     by_head = torch.stack(rows) if rows else torch.zeros(0, 0, device=device)
     if ranks is not None and rows:
         dist.all_reduce(by_head, op=dist.ReduceOp.MAX, group=ranks)
-    return LargestLogits(found, by_head)
+    return LargestLogits(watched, by_head)
 
 
 def _of_all_heads(module: Any) -> Tensor:
-    own = module.attend.largest
+    largest = module.attend.largest
     module.attend.largest = None
     first = first_of_rank(module.sequence, module.num_heads) + module.attend.first
-    row = own.new_full((module.num_heads,), -math.inf)
-    row[first : first + len(own)] = own
+    row = largest.new_full((module.num_heads,), -math.inf)
+    row[first : first + len(largest)] = largest
     return row
 
 
 @torch.no_grad()
-def clip_logits(found: LargestLogits, limit: float) -> None:
+def clip_logits(logits: LargestLogits, limit: float) -> None:
     """Scale weights so that no head's logits on the same batch would exceed ``limit``.
 
     gamma = min(1, limit / largest logit) of each head. A head with keys of its own gets
@@ -128,7 +132,7 @@ def clip_logits(found: LargestLogits, limit: float) -> None:
     part of queries is scaled by gamma, because all heads share its keys (algorithm 1). In
     grouped-query attention heads share keys too, so queries are scaled by gamma.
     """
-    for module, largest in zip(found.modules, found.by_head, strict=True):
+    for module, largest in zip(logits.modules, logits.by_head, strict=True):
         gamma = torch.where(largest > limit, limit / largest, 1.0)
         if isinstance(module, GroupedQueryAttention):
             gate = [torch.ones_like(gamma)] * module.head_dim * module.output_gate
@@ -150,6 +154,6 @@ def _scale_rows(linear: nn.Module, factors: Tensor) -> None:
     """Multiply the rows of a projection, and its bias, by ``factors`` [heads, rows of a head]."""
     for parameter in linear.parameters():
         if parameter.requires_grad:
-            own, first = local_shard(parameter), global_offset(parameter)[0]
-            rows = factors.flatten()[first : first + len(own)].to(own.dtype)
-            own.mul_(rows.view(-1, *[1] * (own.dim() - 1)))
+            shard, first = local_shard(parameter), global_offset(parameter)[0]
+            rows = factors.flatten()[first : first + len(shard)].to(shard.dtype)
+            shard.mul_(rows.view(-1, *[1] * (shard.dim() - 1)))

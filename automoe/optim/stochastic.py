@@ -54,7 +54,7 @@ class Numbers:
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: term added to the root of the second moment.
-        kept: factor of weight decay on the parameter, ``1 - lr * weight_decay``.
+        decay: factor of weight decay on the parameter, ``1 - lr * weight_decay``.
     """
 
     steps: torch.Tensor
@@ -65,7 +65,7 @@ class Numbers:
     beta1: float
     beta2: float
     eps: float
-    kept: float
+    decay: float
 
 
 class StochasticAdamW(torch.optim.Optimizer):
@@ -114,11 +114,11 @@ class StochasticAdamW(torch.optim.Optimizer):
         rates = (group["lr"] / (1 - beta1**steps)).to(torch.float32)
         second_scales = (1 / (1 - beta2**steps)).to(torch.float32)
         steps = steps.to(torch.int64)
-        kept = 1 - group["lr"] * group["weight_decay"]
+        decay = 1 - group["lr"] * group["weight_decay"]
         for place, (name, parameter) in enumerate(updated):
             key = stream_key(f"rounding.{name}", self.seed)
             numbers = Numbers(
-                steps, rates, second_scales, place, key, beta1, beta2, group["eps"], kept
+                steps, rates, second_scales, place, key, beta1, beta2, group["eps"], decay
             )
             if parameter.device.type == "cpu":
                 update_in_torch(parameter, self.state[parameter], numbers)
@@ -155,7 +155,7 @@ def update_in_torch(
         second = (seconds[block].to(wide) * beta2).add_((grad * grad).mul_(1 - beta2))
         # The root is taken in float64: on the CPU torch's float32 root is not always the nearest.
         root = (second * numbers.second_scales[place]).to(torch.float64).sqrt_().to(wide)
-        value = values[block].to(wide) * numbers.kept
+        value = values[block].to(wide) * numbers.decay
         value -= first * numbers.rates[place] / root.add_(numbers.eps)
         # Without a bfloat16 result no random bits are read, and any tensor will do.
         bits = bits_at(index, key) if torch.bfloat16 in (values.dtype, firsts.dtype) else index

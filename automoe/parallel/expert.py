@@ -225,13 +225,13 @@ def _axes(mesh: DeviceMesh, allowed: tuple[str, ...]) -> dict[str, DeviceMesh]:
 def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim: int) -> None:
     number = parameter.shape[dim]
     if number % size:
-        what = (
+        parts = (
             f"{number} experts" if axis == "ep" else f"dim {dim} of {name} {list(parameter.shape)}"
         )
         raise ConfigError(
             axis,
             size,
-            f"every rank holds an equal part of {what}: {number} % {size} = {number % size}",
+            f"every rank holds an equal part of {parts}: {number} % {size} = {number % size}",
             f"Choose {axis} among {', '.join(str(n) for n in range(1, number + 1) if number % n == 0)}",
         )
 
@@ -244,9 +244,9 @@ def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertStyle:
     """
     in_8_bits = config.moe.dispatch_dtype == "fp8" and config.model.num_moe_layers > 0
     if in_8_bits and meshes.default.device_type == "cuda":
-        if (found := torch.cuda.get_device_capability()) < (8, 9):
+        if (capability := torch.cuda.get_device_capability()) < (8, 9):
             raise BackendError(
-                f"moe.dispatch_dtype=fp8 needs a GPU of compute capability 8.9 or later, and this one has {found}. "
+                f"moe.dispatch_dtype=fp8 needs a GPU of compute capability 8.9 or later, and this one has {capability}. "
                 "Set moe.dispatch_dtype=auto"
             )
     make = tier_of(config.model).expert_style or ExpertStyle

@@ -131,10 +131,10 @@ def _max_over(group: dist.ProcessGroup | None) -> AmaxReduce:
 
 def _check_gpu(capability: tuple[int, int]) -> None:
     if capability != (9, 0):
-        found = ".".join(map(str, capability))
+        version = ".".join(map(str, capability))
         raise BackendError(
             f"train.fp8 needs a Hopper GPU (compute capability 9.0), whose 8-bit products it was written for, and this "
-            f"one has {found}. Set train.fp8=off"
+            f"one has {version}. Set train.fp8=off"
         )
 
 

@@ -70,8 +70,8 @@ class Meshes:
 
     def pipeline_group(self) -> dist.ProcessGroup:
         """Return the group along pp; with pp = 1 a new one of this rank alone."""
-        own = self.group("pp")
-        return own or _make_group("pp", [dist.get_rank()], self.timeout)
+        group = self.group("pp")
+        return group or _make_group("pp", [dist.get_rank()], self.timeout)
 
     def pipeline_members(self, places: list[int]) -> dist.ProcessGroup:
         """Return a new group of the ranks at ``places`` along pp.
@@ -79,8 +79,8 @@ class Meshes:
         A rank at none of them gets a group of itself alone. Collective over the world.
         """
         ranks = _ranks_along(self.shape, "default", "pp")
-        own = places if self.coordinate("pp") in places else [self.coordinate("pp")]
-        return _make_group("members", [ranks[place] for place in own], self.timeout)
+        members = places if self.coordinate("pp") in places else [self.coordinate("pp")]
+        return _make_group("members", [ranks[place] for place in members], self.timeout)
 
     def pipeline_neighbours(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Return two new groups: with the pipeline rank before this one, and with the one after it.
@@ -134,10 +134,10 @@ def build_meshes(
 
     def view(name: str) -> DeviceMesh:
         axes = shape.axes(name)
-        kept = [axis for axis in axes if getattr(shape, axis) > 1 or axis in _ALWAYS_PRESENT]
-        layout = torch.arange(shape.world_size).view([getattr(shape, axis) for axis in kept])
-        groups = [_make_group(axis, _ranks_along(shape, name, axis), timeout) for axis in kept]
-        return DeviceMesh.from_group(groups, device.type, layout, mesh_dim_names=tuple(kept))
+        present = [axis for axis in axes if getattr(shape, axis) > 1 or axis in _ALWAYS_PRESENT]
+        layout = torch.arange(shape.world_size).view([getattr(shape, axis) for axis in present])
+        groups = [_make_group(axis, _ranks_along(shape, name, axis), timeout) for axis in present]
+        return DeviceMesh.from_group(groups, device.type, layout, mesh_dim_names=tuple(present))
 
     default = view("default")
     moe = view("moe")

@@ -61,14 +61,14 @@ def checked_loss(loss: Loss | None, name: str) -> Loss | None:
             unknown.
     """
     names = [*getattr(loss, "metrics", ())]
-    for one in names:
+    for name in names:
         if (
-            is_taken(one)
-            or is_taken(f"val_{one}")
-            or one.startswith("val_")
-            or names.count(one) > 1
+            is_taken(name)
+            or is_taken(f"val_{name}")
+            or name.startswith("val_")
+            or names.count(name) > 1
         ):
-            rule = f"it reports {one!r}, and the record uses that name, or its val_ form, for another number"
+            rule = f"it reports {name!r}, and the record uses that name, or its val_ form, for another number"
             raise ConfigError(
                 "train.loss", name, rule, "Use another name in its metrics and where it reports"
             )
@@ -148,11 +148,11 @@ class StepRunner(ABC):
         """
         for part in self.model_parts.values():
             part.eval().reported.clear()
-        found = self._outputs(inputs)
+        outputs = self._outputs(inputs)
         for part in self.model_parts.values():
             part.train()
         reshard(self.model_parts.values())
-        return found
+        return outputs
 
     @abstractmethod
     def _outputs(self, inputs: MicroBatch) -> Tensor | None:
@@ -161,16 +161,16 @@ class StepRunner(ABC):
     def take_reported(self) -> dict[str, Tensor]:
         """Return and reset this rank's contributions to the losses' extra metrics, by name."""
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        found = dict[str, Tensor]()
+        reported = dict[str, Tensor]()
         for part in self.model_parts.values():
             for name in part.metrics:
-                found[name] = (
-                    found.get(name, zero) + part.reported.pop(name, zero) * self.reports_loss
+                reported[name] = (
+                    reported.get(name, zero) + part.reported.pop(name, zero) * self.reports_loss
                 )
             assert not part.reported, (
                 f"a loss lists in metrics what it reports: {sorted(part.reported)}"
             )
-        return found
+        return reported
 
 
 class SingleStageRunner(StepRunner):
@@ -198,7 +198,7 @@ class SingleStageRunner(StepRunner):
 
     @torch.no_grad()
     def _outputs(self, inputs: MicroBatch) -> Tensor:
-        return torch.cat([self.part(batch=one) for one in self._split(inputs)])
+        return torch.cat([self.part(batch=micro_batch) for micro_batch in self._split(inputs)])
 
 
 Neighbours = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
@@ -261,8 +261,8 @@ class Stage(BufferlessStage):
         _wait_for_sends(self._gradients_sent, 0)
 
 
-def _wait_for_sends(sent: deque[list[dist.Work]], kept: int) -> None:
-    while len(sent) > kept:
+def _wait_for_sends(sent: deque[list[dist.Work]], num_buffers: int) -> None:
+    while len(sent) > num_buffers:
         wait_as_schedules_do(sent.popleft())
 
 
@@ -324,9 +324,9 @@ class PipelineRunner(StepRunner):
         stages = []
         layers = stage_layers(config, meshes.shape)
         for stage, part in model_parts.items():
-            given = tokens if stage == 0 else border(stage - 1)
+            arguments = tokens if stage == 0 else border(stage - 1)
             returned = loss if stage == num_stages - 1 else border(stage)
-            stages.append(make_stage(part, stage, input_args=given, output_args=returned))
+            stages.append(make_stage(part, stage, input_args=arguments, output_args=returned))
         self.stages = stages
         self.first = 0 in model_parts
         self.last = num_stages - 1 in model_parts
@@ -347,8 +347,8 @@ class PipelineRunner(StepRunner):
             order = pipeline_order(name, pp, len(self.stages), num_micro_batches, merged)
             self.schedule = ordered_schedule(self.stages, order, TURNS.run, **options)
         if pp > 1 and starts_sends_one_by_one(self.schedule):
-            for one in self.stages:
-                one.neighbours = self._neighbours(one.stage_index)
+            for stage in self.stages:
+                stage.neighbours = self._neighbours(stage.stage_index)
 
     @cached_property
     def _ring(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -387,10 +387,10 @@ class PipelineRunner(StepRunner):
         labels = inputs.labels if self.last else None
         with receives_in_time(self.stages[0].group, self.device), errors_of_stages():
             run = getattr(self.schedule, method)
-            found = run(*tokens, target=labels, losses=losses, batch=inputs)
+            losses_or_outputs = run(*tokens, target=labels, losses=losses, batch=inputs)
             for stage in self.stages:
                 stage.finish_sends()
-        return found
+        return losses_or_outputs
 
 
 def build_runner(

@@ -59,12 +59,12 @@ class _Ring(torch.autograd.Function):
         out = torch.zeros_like(q, dtype=wide)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide)
         for source, here in _travel(kv, group):
-            for own, _, keys, values, mask in _pairs(docs_BR, q, here, source, group):
-                part, part_lse = cpu_attention(q[:, :, own], keys, values, mask, scale)
-                total = lse[:, :, own].logaddexp(part_lse)
-                out[:, :, own] *= (lse[:, :, own] - total).exp().unsqueeze(-1)
-                out[:, :, own] += part * (part_lse - total).exp().unsqueeze(-1)
-                lse[:, :, own] = total
+            for queries, _, keys, values, mask in _pairs(docs_BR, q, here, source, group):
+                part, part_lse = cpu_attention(q[:, :, queries], keys, values, mask, scale)
+                total = lse[:, :, queries].logaddexp(part_lse)
+                out[:, :, queries] *= (lse[:, :, queries] - total).exp().unsqueeze(-1)
+                out[:, :, queries] += part * (part_lse - total).exp().unsqueeze(-1)
+                lse[:, :, queries] = total
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
         ctx.given = docs_BR, scale, group
@@ -79,11 +79,11 @@ class _Ring(torch.autograd.Function):
             kv, dtype=lse.dtype
         )  # follows its keys around the ring, and ends on their own rank
         for source, here in _travel(kv, group):
-            for own, theirs, keys, values, mask in _pairs(docs_BR, q, here, source, group):
-                rows = (x[:, :, own].contiguous() for x in (grad, q, out, lse))
-                found = cpu_attention_backward(*rows, keys, values, mask, scale)
-                grad_q[:, :, own] += found[0]
-                summed = torch.stack(found[1:]).unflatten(2, (kv.shape[2], -1)).sum(3)
+            for queries, theirs, keys, values, mask in _pairs(docs_BR, q, here, source, group):
+                rows = (x[:, :, queries].contiguous() for x in (grad, q, out, lse))
+                gradients = cpu_attention_backward(*rows, keys, values, mask, scale)
+                grad_q[:, :, queries] += gradients[0]
+                summed = torch.stack(gradients[1:]).unflatten(2, (kv.shape[2], -1)).sum(3)
                 grad_kv[:, :, :, theirs] += summed
             grad_kv, work = _pass_on(grad_kv, group)
             work.wait()
@@ -128,17 +128,17 @@ def _pairs(
     """
     last, chunk = 2 * dist.get_world_size(group) - 1, q.shape[2] // 2
     rank = dist.get_rank(group)
-    for i, own in enumerate((rank, last - rank)):
+    for i, queries in enumerate((rank, last - rank)):
         # A query's own chunk comes first, so that it always has a key.
         for j, theirs in ((1, last - source), (0, source)):
             mask = None
-            if theirs == own:
+            if theirs == queries:
                 mask = torch.ones(1, 1, chunk, chunk, dtype=torch.bool).tril()
             if docs_BR is not None:
                 docs = docs_BR.unflatten(1, (-1, chunk))
-                same = (docs[:, own, :, None] == docs[:, theirs, None])[:, None]
+                same = (docs[:, queries, :, None] == docs[:, theirs, None])[:, None]
                 mask = same if mask is None else mask & same
-            if theirs <= own and (mask is None or bool(mask.any())):
+            if theirs <= queries and (mask is None or bool(mask.any())):
                 place = [slice(at * chunk, (at + 1) * chunk) for at in (i, j)]
                 shared = kv[:, :, :, place[1]].repeat_interleave(q.shape[1] // kv.shape[2], 2)
                 yield *place, *shared, mask

@@ -38,16 +38,18 @@ class Hooks:
             ConfigError: a name is taken in this record or in the records of other steps, or a value
                 is no number.
         """
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for name, function in self._at["run.step"].items():
-            for key, value in (function(run, MappingProxyType({**record, **found})) or {}).items():
+            for key, value in (
+                function(run, MappingProxyType({**record, **numbers})) or {}
+            ).items():
                 value = value.item() if hasattr(value, "item") else value
-                if key in record or key in found or is_taken(str(key)):
+                if key in record or key in numbers or is_taken(str(key)):
                     raise ConfigError(
                         "run.step", name, f"{key!r} is in the record already", "Use another name"
                     )
                 if not isinstance(value, (int, float)):
                     rule = f"{key!r} is {type(value).__name__}, and metrics are numbers"
                     raise ConfigError("run.step", name, rule, "Return one number for each name")
-                found[str(key)] = value
-        return found
+                numbers[str(key)] = value
+        return numbers

@@ -51,10 +51,10 @@ class Reference:
     def inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
         """Return the extra inputs of ``PreferenceLoss`` for a batch; 0 where a row has no pair."""
         assert batch.pairs is not None
-        found = torch.where(
+        values = torch.where(
             (batch.pairs >= 0).unsqueeze(-1), self.log_probs[batch.pairs.clamp_min(0)], 0.0
         )
-        return {"reference": send(found, self.device)}
+        return {"reference": send(values, self.device)}
 
 
 def open_reference(
@@ -84,16 +84,19 @@ def open_reference(
     splits: list[Split] = ["train", "validation"] if config.train.val_every else ["train"]
     belongs = _belongs(config, weights, loader, splits, meshes)
     saved: dict[str, Any] = {"base": weights}
-    if (found := store.newest()) is not None:
-        step_dir, manifest, _ = found
+    if (newest := store.newest()) is not None:
+        step_dir, manifest, _ = newest
         saved |= manifest["counters"].get("reference", {})
         check_base(step_dir, manifest | saved, config, weights)
 
     def look() -> Any:
-        kept = _read(path, belongs, loader.num_pairs)
-        if isinstance(kept, np.ndarray) and saved.get("crc32") not in (None, zlib.crc32(kept.data)):
+        values = _read(path, belongs, loader.num_pairs)
+        if isinstance(values, np.ndarray) and saved.get("crc32") not in (
+            None,
+            zlib.crc32(values.data),
+        ):
             return f"it is not the one that {step_dir} was trained against"
-        return kept
+        return values
 
     values = store.ranks.lead(look)
     if not isinstance(values, np.ndarray):

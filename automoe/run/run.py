@@ -132,7 +132,7 @@ class Run:
         if self.context.rank == 0 and loader.corpora[0].trained is not None:
             row = loader.row(0)
             tokens, labels, doc_ids = (
-                one[0].numpy() for one in (row.tokens, row.labels, row.doc_ids)
+                tensor[0].numpy() for tensor in (row.tokens, row.labels, row.doc_ids)
             )
             self._record.show_row(describe_row(tokens, labels, doc_ids, loader.tokenizer))
 
@@ -275,14 +275,14 @@ class Run:
             if not self._took_a_step() and self._fall_back():
                 return
             optim = self.config.optim
-            what = (
+            reason = (
                 "in a row were skipped (train.max_skipped)"
                 if over
                 else "were skipped, and none was taken"
             )
             gave_up = f". Checkpoints given up before: {'; '.join(self.context.fell_back)}"
             raise AutomoeError(
-                f"{min(state.skipped, state.step)} steps {what}, the last step "
+                f"{min(state.skipped, state.step)} steps {reason}, the last step "
                 f"{state.step}: {_skip_text(record)}. metrics.jsonl names the rows and documents of each. Lower "
                 f"optim.lr ({optim.lr}), raise optim.warmup_steps ({optim.warmup_steps}), or look at that data"
                 f"{gave_up if self.context.fell_back else ''}"

@@ -72,19 +72,19 @@ class Engine:
         length = -(-max(map(len, rows.values())) // unit) * unit
         length = train.seq_len if shape.pp > 1 else min(length, train.seq_len)
         numbers = list(rows)
-        found = dict.fromkeys(rows, NO_TOKEN)
+        next_tokens = dict.fromkeys(rows, NO_TOKEN)
         for first in range(0, len(numbers), count * shape.dp):
             start = first + self.meshes.dp_rank * count
-            own = numbers[start : start + count]
-            batch = _batch([rows[n] for n in own], rows[numbers[0]], count, length)
+            chunk = numbers[start : start + count]
+            batch = _batch([rows[n] for n in chunk], rows[numbers[0]], count, length)
             inputs, _ = prepare_inputs(batch, self.meshes, self.config, self.device)
             assert inputs.labels is not None
             tokens = self.runner.outputs(replace(inputs, next_token_at=inputs.labels != IGNORE))
             # Only the last stage has tokens; a cp rank without the row's end has none for the row.
             if tokens is not None:
-                for n, token in zip(own, tokens.amax(1).tolist(), strict=False):
-                    found[n] = max(token, NO_TOKEN)
-        return {n: int(token) for n, token in max_over_ranks(found).items()}
+                for n, token in zip(chunk, tokens.amax(1).tolist(), strict=False):
+                    next_tokens[n] = max(token, NO_TOKEN)
+        return {n: int(token) for n, token in max_over_ranks(next_tokens).items()}
 
 
 class Sampler:

@@ -76,8 +76,8 @@ class SlowRanks:
         seconds = dict.fromkeys(self._names, 0.0)
         pairs = zip(self._marks, self._marks[1:], strict=False)
         on_cuda = self._context.device.type == "cuda"
-        own = min(a.elapsed_time(b) / 1000 if on_cuda else b - a for a, b in pairs)
-        seconds[self._names[self._context.rank]] = own
+        fastest = min(a.elapsed_time(b) / 1000 if on_cuda else b - a for a, b in pairs)
+        seconds[self._names[self._context.rank]] = fastest
         return seconds
 
     def record(self, over_ranks: Mapping[str, float]) -> dict[str, Any]:

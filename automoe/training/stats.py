@@ -70,10 +70,12 @@ def gather_stats(
         indexers = [module for module in modules if isinstance(module, Indexer)]
         reported = {
             **reported,
-            "indexer_loss": sum((one.loss_sum for one in indexers), loss_share.new_zeros(())),
+            "indexer_loss": sum(
+                (indexer.loss_sum for indexer in indexers), loss_share.new_zeros(())
+            ),
         }
-        for one in indexers:
-            one.reset_buffers()
+        for indexer in indexers:
+            indexer.reset_buffers()
     num_layers = model.num_moe_layers
     num_experts = model.num_experts
     device = loss_share.device
@@ -142,7 +144,7 @@ def max_over_ranks(values: Mapping[Name, float]) -> dict[Name, float]:
     return dict(zip(values, maxima.tolist(), strict=True))
 
 
-def same_on_all_ranks(value: Any, what: str) -> None:
+def same_on_all_ranks(value: Any, subject: str) -> None:
     """Raise unless ``value`` is equal on all ranks. Collective over the CPU backend.
 
     Each rank sends a digest of 16 characters.
@@ -165,6 +167,6 @@ def same_on_all_ranks(value: Any, what: str) -> None:
             ", ..." if len(differing) > 16 else ""
         )
         raise DataError(
-            f"{what} is not the same on all ranks: {len(differing)} of {len(digests)} differ from the others: "
+            f"{subject} is not the same on all ranks: {len(differing)} of {len(digests)} differ from the others: "
             f"rank {ranks}. Give every node the same files, or a run_dir and data on a disk that all share"
         )

@@ -125,14 +125,14 @@ def prepare_inputs(
     )
     if meshes.shape.cp > 1:
         index = head_tail_index(seq_len, meshes.shape.cp, meshes.coordinate("cp"))
-    own: dict[str, Any] = {
+    local: dict[str, Any] = {
         name: send(x[:, index], device)
         for name, x in vars(whole).items()
         if isinstance(x, torch.Tensor)
     }
     sent = send(counts, device)
     sums = TokenCounts(sent[0], sent[1], sent[2], sent[3:].view(-1, 2))
-    inputs = replace(whole, counts=sums, **own)
+    inputs = replace(whole, counts=sums, **local)
     return inputs, int(counts[0])
 
 
@@ -267,13 +267,13 @@ def validate(
     """
 
     def losses() -> dict[str, float]:
-        found = {}
+        by_source = {}
         for source, name in enumerate(loader.names):
             batches = loader.batches("validation", config.train.val_batches, source)
             sums = _validation_sums(config, runner, batches, meshes, device, extra_inputs)
             if sums["count"]:
-                found[name] = loader.weights[source], sums
-        return _mean_losses(found, runner.loss is None)
+                by_source[name] = loader.weights[source], sums
+        return _mean_losses(by_source, runner.loss is None)
 
     record = losses()
     if record and optimizer is not None and config.optim.ema_decay:
@@ -283,14 +283,14 @@ def validate(
 
 
 def _mean_losses(
-    found: Mapping[str, tuple[float, dict[str, float]]], is_cross_entropy: bool
+    by_source: Mapping[str, tuple[float, dict[str, float]]], is_cross_entropy: bool
 ) -> dict[str, float]:
     """Return a validation's metrics from each source's weight and sums; empty without sources."""
-    if not found:
+    if not by_source:
         return {}
-    total = sum(sums["count"] for _, sums in found.values())
+    total = sum(sums["count"] for _, sums in by_source.values())
     mixed: dict[str, float] = {}
-    for weight, sums in found.values():
+    for weight, sums in by_source.values():
         factor = weight * total / sums["count"]  # 1 for a single source
         mixed = {key: mixed.get(key, 0.0) + factor * value for key, value in sums.items()}
     nats, count, text_bytes = (mixed.pop(key) for key in ("nats", "count", "bytes"))
@@ -302,7 +302,7 @@ def _mean_losses(
     record |= {key: value / count for key, value in mixed.items()}
     return record | {
         f"val_loss.{name}": sums["nats"] / sums["count"]
-        for name, (_, sums) in found.items()
+        for name, (_, sums) in by_source.items()
         if name
     }
 
