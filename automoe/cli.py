@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name:<11} {what}" for name, what in (COMMANDS | _HERE).items())
+    commands = "\n".join(f"  {name:<11} {purpose}" for name, purpose in (COMMANDS | _HERE).items())
     end = "automoe COMMAND --help says more; automoe --version"
     return f"automoe COMMAND [options] [key=value ...]\n\n{commands}\n\n{end}"
 

@@ -104,13 +104,16 @@ def examine() -> Iterator[Fact]:
     wrong = "" if linux else "ranks run only on Linux: use a container or a virtual machine"
     yield Fact("system", platform.platform(), wrong)
     # If a package is on the path twice, Python imports the first one, which is last and wins here.
-    installed = {one.name.lower(): one.version for one in reversed([*distributions()])}
+    installed = {
+        distribution.name.lower(): distribution.version
+        for distribution in reversed([*distributions()])
+    }
     torch = installed.get("torch", "")
     build = "CUDA" if torch_has_cuda() else "CPU"
     wrong = torch_note(torch) or "" if torch else "pip install torch"
     yield Fact("torch", f"{torch}, {build} build", wrong)
-    found = [f"{name} {installed[name]}" for name in PACKAGES.split() if name in installed]
-    yield Fact("packages", ", ".join(found), _other_triton(installed))
+    versions = [f"{name} {installed[name]}" for name in PACKAGES.split() if name in installed]
+    yield Fact("packages", ", ".join(versions), _other_triton(installed))
     there = [name for package, name in OPTIONAL.items() if find_spec(package)]
     missing = [name for name in OPTIONAL.values() if name not in there]
     yield Fact("optional, here", ", ".join(there))
@@ -187,13 +190,15 @@ def _other_triton(installed: dict[str, str]) -> str:
         needed = [Requirement(line) for line in requires("torch") or ()]
     except PackageNotFoundError:
         return ""
-    for one in needed:
-        here = versions.get(canonicalize_name(one.name), "none")
-        if "triton" not in one.name or (one.marker and not one.marker.evaluate({"extra": ""})):
+    for requirement in needed:
+        here = versions.get(canonicalize_name(requirement.name), "none")
+        if "triton" not in requirement.name or (
+            requirement.marker and not requirement.marker.evaluate({"extra": ""})
+        ):
             continue
-        if here == "none" or not one.specifier.contains(here, prereleases=True):
-            pair = f"torch {installed['torch']} needs {one.name}{one.specifier} and finds {here}"
-            return f"{pair}: pip install '{one.name}{one.specifier}'"
+        if here == "none" or not requirement.specifier.contains(here, prereleases=True):
+            pair = f"torch {installed['torch']} needs {requirement.name}{requirement.specifier} and finds {here}"
+            return f"{pair}: pip install '{requirement.name}{requirement.specifier}'"
     return ""
 
 

@@ -87,8 +87,8 @@ class ConfigError(AutomoeError, ValueError):
         self.value = value
         self.rule = rule
         self.remedy = remedy
-        given = key if value == "" else f"{key}={value}"
-        super().__init__(f"{given}: {rule}. {remedy}")
+        setting = key if value == "" else f"{key}={value}"
+        super().__init__(f"{setting}: {rule}. {remedy}")
 
 
 class DataError(AutomoeError, ValueError):
@@ -142,8 +142,10 @@ def in_words(error: BaseException) -> BaseException:
         return LaunchError("the working directory is gone. Change to one that exists")
     text = str(error)
     if text.startswith("Could not determine home"):
-        what = "this user has no home directory"
-        return LaunchError(f"{what}. Set HOME, or XDG_CACHE_HOME for the cache of tokenised text")
+        problem = "this user has no home directory"
+        return LaunchError(
+            f"{problem}. Set HOME, or XDG_CACHE_HOME for the cache of tokenised text"
+        )
     if text.endswith(_NO_PROCESS):
         limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
         return LaunchError(
@@ -282,7 +284,7 @@ def _interrupt(signum: int, frame: object) -> None:
 
 
 def number_option(
-    convert: Callable[[str], N], is_valid: Callable[[N], bool], what: str
+    convert: Callable[[str], N], is_valid: Callable[[N], bool], kind: str
 ) -> Callable[[str], N]:
     """Return an argparse type that converts the text of an option and refuses invalid numbers.
 
@@ -296,7 +298,7 @@ def number_option(
         with suppress(ValueError, OSError):
             if is_valid(number := convert(text)):
                 return number
-        raise ArgumentTypeError(f"{text} is not a {what}")
+        raise ArgumentTypeError(f"{text} is not a {kind}")
 
     return parse
 

@@ -110,12 +110,12 @@ def _evaluate(args: argparse.Namespace) -> int:
             raise ConfigError(
                 "--tasks", args.tasks, f"more than one task is called {listed(twice)}", "Rename one"
             )
-        found = evaluate(folder, tasks, args)
-    rows = list(_rows(found, names))
+        scores = evaluate(folder, tasks, args)
+    rows = list(_rows(scores, names))
     # For a run the checkpoint may be a temporary folder, so record the run itself.
-    found["config"] |= {"model": args.where, "apply_chat_template": args.apply_chat_template}
+    scores["config"] |= {"model": args.where, "apply_chat_template": args.apply_chat_template}
     _print_table(rows)
-    text = json.dumps(jsonable(found), indent=1, default=str)
+    text = json.dumps(jsonable(scores), indent=1, default=str)
     lost = None
     try:
         with named(out, len(text)), out.open("x") as file:
@@ -272,7 +272,7 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
         )
     # A limit is a count of documents, or below 1 a share of them.
     limit = args.limit if args.limit is None or args.limit < 1 else int(args.limit)
-    fewest = min(len(task.eval_docs) for one in tasks for task in _leaves(one))
+    fewest = min(len(task.eval_docs) for asked in tasks for task in _leaves(asked))
     if limit is not None:
         fewest = min(fewest, limit if limit >= 1 else math.ceil(fewest * limit))
     with _failing(args.tasks):
@@ -302,12 +302,12 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
                             f"--tasks={args.tasks}: {leaf.task_name}: {part}", getattr(leaf, part)
                         ),
                     )
-        found = run(
+        scores = run(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
             # A single document has no standard error; the harness would divide by 0.
             **({"bootstrap_iters": 0} if fewest < 2 else {}),
         )
-    return {key: value for key, value in found.items() if key != "git_hash"}
+    return {key: value for key, value in scores.items() if key != "git_hash"}
 
 
 @contextlib.contextmanager
@@ -329,12 +329,12 @@ def _leaves(task: Any) -> list[Any]:
     return task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]
 
 
-def _rows(found: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, ...]]:
+def _rows(scores: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, ...]]:
     """Yield (task, metric, few-shot count, value, standard error) per number, groups first."""
-    groups = found.get("groups", {})
-    results = groups | found["results"]
+    groups = scores.get("groups", {})
+    results = groups | scores["results"]
     for name in [*groups, *names]:
-        shots = found.get("n-shot", {}).get(name)
+        shots = scores.get("n-shot", {}).get(name)
         for key, value in results.get(name, {}).items():
             metric, _, kind = key.partition(",")
             if kind and not metric.endswith("_stderr"):

@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--template-args",
-        type=number_option(json.loads, lambda given: isinstance(given, dict), "JSON object"),
+        type=number_option(json.loads, lambda value: isinstance(value, dict), "JSON object"),
         default={},
         metavar="JSON",
         help="""arguments of the chat template, such as '{"enable_thinking": false}'""",
@@ -118,11 +118,11 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = _parser()
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
-    given = args.template_args | {"tools": args.tools}
+    variables = args.template_args | {"tools": args.tools}
     if args.text and (args.tools or args.template_args):
         parser.error("--text uses no chat template: leave out --tools and --template-args")
     with checkpoint_of(user_path("WHERE", args.where)) as folder:
-        speaker = Speaker(folder, args.max_new_tokens, args.temperature, args.seed, given)
+        speaker = Speaker(folder, args.max_new_tokens, args.temperature, args.seed, variables)
         system = [{"role": "system", "content": args.system}] if args.system else []
         for prompt in args.prompt:
             if not prompt:
@@ -256,7 +256,7 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         # Tensors that no file holds would be drawn at random, in memory for all of them.
         built = partial(num_parameters, config)
         check_numbers(folder, guarded(f"{folder}: its class of transformers", built), tensors)
-        model, found = loading_class(config).from_pretrained(
+        model, loaded = loading_class(config).from_pretrained(
             folder,
             dtype="auto",
             output_loading_info=True,
@@ -276,20 +276,20 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
         raise CheckpointError(
             f"{folder}: transformers cannot load it without custom code, or run it ({why})"
         ) from error
-    _check_loaded(folder, model, found, logits)
+    _check_loaded(folder, model, loaded, logits)
     return model, tokenizer
 
 
-def _check_loaded(folder: Path, model: Any, found: dict[str, Any], logits: Any) -> None:
+def _check_loaded(folder: Path, model: Any, loaded: dict[str, Any], logits: Any) -> None:
     """Refuse a model with tensors that no file holds, or numbers that are NaN or infinite."""
     from automoe.hf.read import is_finite
 
-    if missing := found["missing_keys"]:  # transformers draws them at random
+    if missing := loaded["missing_keys"]:  # transformers draws them at random
         raise CheckpointError(
             f"{folder}: its files lack {len(missing)} tensors of {type(model).__name__}: {listed(missing)}. Compare its "
             "config.json with the published one, and copy the missing files"
         )
-    if unread := found["unexpected_keys"]:
+    if unread := loaded["unexpected_keys"]:
         print(f"note: {folder}: not read: {listed(unread)}", file=sys.stderr, flush=True)
     # NaN logits would go unnoticed: argmax takes the first token, so the model still answers and
     # still gets a share of multiple choices right.
@@ -314,9 +314,9 @@ def _generation_config(folder: Path) -> Any:
     name = "generation_config.json"
     if not (folder / name).is_file():
         name = "config.json"
-    given = read_settings(folder, name)
-    settings = GenerationConfig(**{key: given[key] for key in FOLLOWED & given.keys()})
-    others = {key for key in settings.to_dict() if given.get(key)} - FOLLOWED - _OVERRIDDEN
+    stored = read_settings(folder, name)
+    settings = GenerationConfig(**{key: stored[key] for key in FOLLOWED & stored.keys()})
+    others = {key for key in settings.to_dict() if stored.get(key)} - FOLLOWED - _OVERRIDDEN
     if others and name != "config.json":
         print(
             f"note: {folder / name}: settings not followed: {listed(others, 20)}", file=sys.stderr
@@ -341,13 +341,13 @@ class Speaker:
         max_new_tokens: int,
         temperature: float = 0.0,
         seed: int = 0,
-        given: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         import torch
 
         torch.manual_seed(seed)
         self.folder = folder
-        self.given = given or {}
+        self.given = variables or {}
         self.model, self.tokenizer = load_checkpoint(folder)
         self.max_new_tokens = max_new_tokens
         # Greedy means the model's likeliest token: switch off the penalties that the checkpoint's
@@ -371,7 +371,9 @@ class Speaker:
         import torch
 
         try:
-            (said if isinstance(said, str) else "".join(one["content"] for one in said)).encode()
+            (
+                said if isinstance(said, str) else "".join(message["content"] for message in said)
+            ).encode()
         except UnicodeEncodeError as error:
             raise CheckpointError(
                 "the prompt is not UTF-8. Convert it (iconv -f latin1 -t utf-8)"

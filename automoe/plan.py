@@ -65,9 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     from automoe.config.compose import parse_arguments
     from automoe.planner.search_command import answer, question_of, take_own
 
-    own, argv = take_own(argv)
-    question = question_of(own)
-    page = user_path("html", own["html"]) if "html" in own else None
+    search_words, argv = take_own(argv)
+    question = question_of(search_words)
+    page = user_path("html", search_words["html"]) if "html" in search_words else None
     args = parse_arguments(argv, ["--json", "--build"])
     if args.help:
         print(USAGE, end="")
@@ -96,15 +96,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"page    {page}", file=sys.stderr if as_json else sys.stdout)
     built = build_heaviest(config, plan) if build else None
     written = None
-    if "export" in own:
-        written, command = write_titan(config, mesh, args.config_name, own.get("out", ""))
+    if "export" in search_words:
+        written, command = write_titan(config, mesh, args.config_name, search_words.get("out", ""))
     if as_json:
-        found = plan.to_dict()
+        facts = plan.to_dict()
         if written:
-            found["exported"] = str(written)
+            facts["exported"] = str(written)
         if built:
-            found["built"] = asdict(built)
-        print(json.dumps(found, indent=2))
+            facts["built"] = asdict(built)
+        print(json.dumps(facts, indent=2))
     else:
         if built:
             verdict = (

@@ -97,5 +97,5 @@ def more_micro_batches(config: Config, shape: MeshShape) -> str:
     """Return the settings with which a step has as many micro-batches as it must have."""
     train, ranks = config.train, shape.dp * least_micro_batches(config, shape)
     smaller, left = divmod(train.global_batch_size, ranks)
-    found = f"train.global_batch_size={ranks * train.micro_batch_size}"
-    return found if left else f"{found}, or train.micro_batch_size={smaller}"
+    named = f"train.global_batch_size={ranks * train.micro_batch_size}"
+    return named if left else f"{named}, or train.micro_batch_size={smaller}"

@@ -35,13 +35,13 @@ def query_blocks(
     if num_ranks == 1:
         return [(slice(0, num_queries), slice(0, num_queries))]
     chunk = num_queries // 2
-    found = []
+    blocks = []
     for start, number in ((0, rank + 1), (chunk, 2 * num_ranks - rank)):
         # All queries of the block mask the keys after its end, and the keys before the window of
         # its first query.
         first = max((number - 1) * chunk - window + 1, 0) if window else 0
-        found.append((slice(start, start + chunk), slice(first, number * chunk)))
-    return found
+        blocks.append((slice(start, start + chunk), slice(first, number * chunk)))
+    return blocks
 
 
 def mean_keys(seq_len: int, num_ranks: int, window: int = 0) -> float:

@@ -111,7 +111,7 @@ def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
         return [from_environment(value, environment) for value in raw]
     if not isinstance(raw, str) or not named_variables(raw):
         return raw
-    text = _VARIABLE.sub(lambda found: environment.get(found[1], found[0]), raw)
+    text = _VARIABLE.sub(lambda match: environment.get(match[1], match[0]), raw)
     return FromEnvironment(text, raw)
 
 
@@ -172,7 +172,7 @@ def field_types(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
-def _unknown_key(key: str, value: object, cls: type, given: str = "") -> ConfigError:
+def _unknown_key(key: str, value: object, cls: type, suffix: str = "") -> ConfigError:
     parent, _, name = key.rpartition(".")
     siblings = list(field_types(cls))
     close = [f"{parent}.{sibling}".lstrip(".") for sibling in nearest(name, siblings)]
@@ -181,7 +181,7 @@ def _unknown_key(key: str, value: object, cls: type, given: str = "") -> ConfigE
         close = [k for k in keys if k.rpartition(".")[2] == name] or nearest(key, keys)
     where = f"{parent} has" if parent else "the configuration has"
     remedy = f"Did you mean {' or '.join(close)}?" if close else f"Keys here: {', '.join(siblings)}"
-    return ConfigError(given or key, value, f"unknown key: {where} no {name!r}", remedy)
+    return ConfigError(suffix or key, value, f"unknown key: {where} no {name!r}", remedy)
 
 
 def _wrong_type(key: str, value: object, expected: str) -> ConfigError:
@@ -200,7 +200,7 @@ def _to_dataclass(cls: type, raw: object, prefix: str) -> Any:
         if default is MISSING and name not in raw:
             key = f"{prefix}{name}"
             raise ConfigError(key, "", "needs a value: it has no default", f"Set {key}=")
-    return cls(**{key: _convert(hints[key], one, f"{prefix}{key}") for key, one in raw.items()})
+    return cls(**{key: _convert(hints[key], item, f"{prefix}{key}") for key, item in raw.items()})
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:

@@ -133,13 +133,13 @@ def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
     """
     if not data.sources:
         return [("", 1.0, data)]
-    found = []
+    sources = []
     for source in data.sources:
-        own = {key: value for key, value in vars(source).items() if value is not None}
-        weight = own.pop("weight")
+        settings = {key: value for key, value in vars(source).items() if value is not None}
+        weight = settings.pop("weight")
         place = (source.path or source.kind or data.kind).rstrip("/").rpartition("/")[2]
-        name = own.pop("name", "") or place.partition(".")[0]
-        chat = {key: own.pop(key) for key in ("format", "keys", "roles") if key in own}
-        own |= {"chat": replace(data.chat, **chat), "path": source.path, "sources": []}
-        found.append((name, weight, replace(data, **own)))
-    return found
+        name = settings.pop("name", "") or place.partition(".")[0]
+        chat = {key: settings.pop(key) for key in ("format", "keys", "roles") if key in settings}
+        settings |= {"chat": replace(data.chat, **chat), "path": source.path, "sources": []}
+        sources.append((name, weight, replace(data, **settings)))
+    return sources

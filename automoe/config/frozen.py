@@ -59,10 +59,10 @@ def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
     """
     launch = replace(config.launch, num_ranks=shape.world_size, device=device)
     data = replace(config.data, tokenizer=tokenizer_of(config))
-    own = own_recipe(config.recipe)
+    path = own_recipe(config.recipe)
     # An absolute path names the same file for every rank, whatever its working directory.
-    as_typed = not isinstance(own, Path) or isinstance(config.recipe, FromEnvironment)
-    recipe = config.recipe if as_typed else str(own)
+    as_typed = not isinstance(path, Path) or isinstance(config.recipe, FromEnvironment)
+    recipe = config.recipe if as_typed else str(path)
     return replace(
         config, recipe=recipe, mesh=MeshConfig(**asdict(shape)), launch=launch, data=data
     )
@@ -193,9 +193,9 @@ def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, An
     Returns:
         Dotted key -> (value then, value now), without the keys that are free to change.
     """
-    own = default_args(now.recipe_args)
-    own = {name: None if value is MISSING else value for name, value in own.items()}
-    default = flat(config_to_dict(Config(recipe_args=own)))
+    defaults = default_args(now.recipe_args)
+    defaults = {name: None if value is MISSING else value for name, value in defaults.items()}
+    default = flat(config_to_dict(Config(recipe_args=defaults)))
     old = default | flat(then)
     new = default | flat(config_to_dict(now))
     for values in (old, new):

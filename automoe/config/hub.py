@@ -36,10 +36,10 @@ def local_folder(spec: str | Path) -> Path:
     The folder need not exist.
     """
     folder = user_path("path", spec)
-    found = _ID.fullmatch(str(spec))
-    if found is None or found[3] is None or folder.exists():
+    match = _ID.fullmatch(str(spec))
+    if match is None or match[3] is None or folder.exists():
         return folder
-    return _cache_of(found[1]) / "snapshots" / found[3]
+    return _cache_of(match[1]) / "snapshots" / match[3]
 
 
 def _cache_of(name: str) -> Path:
@@ -54,25 +54,25 @@ def is_data_set(path: str) -> bool:
     Text counts as an id only if neither that path nor a folder OWNER exists.
     """
     folder = Path(path).expanduser()
-    found = _ID.fullmatch(path)
+    match = _ID.fullmatch(path)
     if folder.exists():
         return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
     # A mistyped file name must not query the Hub.
     file = folder.suffix in (".json", ".jsonl", ".parquet", ".gz", ".zst")
-    return found is not None and "@" not in path and not file and not folder.parent.exists()
+    return match is not None and "@" not in path and not file and not folder.parent.exists()
 
 
 def id_and_commit(spec: str) -> tuple[str, str] | None:
     """Return name and commit of a pinned id; None for a path or an id without commit."""
-    found = _ID.fullmatch(spec)
+    match = _ID.fullmatch(spec)
     return (
-        (found[1], found[3])
-        if found and found[3] and not Path(spec).expanduser().exists()
+        (match[1], match[3])
+        if match and match[3] and not Path(spec).expanduser().exists()
         else None
     )
 
 
-def pinned(key: str, spec: str, kept: str = "") -> str:
+def pinned(key: str, spec: str, earlier_commit: str = "") -> str:
     """Return a path unchanged; pin an id to its commit and download its config and tokenizer.
 
     ``spec`` counts as an id if it looks like one and no such folder exists. Without a revision, no
@@ -88,16 +88,16 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
         ConfigError: the model is not cached and the Hub cannot be reached, or the Hub has no
             such model or revision.
     """
-    found = _ID.fullmatch(spec)
-    if found is None or user_path(key, spec).exists():
+    match = _ID.fullmatch(spec)
+    if match is None or user_path(key, spec).exists():
         return spec
     from huggingface_hub import HfApi
 
-    name, revision, commit = found.groups()
+    name, revision, commit = match.groups()
     if not (revision or commit):
         if Path(name.partition("/")[0]).is_dir():
             return spec
-        if (before := id_and_commit(kept)) is not None and before[0] == name:
+        if (before := id_and_commit(earlier_commit)) is not None and before[0] == name:
             commit = before[1]
             with contextlib.suppress(Exception):  # the Hub may be out of reach
                 newest = HfApi().model_info(name, timeout=SILENT_S).sha
@@ -223,7 +223,7 @@ def _listed_sizes(listing: Path) -> dict[str, int]:
     """
     with contextlib.suppress(AttributeError, LookupError, TypeError):
         files = parse_json(read_file(listing))["files"]
-        return {name: int(one["size"]) for name, one in files.items()}
+        return {name: int(facts["size"]) for name, facts in files.items()}
     raise ValueError("it is not a list of a commit's files")
 
 
@@ -261,12 +261,12 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
     """
     from huggingface_hub import HfApi, constants
 
-    found = id_and_commit(spec)
-    assert found is not None, spec
+    pin = id_and_commit(spec)
+    assert pin is not None, spec
     try:
         there = (
             HfApi()
-            .model_info(found[0], revision=found[1], files_metadata=True, timeout=SILENT_S)
+            .model_info(pin[0], revision=pin[1], files_metadata=True, timeout=SILENT_S)
             .siblings
             or []
         )
@@ -283,7 +283,7 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
         f"downloading {spec}: {counted}, {total / 1e9:,.1f} GB, to {constants.HF_HUB_CACHE}",
         file=sys.stderr,
     )
-    download(key, *found, missing)
+    download(key, *pin, missing)
 
 
 def remedy_of(error: BaseException, path: str) -> str | None:

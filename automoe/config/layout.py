@@ -119,11 +119,11 @@ def with_layout(config: Config) -> Config:
     described: dict[str, Any] = {"stages_per_rank": len(sizes) // pp, "layers_per_stage": sizes}
     unset = {"stages_per_rank": 1, "layers_per_stage": None}
     for name, value in described.items():
-        given = getattr(config.parallel, name)
-        if given not in (unset[name], value):
+        named = getattr(config.parallel, name)
+        if named not in (unset[name], value):
             raise ConfigError(
                 f"parallel.{name}",
-                given,
+                named,
                 f"{KEY}={text} says {value}",
                 f"Set parallel.{name}={str(value).replace(chr(32), '')}, or leave out {KEY}",
             )

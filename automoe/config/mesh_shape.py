@@ -108,8 +108,8 @@ class MeshShape:
         """
         named = self.active_axes("default") + self.active_axes("moe")
         named += [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
-        own = [one for one in named if one[1] < self.world_size or one[0] in DISPATCH_AXES]
-        return [("world", self.world_size), *own]
+        axes = [axis for axis in named if axis[1] < self.world_size or axis[0] in DISPATCH_AXES]
+        return [("world", self.world_size), *axes]
 
     def describe(self, view: str) -> str:
         """Return the axes larger than one, e.g. ``pp2 x dp_shard2``, or ``one rank``."""

@@ -60,31 +60,33 @@ def args_class(recipe: str) -> type | None:
     Raises:
         ConfigError: the recipe does not exist, or its ``Args`` cannot be read.
     """
-    own = own_recipe(recipe)
-    if own is None:
+    path = own_recipe(recipe)
+    if path is None:
         return _SHIPPED.get(Path(find_recipe(recipe)).stem)
     try:
-        if CLASS not in source_of(own).read_text():
+        if CLASS not in source_of(path).read_text():
             return None  # the recipe, and with it torch, is not imported
-        cls: type | None = getattr(import_recipe(own), CLASS, None)
+        cls: type | None = getattr(import_recipe(path), CLASS, None)
     except Exception as error:  # whatever a user's own statements raise
         raise ConfigError(
             "recipe",
             recipe,
-            f"{CLASS} of {own} cannot be read: {type(error).__name__}: {error}",
+            f"{CLASS} of {path} cannot be read: {type(error).__name__}: {error}",
             "Mend it",
         ) from error
     if cls is not None and not is_dataclass(cls):
         raise ConfigError(
-            "recipe", recipe, f"{CLASS} of {own} is not a dataclass", "Write @dataclass above it"
+            "recipe", recipe, f"{CLASS} of {path} is not a dataclass", "Write @dataclass above it"
         )
     return cls
 
 
 def default_args(args: Any) -> dict[str, Any]:
     """Return field name -> default of a dataclass or its instance; MISSING without a default."""
-    own = fields(args) if is_dataclass(args) else ()
-    return {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in own}
+    declared = fields(args) if is_dataclass(args) else ()
+    return {
+        f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in declared
+    }
 
 
 def check_args(config: Config) -> None:

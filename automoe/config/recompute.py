@@ -91,8 +91,8 @@ def recompute_rows(config: Config) -> Iterator[Row]:
                "Set 'parallel.recompute_layers=every 2', or [0,1]")
         return
     layers = layers or []
-    kept = sorted({layer for layer in layers if 0 <= layer < num_layers})
-    nearest = f"Nearest valid choice: {key}=[{','.join(map(str, kept))}]"
+    numbers = sorted({layer for layer in layers if 0 <= layer < num_layers})
+    nearest = f"Nearest valid choice: {key}=[{','.join(map(str, numbers))}]"
     for layer in layers:
         modules = f" and num_mtp_layers={model.num_mtp_layers}" * bool(model.num_mtp_layers)
         rule = f"layer {layer} is outside 0..{num_layers - 1} (model.num_layers={model.num_layers}{modules})"

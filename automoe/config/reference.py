@@ -79,10 +79,10 @@ def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
     """
     check_key(name, "")
     lines: list[str] = []
-    own = args_sections(recipe) if name.partition(".")[0] == SECTION else []
-    if name == SECTION and not own:
+    declared = args_sections(recipe) if name.partition(".")[0] == SECTION else []
+    if name == SECTION and not declared:
         return f"{SECTION}: the recipe {recipe} has no keys of its own; recipe=NAME names another"
-    for section, document, keys in own or sections():
+    for section, document, keys in declared or sections():
         shown = [key for key in keys if key.name == name or key.name.startswith(f"{name}.")]
         if not shown:
             continue
@@ -96,7 +96,7 @@ def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
             )
         lines.append("")
     if not lines:
-        known = ", ".join(key.name for _, _, keys in own for key in keys) or "none"
+        known = ", ".join(key.name for _, _, keys in declared for key in keys) or "none"
         raise ConfigError(
             name, "", f"unknown key: the recipe {recipe} declares no such key", f"Its keys: {known}"
         )
@@ -114,14 +114,14 @@ def _source(cls: type) -> tuple[str, dict[str, str]]:
     }
     [node] = ast.parse(text).body
     assert isinstance(node, ast.ClassDef)
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     after = node.lineno
     for item in node.body:
         after, last = item.end_lineno or after, after
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             lines = [*range(last + 1, item.lineno), after]
-            found[item.target.id] = " ".join(comments[line] for line in lines if line in comments)
-    return " ".join((ast.get_docstring(node) or "").split()), found
+            texts[item.target.id] = " ".join(comments[line] for line in lines if line in comments)
+    return " ".join((ast.get_docstring(node) or "").split()), texts
 
 
 def _kind(hint: Any) -> str:
@@ -130,7 +130,7 @@ def _kind(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " | ".join(map(str, get_args(hint)))
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join("null" if one is type(None) else _kind(one) for one in get_args(hint))
+        return " or ".join("null" if part is type(None) else _kind(part) for part in get_args(hint))
     if get_origin(hint) is tuple:
         return f"{len(get_args(hint))} numbers"
     return type_name(hint)

@@ -64,8 +64,8 @@ class Scope(NamedTuple):
 @cache
 def _reader(text: str) -> Callable[[Scope], Any]:
     for sign, calculate in _SIGNS:
-        before, found, after = text.partition(sign)
-        if found:
+        before, sign_text, after = text.partition(sign)
+        if sign_text:
             left, right = _reader(before), _reader(after)
             return lambda see: calculate(left(see), right(see))
     if text.isdecimal():
@@ -272,7 +272,9 @@ def shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(shown, value))}]"
     plain = value is None or isinstance(value, bool)
-    return next(word for word, one in _WORDS.items() if one is value) if plain else str(value)
+    return (
+        next(word for word, meaning in _WORDS.items() if meaning is value) if plain else str(value)
+    )
 
 
 def listed(value: Any) -> list[Any]:

@@ -156,10 +156,10 @@ def number_rows(config: Config) -> Iterator[Row]:
     curve = config.cluster.gemm_curve
     yield ("cluster.gemm_curve", curve != [] and (len(curve) < 2 or not all(1e-6 <= share <= 1 for share in curve)),
            "two or more shares of cluster.peak_flops, each from 1e-6 to 1", "Set cluster.gemm_curve=[]")
-    given = config.cluster.constants
-    yield ("cluster.constants", not given.keys() <= {*SPEEDS, *DELAYS}, f"its keys are {', '.join((*SPEEDS, *DELAYS))}",
+    constants = config.cluster.constants
+    yield ("cluster.constants", not constants.keys() <= {*SPEEDS, *DELAYS}, f"its keys are {', '.join((*SPEEDS, *DELAYS))}",
            "Leave the others out")
-    yield ("cluster.constants", not all((1e-6 if name in SPEEDS else 0) <= value <= 1e6 for name, value in given.items()),
+    yield ("cluster.constants", not all((1e-6 if name in SPEEDS else 0) <= value <= 1e6 for name, value in constants.items()),
            f"from 0 to 1e6, and {', '.join(SPEEDS)} from 1e-6", "Leave it out: automoe/planner/constants.toml has others")
     links = config.cluster.links
     named = all(re.fullmatch(r"(all_gather|reduce_scatter|all_to_all|send) [1-9]\d*x[1-9]\d*", name) for name in links)

@@ -227,11 +227,11 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     yield from refused(Scope(config, shape, device), _FP8)
     blockwise = config.train.fp8 == "blockwise"
     # Blocks count from a weight's first row and column, so tp shards must end at block boundaries.
-    for what, size in _cut_sizes(config.model, shape.tp) if blockwise and shape.tp > 1 else ():
+    for matrix, size in _cut_sizes(config.model, shape.tp) if blockwise and shape.tp > 1 else ():
         whole = size * shape.tp
         yield ("mesh.tp", size % BLOCK != 0,
                f"train.fp8=blockwise has scales of {BLOCK} x {BLOCK} blocks of the whole weight, and tp would cut "
-               f"{what} inside one: {whole} / {shape.tp} = {size}, {size} % {BLOCK} = {size % BLOCK}",
+               f"{matrix} inside one: {whole} / {shape.tp} = {size}, {size} % {BLOCK} = {size % BLOCK}",
                f"Nearest valid choice: mesh.tp={_largest_cut(whole, shape.tp)}, or train.fp8=tensorwise")
 
 

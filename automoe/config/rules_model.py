@@ -214,11 +214,11 @@ def sharded_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 def _fewer_shards(model: ModelConfig, shape: MeshShape, size: int) -> str:
     """Return settings with which FSDP cuts ``size`` of an expert evenly, on the same ranks."""
-    kept = gcd(size // gcd(size, shape.etp), shape.ep_shard)
-    times = shape.ep_shard // kept
+    shards = gcd(size // gcd(size, shape.etp), shape.ep_shard)
+    times = shape.ep_shard // shards
     if model.num_experts % (shape.ep * times) == 0:
-        return f"mesh.ep={shape.ep * times} mesh.ep_shard={kept}"
-    return f"mesh.ep_replicate={shape.ep_replicate * times} mesh.ep_shard={kept}"
+        return f"mesh.ep={shape.ep * times} mesh.ep_shard={shards}"
+    return f"mesh.ep_replicate={shape.ep_replicate * times} mesh.ep_shard={shards}"
 
 
 def _routing_rows(see: Scope, model: ModelConfig) -> Iterator[Row]:

@@ -172,7 +172,7 @@ def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         # The first stage holds the embedding, the last one the head.
         modules = module_sizes(config, num_stages)
         full = [n + m + (i in (0, num_stages - 1)) for i, (n, m) in enumerate(zip(sizes, modules, strict=True))]
-        empty = [rank for rank, own in enumerate(held) if not any(full[stage] for stage in own)]
+        empty = [rank for rank, rank_stages in enumerate(held) if not any(full[stage] for stage in rank_stages)]
         yield (key, bool(empty),
                f"every pipeline rank trains something, and the stages of rank {min(empty, default=0)} are all empty", remedy)
         yield (key, sum(sizes) != num_layers,

@@ -86,7 +86,7 @@ def settings_rows(config: Config) -> Iterator[Row]:
     yield from _source_rows(config)
     yield from refused(see, _CHAT)
     data = config.data
-    alpaca = data.is_preference and any(one.chat.format == "alpaca" for _, _, one in sources_of(data))
+    alpaca = data.is_preference and any(source.chat.format == "alpaca" for _, _, source in sources_of(data))
     yield ("data.chat.format", alpaca, "pairs have a prompt, chosen and rejected: text, or "
            "messages of role and content (messages) or of from and value (sharegpt)",
            "Set data.chat.format=messages, and data.chat.keys={prompt: instruction} for other names")
@@ -122,20 +122,20 @@ def _source_rows(config: Config) -> Iterator[Row]:
     kinds = (*get_args(get_type_hints(DataConfig)["kind"]), *registered_names("data.kind"))
     yield ("data.sources", len(set(names)) < len(names) or (bool(data.sources) and "" in names),
            f"sources are told apart by name, and they are called {', '.join(names)}", "Give each a name: {name: code}")
-    for name, weight, one in sources:
+    for name, weight, source in sources:
         key, said = ("data.sources", f"{name}: ") if data.sources else ("data.path", "")
-        path, kind = one.path, one.kind
-        made = kind.startswith("stdlib") or one.is_synthetic
-        hub = path is not None and (kind == "hub" or one.is_chat and is_data_set(path))
-        part = [name for name, asked in (("split", one.split != "train"), ("subset", one.subset is not None)) if asked]
+        path, kind = source.path, source.kind
+        made = kind.startswith("stdlib") or source.is_synthetic
+        hub = path is not None and (kind == "hub" or source.is_chat and is_data_set(path))
+        part = [name for name, asked in (("split", source.split != "train"), ("subset", source.subset is not None)) if asked]
         for wrong, rule, remedy in (
             (not 0 < weight < inf, f"weight={weight}: a share of the rows, larger than 0",
              "Set its weight, or leave the source out"),
             (kind not in kinds, f"kind={kind} is not known", f"Available: {', '.join(kinds)}"),
-            ((one.is_chat, one.is_preference) != (data.is_chat, data.is_preference),
+            ((source.is_chat, source.is_preference) != (data.is_chat, data.is_preference),
              f"kind={kind}, and data.kind={data.kind}: conversations, pairs and text cannot be mixed",
              "Set data=chat for conversations, data=preference for pairs, and give other sources no kind"),
-            (one.is_synthetic and bool(data.sources), f"kind={kind} is synthetic, not text",
+            (source.is_synthetic and bool(data.sources), f"kind={kind} is synthetic, not text",
              "Set data=benchmark without sources"),
             (made and path is not None, f"data.path is set and data.kind={kind} does not read it",
              "Set data=text|jsonl|parquet|chat, or leave data.path out"),
@@ -145,7 +145,7 @@ def _source_rows(config: Config) -> Iterator[Row]:
              "Name a file, a directory or a glob that exists"),
             (bool(part) and not hub, f"{', '.join(part)}: this is for data sets of the Hub, and files are read whole",
              "Leave it out, and name only the files to read"),
-            (not data.is_chat and one.chat != data.chat, "format, keys and roles are for conversations",
+            (not data.is_chat and source.chat != data.chat, "format, keys and roles are for conversations",
              "Leave them out; data.text_key names the text"),
         ):
             yield key, wrong, said + rule, remedy

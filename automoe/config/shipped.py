@@ -119,11 +119,11 @@ def source_of(recipe: Path | str) -> Path:
 
 def own_recipe(recipe: str) -> Path | str | None:
     """Return ``find_recipe(recipe)`` for a user's recipe; None for a shipped one."""
-    found = find_recipe(recipe)
+    path = find_recipe(recipe)
     shipped = (
-        isinstance(found, Path) and found.resolve().parent == shipped_folder("recipes").resolve()
+        isinstance(path, Path) and path.resolve().parent == shipped_folder("recipes").resolve()
     )
-    return None if shipped else found
+    return None if shipped else path
 
 
 def load_recipe(recipe: str) -> ModuleType:
@@ -132,21 +132,21 @@ def load_recipe(recipe: str) -> ModuleType:
     Raises:
         ConfigError: the recipe does not exist, or has no ``main``.
     """
-    found = find_recipe(recipe)
-    module = import_recipe(found)
+    path = find_recipe(recipe)
+    module = import_recipe(path)
     if not hasattr(module, "main"):
         raise ConfigError(
-            "recipe", recipe, f"{found} has no main(config, shape, context)", "Define it"
+            "recipe", recipe, f"{path} has no main(config, shape, context)", "Define it"
         )
     return module
 
 
-def import_recipe(found: Path | str) -> ModuleType:
+def import_recipe(path: Path | str) -> ModuleType:
     """Import the file or module that ``find_recipe`` returned."""
-    if isinstance(found, Path):
-        return load_file(found)
+    if isinstance(path, Path):
+        return load_file(path)
     with working_directory_last():
-        return importlib.import_module(found)
+        return importlib.import_module(path)
 
 
 def load_file(path: str | Path) -> ModuleType:

@@ -84,8 +84,8 @@ class Phase:
 
     def __repr__(self) -> str:
         """Return the dictionary of a configuration file."""
-        given = {key: value for key, value in vars(self).items() if value is not None}
-        return "{" + ", ".join(f"{key}: {value}" for key, value in given.items()) + "}"
+        settings = {key: value for key, value in vars(self).items() if value is not None}
+        return "{" + ", ".join(f"{key}: {value}" for key, value in settings.items()) + "}"
 
 
 @dataclass

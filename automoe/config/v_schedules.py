@@ -30,13 +30,13 @@ class _Order:
         """Return how many actions of the kind and stage that ``word`` names were added."""
         return self.counts.get((word[0], int(word[1])), -1) + 1
 
-    def add(self, *what: str) -> None:
+    def add(self, *actions: str) -> None:
         """Append one entry per word: ``F0`` is a forward of the rank's stage 0, ``F0+B1`` is a
         pair.
 
         The word ``W`` stands for the oldest weight half that has not run.
         """
-        for word in what:
+        for word in actions:
             if word == "W":
                 if self.waiting:
                     self.made.append((("W", *self.waiting.pop(0)),))

@@ -79,23 +79,23 @@ def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 
 def _rampup_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     key, train = "train.rampup_batch_size", config.train
-    given = train.rampup_batch_size or []
+    ramp = train.rampup_batch_size or []
     rows = shape.dp * train.micro_batch_size
     unit = rows * (shape.pp if config.parallel.schedule in IN_ROUNDS else 1)
     first = rows * least_micro_batches(config, shape)
     least = f", start at least {first}" if first > unit else ""
     example = (f"Choose start and increment among multiples of {unit}{least}, and train.global_batch_size as start and "
                "one or more increments")
-    yield key, len(given) != 3, f"it is [start, increment, rows], three numbers, and has {len(given)}", example
-    start, increment, over = given
+    yield key, len(ramp) != 3, f"it is [start, increment, rows], three numbers, and has {len(ramp)}", example
+    start, increment, over = ramp
     grows = train.global_batch_size - start
     yield (key, start < 1 or increment < 1 or grows < increment or bool(grows % increment),
            f"from start to train.global_batch_size={train.global_batch_size} it grows by whole increments, at least one: "
            f"{train.global_batch_size} - {start} = {grows}", example)
     yield key, over < grows // increment, f"{over} rows are too few for {grows // increment} increments", example
     for rows in (start, start + increment):  # the others differ by more increments
-        one = replace(config, train=replace(train, global_batch_size=rows, rampup_batch_size=None))
-        for _, broken, rule, _ in mesh_rows(one, shape, device):
+        early = replace(config, train=replace(train, global_batch_size=rows, rampup_batch_size=None))
+        for _, broken, rule, _ in mesh_rows(early, shape, device):
             yield key, broken, f"it has batches of {rows} rows, and {rule}", example
 
 # fmt: on

@@ -132,8 +132,8 @@ def _without_nulls(value: Any) -> Any:
     ``datasets`` writes; null stands for a missing one.
     """
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass
@@ -150,8 +150,8 @@ class _Reader:
     pairs: bool
 
     def __post_init__(self) -> None:
-        own = _PAIR_KEYS if self.pairs else _COMPLETION
-        self.keys = _KEYS[self.chat.format] | own | (self.chat.keys or {})
+        names = _PAIR_KEYS if self.pairs else _COMPLETION
+        self.keys = _KEYS[self.chat.format] | names | (self.chat.keys or {})
         roles = _SHAREGPT_ROLES if self.chat.format == "sharegpt" else {}
         self.roles = _ROLES | roles | (self.chat.roles or {})
 
@@ -176,14 +176,14 @@ class _Reader:
             answer = self._text(self._value(record, "output"), self.keys["output"])
             messages = _question(question, answer)
         else:
-            found = _parsed(self._value(record, "messages"))
-            if not isinstance(found, list) or not found:
-                kind = "an empty list" if found == [] else type(found).__name__
+            parsed = _parsed(self._value(record, "messages"))
+            if not isinstance(parsed, list) or not parsed:
+                kind = "an empty list" if parsed == [] else type(parsed).__name__
                 raise self._wrong(
                     f"{self.keys['messages']!r} is {kind} where a list of messages is needed",
                     "Correct it",
                 )
-            messages = [self._message(one, n) for n, one in enumerate(found, start=1)]
+            messages = [self._message(message, n) for n, message in enumerate(parsed, start=1)]
         return [self._checked([*self._system(record, messages), *messages])], 0
 
     def _answers(self, record: Record, names: tuple[str, ...]) -> tuple[list[list[Message]], int]:
@@ -234,7 +234,7 @@ class _Reader:
         if isinstance(value, str) and not (
             isinstance(parsed, list)
             and parsed
-            and all(isinstance(one, dict) and self.keys["role"] in one for one in parsed)
+            and all(isinstance(turn, dict) and self.keys["role"] in turn for turn in parsed)
         ):
             return [{"role": role, "content": value}]
         if not isinstance(parsed, list) or not parsed:
@@ -242,7 +242,7 @@ class _Reader:
                 f"{name!r} is {parsed!r:.40} where text or messages are needed", "Correct it"
             )
         reader = _Reader(self.chat, f"{self.where}: {name}", self.pairs)
-        return [reader._message(one, n) for n, one in enumerate(parsed, start=1)]
+        return [reader._message(turn, n) for n, turn in enumerate(parsed, start=1)]
 
     def _system(self, record: Record, messages: list[Message]) -> list[Message]:
         """Return the system prompt from a record's own column for it, or []."""
@@ -285,8 +285,8 @@ class _Reader:
                 f"message {number} has the role {name!r}, and known roles are {listed(self.roles, 20)}",
                 f"Set data.chat.roles={{{name}: user}}, or whatever it stands for",
             )
-        own = {"role", "content", self.keys["role"], self.keys["content"]}
-        message = {"role": role} | {key: raw[key] for key in raw if key not in own}
+        read_keys = {"role", "content", self.keys["role"], self.keys["content"]}
+        message = {"role": role} | {key: raw[key] for key in raw if key not in read_keys}
         for key in set(WANTED) & message.keys():
             if message[key] not in (0, 1):  # True equals 1, and False 0.
                 rule = f"message {number} has {key}: {message[key]!r:.40}, and an answer is trained (1) or not (0)"
@@ -351,33 +351,33 @@ class _Reader:
             )
         return record[name]
 
-    def _content(self, value: Any, what: str) -> str | list[dict[str, str]]:
+    def _content(self, value: Any, field: str) -> str | list[dict[str, str]]:
         """Return a message's text, or its parts if there are several; the template joins them."""
         if not isinstance(value, list):
-            return self._text(value, what)
+            return self._text(value, field)
         if not value:
-            raise self._wrong(f"{what} is an empty list", "Correct it or remove the line")
+            raise self._wrong(f"{field} is an empty list", "Correct it or remove the line")
         texts = []
         for number, part in enumerate(value, start=1):
             kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
             if kind != "text":
                 raise self._wrong(
-                    f"part {number} of {what} is of type {kind!r}, and only text is trained",
+                    f"part {number} of {field} is of type {kind!r}, and only text is trained",
                     "Remove the part or the line",
                 )
-            texts.append(self._text(part.get("text"), f"part {number} of {what}"))
+            texts.append(self._text(part.get("text"), f"part {number} of {field}"))
         return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
-    def _text(self, value: Any, what: str) -> str:
+    def _text(self, value: Any, field: str) -> str:
         if not isinstance(value, str):
             raise self._wrong(
-                f"{what} is {type(value).__name__} where text is needed",
+                f"{field} is {type(value).__name__} where text is needed",
                 "Correct it or remove the line",
             )
         return value
 
-    def _wrong(self, what: str, remedy: str) -> DataError:
-        return DataError(f"{self.where}: {what}. {remedy}.")
+    def _wrong(self, field: str, remedy: str) -> DataError:
+        return DataError(f"{self.where}: {field}. {remedy}.")
 
 
 def _parsed(value: Any) -> Any:
@@ -398,7 +398,7 @@ def _parsed(value: Any) -> Any:
 def are_functions(value: Any) -> bool:
     """Return True for a list of tools or calls, which are objects with objects as ``function``."""
     return isinstance(value, list) and all(
-        isinstance(one, dict) and isinstance(one.get("function", one), dict) for one in value
+        isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in value
     )
 
 

@@ -79,7 +79,7 @@ def tokenise_chat(
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as marks:
         batched = _batched(conversations, template)
         for conversation, samples, first in (
-            _paired(batched, counts) if pairs else ((*one, []) for one in batched)
+            _paired(batched, counts) if pairs else ((*turns, []) for turns in batched)
         ):
             hashed = conversation.messages[: conversation.prompt or None]
             raw = json.dumps([hashed, conversation.tools], sort_keys=True, default=str).encode()
@@ -96,8 +96,8 @@ def tokenise_chat(
                 writer.end(len(trained), text_hash, conversation.file, conversation.line, *first)
                 counts["trained_tokens"] += int(trained.sum())
     off = template.reasoning_off() if template.counts["no_reasoning"] else None
-    found = {"first": template.first, "off": off, "refused": refused}
-    return writer.save(folder) | {"chat": dict(counts + template.counts) | found}
+    remarks = {"first": template.first, "off": off, "refused": refused}
+    return writer.save(folder) | {"chat": dict(counts + template.counts) | remarks}
 
 
 def _batched(
@@ -164,9 +164,9 @@ def describe_chat(
             f"the chat template{who} rewrites earlier turns, so {conversations:,} conversations are "
             f"{samples:,} samples with {factor:.2f} times the tokens (data.chat.turns=last: only the last answer)"
         )
-    for key, what in _REMARKS.items():
+    for key, remark in _REMARKS.items():
         if number := count[key]:
-            yield f"{number:,} {what}"
+            yield f"{number:,} {remark}"
     off = chat.get("off")
     if mixed or count["no_reasoning"] < answers:
         # template_args would change the prompts, and the export's default, of answers that reason.
@@ -177,9 +177,9 @@ def describe_chat(
         remedy = "data.chat.template=FILE, whose prompt opens none"
     else:
         remedy = f"data.chat.template_args={{{off}: false}}"
-    for key, what in _WARNINGS.items():
+    for key, remark in _WARNINGS.items():
         if number := count[key]:
             first = f", first {where(*chat['first'][key])}"
-            yield "warning: " + what.format(
+            yield "warning: " + remark.format(
                 n=number, **dict(count) | {"first": first, "off": remedy}
             )

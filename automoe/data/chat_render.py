@@ -99,14 +99,14 @@ class ChatRenderer:
         # transformers does not let a caller replace the template function strftime_now.
         if self.chat.date is not None:
             day = date.fromisoformat(self.chat.date)
-            template = _DATE.sub(lambda found: json.dumps(day.strftime(found[2])), template)
-        given = self._hf.special_tokens_map | (self.chat.template_args or {}) | (args or {})
+            template = _DATE.sub(lambda match: json.dumps(day.strftime(match[2])), template)
+        variables = self._hf.special_tokens_map | (self.chat.template_args or {}) | (args or {})
         [text], _ = render_jinja_template(
             conversations=[messages],
             tools=tools,
             chat_template=template,
             add_generation_prompt=prompt,
-            **given,
+            **variables,
         )
         if len(text.encode()) > _MOST_BYTES:
             raise ValueError(f"it writes {len(text):,} characters")
@@ -138,14 +138,14 @@ class ChatRenderer:
         if self.chat.special_text == "text":
             texts = [self._names.sub(rf"{_TOKEN}\g<0>", text).replace(TEXT, "") for text in texts]
             encoded = self._marked.encode_batch(texts, add_special_tokens=False)
-            return [one.ids for one in encoded]
+            return [encoding.ids for encoding in encoded]
         return self._hf(
             texts, add_special_tokens=False, return_attention_mask=False, verbose=False
         )["input_ids"]
 
     def _normal(self, messages: list[Message], where: str) -> list[Message]:
         """Return messages with joined texts, and with tool calls in the form of this template."""
-        found = []
+        turns = []
         for message in messages:
             if isinstance(parts := message.get("content"), list):
                 message = message | {"content": self._joint.join(part["text"] for part in parts)}
@@ -155,8 +155,8 @@ class ChatRenderer:
                 message = message | {"tool_calls": [as_tool_call(call, as_text) for call in calls]}
                 if not message["content"]:
                     message["content"] = empty
-            found.append(self._as_text(message))
-        return found
+            turns.append(self._as_text(message))
+        return turns
 
     @cached_property
     def _joint(self) -> str:
@@ -169,8 +169,8 @@ class ChatRenderer:
             text = self._render([{"role": "user", "content": parts}], None)
         except Exception:  # The template takes only text.
             return "\n"
-        between, found, _ = text.partition(PROBE[0])[2].partition(PROBE[1])
-        return between if found and not between.strip() else "\n"
+        between, probe, _ = text.partition(PROBE[0])[2].partition(PROBE[1])
+        return between if probe and not between.strip() else "\n"
 
     def _find_tool_form(self, where: str) -> tuple[bool, Any]:
         """Return whether the template takes arguments as JSON text, and the form of empty content.

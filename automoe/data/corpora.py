@@ -129,11 +129,11 @@ def _stdlib_sources(root: Path) -> list[Path]:
 
     Installed packages can be ten times as many files.
     """
-    found = []
+    paths = []
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if name not in _STDLIB_SKIP]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return found
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return paths
 
 
 def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
@@ -163,11 +163,11 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
             raise DataError(
                 f"{path}: a link to a folder elsewhere. Use a glob with **, which follows it, or remove it."
             )
-    found = sorted(
+    paths = sorted(
         (path for path in visible if matches(path.name) and path.is_file()), key=Path.is_symlink
     )
     # A link to a file of the same folder does not repeat the file.
-    return list({path.resolve(): path for path in reversed(found)}.values())
+    return list({path.resolve(): path for path in reversed(paths)}.values())
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -199,18 +199,18 @@ def read_files(
         DataError: a file cannot be read, or is empty.
     """
     for index, path in enumerate(paths):
-        found = False
+        any_text = False
         doing(f"{path}: reading")
         try:
             for line, record in read(path):
                 if record != "":
-                    found = True
+                    any_text = True
                     yield index, path, line, record
         except OSError as error:
             raise DataError(
                 f"{path}: cannot be read ({error.strerror or error}). Check the file."
             ) from error
-        if not found and not may_be_empty:
+        if not any_text and not may_be_empty:
             raise DataError(
                 f"{path}: the file is empty. Remove it from data.path, or write it again."
             )
@@ -434,11 +434,11 @@ def _python(value: Any) -> Any:
     if value is None or not value.is_valid:
         return None
     if isinstance(value, pyarrow.MapScalar):
-        return dict(map(_python, one.values()) for one in value.values)
+        return dict(map(_python, entry.values()) for entry in value.values)
     if isinstance(value, pyarrow.StructScalar):
-        return {name: _python(one) for name, one in value.items()}
+        return {name: _python(entry) for name, entry in value.items()}
     if isinstance(value, pyarrow.ListScalar):
-        return [_python(one) for one in value.values]
+        return [_python(entry) for entry in value.values]
     if isinstance(value, pyarrow.JsonScalar):
         return _parsed(value.as_py())
     return value.as_py()

@@ -32,20 +32,20 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
     folder = Path(data.path or "").expanduser()
     try:
         if folder.is_dir() and is_data_set(str(folder)):
-            found = datasets.load_from_disk(str(folder))
-            if isinstance(found, datasets.DatasetDict):
-                found = found[data.split]
+            loaded = datasets.load_from_disk(str(folder))
+            if isinstance(loaded, datasets.DatasetDict):
+                loaded = loaded[data.split]
         else:
             bound_waits()
-            found = datasets.load_dataset(str(data.path), data.subset, split=data.split)
+            loaded = datasets.load_dataset(str(data.path), data.subset, split=data.split)
     except KeyError as error:
         raise DataError(
-            f"{folder}: it has no split {error}; its splits are {', '.join(found)}. Set data.split."
+            f"{folder}: it has no split {error}; its splits are {', '.join(loaded)}. Set data.split."
         ) from error
     # datasets raises errors of many types: its own, those of requests, those of builders.
     except Exception as error:
         raise DataError(_reason(data, error, datasets.config.HF_HUB_OFFLINE)) from error
-    files = [Path(file["filename"]) for file in found.cache_files]
+    files = [Path(file["filename"]) for file in loaded.cache_files]
     return {f"{place:05d}-{path.name}": path for place, path in enumerate(files)}
 
 
@@ -54,7 +54,7 @@ def _reason(data: DataConfig, error: Exception, offline: bool) -> str:
 
     there = Path(data.path or "").expanduser().exists()
     absent = "" if there else f"nothing there (looked from {Path.cwd()}), and "
-    what = f"{data.path}: {absent}datasets cannot load it ({one_line(error)})."
+    problem = f"{data.path}: {absent}datasets cannot load it ({one_line(error)})."
     unreached = isinstance(error, ConnectionError)
     cause = None if there or offline else error
     if cause and unreached:  # datasets drops the reason
@@ -64,11 +64,11 @@ def _reason(data: DataConfig, error: Exception, offline: bool) -> str:
             cause = reason
     while cause is not None:
         if remedy := remedy_of(cause, f"datasets/{data.path}"):
-            return f"{what} ({one_line(cause)}) {remedy}."
+            return f"{problem} ({one_line(cause)}) {remedy}."
         cause = cause.__cause__ or cause.__context__
     if not there and (offline or unreached):
         return (
-            f"{what} The Hub is out of reach from here, or HF_HUB_OFFLINE is set: on a machine with network, save it "
+            f"{problem} The Hub is out of reach from here, or HF_HUB_OFFLINE is set: on a machine with network, save it "
             f"with datasets.load_dataset({data.path!r}, split={data.split!r}).save_to_disk(DIR), and set data.path=DIR."
         )
-    return f"{what} Correct data.path, data.subset or data.split."
+    return f"{problem} Correct data.path, data.subset or data.split."

@@ -130,13 +130,13 @@ class Loader:
         end = self.consumed_rows
         first = end - self.rows_of_last_step
         sources, rows = self._mixture.rows(first, end - first)
-        found = [
+        documents = [
             self._where(source, start)
             for source in np.unique(sources)
             for packed in [self._rows_of(self.split, source)]
             for start in packed.starts[packed.documents(rows[sources == source])]
         ]
-        return first, end - 1, found
+        return first, end - 1, documents
 
     def batches(self, split: Split, n: int, source: int = 0) -> Iterator[StepBatch]:
         """Yield this rank's part of the first ``n`` global batches of a source's split.
@@ -212,7 +212,7 @@ class Loader:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return all facts that determine the order and content of rows, as short JSON values."""
-        found = {
+        content = {
             "data.document_mask": self.config.data.document_mask,
             "data.val_fraction": self.config.data.val_fraction,
             "split": self.split,
@@ -220,10 +220,10 @@ class Loader:
             "train.seq_len": self.config.train.seq_len,
             "train.seed": self.config.train.seed,
         }
-        for name, weight, one, corpus in zip(
+        for name, weight, source, corpus in zip(
             self.names, self.weights, self._sources, self.corpora, strict=True
         ):
-            data = one.data
+            data = source.data
             facts = {
                 "data.kind": data.kind,
                 "files": len(corpus.paths),
@@ -231,7 +231,7 @@ class Loader:
                 "text_bytes": corpus.text_bytes,
                 "content": corpus.content,
             }
-            if (template := chat_template_of(one)) is not None:
+            if (template := chat_template_of(source)) is not None:
                 facts |= {
                     "chat template": template.digest,
                     "data.chat.pack": data.chat.pack,
@@ -239,8 +239,8 @@ class Loader:
                 }
             if name:
                 facts["weight"] = weight
-            found |= {f"{name}: {key}" if name else key: value for key, value in facts.items()}
-        return found
+            content |= {f"{name}: {key}" if name else key: value for key, value in facts.items()}
+        return content
 
     def describe(self) -> list[str]:
         """Return lines for the user: conversations and their rows, the length of the run, warnings."""
@@ -271,21 +271,21 @@ class Loader:
             len(corpus.lengths),
             lambda file, line: f"{corpus.paths[file]}:{line}",
             any(
-                one.chat and one.chat["answers"] > one.chat.get("no_reasoning", 0)
-                for one in self.corpora
+                each.chat and each.chat["answers"] > each.chat.get("no_reasoning", 0)
+                for each in self.corpora
             ),
         )
-        what = "samples" if corpus.firsts is None else "pairs"
+        unit = "samples" if corpus.firsts is None else "pairs"
         if long := int((corpus.lengths > rows.seq_len).sum()):
             done = "cut, or left out if no answer begins before the cut"
             if self.config.data.on_long == "drop":
                 done = "left out"
             lines.append(
-                f"warning: {long:,} {what} are longer than train.seq_len={rows.seq_len}: {done}"
+                f"warning: {long:,} {unit} are longer than train.seq_len={rows.seq_len}: {done}"
             )
         full = rows.num_tokens / (rows.num_rows * rows.seq_len)
         lines.append(
-            f"{len(rows.lengths):,} {what} in {rows.num_rows:,} rows an epoch, {full:.1%} full"
+            f"{len(rows.lengths):,} {unit} in {rows.num_rows:,} rows an epoch, {full:.1%} full"
         )
         return lines
 
@@ -313,14 +313,14 @@ class Loader:
 
     def _pairs(self, split: Split, sources: np.ndarray, indices: np.ndarray) -> torch.Tensor:
         """Return the numbers of each row's pairs, [R, P] int64, with -1 after the last pair."""
-        found = []
+        by_row = []
         for source, index in zip(sources, indices, strict=True):
             packed = self._rows_of(split, source)
             corpus = self.corpora[source]
             starts = packed.starts[packed.row_documents(int(index)) if index >= 0 else []]
-            found.append(self._first_pairs[source] + np.searchsorted(corpus.starts, starts))
-        numbers = np.full((len(found), max(1, *map(len, found))), -1)
-        for row, of_row in zip(numbers, found, strict=True):
+            by_row.append(self._first_pairs[source] + np.searchsorted(corpus.starts, starts))
+        numbers = np.full((len(by_row), max(1, *map(len, by_row))), -1)
+        for row, of_row in zip(numbers, by_row, strict=True):
             row[: len(of_row)] = of_row
         return torch.from_numpy(numbers)
 

@@ -86,8 +86,8 @@ class PackedRows:
 
         Index -1 has no documents.
         """
-        found = [self.row_documents(int(index)) for index in indices[indices >= 0]]
-        return np.unique(np.concatenate([np.zeros(0, np.int64), *found]))
+        rows = [self.row_documents(int(index)) for index in indices[indices >= 0]]
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
 
     def row_documents(self, index: int) -> np.ndarray:
         """Return the documents of row ``index`` in their order, as indices into ``starts``."""

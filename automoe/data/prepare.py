@@ -183,9 +183,9 @@ def prepare_data(
         return tokenizer, [synthetic_corpus(config.model.vocab_size, config.train.seq_len)]
     corpora = []
     for _, _, source in sources_of(config.data):
-        one = replace(config, data=source)
-        corpora.append(open_corpus(source, tokenizer, cache_dir, chat_template_of(one)))
-        _check_corpus(one, corpora[-1])
+        alone = replace(config, data=source)
+        corpora.append(open_corpus(source, tokenizer, cache_dir, chat_template_of(alone)))
+        _check_corpus(alone, corpora[-1])
     return tokenizer, corpora
 
 
@@ -259,17 +259,17 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
         )
     too_long = np.flatnonzero(corpus.lengths > config.train.seq_len)
     if len(too_long) and data.on_long == "error":
-        what = "document"
+        unit = "document"
         several = "documents"
         others = "split"
         counted = ", counting its end-of-text token,"
         if data.is_chat:
-            what = "pair" if data.is_preference else "conversation"
+            unit = "pair" if data.is_preference else "conversation"
             several = "samples"
             others = "drop" if data.is_preference else "drop or truncate"
             counted = ""
         raise DataError(
-            f"{corpus.where(too_long[0])}: a {what} of {corpus.lengths[too_long[0]]} tokens{counted} does not fit "
+            f"{corpus.where(too_long[0])}: a {unit} of {corpus.lengths[too_long[0]]} tokens{counted} does not fit "
             f"train.seq_len={config.train.seq_len} under data.on_long=error ({len(too_long)} of "
             f"{len(corpus.lengths)} {several} do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
             f"train.seq_len, or set data.on_long={others}."
@@ -294,21 +294,21 @@ def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> Docu
     long = lengths > seq_len
     if corpus.trained is None or not long.any():
         return starts, lengths
-    kept = ~long
+    fits = ~long
     if config.data.on_long == "truncate":
         lengths = np.minimum(lengths, seq_len)
         for place in np.flatnonzero(long):
-            kept[place] = corpus.trained[starts[place] + 1 : starts[place] + seq_len].any()
-    if not kept.any():
-        what = "pair of answers" if config.data.is_preference else "conversation"
+            fits[place] = corpus.trained[starts[place] + 1 : starts[place] + seq_len].any()
+    if not fits.any():
+        unit = "pair of answers" if config.data.is_preference else "conversation"
         why = f" (the shortest has {lengths.min()} tokens)"
         if config.data.on_long == "truncate":
             why = ", and no answer begins before that"
         raise DataError(
-            f"No {what} is left for the {split} split: each is longer than train.seq_len={seq_len}{why}"
+            f"No {unit} is left for the {split} split: each is longer than train.seq_len={seq_len}{why}"
             f", under data.on_long={config.data.on_long}. Raise train.seq_len."
         )
-    return starts[kept], lengths[kept]
+    return starts[fits], lengths[fits]
 
 
 def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> Documents:

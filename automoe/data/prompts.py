@@ -52,13 +52,16 @@ def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], li
     return texts, ids
 
 
-def _texts(given: list[str] | str) -> list[str]:
+def _texts(prompts: list[str] | str) -> list[str]:
     """Return the prompts of a list, or the lines of a text file that are not blank."""
-    if not isinstance(given, str) or not given:
-        return list(given)
+    if not isinstance(prompts, str) or not prompts:
+        return list(prompts)
     try:
         lines = (
-            read_file(Path(given).expanduser()).decode("utf-8-sig").replace("\r", "\n").split("\n")
+            read_file(Path(prompts).expanduser())
+            .decode("utf-8-sig")
+            .replace("\r", "\n")
+            .split("\n")
         )
         if texts := [line for line in lines if line.strip()]:
             return texts
@@ -66,7 +69,7 @@ def _texts(given: list[str] | str) -> list[str]:
     except (OSError, ValueError) as error:
         raise ConfigError(
             KEY,
-            given,
+            prompts,
             f"a list of prompts, or a text file with one on each line; it cannot be read ({error})",
             "Write '[What is 2+2?]'",
         ) from None

@@ -235,7 +235,7 @@ class HFTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         doing(f"{self._named}, of {len(texts)} texts that begin {texts[:1]!r:.60}")
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.int64) for one in encoded]
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encoded]
 
     def encode_long(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
         """Yield the ids of one text that comes in parts, in bounded memory.
@@ -457,12 +457,12 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
     folder = local_folder(tokenizer)
     others = sorted(folder.glob(f"{OTHER_TEMPLATES}/*.jinja"))
     names = [TEMPLATE, *(str(file.relative_to(folder)) for file in others)]
-    found = "".join(text_of(folder, name) for name in names if is_there(folder, name))
+    texts = "".join(text_of(folder, name) for name in names if is_there(folder, name))
     for name in ("chat_template.json", "tokenizer_config.json"):
-        content = "" if found else settings_of(folder, name).get("chat_template")
+        content = "" if texts else settings_of(folder, name).get("chat_template")
         if content:
-            found = content if isinstance(content, str) else json.dumps(content)
-    if not found:
+            texts = content if isinstance(content, str) else json.dumps(content)
+    if not texts:
         lack = "has no chat template" if tokenizer == "byte" or folder.is_dir() else "is missing"
         raise ConfigError(
             "data.chat.template",
@@ -471,7 +471,7 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
             "Set data.tokenizer to that of an instruct model, data.chat.template to a Jinja file, or "
             "data.chat.template=plain for lines of 'user: ...' and 'assistant: ...'",
         )
-    return found
+    return texts
 
 
 def load_for_templates(tokenizer: str) -> Any:

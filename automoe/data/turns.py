@@ -63,9 +63,9 @@ def unwritten(texts: Sequence[str], written: str) -> int:
     return sum(len(word) * number for word, number in (said - there).items())
 
 
-def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def num_shared(first: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of the common prefix of two texts, or of two lists of ids."""
-    return len(os.path.commonprefix([one, other]))
+    return len(os.path.commonprefix([first, other]))
 
 
 def begin_of_answer(head: str, before: str, plain: str, shared: int) -> tuple[int, int]:

@@ -95,11 +95,11 @@ class _Calls:
         self._finish = finish
         self._buffer: Any = None
 
-    def _call(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Call ``function``, wait for its event and return its other results."""
         if self._finish is None:
-            return function(*given, **named)[:-1]
-        *results, event = function(*given, **named, **{self._later: True})
+            return function(*args, **named)[:-1]
+        *results, event = function(*args, **named, **{self._later: True})
         self._finish(event.current_stream_wait)
         return results
 

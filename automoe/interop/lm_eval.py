@@ -42,14 +42,14 @@ def guard_harness(trusted: bool) -> None:
     utils.env = ImmutableSandboxedEnvironment(undefined=plain.undefined, keep_trailing_newline=True)
     utils.env.filters.update(plain.filters)
     utils.apply_template = in_time("a template of a task", unwrap(utils.apply_template))
-    load, own = unwrap(_yaml_loader.load_yaml), Path(lm_eval.__file__).parent
+    load, harness = unwrap(_yaml_loader.load_yaml), Path(lm_eval.__file__).parent
     pandas = import_module("pandas")  # datasets reads some files with it
     unpickle = unwrap(pandas.read_pickle)
 
     @wraps(load)
     def checked(path: Any, **options: Any) -> dict[str, Any]:
         file = Path(path).expanduser().resolve()
-        if not file.is_relative_to(own):
+        if not file.is_relative_to(harness):
             check_task_file(file, trusted)
         return load(file, **options)
 
@@ -91,11 +91,11 @@ def check_task_file(file: Path, trusted: bool) -> None:
         look(node)
 
 
-def _refuse(file: object, what: str) -> None:
+def _refuse(file: object, rule: str) -> None:
     raise ConfigError(
         "--tasks",
         file,
-        f"it has {what}: code that would run, or a file that is not checked",
+        f"it has {rule}: code that would run, or a file that is not checked",
         "If you trust who wrote it, add --trust-task-code",
     )
 
@@ -116,12 +116,12 @@ def rehearse(tokenizer: Any, tasks: str, run: Callable[[Any], Any]) -> None:
     def stepped(name: str) -> None:
         answer = getattr(DummyLM, name)
 
-        def step(model: DummyLM, given: list[Any], *args: Any, **options: Any) -> Any:
+        def step(model: DummyLM, requests: list[Any], *args: Any, **options: Any) -> Any:
             guarded.doing(f"--tasks={tasks}: the checkpoint's chat template")
-            for one in given if name != "apply_chat_template" else ():
-                guarded.doing(f"--tasks={tasks}: the tokenizer, of {brief(one.args[0])}")
-                tokenizer("".join(text for text in one.args if isinstance(text, str)))
-            return answer(model, given, *args, **options)
+            for request in requests if name != "apply_chat_template" else ():
+                guarded.doing(f"--tasks={tasks}: the tokenizer, of {brief(request.args[0])}")
+                tokenizer("".join(text for text in request.args if isinstance(text, str)))
+            return answer(model, requests, *args, **options)
 
         setattr(DummyLM, name, step)
 
@@ -138,7 +138,7 @@ def rehearse(tokenizer: Any, tasks: str, run: Callable[[Any], Any]) -> None:
     guarded.guarded(f"--tasks={tasks}: its prompts", work)
 
 
-def in_time(what: str, work: Callable[..., T]) -> Callable[..., T]:
+def in_time(work_name: str, work: Callable[..., T]) -> Callable[..., T]:
     """Return ``work`` with the limits of time and memory of a guarded step, in this process.
 
     Only Python code is interrupted; native code runs on.
@@ -146,7 +146,9 @@ def in_time(what: str, work: Callable[..., T]) -> Callable[..., T]:
 
     def stop(signum: int, frame: object) -> None:
         seconds = guarded.MAX_SECONDS
-        raise DataError(f"{what} takes more than {seconds} seconds of processor time. Correct it")
+        raise DataError(
+            f"{work_name} takes more than {seconds} seconds of processor time. Correct it"
+        )
 
     @wraps(work)
     def timed(*args: Any, **options: Any) -> T:
@@ -154,7 +156,7 @@ def in_time(what: str, work: Callable[..., T]) -> Callable[..., T]:
         # The signal repeats, since Jinja's optimizer swallows errors.
         left = signal.setitimer(signal.ITIMER_PROF, *[guarded.MAX_SECONDS] * 2)
         try:
-            with guarded.limited_memory(what):
+            with guarded.limited_memory(work_name):
                 return work(*args, **options)
         finally:
             signal.setitimer(signal.ITIMER_PROF, *left)

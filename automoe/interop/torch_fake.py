@@ -32,7 +32,7 @@ class AliveBytes(TorchDispatchMode):
     def __init__(self, num_experts: int, before: list[torch.Tensor]) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.held = {one.untyped_storage()._cdata: 0 for one in before}
+        self.held = {tensor.untyped_storage()._cdata: 0 for tensor in before}
         self.now = self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,9 +47,9 @@ class AliveBytes(TorchDispatchMode):
             out = args[0].new_zeros((number, dims), dtype=torch.int64)
         else:
             out = func(*args, **(kwargs or {}))
-        for one in tree_leaves(out):
-            if isinstance(one, torch.Tensor):
-                storage = one.untyped_storage()
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
                 key = storage._cdata
                 if key not in self.held:
                     self.held[key] = storage.nbytes()

@@ -50,7 +50,7 @@ def errors_of_stages() -> Iterator[None]:
     Torch's has another type, and its message is a list of tensors that begins with an empty line.
     2.11 to 2.15: ``raise RuntimeError(...) from error`` in modules of ``torch.distributed.pipelining``.
     """
-    own = None
+    cause = None
     try:
         yield
     except RuntimeError as error:
@@ -58,11 +58,11 @@ def errors_of_stages() -> Iterator[None]:
         while last is not None and last.tb_next is not None:
             last = last.tb_next
         name = last.tb_frame.f_globals["__name__"] if last is not None else ""
-        own = error.__cause__ if name.startswith("torch.distributed.pipelining.") else None
-        if own is None:
+        cause = error.__cause__ if name.startswith("torch.distributed.pipelining.") else None
+        if cause is None:
             raise
-    if own is not None:
-        raise own
+    if cause is not None:
+        raise cause
 
 
 def starts_sends_one_by_one(schedule: Any) -> bool:
@@ -147,15 +147,17 @@ def _run_weight_half(action: Any, context: Any) -> None:
     parameters, in 2.11 in one group per state. 2.15 has none: gradients have the dtype of the reduction from the start.
     """
     schedule = context.schedule_ref
-    stage = next(one for one in schedule._stages if one.stage_index == action.stage_index)
+    stage = next(
+        candidate for candidate in schedule._stages if candidate.stage_index == action.stage_index
+    )
     schedule._assert_unsharded(stage)
     schedule.backward_counter[stage.stage_index] += 1
     stage.backward_weight_one_chunk(action.microbatch_index)
     if not isinstance(stage.submod, FSDPModule):
         return
     for state in fully_shard.state(stage.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
-        one = getattr(state, "_fsdp_param_group", None)
-        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+        candidate = getattr(state, "_fsdp_param_group", None)
+        for group in getattr(state, "_fsdp_param_groups", [candidate] if candidate else []):
             for parameter in group.fsdp_params:
                 if hasattr(parameter, "to_accumulated_grad_if_needed"):
                     parameter.accumulate_unsharded_grad_if_needed()
@@ -225,8 +227,8 @@ class BufferlessStage(PipelineStage):
         V-shaped schedules have two neighbouring stages on one rank, and a gloo rank has no
         connection to itself. Later versions do not begin this way by default.
         """
-        found = super()._get_init_p2p_neighbors_ops()
-        return [op for op in found if op.group_peer != self.group_rank]
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._without_memory():

@@ -269,10 +269,10 @@ def cached_functions() -> list[Any]:
     Their names change between releases, so none is named here.
     """
     return [
-        found
-        for found in gc.get_objects()
-        if type(found) is functools._lru_cache_wrapper
-        and (getattr(found, "__module__", None) or "").startswith("torch.distributed.")
+        thing
+        for thing in gc.get_objects()
+        if type(thing) is functools._lru_cache_wrapper
+        and (getattr(thing, "__module__", None) or "").startswith("torch.distributed.")
     ]
 
 
@@ -296,7 +296,7 @@ def forget_meshes(hidden: list[Any]) -> None:
         cached.cache_clear()
     clear_redistribute_planner_cache()
     gc.collect()  # modules, hooks and schedules hold meshes in cycles
-    for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
+    for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
         getattr(mesh, "_pg_registry", {}).clear()
 
 
@@ -317,10 +317,10 @@ def gradient_sum(unit: Any, name: str) -> torch.Tensor:
     from torch.distributed.fsdp import fully_shard
 
     state = fully_shard.state(unit)  # type: ignore[attr-defined]
-    one = getattr(state, "_fsdp_param_group", None)
-    groups = getattr(state, "_fsdp_param_groups", [one] if one else [])
-    found = (parameter for group in groups for parameter in group.fsdp_params)
-    parameter = next(each for each in found if each._module_info.param_name == name)
+    param_group = getattr(state, "_fsdp_param_group", None)
+    groups = getattr(state, "_fsdp_param_groups", [param_group] if param_group else [])
+    fsdp_params = (parameter for group in groups for parameter in group.fsdp_params)
+    parameter = next(each for each in fsdp_params if each._module_info.param_name == name)
     whole = parameter.unsharded_param
     holder, key, dtype = parameter, "unsharded_accumulated_grad", parameter.reduce_dtype
     if hasattr(type(parameter), key):

@@ -208,10 +208,10 @@ def attend_in_blocks(
     Without compilation it keeps all scores, as ``math`` does.
     """
     heads = (x.transpose(1, 2) for x in (q_BSND, k_BRGD, v_BRGD))
-    given = {"block_mask": mask, "scale": scale, "enable_gqa": True}
+    options = {"block_mask": mask, "scale": scale, "enable_gqa": True}
     if sinks_N is None:
-        return flex_attention(*heads, **given).transpose(1, 2)
-    out_BNSD, aux = flex_attention(*heads, **given, return_aux=AuxRequest(lse=True))
+        return flex_attention(*heads, **options).transpose(1, 2)
+    out_BNSD, aux = flex_attention(*heads, **options, return_aux=AuxRequest(lse=True))
     # the share of the keys in a softmax over keys and sink
     share_BNS = (aux.lse - sinks_N[:, None]).sigmoid()
     return (out_BNSD * share_BNS.unsqueeze(-1).to(out_BNSD.dtype)).transpose(1, 2)

@@ -77,13 +77,13 @@ def _norm_grads(
         at = row[:, None] * dim + column[None, :]
         number = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
         number = number.to(tl.float32)
-        given = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+        incoming = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(scales + row, mask=real, other=0.0)[:, None]
         normed = number * scale
-        share += given * normed
-        given *= factor
-        shrink = tl.sum(given * normed, axis=1)[:, None] / dim
-        result = _narrow((given - normed * shrink) * scale, grad_x.dtype.element_ty, PRECISION)
+        share += incoming * normed
+        incoming *= factor
+        shrink = tl.sum(incoming * normed, axis=1)[:, None] / dim
+        result = _narrow((incoming - normed * shrink) * scale, grad_x.dtype.element_ty, PRECISION)
         tl.store(grad_x + at, result, mask=mask)
     share = tl.sum(share, axis=0)
     tl.store(shares + tl.program_id(0) * dim + column, share, mask=in_row)

@@ -77,10 +77,10 @@ def turn_heads(
     tl.store(target + first, _narrow(a * c - b * s, to, PRECISION), mask=mask)
     tl.store(target + second, _narrow(b * c + a * s, to, PRECISION), mask=mask)
     if DIM > 2 * HALF:
-        kept = tl.arange(0, BLOCK_KEPT)[None, :]
-        mask = real & (kept < DIM - 2 * HALF)
-        kept = tl.where(kept < START, kept, kept + 2 * HALF)
-        tl.store(target + kept, tl.load(source + kept, mask=mask), mask=mask)
+        columns = tl.arange(0, BLOCK_KEPT)[None, :]
+        mask = real & (columns < DIM - 2 * HALF)
+        columns = tl.where(columns < START, columns, columns + 2 * HALF)
+        tl.store(target + columns, tl.load(source + columns, mask=mask), mask=mask)
 
 
 @triton.jit

@@ -76,7 +76,7 @@ def update_part(
     beta2,
     beta2_rest,
     eps,
-    kept,
+    decay,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -93,7 +93,7 @@ def update_part(
     first = first * beta1 + grad * beta1_rest
     second = second * beta2 + (grad * grad) * beta2_rest
     divisor = tl.sqrt_rn(second * tl.load(second_scales + place)) + eps
-    value = value * kept - tl.div_rn(first * tl.load(rates + place), divisor)
+    value = value * decay - tl.div_rn(first * tl.load(rates + place), divisor)
     row_start = (row // num_middle).to(tl.int64) * outer_stride + (row % num_middle).to(
         tl.int64
     ) * middle_stride

@@ -78,22 +78,22 @@ def candidates(product: str) -> list[Blocks]:
     """Return blocks to try against ``HOPPER``'s choice, which comes first."""
     chosen = HOPPER[product]
     narrow = replace(chosen, columns=chosen.columns // 2)
-    found = [chosen, narrow]
+    tilings = [chosen, narrow]
     if not product.startswith("grad_weights"):
-        found += [replace(chosen, tma=not chosen.tma)]
+        tilings += [replace(chosen, tma=not chosen.tma)]
     if product == "back":
-        found += [replace(narrow, columns_at_once=64)]
+        tilings += [replace(narrow, columns_at_once=64)]
     if product == "grad_weights_gathered":
-        found += [replace(chosen, num_stages=7), replace(narrow, num_stages=10)]
+        tilings += [replace(chosen, num_stages=7), replace(narrow, num_stages=10)]
     else:
         # Three stages of half the columns leave room for a second program, which computes while the
         # first one stores (not for "back", which takes too many registers).
-        found += [
+        tilings += [
             replace(chosen, num_stages=3),
             replace(narrow, num_stages=3),
             replace(narrow, num_warps=4),
         ]
-    return found + [replace(chosen, summed=128, num_stages=2)]
+    return tilings + [replace(chosen, summed=128, num_stages=2)]
 
 
 @dataclass(frozen=True)

@@ -306,8 +306,8 @@ def check_gpus(launch: ExternalLaunch, visible: int) -> None:
         visible: number of GPUs that this rank sees: all GPUs of the node, or only its own under
             ``srun --gpus-per-task=1`` (see ``automoe.launch.ranks.device_index``).
     """
-    own = launch.launcher == "srun" and visible == 1
-    if launch.local_world_size > visible and not own:
+    one_gpu = launch.launcher == "srun" and visible == 1
+    if launch.local_world_size > visible and not one_gpu:
         raise LaunchError(
             f"{launch.launcher} started WORLD_SIZE={launch.world_size} ranks, {launch.local_world_size} of them on "
             f"this node, which has {visible} GPUs. Start one rank per GPU, or set launch.device=cpu"

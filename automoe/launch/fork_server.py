@@ -298,11 +298,11 @@ def become(
         requests.close()
         os.setsid()
         die_with_parent(parent)
-        stdout, stderr, *own = files
+        stdout, stderr, *rank_files = files
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         for file in files:
-            if file not in own[rank : rank + 1]:
+            if file not in rank_files[rank : rank + 1]:
                 os.close(file)
         sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
         world = str(job.num_ranks)
@@ -312,7 +312,7 @@ def become(
         if "numpy" in sys.modules:
             # Forks would draw the same numbers; Python reseeds its own generator after a fork.
             sys.modules["numpy"].random.seed()
-        options = job.options | ({"file": own[rank]} if own else {})
+        options = job.options | ({"file": rank_files[rank]} if rank_files else {})
         end_process(job.function(rank=rank, world_size=job.num_ranks, imports=imports, **options))
     except BaseException:
         traceback.print_exc()

@@ -129,7 +129,7 @@ def _composed(
     elif (
         isinstance(config, Sequence)
         and not isinstance(config, str)
-        and all(isinstance(one, str) for one in config)
+        and all(isinstance(word, str) for word in config)
     ):
         overrides = list(config)
     else:
@@ -151,7 +151,7 @@ def _text(value: object) -> str:
         # A NumPy float is a float too, but its repr names NumPy.
         return repr(float(value) if isinstance(value, float) else int(value))
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_text(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_text, value)) + "]"
     text = str(value)

@@ -119,8 +119,12 @@ def start_notes(config: Config) -> list[str]:
     """
     notes = [torch_note(version("torch")), cpu_note(config)]
     if (recipe := own_recipe(config.recipe)) is not None:
-        own = Path(config.recipe)  # of ``named_recipe``: absolute, and only its name was typed
-        notes.append(f"note: recipe={own.stem if own.is_absolute() else own} is {recipe}")
+        recipe_path = Path(
+            config.recipe
+        )  # of ``named_recipe``: absolute, and only its name was typed
+        notes.append(
+            f"note: recipe={recipe_path.stem if recipe_path.is_absolute() else recipe_path} is {recipe}"
+        )
     return list(filter(None, notes))
 
 
@@ -277,12 +281,12 @@ def _check_compiler(key: str, device: str, remedy: str) -> None:
     variable CXX or CC may name the compiler.
     """
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
-    given = os.environ.get(variable, "")
+    compiler = os.environ.get(variable, "")
     try:
-        names = shlex.split(given)[:1] or names
+        names = shlex.split(compiler)[:1] or names
     except ValueError as error:
         raise BackendError(
-            f"{key} on {device}: {variable}={given} is not a command ({error}). Correct it, or {remedy}"
+            f"{key} on {device}: {variable}={compiler} is not a command ({error}). Correct it, or {remedy}"
         ) from None
     if not any(map(shutil.which, names)):
         raise BackendError(

@@ -320,10 +320,10 @@ class _Launch:
                 continue
             if recorded is not None and rank.returncode == -signal.SIGABRT:
                 continue  # NCCL's watchdog aborts the ranks that outlive a failure
-            what = f"killed by {signal.Signals(-rank.returncode).name}"
+            end = f"killed by {signal.Signals(-rank.returncode).name}"
             if rank.returncode == -signal.SIGKILL:
-                what += ", often by the kernel when memory runs out: see dmesg, or lower train.micro_batch_size"
-            return runs.error_report(LaunchError(what), number)
+                end += ", often by the kernel when memory runs out: see dmesg, or lower train.micro_batch_size"
+            return runs.error_report(LaunchError(end), number)
         return None
 
 
@@ -334,10 +334,10 @@ def _rank_output() -> Iterator[int]:
     It is this process's own standard output if ``print`` writes there. In a notebook ``print``
     writes elsewhere, so rank 0 writes into a pipe, and a thread prints its lines.
     """
-    own = False
+    is_rank = False
     with suppress(OSError, ValueError, AttributeError):
-        own = sys.stdout.fileno() == 1
-    if own:
+        is_rank = sys.stdout.fileno() == 1
+    if is_rank:
         yield 1
         return
     reader, writer = os.pipe()

@@ -88,8 +88,8 @@ def settle(config: Config, overrides: list[str]) -> Config:
         model, _ = upcycled_model(config.model)
     else:
         mine = config.model
-        kept = {key: getattr(mine, key) for key in _KEPT}
-        model = replace(model_of_stranger(path), **kept)
+        settings = {key: getattr(mine, key) for key in _KEPT}
+        model = replace(model_of_stranger(path), **settings)
         if mine.rope.extends:
             model = replace(model, rope=_extended(mine.rope, model))
         if mine.num_mtp_layers and not mine.random_weights:
@@ -150,9 +150,9 @@ def _named(overrides: list[str]) -> dict[str, str]:
         key, _, value = override.partition("=")
         named[key_of(override)] = value
         if key.startswith("model.") and "{" in value:
-            given = parse_override(override).value()
-            if isinstance(given, dict):
-                named |= {f"{key}.{name}": str(one) for name, one in given.items()}
+            parsed = parse_override(override).value()
+            if isinstance(parsed, dict):
+                named |= {f"{key}.{name}": str(item) for name, item in parsed.items()}
     return named
 
 
@@ -165,8 +165,8 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
     """
     from automoe.hf.families.registry import read_hf_config
 
-    own = checkpoint.rope
-    scaled = own.scaling != "none" and f"are scaled already: {own.scaling}, factor={own.factor}"
+    rope = checkpoint.rope
+    scaled = rope.scaling != "none" and f"are scaled already: {rope.scaling}, factor={rope.factor}"
     wrapped = (
         is_wrapper(read_hf_config(str(checkpoint.hf_path))) and "are set in a wrapper's config.json"
     )
@@ -177,7 +177,7 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
             f"the rotary embeddings of model.hf_path={checkpoint.hf_path} {why}",
             "Leave it out",
         )
-    longest = own.original_seq_len
+    longest = rope.original_seq_len
     original = asked.original_seq_len or longest
     if not longest <= 2 * original <= 2 * longest:
         raise ConfigError(
@@ -194,8 +194,8 @@ def _extended(asked: RopeConfig, checkpoint: ModelConfig) -> RopeConfig:
             f"checkpoint, whose max_position_embeddings={longest}",
             f"Set model.rope.factor={2 * longest / original:g}, or leave model.rope.extends out",
         )
-    kept = {name: getattr(own, name) for name in _OWN_ROPE}
-    return replace(asked, original_seq_len=original, **kept)
+    numbers = {name: getattr(rope, name) for name in _OWN_ROPE}
+    return replace(asked, original_seq_len=original, **numbers)
 
 
 def _check_modules(asked: int, there: ModelConfig) -> None:
@@ -236,21 +236,21 @@ def missing_data(config: Config) -> ConfigError | None:
     parameters = count_params(config.model).total
     if config.data.is_synthetic or parameters < LARGE:
         return None
-    what = f"a model of {parameters / 1e9:,.1f} B parameters (1 B or more, from random weights)"
+    model = f"a model of {parameters / 1e9:,.1f} B parameters (1 B or more, from random weights)"
     speed = "or data=benchmark for synthetic tokens"
     for _, _, source in sources_of(config.data):
         if source.kind.startswith("stdlib"):
             return ConfigError(
                 "data.kind",
                 source.kind,
-                f"the demonstration corpus, 10 MB of Python, is too small for {what}",
+                f"the demonstration corpus, 10 MB of Python, is too small for {model}",
                 f"Set {_own_data(config)} and data.tokenizer=DIR, {speed}",
             )
     if tokenizer_of(config) == "byte":
         return ConfigError(
             "data.tokenizer",
             "byte",
-            f"bytes are {BYTE_VOCAB_SIZE} of {config.model.vocab_size:,} ids, too few for {what}",
+            f"bytes are {BYTE_VOCAB_SIZE} of {config.model.vocab_size:,} ids, too few for {model}",
             f"Set data.tokenizer=DIR of a tokenizer, {speed}",
         )
     return None
@@ -295,10 +295,10 @@ def _pinned(config: Config) -> Config:
     def pin(key: str, spec: str | None) -> str | None:
         if spec is None:
             return None
-        found = pinned(key, spec, str(then.get(key)))
-        if found != spec and isinstance(spec, FromEnvironment):
-            return FromEnvironment(found, f"{spec.written}@{found.rpartition('@')[2]}")
-        return found
+        pinned_spec = pinned(key, spec, str(then.get(key)))
+        if pinned_spec != spec and isinstance(spec, FromEnvironment):
+            return FromEnvironment(pinned_spec, f"{spec.written}@{pinned_spec.rpartition('@')[2]}")
+        return pinned_spec
 
     data = config.data
     model = replace(config.model, hf_path=pin("model.hf_path", config.model.hf_path))
@@ -331,16 +331,16 @@ def check_num_ranks(
         why: origin of ``num_ranks``, for the message.
         chosen: axes that a preset chose (``preset_choice``); it chooses others for another number.
     """
-    given = config.launch.num_ranks
+    named = config.launch.num_ranks
     if (
         "launch.num_ranks" in map(key_of, overrides)
-        and given not in (None, num_ranks)
+        and named not in (None, num_ranks)
         and num_ranks > 0
     ):
         remedy = "Set mesh.dp_shard=-1 to use as many as you name"
         if not chosen:
             remedy += f", set it to {num_ranks}, or leave it out"
-        raise ConfigError("launch.num_ranks", given, f"{why}{chosen}: {num_ranks} ranks", remedy)
+        raise ConfigError("launch.num_ranks", named, f"{why}{chosen}: {num_ranks} ranks", remedy)
 
 
 def check_here(config: Config) -> tuple[MeshShape, Device]:

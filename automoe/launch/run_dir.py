@@ -140,7 +140,7 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
     held = (differences(newest, config) if newest else {}) | changed
     may = {key for key, both in held.items() if goes_on(key, *both) and (saved or not done)}
     if refused := {key: both for key, both in held.items() if key not in may}:
-        what = (
+        differing = (
             "holds a run with other settings"
             if saved or not done
             else "holds a finished run and no checkpoint of it"
@@ -151,7 +151,7 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
         raise ConfigError(
             "run_dir",
             run_dir,
-            f"{what}: {describe(refused)}",
+            f"{differing}: {describe(refused)}",
             f"Set them back, name another run_dir{there}, or {over}",
         )
     return [f"note: unlike the last start in {run_dir}: {describe(changed)}"] if changed else []

@@ -89,7 +89,7 @@ class Standing:
         """Return the position of one thread only: the saving thread if ``saves``, else the main."""
         if self.saving is None:
             return self
-        pending = [one for one in self.pending if (one.group == SAVES) == saves]
+        pending = [call for call in self.pending if (call.group == SAVES) == saves]
         main = replace(self, pending=pending)
         return replace(main, place=self.saving, communicates=False) if saves else main
 
@@ -145,16 +145,16 @@ class StuckWatch:
         elif self.timeout_s and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + min(15.0, self.timeout_s / 40)
             self._lately = pending = pending_collectives(self._first_seen)
-            late = [one for one in pending if one.seconds >= _NEARLY * one.timeout_s]
-            slow = [one for one in pending if one.seconds >= _NEARLY * self.timeout_s]
-            unnamed = [one for one in slow if str(one) not in self._named]
+            late = [call for call in pending if call.seconds >= _NEARLY * call.timeout_s]
+            slow = [call for call in pending if call.seconds >= _NEARLY * self.timeout_s]
+            unnamed = [call for call in slow if str(call) not in self._named]
             if (late or unnamed) and self._ask():
-                one = (late or unnamed)[0]
-                rank, message = self._find_missing(one.seconds, one.group == SAVES)
+                call = (late or unnamed)[0]
+                rank, message = self._find_missing(call.seconds, call.group == SAVES)
                 if late:
                     self._report(rank, message)
                 else:
-                    self._warn(one, message)
+                    self._warn(call, message)
 
     def explain(self, error: BaseException) -> None:
         """Record which rank is missing if ``error`` is the timeout of a collective.
@@ -200,7 +200,7 @@ class StuckWatch:
                 frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
                 timed_out = _is_timeout(error)
             if timed_out and not pending:
-                pending = [one for one in self._lately if one.seconds >= one.timeout_s / 2]
+                pending = [call for call in self._lately if call.seconds >= call.timeout_s / 2]
             place, communicates = describe_place(frames)
             standing = Standing(self.rank, place, communicates or timed_out, pending, asked)
             for thread in threading.enumerate():
@@ -248,13 +248,13 @@ class StuckWatch:
                 print(f"error: {runs.describe_error(failure)}", file=self.terminal, flush=True)
 
     def _standings(self, asked: int | None) -> dict[int, Standing]:
-        found = {}
+        standings = {}
         for path in (self.run_dir / runs.LOG_FOLDER).glob("rank*.stuck.json"):
             facts = read_json(path)
             if facts["asked"] == asked:
-                pending = [Pending(**one) for one in facts.pop("pending")]
-                found[facts["rank"]] = Standing(**facts, pending=pending)
-        return found
+                pending = [Pending(**call) for call in facts.pop("pending")]
+                standings[facts["rank"]] = Standing(**facts, pending=pending)
+        return standings
 
 
 def who_is_missing(
@@ -269,14 +269,14 @@ def who_is_missing(
         waited_s: seconds that the rank ``asking`` has waited.
     """
     mine = standings[asking]
-    what = mine.waits_in or "a send or receive"
+    waits_in = mine.waits_in or "a send or receive"
     silent = [rank for rank in range(num_ranks) if rank not in standings]
     elsewhere = [
         rank for rank, standing in standings.items() if standing.waits_in is None and rank != asking
     ]
     concerned = set(mine.pending[0].ranks) if mine.pending else set(range(num_ranks))
     missing = sorted(silent + elsewhere, key=lambda rank: (rank not in concerned, rank))
-    groups = {what: []}  # by operation, that of ``asking`` first
+    groups = {waits_in: []}  # by operation, that of ``asking`` first
     for standing in standings.values():
         if standing.waits_in is not None:
             groups.setdefault(standing.waits_in, []).append(standing)
@@ -285,12 +285,12 @@ def who_is_missing(
         if members:
             name = _ranks([standing.rank for standing in members]).capitalize()
             verb = "wait" if len(members) > 1 else "waits"
-            place = "it" if waited_in == what else waited_in
+            place = "it" if waited_in == waits_in else waited_in
             phrases.append(f"{name} {verb} in {place}, at {members[0].place}")
     waiting = "; ".join(phrases)
     if not missing:
         return asking, (
-            f"{what} did not end in {waited_s:.0f} s (launch.timeout_s), and no rank is outside of a collective: "
+            f"{waits_in} did not end in {waited_s:.0f} s (launch.timeout_s), and no rank is outside of a collective: "
             f"they wait for one another, or for a link that is gone. {waiting}."
         )
     first = missing[0]
@@ -303,7 +303,7 @@ def who_is_missing(
     )
     return (
         first,
-        f"rank {first} did not {verb} {what} in {waited_s:.0f} s: {where}.{others} {waiting}.",
+        f"rank {first} did not {verb} {waits_in} in {waited_s:.0f} s: {where}.{others} {waiting}.",
     )
 
 
@@ -324,20 +324,20 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
     from automoe.interop.torch_private import flight_records, group_members
 
     ranks = group_members()
-    found = {}
+    calls = {}
     for dump, record in flight_records(True):
         for entry in pickle.loads(record).get("entries", []):
             if not entry["retired"] and entry["state"] != "completed":
-                found[dump, entry["record_id"]] = entry
+                calls[dump, entry["record_id"]] = entry
     now = time.monotonic()
-    for key in first_seen.keys() - found.keys():
+    for key in first_seen.keys() - calls.keys():
         first_seen.pop(key, None)
-    ages = {key: now - first_seen.setdefault(key, now) for key in found}
+    ages = {key: now - first_seen.setdefault(key, now) for key in calls}
     pending = []
-    for key in sorted(found, key=lambda key: (-ages[key], key)):
-        entry = found[key]
+    for key in sorted(calls, key=lambda key: (-ages[key], key)):
+        entry = calls[key]
         name, description = entry["process_group"]
-        one = Pending(
+        call = Pending(
             op=entry["profiling_name"].split(":")[-1],
             number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
             group="world" if description == "default_pg" else description.removeprefix("mesh_"),
@@ -345,7 +345,7 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
             seconds=ages[key],
             timeout_s=entry["timeout_ms"] / 1000,
         )
-        pending.append(one)
+        pending.append(call)
     return pending
 
 
@@ -390,7 +390,9 @@ def _working_thread() -> threading.Thread:
     """
     main = threading.main_thread()
     waits = any(frame.f_code.co_name == _GIVES_WAY for frame in _live_frames(main))
-    others = [one for one in threading.enumerate() if one.name == _BACKWARD] if waits else []
+    others = (
+        [thread for thread in threading.enumerate() if thread.name == _BACKWARD] if waits else []
+    )
     return others[0] if others else main
 
 

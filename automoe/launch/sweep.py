@@ -134,11 +134,11 @@ def side_by_side(overrides: list[str]) -> list[str]:
         ConfigError: N is not a positive integer, another launcher is set too, or joblib's launcher
             is not installed.
     """
-    given = [text.partition("=")[2] for text in overrides if key_of(text) == PARALLEL]
+    values = [text.partition("=")[2] for text in overrides if key_of(text) == PARALLEL]
     rest = [text for text in overrides if key_of(text) != PARALLEL]
-    if given in ([], ["1"]):
+    if values in ([], ["1"]):
         return rest
-    count = ",".join(given)
+    count = ",".join(values)
     wrong = partial(ConfigError, PARALLEL, count)
     if not re.fullmatch("0*[1-9][0-9]*", count):
         rule = "it is how many jobs run side by side: one number, 1 or more"
@@ -150,10 +150,10 @@ def side_by_side(overrides: list[str]) -> list[str]:
     if not (find_spec("hydra_plugins") and find_spec("hydra_plugins.hydra_joblib_launcher")):
         raise wrong("hydra-joblib-launcher is not installed", INSTALL)
     most = int(count)
-    swept = [one for one in map(parse_override, rest) if one.is_sweep_override()]
+    swept = [override for override in map(parse_override, rest) if override.is_sweep_override()]
     if not any(text.startswith("hydra") or "glob(" in text for text in rest):
         # A worker of joblib that gets no job would outlive a killed sweep by minutes.
-        most = min(most, prod(len(list(one.sweep_iterator())) for one in swept))
+        most = min(most, prod(len(list(override.sweep_iterator())) for override in swept))
     return [*rest, "hydra/launcher=joblib", f"hydra.launcher.n_jobs={most}"]
 
 
@@ -165,29 +165,29 @@ def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
     Raises:
         ConfigError: ``run_dir`` is swept.
     """
-    given = [text.partition("=")[2] for text in args.overrides if key_of(text) == "run_dir"]
+    values = [text.partition("=")[2] for text in args.overrides if key_of(text) == "run_dir"]
     rest = [text for text in args.overrides if key_of(text) != "run_dir"]
     if "run_dir" in swept_keys(args.overrides):
         raise ConfigError(
             "run_dir",
-            given[-1],
+            values[-1],
             "a sweep has one directory, with a folder per job",
             "Give one directory",
         )
     base = "runs/sweep" if args.config_name == DEFAULT_PRIMARY else f"runs/sweep-{args.config_name}"
     if name := folder_name(_definition(rest)):
         base = f"{base}-{name}"
-    directory = given[-1].strip("'\"") if given else base
+    directory = values[-1].strip("'\"") if values else base
     return Path(os.path.abspath(directory)), rest
 
 
 def _definition(overrides: list[str]) -> list[str]:
     """Return the overrides that define the sweep: swept ones, and fixed ones that change runs."""
     swept = swept_keys(overrides)
-    own = [text.removeprefix(SWEPT_BY_SWEEPER) for text in overrides]
+    words = [text.removeprefix(SWEPT_BY_SWEEPER) for text in overrides]
     return sorted(
         text
-        for text in own
+        for text in words
         if not text.startswith("hydra") and (key_of(text) in swept or not is_free(key_of(text)))
     )
 
@@ -271,7 +271,7 @@ class Sweep:
         start = hydra.main(version_base="1.3", config_path=main, config_name=args.config_name)
         saved = sys.argv
         sys.argv = ["automoe", *options, *search, *args.overrides]
-        handlers = {one: signal.signal(one, interrupt) for one in STOP_SIGNALS}
+        handlers = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
         try:
             start(self.job)()
         except KeyboardInterrupt:
@@ -279,8 +279,8 @@ class Sweep:
         except SystemExit as error:  # a sweeper or launcher has printed why
             status = error.code if isinstance(error.code, int) else 1
         finally:
-            for one, handler in handlers.items():
-                signal.signal(one, handler)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             sys.argv = saved
         if interrupts or status == STOPPED:
             self._end_others()
@@ -302,8 +302,8 @@ class Sweep:
         if "n_jobs" in mine.launcher and os.getpid() != self.process:  # joblib, on this machine
             end_with(self.process)
         if any(
-            one["state"] == "preempted" and one["start"] == self.start
-            for one in _records(self.directory)
+            done["state"] == "preempted" and done["start"] == self.start
+            for done in _records(self.directory)
         ):
             return math.inf  # the sweep is being stopped
         task = list(mine.overrides.task)
@@ -335,8 +335,8 @@ class Sweep:
                 replace_json(path, record)
                 num_jobs = mine.launcher.get("n_jobs", 1)
                 began = time.monotonic()
-                found = self._result(composed, task, name, num_jobs, earlier.get("seconds"))
-                record |= {"seconds": round(time.monotonic() - began, 1)} | found
+                result = self._result(composed, task, name, num_jobs, earlier.get("seconds"))
+                record |= {"seconds": round(time.monotonic() - began, 1)} | result
                 replace_json(path, record)
         # Who stops one job wants the sweep to end; elsewhere joblib would kill jobs that save.
         if record["state"] == "preempted" and os.getpid() == self.process:
@@ -373,26 +373,26 @@ class Sweep:
                     raise
                 print(f"skipped: {error}")
                 return {"state": "skipped", "reason": str(error)}
-            found: Record = {**meshes, "predicted": self.predict(config, shape)}
+            record: Record = {**meshes, "predicted": self.predict(config, shape)}
             if (earlier := _finished(resolved(config, shape, device))) is not None:
                 print("done in an earlier run of this sweep")
-                found |= {
+                record |= {
                     "state": "done",
                     "objective": earlier.get("objective"),
                     "seconds": earlier_s,
                 }
             else:
                 result = train_here(config, shape, device, another_follows=True)
-                found["state"] = result.state
-                found["objective"] = result.objective
-                found["exit_code"] = result.exit_code
+                record["state"] = result.state
+                record["objective"] = result.objective
+                record["exit_code"] = result.exit_code
                 if result.error:
-                    found["reason"] = runs.describe_error(result.error)
-            if found["state"] == "done" and not math.isfinite(found["objective"] or 0.0):
-                reason = f"its objective is {found['objective']}"
-                found |= {"state": "failed", "reason": reason, "objective": None}
+                    record["reason"] = runs.describe_error(result.error)
+            if record["state"] == "done" and not math.isfinite(record["objective"] or 0.0):
+                reason = f"its objective is {record['objective']}"
+                record |= {"state": "failed", "reason": reason, "objective": None}
             measured = _measured(config, shape)
-            return found | {
+            return record | {
                 "tokens_per_second": measured["tokens_per_second"],
                 "measured": measured,
             }
@@ -481,8 +481,8 @@ def _finished(config: Config) -> dict[str, Any] | None:
 
 
 def _records(directory: Path) -> list[Record]:
-    found = map(_read, sorted((directory / RECORDS).glob("*.json")))
-    return sorted(filter(None, found), key=lambda record: record["job"])
+    records = map(_read, sorted((directory / RECORDS).glob("*.json")))
+    return sorted(filter(None, records), key=lambda record: record["job"])
 
 
 def _read(path: Path) -> Record | None:

@@ -195,9 +195,9 @@ def _redirect(run_dir: Path, rank: int, terminal: TextIO) -> None:
     def lost(error: OSError, text: str) -> None:
         if not told:
             told.append(error)
-            what = f"{len(text):,} bytes could not be written, and later output may be lost too"
+            loss = f"{len(text):,} bytes could not be written, and later output may be lost too"
             with suppress(OSError):
-                print(f"warning: {path}: {error.strerror}: {what}", file=terminal, flush=True)
+                print(f"warning: {path}: {error.strerror}: {loss}", file=terminal, flush=True)
 
     os.dup2(log.fileno(), 2)
     sys.stderr = Outlet(sys.stderr, lost=lost)

@@ -174,14 +174,14 @@ class AppendLog:
         lines = retried(
             lambda: [line._replace(record={}) for line in takewhile(stays, _lines(self.path))]
         )
-        kept = [line for line in lines if line.step is not None]
+        steps = [line for line in lines if line.step is not None]
         os.ftruncate(self._fd, sum(len(line.raw) for line in lines))
-        self.num_records = len(kept)
+        self.num_records = len(steps)
         damaged = _damaged(lines)
         told = [f"damaged lines: {damaged}"] if damaged else []
         # A run that started from another run's checkpoint has no records before its own first step.
-        first = max(1, kept[0].step - kept[0].number + 1) if kept else 1
-        missing = sorted({*range(first, step + 1)} - {line.step for line in kept})
+        first = max(1, steps[0].step - steps[0].number + 1) if steps else 1
+        missing = sorted({*range(first, step + 1)} - {line.step for line in steps})
         if every_step and missing:
             told.append(f"no record of steps: {_numbers(missing)}")
         if told:
@@ -223,7 +223,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._samples = AppendLog(samples, resume_step, warn) if samples.exists() else None
             # Steps between two load snapshots. A resumed run keeps its stride; its first snapshot
             # may be off the grid.
-            steps = retried(lambda: [one["step"] for one in read_jsonl(self._load.path)])
+            steps = retried(lambda: [record["step"] for record in read_jsonl(self._load.path)])
             self._stride = statistics.mode(np.diff(steps[1:]).tolist() or [1])
             if steps and steps[-1] < (due := (resume_step or 0) // self._stride * self._stride):
                 warn(
@@ -283,18 +283,20 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def _thin(self) -> None:
         """Double the snapshot stride, so that a run of any length keeps a bounded number of them."""
         stride = self._stride
-        kept = read_jsonl(self._load.path)
-        while len(kept) > MAX_LOAD_SNAPSHOTS:
+        snapshots = read_jsonl(self._load.path)
+        while len(snapshots) > MAX_LOAD_SNAPSHOTS:
             stride *= 2
-            kept = kept[:1] + [record for record in kept[1:] if record["step"] % stride == 0]
+            snapshots = snapshots[:1] + [
+                record for record in snapshots[1:] if record["step"] % stride == 0
+            ]
         try:
-            self._load.replace(map(_bytes, kept))
+            self._load.replace(map(_bytes, snapshots))
         except OSError as error:
             if error.errno not in FULL:
                 raise
             return  # A longer record does no harm; the next snapshot tries again.
         self._stride = stride
-        self._load.num_records = len(kept)
+        self._load.num_records = len(snapshots)
 
 
 class _Line(NamedTuple):
@@ -414,6 +416,6 @@ def rank_balance(counts: np.ndarray, ep: int) -> float | None:
 
 def series(records: Records, key: str) -> Curve:
     """Return steps and float values, which may be NaN or infinite, of records that have ``key``."""
-    found = [record for record in records if record.get(key) is not None]
-    steps = np.array([record["step"] for record in found], dtype=np.int64)
-    return steps, np.array([float(record[key]) for record in found], dtype=np.float64)
+    having = [record for record in records if record.get(key) is not None]
+    steps = np.array([record["step"] for record in having], dtype=np.int64)
+    return steps, np.array([float(record[key]) for record in having], dtype=np.float64)

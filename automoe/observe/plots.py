@@ -73,7 +73,9 @@ def draw_plots(
         ("learning_rate", "Learning rate of the schedule", _learning_rate(records)),
     ]
     # A balance loss that is off is recorded as 0: plot only losses that were ever on.
-    balance = {key for one in records for key in one if key.endswith("balance_loss") and one[key]}
+    balance = {
+        key for record in records for key in record if key.endswith("balance_loss") and record[key]
+    }
     if balance:
         figure = _balance_losses(records, sorted(balance))
         figures.append(("balance_loss", "Balance losses, with their coefficients", figure))
@@ -359,7 +361,8 @@ def draw_sweep(directory: Path, jobs: Records) -> Path:
     others = [
         key
         for key in COMPARED
-        if key != "tokens_per_second" and any(one.get(key) is not None for one in measured)
+        if key != "tokens_per_second"
+        and any(measured_job.get(key) is not None for measured_job in measured)
     ]
     height = max(3.8, 1.2 + 0.3 * len(runs) + 0.19 * sum(map(len, labels)))
     widths = [5, 5] + [2] * len(others)

@@ -74,8 +74,8 @@ def build_report(run_dir: StrPath) -> Path:
     config, mesh, config_problem = _read_config(run_dir)
     if config is not None and status.get("state") == "done":
         for name in (METRICS_FILE, LOAD_FILE)[: 2 if config.model.num_moe_layers else 1]:
-            found = read_jsonl(run_dir / name)
-            last = found[-1]["step"] if found else 0
+            rows = read_jsonl(run_dir / name)
+            last = rows[-1]["step"] if rows else 0
             if last < config.train.steps:
                 _warn(
                     run_dir / name,
@@ -131,8 +131,8 @@ def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     """
     records = read_jsonl(run_dir / SAMPLES_FILE)[::-1]
     answers = [
-        (f"step {one['step']:,}", {pair["prompt"]: pair["text"] for pair in one["samples"]})
-        for one in records[:: len(records) // MAX_SAMPLES + 1]
+        (f"step {record['step']:,}", {pair["prompt"]: pair["text"] for pair in record["samples"]})
+        for record in records[:: len(records) // MAX_SAMPLES + 1]
     ]
     return [
         (prompt, [(step, texts[prompt]) for step, texts in answers if prompt in texts])

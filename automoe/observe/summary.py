@@ -119,8 +119,12 @@ def _slowest_rank(records: Records) -> dict[str, str]:
         return {}
     who = Counter((record["slowest_rank"], record["slowest_host"]) for record in timed)
     ((rank, host), times) = who.most_common(1)[0]
-    mine = [one for one in timed if (one["slowest_rank"], one["slowest_host"]) == (rank, host)]
-    behind = np.median([one["probe_seconds_max"] / one["probe_seconds_median"] for one in mine])
+    mine = [
+        entry for entry in timed if (entry["slowest_rank"], entry["slowest_host"]) == (rank, host)
+    ]
+    behind = np.median(
+        [entry["probe_seconds_max"] / entry["probe_seconds_median"] for entry in mine]
+    )
     return {
         f"slowest rank, on {host}": str(rank),
         f"slowest in timings, of {len(timed)}": str(times),

@@ -13,10 +13,10 @@ def describe_training(config: Config) -> list[str]:
     lora = config.lora
     if not (lora.rank or config.train.freeze):
         return []
-    own = model_params(model)
-    params = with_adapters(own, config)
+    originals = model_params(model)
+    params = with_adapters(originals, config)
     trained = sum(param.numel for param in params if param.trained)
-    total = sum(param.numel for param in own)
+    total = sum(param.numel for param in originals)
     how = f"frozen: {', '.join(config.train.freeze)}"
     of = "of"
     if lora.rank:

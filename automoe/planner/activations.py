@@ -181,10 +181,10 @@ def layer_activation_bytes(
     mtp = layer >= model.num_layers
     if FULL in recompute:
         choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
-        kept = {"norms": float(size * tokens * hidden * (1 + mtp))}
+        by_part = {"norms": float(size * tokens * hidden * (1 + mtp))}
         if has_indexer(model.attention, layer):
-            kept["attention"] = float(load.window_numbers)  # the chosen keys, a byte each
-        return kept | ({"router": 8.0 * choices * tokens * top_k} if routed else {})
+            by_part["attention"] = float(load.window_numbers)  # the chosen keys, a byte each
+        return by_part | ({"router": 8.0 * choices * tokens * top_k} if routed else {})
     # Inputs of tp-sharded weights are kept gathered over tp. Routers and MLA's down projections
     # read only the rank's own tokens.
     gathered = load.tp * (load.tp > 1)
@@ -260,44 +260,46 @@ def _attention_bytes(
     by_math = load.scores and not again
     mask_bytes = mask_numbers * size  # Torch keeps one mask per layer in the dtype of the heads.
     # Attention keeps its log-sum-exp (4 bytes per token and head) and its mask.
-    kept = 0.0 if again or by_math else 4.0 * tokens * heads + mask_bytes
+    num_bytes = 0.0 if again or by_math else 4.0 * tokens * heads + mask_bytes
     if attention.kind == "gqa":
         dim, groups = attention.head_dim, max(attention.num_kv_heads, load.tp)
         if attention.qk_norm:
             norms = 2 * load.tp if attention.qk_norm_over_heads else heads + groups
-            kept += tokens * ((heads + groups) * size * dim + norms * _norm_input(0, size))
+            num_bytes += tokens * ((heads + groups) * size * dim + norms * _norm_input(0, size))
         if attention.clip_qkv is not None:
-            kept += tokens * (heads + 2 * groups) * size * dim
+            num_bytes += tokens * (heads + 2 * groups) * size * dim
         # Fewer heads than ranks are repeated for an exchange.
         groups = max(groups, load.head_ranks)
-        kept += _exchanged_output(load, heads * dim, again)
+        num_bytes += _exchanged_output(load, heads * dim, again)
         if load.copies_groups and not again and (mask_numbers or size > 2):
             groups = heads
         if attention.output_gate:
             # Autograd keeps the gate and the gated output; the query norm keeps the whole
             # projection.
-            kept += 3 * size * tokens * heads * dim
+            num_bytes += 3 * size * tokens * heads * dim
         if by_math:
-            return kept + _math_bytes(load, heads, dim, dim, attention.sinks)
+            return num_bytes + _math_bytes(load, heads, dim, dim, attention.sinks)
         if attention.sinks and load.flex and not again:
-            kept += tokens * heads * (size * dim + 4 + size)  # the keys' share, and the product
+            num_bytes += (
+                tokens * heads * (size * dim + 4 + size)
+            )  # the keys' share, and the product
         elif attention.sinks and not again:
             # Sinks add one key per row and pad heads by one dim to a multiple of 8. The sliced
             # kernel output is a copy.
-            kept += size * tokens * heads * dim
+            num_bytes += size * tokens * heads * dim
             longer = 1 + tokens / load.window_numbers
-            return kept + longer * size * (dim + 8 - dim % 8) * (
+            return num_bytes + longer * size * (dim + 8 - dim % 8) * (
                 2 * tokens * heads + 2 * kv_tokens * groups
             )
-        return kept + size * dim * (2 * tokens * heads + 2 * kv_tokens * groups)
-    kept += _latent_bytes(attention, load, recompute, by_math)
+        return num_bytes + size * dim * (2 * tokens * heads + 2 * kv_tokens * groups)
+    num_bytes += _latent_bytes(attention, load, recompute, by_math)
     if has_indexer(attention, layer):
         # The indexer keeps gradients, which its loss computes in the forward pass, the input of its
         # keys' norm, and the chosen keys if attention is recomputed.
         dim, row = attention.index_head_dim, kv_tokens * load.tp
         numbers = tokens * attention.index_n_heads * (dim + 1) + (row + tokens) * dim
-        kept += max(4, size) * numbers + load.window_numbers * again
-    return kept
+        num_bytes += max(4, size) * numbers + load.window_numbers * again
+    return num_bytes
 
 
 def _exchanged_output(load: TokenLoad, width: int, again: bool) -> float:
@@ -319,7 +321,7 @@ def _latent_bytes(
         load.tokens,
         load.kv_tokens,
     )
-    kept = _exchanged_output(load, heads * attention.v_head_dim, again)
+    num_bytes = _exchanged_output(load, heads * attention.v_head_dim, again)
     qk, value = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
     padded = load.on_cpu and value < qk
     in_place = not load.on_cpu or (padded and again)
@@ -333,22 +335,22 @@ def _latent_bytes(
     if promised:
         query, key, stored_value = 0, 0, qk if padded and not again else 0
     if by_math:
-        kept += _math_bytes(load, heads, qk, value)
+        num_bytes += _math_bytes(load, heads, qk, value)
     else:
-        kept += size * heads * (tokens * (query + out) + kv_tokens * (key + stored_value))
+        num_bytes += size * heads * (tokens * (query + out) + kv_tokens * (key + stored_value))
     latent, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
     # A gather over cp sends latents and rotated keys together in one tensor.
     gathered = kv_tokens > tokens
-    kept += tokens * _norm_input(latent, size) + size * load.tp * kv_tokens * (
+    num_bytes += tokens * _norm_input(latent, size) + size * load.tp * kv_tokens * (
         latent + rope * (gathered or promised)
     )
     # The rotated keys share the storage of the latents, which the latents' norm keeps.
-    kept += size * tokens * rope
+    num_bytes += size * tokens * rope
     if attention.q_lora_rank is not None:
-        kept += tokens * (
+        num_bytes += tokens * (
             _norm_input(attention.q_lora_rank, size) + size * load.tp * attention.q_lora_rank
         )
-    return kept
+    return num_bytes
 
 
 def score_numbers(load: TokenLoad, heads: int) -> float:
@@ -389,15 +391,15 @@ def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -
     key, value = attention.linear_key_head_dim, attention.linear_value_head_dim
     channels = 2 * groups * key + heads * value
     convolved = 3 if again or size == wide else 2  # the rule keeps wider copies of its inputs
-    kept = size * tokens * (convolved * channels + 2 * heads * value) + wide * tokens * heads * (
-        3 * value + 5
-    )
+    num_bytes = size * tokens * (
+        convolved * channels + 2 * heads * value
+    ) + wide * tokens * heads * (3 * value + 5)
     if again:
-        return float(kept)
+        return float(num_bytes)
     inside = (
         heads * (6 * DELTA_CHUNK + 3 * value + 10 * key + key * value / DELTA_CHUNK + 3)
         + 2 * groups
     )
     if size < wide:
         inside += 2 * groups * key
-    return kept + wide * tokens * inside
+    return num_bytes + wide * tokens * inside

@@ -81,8 +81,8 @@ class Space:
     def __init__(self, config: Config, rungs: Sequence[list[str] | str]) -> None:
         self.config = config
         self.rungs = rungs
-        one = [changed(config, parallel={"recompute": names}) for names in rungs]
-        kinds = [tuple(layer_kind(c, layer) for c in one) for layer in config.model.all_layers]
+        variants = [changed(config, parallel={"recompute": names}) for names in rungs]
+        kinds = [tuple(layer_kind(c, layer) for c in variants) for layer in config.model.all_layers]
         # layers of one kind cost the same with each choice of recomputation
         self.kinds = {kind: layer for layer, kind in enumerate(kinds)}
         number = {kind: index for index, kind in enumerate(self.kinds)}
@@ -137,15 +137,15 @@ class Space:
             if config.cluster.gpu != "cpu":  # the GPU repeats work while it waits for launches
                 more = max(0.0, more - back.idle)
             dense, experts = stage.dense_trained, stage.experts_trained
-            kept = dict[str, float]()  # a class of transformers is measured, which imports torch
+            parts = dict[str, float]()  # a class of transformers is measured, which imports torch
             if tier_of(config.model).resizable:
-                kept = layer_activation_bytes(config.model, layer, load, kind.recomputed)
+                parts = layer_activation_bytes(config.model, layer, load, kind.recomputed)
             rows.append(
                 (
                     *(ahead.seconds, back.seconds + more, sum(sent), head),
                     *(stage.dense + stage.experts, dense + experts),
                     dense * mesh.tp + experts * mesh.ep * mesh.etp,
-                    sum(kept.values()),
+                    sum(parts.values()),
                 )
             )
         return rows
@@ -229,19 +229,19 @@ class Layout:
         order = pipeline_order(
             schedule, self.pp, self.each, count, self.parallel.overlap_all_to_all
         )
-        pairs = [[sum(len(entry) == 2 for entry in one) / self.each] for one in order]
+        pairs = [[sum(len(entry) == 2 for entry in entries) / self.each] for entries in order]
         held, done = zip(*map(self._most, self.held, order), strict=True)
         return tuple(map(np.array, (count, pairs, held, done)))
 
     def _most(self, stages: list[int], entries: tuple[Entry, ...]) -> Array:
         now = np.zeros((2, len(stages)))  # micro-batches in flight; stages with gradients
         most = [0.0, 0.0]
-        kept = now
+        num_bytes = now
         for kind, stage, _ in (action for entry in entries for action in reversed(entry)):
             local = stages.index(stage)
             now[0, local] += (kind == "F") - (kind in "BW")
             now[1, local] = now[1, local] or kind in "BW"
             if kind == "F" and (total := now.sum(axis=1).tolist()) > most:
-                most, kept = total, now.copy()
-        sizes: Array = kept @ self.sizes[stages]
+                most, num_bytes = total, now.copy()
+        sizes: Array = num_bytes @ self.sizes[stages]
         return sizes

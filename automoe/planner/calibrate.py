@@ -170,8 +170,8 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
     device, dtype = bench.prepare()
     made = partial(torch.randn, device=device, dtype=dtype)
     size = dtype.itemsize
-    found = dict[str, Any]()
-    found["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    measured = dict[str, Any]()
+    measured["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     speeds = []
     for point in range(POINTS):
         intensity = bench.first * 2**point
@@ -185,22 +185,22 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
     if device.type == "cuda" and not peak:
         from automoe.observe.peak_flops import peak_flops
 
-        peak = peak_flops(found["gpu"]) or 0.0
-    found["peak"] = peak if device.type == "cuda" and peak else max(speeds)
-    found["curve"] = [min(speed / found["peak"], 1.0) for speed in speeds]
+        peak = peak_flops(measured["gpu"]) or 0.0
+    measured["peak"] = peak if device.type == "cuda" and peak else max(speeds)
+    measured["curve"] = [min(speed / measured["peak"], 1.0) for speed in speeds]
     x, y = (made(bench.numbers) for _ in range(2))
-    found["memory"] = 3 * size * bench.numbers / bench.seconds(lambda: x * y)
-    found["attention"] = _attention(bench, device, dtype)
-    found["experts"] = _experts(bench, device, dtype)
+    measured["memory"] = 3 * size * bench.numbers / bench.seconds(lambda: x * y)
+    measured["attention"] = _attention(bench, device, dtype)
+    measured["experts"] = _experts(bench, device, dtype)
     few, more, rest = _steps(bench, device, [tiny(bench, model, layers) for layers in (2, 6)])
-    found["host_layer"] = max(more - few, 0.0) / 4 / 2
-    found["step"] = max(few + rest - 2 * 2 * found["host_layer"], 0.0)
+    measured["host_layer"] = max(more - few, 0.0) / 4 / 2
+    measured["step"] = max(few + rest - 2 * 2 * measured["host_layer"], 0.0)
     few, more, _ = _steps(bench, device, [usual(bench, layers) for layers in (2, 6)])
-    found["layer"] = (more - few) / 4
-    found["memory_bytes"] = (
+    measured["layer"] = (more - few) / 4
+    measured["memory_bytes"] = (
         torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     )
-    return found
+    return measured
 
 
 def _attention(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
@@ -341,7 +341,7 @@ def measure_links(bench: Bench) -> Links:
     device, _ = bench.prepare()
     rank = dist.get_rank()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    found = {}
+    measured = {}
     for size, stride in group_shapes(dist.get_world_size()):
         first = rank - rank // stride % size * stride
         ranks = list(range(first, first + size * stride, stride))
@@ -352,8 +352,8 @@ def measure_links(bench: Bench) -> Links:
                 seconds = bench.seconds(
                     work, number=16 if num_bytes == SIZES[device.type][0] else 4
                 )
-                found.setdefault(link_name(kind, size, stride), {})[sent] = seconds
-    return found
+                measured.setdefault(link_name(kind, size, stride), {})[sent] = seconds
+    return measured
 
 
 def _collectives(
@@ -480,5 +480,5 @@ def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return match[1].strip() if match else platform.processor() or platform.machine()

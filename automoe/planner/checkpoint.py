@@ -85,21 +85,28 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
     cluster = config.cluster
     saves = config.checkpoint
     on_cpu = cluster.gpu == "cpu"
-    own = (*GENERATOR_BYTES, *([] if on_cpu else [GPU_GENERATOR_BYTES]))
-    mine = sum(own) + SHARD_BYTES * len(own)
-    found: dict[str, _Tensor] = {}
+    of_rank = (*GENERATOR_BYTES, *([] if on_cpu else [GPU_GENERATOR_BYTES]))
+    mine = sum(of_rank) + SHARD_BYTES * len(of_rank)
+    by_name: dict[str, _Tensor] = {}
     largest = staged = 0.0
     layers = stage_layers(config, mesh)
     parallel = config.parallel
     for stages in stages_of_ranks(mesh.pp, parallel.stages_per_rank, parallel.schedule):
-        held = {one.name: one for stage in stages for one in _tensors(config, mesh, layers, stage)}
-        found |= held
-        largest = max(largest, sum((one.local + SHARD_BYTES) / one.copies for one in held.values()))
-        staged = max(staged, sum(one.local for one in held.values()))
-    shards = sum(one.shards for one in found.values()) + len(own) * mesh.world_size
-    tensors = len(found) + len(own) * mesh.world_size
+        held = {
+            tensor.name: tensor
+            for stage in stages
+            for tensor in _tensors(config, mesh, layers, stage)
+        }
+        by_name |= held
+        largest = max(
+            largest, sum((tensor.local + SHARD_BYTES) / tensor.copies for tensor in held.values())
+        )
+        staged = max(staged, sum(tensor.local for tensor in held.values()))
+    shards = sum(tensor.shards for tensor in by_name.values()) + len(of_rank) * mesh.world_size
+    tensors = len(by_name) + len(of_rank) * mesh.world_size
     total = (
-        sum(one.bytes + SHARD_BYTES * one.shards for one in found.values()) + mine * mesh.world_size
+        sum(tensor.bytes + SHARD_BYTES * tensor.shards for tensor in by_name.values())
+        + mine * mesh.world_size
     )
     files = mesh.world_size + 2
     bandwidth = cluster.storage_bandwidth or STORAGE_BANDWIDTH
@@ -115,7 +122,7 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
         else cluster.host_bandwidth or HOST_BANDWIDTH
     )
     interval = min(saves.every * step_seconds or inf, 60 * saves.every_minutes or inf)
-    kept = most_kept(config, interval / step_seconds)
+    num_steps = most_kept(config, interval / step_seconds)
     return CheckpointCost(
         bytes=total,
         rank_bytes=largest + mine,
@@ -130,8 +137,8 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
         node_bandwidth=bandwidth,
         assumed=not cluster.storage_bandwidth,
         interval_seconds=interval if interval < inf else None,
-        most_kept=kept,
-        disk_bytes=(kept + 1) * total if kept else 0.0,
+        most_kept=num_steps,
+        disk_bytes=(num_steps + 1) * total if num_steps else 0.0,
     )  # fmt: skip
 
 
@@ -164,18 +171,18 @@ def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -
         and bool(config.lora.rank or config.train.freeze)
     )
     for param in as_stored(with_adapters(stage_params(model, layers, stage), config), config):
-        kept: dict[str, int] = {}
+        num_bytes: dict[str, int] = {}
         if param.trained or not left_out:
-            kept["model"] = param.bytes_each(sizes.weights_each(param))
+            num_bytes["model"] = param.bytes_each(sizes.weights_each(param))
         if param.trained:
             moment = sizes.moments_each(param)
             names = (
                 ("exp_avg", "exp_avg_sq") if sizes.num_moments(param) == 2 else ("momentum_buffer",)
             )
-            kept |= {f"optimizer.{name}": moment for name in names}
+            num_bytes |= {f"optimizer.{name}": moment for name in names}
             if config.optim.ema_decay:
-                kept["optimizer.ema"] = sizes.wide
-        for name, size in kept.items():
+                num_bytes["optimizer.ema"] = sizes.wide
+        for name, size in num_bytes.items():
             yield _sharded(f"{name}.{param.name}", param, mesh, size)
         if param.trained and sizes.num_moments(param) == 2:
             yield _Tensor(f"optimizer.step.{param.name}", 4, 4, 1, ranks)

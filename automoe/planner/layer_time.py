@@ -113,8 +113,8 @@ _PART = {
 def _products(place: Place, layer: int, passes: Passes) -> None:
     mesh = place.mesh
     machine = place.machine
-    found = layer_weights(place.key, place.config, layer, mesh.tp)
-    for weight in found.weights:
+    weights = layer_weights(place.key, place.config, layer, mesh.tp)
+    for weight in weights.weights:
         rows = float(weight.rows)
         columns = float(weight.columns)
         part = _PART.get(weight.part, "attention")
@@ -146,25 +146,25 @@ def _products(place: Place, layer: int, passes: Passes) -> None:
         if weight.packed:
             moved = weight.packed + WIDENING[place.config.lora.base] + machine.number_bytes
             widened = machine.pass_over(moved * numbers)
-        own = seconds * weight.trained
+        local_seconds = seconds * weight.trained
         if place.fused:
-            own = max(own, machine.pass_over(8.0 * numbers) * weight.trained)
+            local_seconds = max(local_seconds, machine.pass_over(8.0 * numbers) * weight.trained)
         elif part == "moe" and place.fused_experts:
             left = min(1.52, FUSED_LEFT + FUSED_EXPERT * local / (tokens * rows * columns))
-            own += left * machine.pass_over(10.0 * numbers) * weight.trained
+            local_seconds += left * machine.pass_over(10.0 * numbers) * weight.trained
         passes.add(
             part,
             seconds + widened + machine.cast(tokens * columns),
-            seconds * (not weight.detached) + own + widened + machine.cast(tokens * rows),
+            seconds * (not weight.detached) + local_seconds + widened + machine.cast(tokens * rows),
         )
         if part == "moe" and not place.fused:  # others' grouped products have a part for each half
-            passes.backward.experts += seconds + own
+            passes.backward.experts += seconds + local_seconds
         else:
-            passes.backward.weights += own
+            passes.backward.weights += local_seconds
     if not place.fused:
         # FSDP reads each micro-batch's gradients, adds them and writes the sum in float32.
-        experts = found.expert_trained / (mesh.ep * mesh.etp) * (not place.fused_experts)
-        summed = machine.pass_over(10.0 * (found.dense_trained + experts))
+        experts = weights.expert_trained / (mesh.ep * mesh.etp) * (not place.fused_experts)
+        summed = machine.pass_over(10.0 * (weights.dense_trained + experts))
         passes.backward.add("gradients", summed)
         passes.backward.weights += summed
 
@@ -436,9 +436,9 @@ def time_again(forward: Pass, again: frozenset[str]) -> tuple[float, list[tuple[
             (axis, repeated[axis] if axis in ("ep", "etp") else cost)
             for axis, cost in forward.communication.items()
         ]
-    found = [forward.again.get(name, {}) for name in again]
+    recomputed = [forward.again.get(name, {}) for name in again]
     seconds = sum(forward.parts.get(name, 0.0) for name in again)
-    return seconds, [one for costs in found for one in costs.items()]
+    return seconds, [pair for costs in recomputed for pair in costs.items()]
 
 
 def head_time(place: Place, copies: int = 1) -> tuple[float, float]:

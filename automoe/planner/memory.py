@@ -109,8 +109,10 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     states = [0, *(num_states(model, stage) for stage in layers)]
     last = len(layers) - 1
     stages = [
-        plan_stage(config, sizes, load, list(layers[stage]), own, states[stage], stage == last)
-        for stage, own in zip(numbers, held, strict=True)
+        plan_stage(
+            config, sizes, load, list(layers[stage]), numbers_held, states[stage], stage == last
+        )
+        for stage, numbers_held in zip(numbers, held, strict=True)
     ]
     if mesh.pp > 1 or parallel.overlap_all_to_all:
         moments = [
@@ -122,7 +124,9 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         moments = [*_loop_moments(config, mesh, batch, stages[0], params)]
     if config.train.fp8 != "off" and gathers_once(config, mesh.pp):
         codes = sum(gathered_numel(param, mesh) for param in params if param.spec.fp8)
-        moments = [replace(one, gathered_weights=one.gathered_weights + codes) for one in moments]
+        moments = [
+            replace(state, gathered_weights=state.gathered_weights + codes) for state in moments
+        ]
     moments.append(_update_moment(config, sizes, params))
     most = max(moments, key=lambda moment: moment.total)
     # The last dim of a packed parameter is the bytes of a block, ``packed`` its elements.
@@ -241,11 +245,11 @@ def _pipeline_moments(
         if is_forward:
             now = stage.loss(False, others)
             there = float(gradients)
-            kept = now.activations
+            num_bytes = now.activations
         else:
             now = most(i, done[i], merged)
             there = gradients - stage.gradients * done[i] + now.unsharded_gradients
-            kept = others + now.activations
+            num_bytes = others + now.activations
             held[i] -= kind in "BW"
             done[i] |= kind in "BW"
         # One buffer holds the received gradient; the others hold gradients still being sent to
@@ -254,7 +258,7 @@ def _pipeline_moments(
         sent = kept_sends * sum(each.received for each in stages)
         buffers = stage.border * (not stage.last) + sent
         yield replace(
-            now, in_flight=in_flight, unsharded_gradients=there, activations=kept, gathered_weights=gathered,
+            now, in_flight=in_flight, unsharded_gradients=there, activations=num_bytes, gathered_weights=gathered,
             receive_buffers=buffers,
         )  # fmt: skip
     whole = sum(stage.gradients for stage in stages)

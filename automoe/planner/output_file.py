@@ -7,7 +7,7 @@ from pathlib import Path
 from automoe.errors import ConfigError
 
 
-def write_out(path: Path, text: str, out: str, what: str, instead: str) -> None:
+def write_out(path: Path, text: str, out: str, content: str, instead: str) -> None:
     """Write ``text`` to ``path`` and make its folders.
 
     Args:
@@ -21,10 +21,10 @@ def write_out(path: Path, text: str, out: str, what: str, instead: str) -> None:
     try:
         # Reading a FIFO would wait for its other end.
         if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):
-            rule = f"{what} exists with other content"
+            rule = f"{content} exists with other content"
             raise ConfigError("out", out, rule, f"Remove it, or set {instead}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        rule = f"{what} cannot be written: {error.strerror}"
+        rule = f"{content} cannot be written: {error.strerror}"
         raise ConfigError("out", out, rule, f"Set {instead}, where you may write") from error

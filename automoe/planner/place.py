@@ -98,8 +98,8 @@ class Place:
     def key(self) -> str:
         """Cache key that identifies the model and its trained parameters."""
         train = self.config.train
-        found = self.config.model, self.config.lora, train.freeze, train.trainable, train.dtype
-        return repr(found)
+        read = self.config.model, self.config.lora, train.freeze, train.trainable, train.dtype
+        return repr(read)
 
     @property
     def gathers_latents(self) -> bool:

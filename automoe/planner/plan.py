@@ -96,7 +96,7 @@ class Plan:
             "full_at_times_the_even_load": self.full_at,
             "not_modelled": self.not_modelled,
             "warnings": self.warnings,
-            "single_changes": [asdict(one) for one in self.single_changes],
+            "single_changes": [asdict(change) for change in self.single_changes],
             "combination": asdict(self.combination) if self.combination else None,
         }
 
@@ -232,7 +232,7 @@ def _memory_warnings(config: Config, plan: Plan) -> list[str]:
         )
     if plan.single_changes:
         # List first the changes that fit. The sort is stable, so both groups stay ordered by speed.
-        shown = sorted(plan.single_changes, key=lambda one: one.needed > limit)[:SHOWN]
+        shown = sorted(plan.single_changes, key=lambda change: change.needed > limit)[:SHOWN]
         text.append(f"single changes that need less: {'; '.join(map(str, shown))}")
     text.append("All this is with experts at twice their even share")
     return [

@@ -57,32 +57,35 @@ def remedies(config: Config, mesh: MeshShape, speed: float) -> tuple[list[Remedy
     """
     now = Candidate(config, mesh)
 
-    def remedy(one: Candidate) -> Remedy:
+    def remedy(candidate: Candidate) -> Remedy:
         changed = [
-            (f"mesh.{axis}", getattr(now.mesh, axis), getattr(one.mesh, axis)) for axis in AXES
+            (f"mesh.{axis}", getattr(now.mesh, axis), getattr(candidate.mesh, axis))
+            for axis in AXES
         ]
         for section in ("parallel", "train"):
-            ours, theirs = (asdict(getattr(each.config, section)) for each in (now, one))
+            ours, theirs = (asdict(getattr(each.config, section)) for each in (now, candidate))
             changed += [(f"{section}.{key}", ours[key], theirs[key]) for key in ours]
         return Remedy(
             [f"{key}={_text(after)}" for key, before, after in changed if before != after],
-            one.needed,
-            one.speed,
-            1 - one.speed / speed,
+            candidate.needed,
+            candidate.speed,
+            1 - candidate.speed / speed,
         )
 
-    near = [*_axes(now, 1), *(one for way in _WAYS[1:] for one in way(now))]
-    alone = [one for one in near if _legal(one)]
+    near = [*_axes(now, 1), *(candidate for way in _WAYS[1:] for candidate in way(now))]
+    alone = [candidate for candidate in near if _legal(candidate)]
     everywhere = now.changed(parallel={"recompute_layers": None})
     alone += map(everywhere.with_recompute, [*ladder(config), *_without_moe(config)])
-    singles = [remedy(one) for one in alone if one.needed < now.needed]
-    singles.sort(key=lambda one: -one.tokens_per_second)
+    singles = [remedy(candidate) for candidate in alone if candidate.needed < now.needed]
+    singles.sort(key=lambda candidate: -candidate.tokens_per_second)
     best = _fastest(everywhere)
     return singles, remedy(best) if best else None
 
 
-def _legal(one: Candidate) -> bool:
-    return not any(broken for _, broken, _, _ in mesh_rows(one.config, one.mesh, "auto"))
+def _legal(candidate: Candidate) -> bool:
+    return not any(
+        broken for _, broken, _, _ in mesh_rows(candidate.config, candidate.mesh, "auto")
+    )
 
 
 def _fastest(now: Candidate) -> Candidate | None:
@@ -90,21 +93,21 @@ def _fastest(now: Candidate) -> Candidate | None:
     rungs = ladder(now.config)
     made = [now]
     for way in _WAYS:
-        made += [two for one in made for two in way(one)]
-    lightest = [one.with_recompute(rungs[0]) for one in made if _legal(one)]
+        made += [two for candidate in made for two in way(candidate)]
+    lightest = [candidate.with_recompute(rungs[0]) for candidate in made if _legal(candidate)]
     best = None
     most = 0.0
-    for one in sorted(lightest, key=lambda one: -one.speed):
-        if one.speed <= most:  # recomputation only takes time
+    for candidate in sorted(lightest, key=lambda candidate: -candidate.speed):
+        if candidate.speed <= most:  # recomputation only takes time
             break
-        candidates = [*map(one.with_recompute, rungs)]
+        candidates = [*map(candidate.with_recompute, rungs)]
         index = first_that_fits(candidates)
         if index is None:
             continue
-        found = [candidates[index]]
+        remedies_made = [candidates[index]]
         if index > len(rungs) - 4:
-            found += map(one.with_recompute, _without_moe(now.config))
-        for each in found:
+            remedies_made += map(candidate.with_recompute, _without_moe(now.config))
+        for each in remedies_made:
             if each.speed > most and each.fits:
                 best = each
                 most = each.speed
@@ -120,45 +123,48 @@ def _without_moe(config: Config) -> list[list[str] | str]:
     return [[name for name in names if name != "moe"]] if "moe" in names else []
 
 
-def _axes(one: Candidate, together: int = TOGETHER) -> Iterator[Candidate]:
+def _axes(candidate: Candidate, together: int = TOGETHER) -> Iterator[Candidate]:
     """Yield ``one`` with up to ``together`` mesh axes that shard tensors or layers doubled."""
     for count in range(1, together + 1):
         for axes in combinations(_TAKEN_FROM, count):
-            sizes = asdict(one.mesh)
+            sizes = asdict(candidate.mesh)
             for axis in axes:
                 sizes[axis] *= 2
                 for other in _TAKEN_FROM[axis]:
                     sizes[other] = sizes[other] // 2 if sizes[other] % 2 == 0 else 0
-            if all(sizes.values()) and sizes["tp"] <= one.config.cluster.gpus_per_node:
+            if all(sizes.values()) and sizes["tp"] <= candidate.config.cluster.gpus_per_node:
                 shape = MeshShape(**sizes)
-                yield Candidate(replace(one.config, mesh=MeshConfig(**vars(shape))), shape)
+                yield Candidate(replace(candidate.config, mesh=MeshConfig(**vars(shape))), shape)
 
 
-def _rows(one: Candidate) -> Iterator[Candidate]:
+def _rows(candidate: Candidate) -> Iterator[Candidate]:
     """Yield ``one`` with smaller micro-batches: the next lower divisor, and one row."""
-    now = one.config.train.micro_batch_size
+    now = candidate.config.train.micro_batch_size
     if now > 1:
         for rows in {largest_divisor(now, now - 1), 1}:
-            yield one.changed(train={"micro_batch_size": rows})
+            yield candidate.changed(train={"micro_batch_size": rows})
 
 
-def _policies(one: Candidate) -> Iterator[Candidate]:
-    parallel = one.config.parallel
-    if one.mesh.pp == 1 and "step" in (parallel.reshard, parallel.grad_sync):
-        yield one.changed(parallel={"reshard": "micro_batch", "grad_sync": "micro_batch"})
+def _policies(candidate: Candidate) -> Iterator[Candidate]:
+    parallel = candidate.config.parallel
+    if candidate.mesh.pp == 1 and "step" in (parallel.reshard, parallel.grad_sync):
+        yield candidate.changed(parallel={"reshard": "micro_batch", "grad_sync": "micro_batch"})
 
 
-def _stages(one: Candidate) -> Iterator[Candidate]:
-    parallel = one.config.parallel
-    for count in STAGES if one.mesh.pp > 1 and parallel.layers_per_stage is None else ():
-        if count != parallel.stages_per_rank and count * one.mesh.pp <= one.config.model.num_layers:
+def _stages(candidate: Candidate) -> Iterator[Candidate]:
+    parallel = candidate.config.parallel
+    for count in STAGES if candidate.mesh.pp > 1 and parallel.layers_per_stage is None else ():
+        if (
+            count != parallel.stages_per_rank
+            and count * candidate.mesh.pp <= candidate.config.model.num_layers
+        ):
             schedule = "Interleaved1F1B" if count > 1 else "1F1B"
-            yield one.changed(parallel={"schedule": schedule, "stages_per_rank": count})
+            yield candidate.changed(parallel={"schedule": schedule, "stages_per_rank": count})
 
 
-def _contexts(one: Candidate) -> Iterator[Candidate]:
-    if one.mesh.cp > 1 and one.config.parallel.context == "gather":
-        yield one.changed(parallel={"context": "ulysses"})
+def _contexts(candidate: Candidate) -> Iterator[Candidate]:
+    if candidate.mesh.cp > 1 and candidate.config.parallel.context == "gather":
+        yield candidate.changed(parallel={"context": "ulysses"})
 
 
 _WAYS: tuple[Callable[[Candidate], Iterator[Candidate]], ...] = (

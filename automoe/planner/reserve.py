@@ -110,8 +110,8 @@ def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[
     if config.moe.dispatcher == "deepep":
         yield "moe.dispatcher=deepep: DeepEP's own buffers for NVLink and RDMA"
     if config.moe.experts == "te":
-        kept = "the gathered rows and both factors of the activation"
-        yield f"moe.experts=te: counted as grouped_mm, without {kept}"
+        buffers = "the gathered rows and both factors of the activation"
+        yield f"moe.experts=te: counted as grouped_mm, without {buffers}"
     if config.kernels.attention == "te" or config.kernels.norm == "te":
         yield "transformer-engine's workspaces: its kernels are counted as torch's"
     if config.kernels.attention == "flex":

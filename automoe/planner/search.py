@@ -93,10 +93,10 @@ def search(
         tell("found", len(result.found), TOP)
     result.rest = max(queue.highest())
     result.found = [
-        balanced(one, device, fixed) if place < BALANCED else one
-        for place, one in enumerate(result.found)
+        balanced(candidate, device, fixed) if place < BALANCED else candidate
+        for place, candidate in enumerate(result.found)
     ]
-    result.found.sort(key=lambda one: -one.speed)
+    result.found.sort(key=lambda candidate: -candidate.speed)
     return result
 
 
@@ -124,20 +124,20 @@ class Queue:
             on_mesh = _on(config, shape)
             for context in tried(config, fixed, "parallel.context")[: None if shape.cp > 1 else 1]:
                 parallel = {**next(layouts(config, shape.pp, fixed)), "context": context}
-                one = changed(on_mesh, parallel=parallel, train={"micro_batch_size": micros[0]})
-                if self._legal(one, shape):
+                variant = changed(on_mesh, parallel=parallel, train={"micro_batch_size": micros[0]})
+                if self._legal(variant, shape):
                     axes = shape.tp, shape.cp, shape.ep, shape.etp, context
                     self.shapes.setdefault(axes, {})[shape.pp] = shape
         made = [
-            (pp, one, ladder(changed(config, mesh={"pp": pp}, parallel=one), fixed))
-            for pp in sorted({pp for found in self.shapes.values() for pp in found})
-            for one in layouts(config, pp, fixed)
+            (pp, variant, ladder(changed(config, mesh={"pp": pp}, parallel=variant), fixed))
+            for pp in sorted({pp for stage_counts in self.shapes.values() for pp in stage_counts})
+            for variant in layouts(config, pp, fixed)
         ]
-        rungs = [*{str(one): one for *_, names in made for one in names}.values()]
+        rungs = [*{str(variant): variant for *_, names in made for variant in names}.values()]
         self.space = Space(config, rungs)
         self.layouts = [
-            (Layout(self.space, pp, one), np.array([rung in names for rung in rungs]))
-            for pp, one, names in made
+            (Layout(self.space, pp, variant), np.array([rung in names for rung in rungs]))
+            for pp, variant, names in made
         ]
         keys = "train.fp8", "parallel.expert_wgrad"
         adds = config.moe.experts == "grouped_mm" and not config.lora.rank
@@ -154,7 +154,7 @@ class Queue:
 
     def highest(self) -> list[float]:
         """Return the upper bound of the tokens/s of all that is left, by kind."""
-        return [float(one["bound"].max(initial=0.0)) for one in self.left]
+        return [float(rows["bound"].max(initial=0.0)) for rows in self.left]
 
     def look(self) -> bool:
         """Look closer at what has the highest bound; return False if nothing is left."""
@@ -199,10 +199,10 @@ class Queue:
         keys = "moe.dispatcher", "moe.dispatch_dtype"
         names, dtypes = (tried(self.config, self.fixed, key) for key in keys)
         families = [
-            one._replace(dispatcher=name, dispatch_dtype=dtype)
-            for one in meshes["item"]
-            for name in names[: None if one.ep > 1 else 1]
-            for dtype in dtypes[: None if one.ep * one.etp > 1 else 1]
+            mesh._replace(dispatcher=name, dispatch_dtype=dtype)
+            for mesh in meshes["item"]
+            for name in names[: None if mesh.ep > 1 else 1]
+            for dtype in dtypes[: None if mesh.ep * mesh.etp > 1 else 1]
         ]
         return [self._spread(families, None, HIDDEN)]
 
@@ -220,10 +220,10 @@ class Queue:
                 here["bytes"] = layout.bytes(here, count, self.world)
                 self.result.too_large += int((here["bytes"] > limit).sum())
                 here = here[here["bytes"] <= limit]
-                found = here[[*(WAITING.names or ())]].astype(WAITING)
-                found["layout"] = number
-                found["bound"] = tokens / (layout.seconds(here, count) + Constants.load().step)
-                yield found
+                waiting = here[[*(WAITING.names or ())]].astype(WAITING)
+                waiting["layout"] = number
+                waiting["bound"] = tokens / (layout.seconds(here, count) + Constants.load().step)
+                yield waiting
 
     def _timed(self, waiting: Array) -> Iterator[Array]:
         """Yield the candidates whose mesh exists and has no result yet, with their exact speeds."""
@@ -231,26 +231,26 @@ class Queue:
         for _, num_bytes, number, rung, family in waiting:
             layout, _ = self.layouts[number]
             shape = self.shapes[family[:5]].get(layout.pp)
-            if shape and all(one.mesh != shape for one in self.result.found):
+            if shape and all(candidate.mesh != shape for candidate in self.result.found):
                 self.since += 1
                 again = self.space.rungs[rung]
                 config = family.of(_on(self.config, shape), **layout.settings, recompute=again)
                 if num_bytes + standing_reserve(config, shape) > limit:
                     self.result.too_large += 1
                 elif self._legal(config, shape):
-                    one = Candidate(config, shape)
+                    candidate = Candidate(config, shape)
                     self.result.num_timed += 1
-                    yield np.array([(one.speed, 0.0, 0, 0, one)], WAITING)
+                    yield np.array([(candidate.speed, 0.0, 0, 0, candidate)], WAITING)
 
     def _found(self, waiting: Array) -> list[Array]:
         """Keep a candidate, of which no other is faster, if it is the first of its mesh that fits."""
         result = self.result
-        (one,) = waiting["item"]
-        if not one.fits:
+        (item,) = waiting["item"]
+        if not item.fits:
             result.too_large += 1
-            result.smallest = min(result.smallest or one, one, key=lambda each: each.needed)
-        elif all(other.mesh != one.mesh for other in result.found):
-            result.found.append(one)
+            result.smallest = min(result.smallest or item, item, key=lambda each: each.needed)
+        elif all(other.mesh != item.mesh for other in result.found):
+            result.found.append(item)
             self.since = 0
         return []
 
@@ -262,10 +262,10 @@ def _on(config: Config, shape: MeshShape) -> Config:
 
 def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
     """Return the values of ``key`` that a search tries: the configured one, then ``LEVERS``."""
-    own = attrgetter(key)(config)
+    setting = attrgetter(key)(config)
     routed = config.model.num_moe_layers and tier_of(config.model).resizable
     free = key not in fixed and (routed or key == "parallel.context")
-    return list(dict.fromkeys([own, *(LEVERS[key] if free else ())]))
+    return list(dict.fromkeys([setting, *(LEVERS[key] if free else ())]))
 
 
 def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -281,12 +281,12 @@ def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str,
     if PIPELINE_KEYS & set(fixed):
         pipelines = [{}]
     keys = "reshard", "grad_sync"
-    policies = [dict.fromkeys(keys, one) for one in ("step", "micro_batch")[: 1 + (pp == 1)]]
+    policies = [dict.fromkeys(keys, choice) for choice in ("step", "micro_batch")[: 1 + (pp == 1)]]
     if {f"parallel.{key}" for key in keys} & set(fixed):
         policies = [{}]
     overlaps = tried(config, fixed, "parallel.overlap_all_to_all")
-    for one, policy, overlap in product(pipelines, policies, overlaps):
-        settings = {**one, **policy, "overlap_all_to_all": overlap}
+    for choice, policy, overlap in product(pipelines, policies, overlaps):
+        settings = {**choice, **policy, "overlap_all_to_all": overlap}
         parallel = replace(config.parallel, **settings)
         pairs = pp == 1 or parallel.schedule in MERGES
         pairs &= parallel.reshard == parallel.grad_sync == "step"
@@ -294,31 +294,31 @@ def layouts(config: Config, pp: int, fixed: Sequence[str]) -> Iterator[dict[str,
             yield settings
 
 
-def balanced(one: Candidate, device: str, fixed: Sequence[str] = ()) -> Candidate:
+def balanced(candidate: Candidate, device: str, fixed: Sequence[str] = ()) -> Candidate:
     """Return ``one`` with layers moved from its busiest pipeline rank to the least busy one.
 
     A layer moves only if the step is faster and fits in memory; ``MOVES`` layers at most.
     """
-    shape = one.mesh
+    shape = candidate.mesh
     if shape.pp == 1 or PIPELINE_KEYS & set(fixed):
-        return one
-    parallel = one.config.parallel
-    num_layers = one.config.model.num_layers
+        return candidate
+    parallel = candidate.config.parallel
+    num_layers = candidate.config.model.num_layers
     num_stages = shape.pp * parallel.stages_per_rank
     held = stages_of_ranks(shape.pp, parallel.stages_per_rank, parallel.schedule)
     sizes = list(map(len, split_layers(num_layers, num_stages, parallel.layers_per_stage)))
     for _ in range(MOVES):
-        by_rank = one.time.by_rank
+        by_rank = candidate.time.by_rank
         most, least = (by_rank.index(edge(by_rank)) for edge in (max, min))
         sizes[max(held[most], key=lambda stage: sizes[stage])] -= 1
         sizes[min(held[least], key=lambda stage: sizes[stage])] += 1
-        other = one.changed(parallel={"layers_per_stage": list(sizes)})
+        other = candidate.changed(parallel={"layers_per_stage": list(sizes)})
         if any(broken for _, broken, _, _ in mesh_rows(other.config, shape, device)):
             break
-        if other.speed <= one.speed or not other.fits:
+        if other.speed <= candidate.speed or not other.fits:
             break
-        one = other
-    return one
+        candidate = other
+    return candidate
 
 
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
@@ -340,15 +340,15 @@ def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> I
 
     views = [
         [
-            dict(zip(axes, one, strict=True))
-            for one in product(*map(sizes, axes))
-            if prod(one) == world_size
+            dict(zip(axes, sizes_of_axes, strict=True))
+            for sizes_of_axes in product(*map(sizes, axes))
+            if prod(sizes_of_axes) == world_size
         ]
         for axes in (DEFAULT_AXES, MOE_AXES)
     ]
-    for one, other in product(*views):
-        if one["pp"] == other["pp"]:
-            yield MeshShape(**one | other)
+    for sizes_of_axes, other in product(*views):
+        if sizes_of_axes["pp"] == other["pp"]:
+            yield MeshShape(**sizes_of_axes | other)
 
 
 AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))

@@ -54,44 +54,44 @@ class Question:
 
 def take_own(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Split ``argv`` into the values of the planner's own keys and all other words."""
-    own = {}
+    words = {}
     rest = []
     for word in argv:
         key, equals, value = word.partition("=")
         if equals and key in OWN:
-            own[key] = value
+            words[key] = value
         else:
             rest.append(word)
-    return own, rest
+    return words, rest
 
 
-def question_of(own: dict[str, str]) -> Question | None:
+def question_of(words: dict[str, str]) -> Question | None:
     """Check the planner's own keys; return the search or calibration that they request, if any.
 
     Raises:
         ConfigError: a value is invalid, or two keys exclude each other.
     """
-    if own.get("html") == "":
+    if words.get("html") == "":
         raise ConfigError("html", "", "a page needs a name", "Write html=plan.html")
-    exports = "export" in own
-    if exports and own["export"] != "torchtitan":
+    exports = "export" in words
+    if exports and words["export"] != "torchtitan":
         rule = "a plan is exported for torchtitan"
-        raise ConfigError("export", own["export"], rule, "Write export=torchtitan")
-    if exports and own.keys() & {"search", CALIBRATE}:
+        raise ConfigError("export", words["export"], rule, "Write export=torchtitan")
+    if exports and words.keys() & {"search", CALIBRATE}:
         rule = "only a plan is exported, not a search"
         raise ConfigError("export", "torchtitan", rule, "Export what was found with mesh=found_...")
-    kind = own.get("search", "")
-    number = own.get("world", "")
-    folder = user_path("out", own.get("out") or "plans")
-    if how := own.get(CALIBRATE):
+    kind = words.get("search", "")
+    number = words.get("world", "")
+    folder = user_path("out", words.get("out") or "plans")
+    if how := words.get(CALIBRATE):
         if how != "true" or kind or number:
             rule = "a machine is calibrated by itself: no search, no world"
             raise ConfigError(CALIBRATE, how, rule, "Write calibrate=true")
         return Question(CALIBRATE, None, folder)
     if not kind:
         for key in ("world",) if exports else ("world", "out"):
-            if own.get(key):
-                raise ConfigError(key, own[key], "this is for a search", "Add search=true")
+            if words.get(key):
+                raise ConfigError(key, words[key], "this is for a search", "Add search=true")
         return None
     if kind not in KINDS:
         raise ConfigError(
@@ -150,12 +150,12 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     console = Console(highlight=False)
     with progress() as tell:
         rank = partial(search, device=device, fixed=fixed, tell=tell)
-        found = _find(question, config, rank)
-    best = found[-1][1]
+        result = _find(question, config, rank)
+    best = result[-1][1]
     if as_json:
-        print(json.dumps({"found": [_as_dict(one) for one in best.found]}, indent=2))
+        print(json.dumps({"found": [_as_dict(candidate) for candidate in best.found]}, indent=2))
     elif best.found:
-        print_search(found[-1][0], best, console)
+        print_search(result[-1][0], best, console)
     if not best.found:
         if as_json:  # stdout holds only the JSON object
             console = Console(stderr=True, highlight=False)
@@ -203,8 +203,8 @@ def least_ranks(config: Config) -> float:
     if not config.cluster.memory_bytes:
         return 1
     plain = changed(config, parallel=ONE_STAGE)
-    one = resolve_mesh(MeshConfig(), 1)
-    (rank,) = plan_memory(plain, one, plan_batch(config, one))
+    single = resolve_mesh(MeshConfig(), 1)
+    (rank,) = plan_memory(plain, single, plan_batch(config, single))
     return (rank.weights + rank.moments + rank.averages) / config.cluster.memory_bytes
 
 
@@ -275,14 +275,14 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
     return f"automoe train --config-name {args.config_name}{where} {' '.join([f'mesh={name}', *typed])}"
 
 
-def _as_dict(one: Candidate) -> dict[str, Any]:
+def _as_dict(candidate: Candidate) -> dict[str, Any]:
     return {
-        **overrides_of(one),
-        "seq_len": one.config.train.seq_len,
-        "time": one.time.to_dict(),
-        "peak": one.peak,
-        "peak_at_twice_the_even_load": one.uneven_peak,
-        "needed_at_twice_the_even_load": one.needed,
+        **overrides_of(candidate),
+        "seq_len": candidate.config.train.seq_len,
+        "time": candidate.time.to_dict(),
+        "peak": candidate.peak,
+        "peak_at_twice_the_even_load": candidate.uneven_peak,
+        "needed_at_twice_the_even_load": candidate.needed,
     }
 
 

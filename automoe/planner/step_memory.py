@@ -253,9 +253,9 @@ class StagePlan:
             experts_ranks: number of ranks over which FSDP shards the experts.
             merged: stage of the forward pass that runs at the same time, layer by layer.
         """
-        kept = self.shared + (self.head_kept * self.deeper if self.last else self.border)
+        num_bytes = self.shared + (self.head_kept * self.deeper if self.last else self.border)
         weights = self.weights
-        below = kept + sum(layer.kept for layer in self.layers)
+        below = num_bytes + sum(layer.kept for layer in self.layers)
         # Without earlier gradients, those of the head come first.
         whole = self.gradients if adds else self.rest_gradients * self.last
         sharded = 0
@@ -338,8 +338,8 @@ def plan_stage(
         key = kinds[layer] if alike else layer
         if key not in plans:
             recomputed = kinds[layer].recomputed
-            found = measured.get(layer)
-            plan = _plan_layer(config, sizes, load, layer, of_layer[layer], recomputed, found)
+            layer_sizes = measured.get(layer)
+            plan = _plan_layer(config, sizes, load, layer, of_layer[layer], recomputed, layer_sizes)
             if kinds[layer].mtp and last:
                 plan = replace(plan, kept=plan.kept + head_kept)
             plans[key] = plan
@@ -379,7 +379,7 @@ def _plan_layer(
     layer: int,
     params: list[Param],
     again: frozenset[str],
-    found: tuple[float, float] | None,
+    layer_sizes: tuple[float, float] | None,
 ) -> LayerPlan:
     model = config.model
     mesh = sizes.mesh
@@ -387,23 +387,23 @@ def _plan_layer(
     ffn = [param for param in trained(params) if param.part in ("dense_ffn", "shared_experts")]
     expert_numbers = sum(gathered_numel(param, mesh) for param in experts)
     ffn_numbers = sum(gathered_numel(param, mesh) for param in ffn)
-    if found is None:
-        kept = sum(layer_activation_bytes(model, layer, load, again).values())
+    if layer_sizes is None:
+        num_bytes = sum(layer_activation_bytes(model, layer, load, again).values())
         workspaces = layer_workspaces(model, layer, load, again, expert_numbers, ffn_numbers)
     else:
-        kept, work = found
+        num_bytes, work = layer_sizes
         again_bytes = 0.0
         if again:  # full recomputation keeps a layer's input and its choice of experts
-            again_bytes = kept - load.tokens * (
+            again_bytes = num_bytes - load.tokens * (
                 load.number_bytes * model.hidden_size + 8.0 * model.num_experts_per_token
             )
-        kept -= again_bytes
+        num_bytes -= again_bytes
         workspaces = [Workspace(0.0, again_bytes, work)]
-    kept += adapter_activation_bytes(
+    num_bytes += adapter_activation_bytes(
         config, layer, load.tokens, load.expert_rows, load.number_bytes, again
     )
     return LayerPlan(
-        kept=kept,
+        kept=num_bytes,
         workspaces=workspaces,
         weights=sizes.whole(params, sizes.compute),
         gradients=sizes.whole_gradients(params),
@@ -435,11 +435,11 @@ def adapter_activation_bytes(
         recompute: parts of the layer that are recomputed.
     """
     again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
-    kept = 0.0
+    num_bytes = 0.0
     for param in layer_params(config.model, layer):
         if is_target(param, config.lora) and param.part not in again and "full" not in recompute:
             rows = expert_rows if param.expert else tokens
             if param.name.endswith("experts.down_proj"):
                 rows = 0.0
-            kept += config.lora.rank * rows * number_bytes
-    return kept
+            num_bytes += config.lora.rank * rows * number_bytes
+    return num_bytes

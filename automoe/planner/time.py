@@ -152,7 +152,7 @@ def step_time(
     held: list[list[Stage]] = [[] for _ in range(pp)]
     for index, stage in enumerate(stages):
         held[rank_of_stage(index, pp, schedule)].append(stage)
-    busy = [count * sum(stage.times.work for stage in own) for own in held]
+    busy = [count * sum(stage.times.work for stage in of_rank) for of_rank in held]
     longest = max(busy)
     mine = held[busy.index(longest)]
     border = _border(place)
@@ -280,8 +280,8 @@ def _by_axis(stages: list[Stage], count: int, border: Cost) -> list[dict[str, fl
                 total[axis] += cost * count
         total["fsdp"] += stage.once + (stage.each[0] + stage.each[1]) * count
     return [
-        {axis: getattr(cost, what) for axis, cost in total.items()}
-        for what in ("seconds", "bytes", "off_node")
+        {axis: getattr(cost, quantity) for axis, cost in total.items()}
+        for quantity in ("seconds", "bytes", "off_node")
     ]
 
 
@@ -340,12 +340,12 @@ def add_layer(place: Place, stage: Stage, layer: int, number: int, times: Passes
         late = least if cpu else max(0.0, least - half.seconds / share)
         total.idle += number * share * late
     stage.layers += number
-    found = layer_weights(place.key, config, layer, mesh.tp)
+    weights = layer_weights(place.key, config, layer, mesh.tp)
     cut = number / (mesh.ep * mesh.etp)
-    stage.dense += number * found.dense_bytes
-    stage.dense_trained += number * found.dense_trained
-    stage.experts += cut * found.expert_bytes
-    stage.experts_trained += cut * found.expert_trained
+    stage.dense += number * weights.dense_bytes
+    stage.dense_trained += number * weights.dense_trained
+    stage.experts += cut * weights.expert_bytes
+    stage.experts_trained += cut * weights.expert_trained
 
 
 def _add_ends(place: Place, stage: Stage, first: bool, last: bool, embeds: bool) -> None:

@@ -55,11 +55,11 @@ def titan_model(model: ModelConfig) -> tuple[str, str]:
         ConfigError: torchtitan has no such model; the message lists the models that it has.
     """
 
-    def shape(one: ModelConfig) -> dict[str, object]:
-        return {key: value for key, value in asdict(one).items() if key not in _NOT_SHAPE}
+    def shape(other: ModelConfig) -> dict[str, object]:
+        return {key: value for key, value in asdict(other).items() if key not in _NOT_SHAPE}
 
     folder = shipped_folder("conf") / "model"
-    for name, found in MODELS.items():
+    for name, preset in MODELS.items():
         raw = yaml.safe_load((folder / f"{name}.yaml").read_text())
         # Files with defaults omit keys, so missing keys count as equal. Composing is slow and comes
         # last.
@@ -68,12 +68,12 @@ def titan_model(model: ModelConfig) -> tuple[str, str]:
             for key in ("family", "num_layers")
         )
         if alike and shape(compose_config("config", [f"model={name}"]).model) == shape(model):
-            return found
-    what = f"{model.family} of {model.num_layers} layers"
+            return preset
+    described = f"{model.family} of {model.num_layers} layers"
     raise ConfigError(
         "export",
         "torchtitan",
-        f"torchtitan 0.3 has no such {what}",
+        f"torchtitan 0.3 has no such {described}",
         f"It has model={', '.join(MODELS)}",
     )
 

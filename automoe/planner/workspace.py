@@ -75,40 +75,40 @@ def layer_workspaces(
         ffn_numbers: number of parameters of the layer's dense or shared FFN on this rank.
     """
 
-    def kept(modules: frozenset[str]) -> dict[str, float]:
+    def kept_outputs(modules: frozenset[str]) -> dict[str, float]:
         return layer_activation_bytes(model, layer, load, modules)
 
-    nothing = kept(frozenset())
-    now = kept(recompute)
+    nothing = kept_outputs(frozenset())
+    now = kept_outputs(recompute)
     whole = sum(nothing.values())
-    dropped = {name: whole - sum(kept(frozenset((name,))).values()) for name in recompute}
+    dropped = {name: whole - sum(kept_outputs(frozenset((name,))).values()) for name in recompute}
     read = sum(dropped.pop(name) for name in DISCARDED_OUTPUTS if name in dropped)
     all_again = dropped.get(FULL, 0.0)
     kept_now = nothing if all_again else now
     routed = layer >= model.first_k_dense
     residual = load.number_bytes * load.tokens * model.hidden_size
-    found = []
+    workspaces = []
     width = model.shared_width if routed else model.intermediate_size
     if width:
         again = dropped.get("shared_experts" if routed else "mlp", 0.0)
         ffn = load.number_bytes * (2 * load.tokens * width + ffn_numbers) + 2 * residual
-        found.append(Workspace(0.0, read + all_again + again, ffn))
+        workspaces.append(Workspace(0.0, read + all_again + again, ffn))
     gone = 0.0
     if routed:
         # On a CPU the shared experts' backward is over by now; on CUDA a second stream may run it
         # at the same time.
         gone = kept_now["ffn"] * load.on_cpu
         experts = _experts_temporaries(model, load, expert_numbers) + residual * (1 + bool(width))
-        found.append(_used_up(gone, read + dropped.get("moe", 0.0), all_again, experts))
+        workspaces.append(_used_up(gone, read + dropped.get("moe", 0.0), all_again, experts))
     gone = (
         sum(kept_now.get(part, 0.0) for part in ("ffn", "experts", "router"))
         + kept_now["norms"] / 2
     )
     again = dropped.get("core_attn", 0.0)
-    found.append(
+    workspaces.append(
         _used_up(gone, read + again, all_again, _attention_temporaries(model, load) + residual)
     )
-    return found
+    return workspaces
 
 
 def _used_up(gone: float, again: float, all_again: float, temporaries: float) -> Workspace:
@@ -151,9 +151,9 @@ def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
     numbers = load.tokens * (dims + attention.v_head_dim) + load.kv_tokens * (
         dims + attention.v_head_dim
     )
-    own = scores + float(load.number_bytes) * attention.num_heads * numbers
+    num_bytes = scores + float(load.number_bytes) * attention.num_heads * numbers
     if not attention.index_topk:
-        return own
+        return num_bytes
     # An indexer's loss, computed after attention, sums attention's probabilities over heads. The
     # probabilities of each head exist three times, for a chunk of queries of each row; the sums
     # exist twice when they are concatenated. The keys of several rows are copied.
@@ -161,7 +161,7 @@ def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
     chunk = min(1.0, INDEX_CHUNK * load.rows / (load.tokens * load.tp))
     held = max(2.0, 1 + 3 * chunk * by_head)
     copied = load.number_bytes * attention.num_heads * dims * load.kv_tokens * (load.rows > 1)
-    return max(own, max(4, load.number_bytes) * load.window_numbers * held + copied)
+    return max(num_bytes, max(4, load.number_bytes) * load.window_numbers * held + copied)
 
 
 def head_workspace_bytes(

@@ -171,16 +171,16 @@ class Delayed(Tensorwise):
     @torch.no_grad()
     def amax(self, local: torch.Tensor, operand: int) -> torch.Tensor:
         # Experts share a history, so the maximum is over all of them.
-        one = local.amax().view(1, 1) if local.numel() else local.new_zeros(1, 1)
+        largest = local.amax().view(1, 1) if local.numel() else local.new_zeros(1, 1)
         if trains():
-            self.seen[operand] = torch.maximum(self.seen[operand], one[0, 0])
+            self.seen[operand] = torch.maximum(self.seen[operand], largest[0, 0])
         if self.known is None:
             self.known = (self.history.amax(-1) > 0).cpu().tolist()
         if self.known[operand]:
-            one = self.history[operand].amax().view(1, 1)
+            largest = self.history[operand].amax().view(1, 1)
         else:
-            one = super().amax(one, operand)
-        return one.expand_as(local).contiguous()
+            largest = super().amax(largest, operand)
+        return largest.expand_as(local).contiguous()
 
     @torch.no_grad()
     def end_step(self, remember: bool) -> None:

@@ -44,7 +44,7 @@ class Trackers:
 
     def catch_up(self, run_dir: Path) -> None:
         """Send what the trackers lack of the run's record: steps, and the samples of these steps."""
-        samples = {one["step"]: one["samples"] for one in read_jsonl(run_dir / SAMPLES_FILE)}
+        samples = {entry["step"]: entry["samples"] for entry in read_jsonl(run_dir / SAMPLES_FILE)}
         records = read_metrics(run_dir)
 
         def send(tracker: Tracker) -> None:
@@ -160,6 +160,6 @@ def _read_ids(run_dir: Path) -> dict[str, str]:
     The result is empty if the file is missing or damaged; trackers then start new runs.
     """
     try:
-        return {name: str(one) for name, one in read_json(run_dir / IDS_FILE).items()}
+        return {name: str(id_) for name, id_ in read_json(run_dir / IDS_FILE).items()}
     except (OSError, ValueError):
         return {}

@@ -63,7 +63,9 @@ class MlflowTracker(Tracker):
         self.places = {"MLflow": f"{place}, run {self.id}"}
 
     def held(self) -> dict[int, float | None]:
-        return {one.step: one.value for one in self._client.get_metric_history(self.id, "loss")}
+        return {
+            metric.step: metric.value for metric in self._client.get_metric_history(self.id, "loss")
+        }
 
     def log(self, step: int, numbers: Numbers) -> None:
         from mlflow.entities import Metric

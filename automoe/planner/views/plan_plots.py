@@ -247,7 +247,7 @@ def _cells(span: Span, again: float, turns: int, pp: int) -> Iterator[tuple[floa
     def colour(pair: tuple[str, str]) -> str:
         pale, full = map(to_rgb, pair)
         return to_hex(
-            [(1 - strong) * one + strong * other for one, other in zip(pale, full, strict=True)]
+            [(1 - strong) * part + strong * other for part, other in zip(pale, full, strict=True)]
         )
 
     first = again * (span.end - span.start) * (span.kind == "B")

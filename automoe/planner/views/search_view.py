@@ -32,8 +32,8 @@ def print_search(config: Config, search: Search, console: Console) -> None:
         f"rows of {config.train.seq_len:,} tokens, "
         f"{config.train.global_batch_size:,} a step"
     )
-    for number, one in enumerate(search.found, 1):
-        first, *others = _lines(number, one)
+    for number, candidate in enumerate(search.found, 1):
+        first, *others = _lines(number, candidate)
         console.print(first, markup=False)
         console.print(Padding(Text("\n".join(others)), (0, 0, 0, 4)))
     if len(search.found) > 1:
@@ -47,23 +47,23 @@ def print_search(config: Config, search: Search, console: Console) -> None:
         )
 
 
-def _lines(number: int, one: Candidate) -> Iterator[str]:
-    parallel = one.config.parallel
-    time = one.time
-    limit = one.config.cluster.memory_bytes
+def _lines(number: int, candidate: Candidate) -> Iterator[str]:
+    parallel = candidate.config.parallel
+    time = candidate.time
+    limit = candidate.config.cluster.memory_bytes
     mfu = f", MFU {time.mfu:.1%}" if time.mfu else ""
-    memory = f"; {gib(one.needed)}" + (f" of {gib(limit)}" if limit else "")
+    memory = f"; {gib(candidate.needed)}" + (f" of {gib(limit)}" if limit else "")
     yield f"{number:>2}  {time.tokens_per_second:,.0f} tokens/s{mfu}{memory} at twice the even load"
-    yield f"{one.mesh.describe('default')}; experts {one.mesh.describe('moe')}"
+    yield f"{candidate.mesh.describe('default')}; experts {candidate.mesh.describe('moe')}"
     stages = f", {parallel.stages_per_rank} stages a rank" if parallel.stages_per_rank > 1 else ""
     if sizes := parallel.layers_per_stage:
         stages += f" of {','.join(map(str, sizes))} layers"
-    schedule = f"{parallel.schedule}{stages}; " if one.mesh.pp > 1 else ""
+    schedule = f"{parallel.schedule}{stages}; " if candidate.mesh.pp > 1 else ""
     again = ", ".join(recomputed_names(parallel)) or "nothing"
-    policy = "" if one.mesh.pp > 1 else f"; reshard every {parallel.reshard}"
-    policy += f"; context {parallel.context}" if one.mesh.cp > 1 else ""
-    yield f"{schedule}micro-batch {one.config.train.micro_batch_size}; recompute {again}{policy}"
-    if new := ", ".join(levers(one.config)):
+    policy = "" if candidate.mesh.pp > 1 else f"; reshard every {parallel.reshard}"
+    policy += f"; context {parallel.context}" if candidate.mesh.cp > 1 else ""
+    yield f"{schedule}micro-batch {candidate.config.train.micro_batch_size}; recompute {again}{policy}"
+    if new := ", ".join(levers(candidate.config)):
         yield f"never run on GPUs: {new}"
     yield ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in _parts(time))
 
@@ -88,8 +88,8 @@ def why_slower(best: Candidate, other: Candidate) -> str:
     if best.speed == other.speed:
         return "is as fast: the plan cannot tell them apart"
     mine, theirs = (
-        {**dict.fromkeys(_names(best, other), 0.0), **dict(_parts(one.time))}
-        for one in (best, other)
+        {**dict.fromkeys(_names(best, other), 0.0), **dict(_parts(candidate.time))}
+        for candidate in (best, other)
     )
     more = sorted(
         ((theirs[name] - mine[name], name) for name in mine), key=lambda pair: -abs(pair[0])
@@ -101,7 +101,9 @@ def why_slower(best: Candidate, other: Candidate) -> str:
 
 
 def _names(*candidates: Candidate) -> list[str]:
-    return list(dict.fromkeys(name for one in candidates for name, _ in _parts(one.time)))
+    return list(
+        dict.fromkeys(name for candidate in candidates for name, _ in _parts(candidate.time))
+    )
 
 
 def _account(search: Search) -> Iterator[str]:
