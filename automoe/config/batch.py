@@ -51,10 +51,11 @@ def rows_of_run(train: TrainConfig) -> int:
 
 def steps_for(train: TrainConfig, rows: float) -> int:
     """Return the steps, at least one, whose global batches hold ``rows`` rows."""
+    least = max(1, ceil(rows))
     taken, step = 0, 0
-    while not step or taken < rows:
+    while taken < least and rows_of_step(train, taken) < train.global_batch_size:
         taken, step = taken + rows_of_step(train, taken), step + 1
-    return step
+    return step + max(0, -((taken - least) // train.global_batch_size))
 
 
 def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:

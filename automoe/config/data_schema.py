@@ -10,6 +10,12 @@ from typing import Literal
 
 from automoe.config.paths import PathText
 
+# What the trainer itself gives to a chat template, or decides about its text.
+TEMPLATE_NAMES = frozenset(
+    "messages conversations tools chat_template add_generation_prompt continue_final_message "
+    "return_assistant_tokens_mask".split()
+)
+
 
 @dataclass(repr=False)
 class SourceConfig:

@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from automoe.config.data_schema import DataConfig, sources_of
+from automoe.config.data_schema import TEMPLATE_NAMES, DataConfig, sources_of
 from automoe.config.hub import is_data_set, local_folder
 from automoe.config.paths import matches
 from automoe.config.plugins import registered_names
@@ -90,6 +90,9 @@ def settings_rows(config: Config) -> Iterator[Row]:
     yield ("data.chat.format", alpaca, "pairs have a prompt, chosen and rejected: text, or "
            "messages of role and content (messages) or of from and value (sharegpt)",
            "Set data.chat.format=messages, and data.chat.keys={prompt: instruction} for other names")
+    taken = TEMPLATE_NAMES.intersection(data.chat.template_args or ())
+    yield ("data.chat.template_args", bool(taken), f"the trainer gives {', '.join(sorted(taken))} to the template itself",
+           "Leave it out; tools are a record's tools")
     dated = re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d", data.chat.date or "2026-11-23")
     yield "data.chat.date", data.is_chat and not dated, "it is not a date", "Write it as 2026-11-23"
     yield from checkpoint_rows(config)

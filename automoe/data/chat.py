@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from automoe.config.data_schema import ChatConfig, DataConfig
+from automoe.config.data_schema import TEMPLATE_NAMES, ChatConfig, DataConfig
 from automoe.data.corpora import NumberedRecords, Record, jsonl_records, parquet_records, read_files
 from automoe.errors import DataError, listed
 from automoe.storage.foreign import check_depth
@@ -334,6 +334,8 @@ class _Reader:
         remedy = f'Write {name!r} as {{"enable_thinking": false}}'
         if not isinstance(args, dict):
             raise self._wrong(f"{name!r} is {args!r:.40} where an object is needed", remedy)
+        if taken := sorted(TEMPLATE_NAMES & args.keys()):
+            raise self._wrong(f"{name!r} sets {', '.join(taken)}, which the trainer gives", remedy)
         for key in SWITCHES:
             if not isinstance(args.get(key, True), bool):
                 raise self._wrong(

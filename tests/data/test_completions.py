@@ -168,6 +168,7 @@ def test_the_stop_token_is_that_of_the_arguments(tmp_path: Path) -> None:
         (["enable_thinking"], r"'chat_template_kwargs' is \['enable_thinking'\] where an object is needed"),
         ("no", "'chat_template_kwargs' is 'no' where an object"),
         ({"enable_thinking": "false"}, "enable_thinking in 'chat_template_kwargs' is 'false', neither true nor false"),
+        ({"tools": 3, "messages": []}, "'chat_template_kwargs' sets messages, tools, which the trainer gives"),
         ({"thinking": 0}, "thinking in 'chat_template_kwargs' is 0, neither"),
         ({"name": "\ud800"}, "half of a surrogate pair"),
     ],
