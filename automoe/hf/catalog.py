@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from automoe.config.hub import local_folder
@@ -188,12 +187,13 @@ def _without_codes(
 
 def _remove_unread(sources: dict[str, StoredTensor], config: ModelConfig) -> list[str]:
     """Remove tensors that the model computes or ties; return notes that name them."""
-    reasons = {"*.rotary_emb.inv_freq": "computed, not trained"}
+    reasons = {".rotary_emb.inv_freq": "computed, not trained"}
     if config.tie_embeddings:
         reasons[HEAD] = f"a copy of {EMBEDDING}"
     notes = []
-    for shown, reason in reasons.items():
-        unread = [key for key in sources if fnmatchcase(key, shown)]
+    for end, reason in reasons.items():
+        unread = [key for key in sources if key.endswith(end) and (end != HEAD or key == HEAD)]
+        shown = end if end == HEAD else f"*{end}"
         for key in unread:
             del sources[key]
         if unread:

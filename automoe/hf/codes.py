@@ -113,7 +113,7 @@ def pair_scales(
                     f"{folder}: {brief(base)} is in {tensors[base].file}, and also as {brief(name)} with scales in "
                     f"{data.file}; nothing says which one counts. Copy the checkpoint again"
                 )
-            sources[base] = data._replace(scales=scales_of[name], encoding=encoding)
+            sources[base] = StoredTensor(*data[:5], scales_of[name], encoding)
         elif name not in paired:
             sources[name] = data
     return _check_shapes(folder, sources) if encoding == "int4" else sources
@@ -219,16 +219,18 @@ def split(
     projection that joins their two inputs. A surplus layer without this projection is kept among
     the model's tensors, so that the files of a larger model are refused.
     """
-    plain = {key: names.plain(key) for key in tensors}
-    projection = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
-    found = [match for name in plain.values() if (match := projection.fullmatch(name or ""))]
-    modules = ("mtp.", *(match[1] for match in found if int(match[2]) not in config.all_layers))
-    ignored = [re.compile(pattern) for pattern in keys.unread]
+    modules = ("mtp.",)
+    for key in tensors:
+        if key.endswith(".eh_proj.weight"):
+            match = re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", names.plain(key) or "")
+            if match and int(match[2]) not in config.all_layers:
+                modules += (match[1],)
+    ignored = re.compile("|".join(keys.unread))
     text, beside = {}, {}
-    for key, name in plain.items():
-        other = name is None or name.startswith(modules)
-        if other or any(pattern.search(name) for pattern in ignored):
-            beside[key] = tensors[key]
+    for key, stored in tensors.items():
+        name = names.plain(key)
+        if name is None or name.startswith(modules) or (keys.unread and ignored.search(name)):
+            beside[key] = stored
         else:
-            text[name] = tensors[key]
+            text[name] = stored
     return text, beside

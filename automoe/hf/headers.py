@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from sys import intern
+from typing import Any, NamedTuple
 
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
@@ -67,6 +68,9 @@ class StoredTensor(NamedTuple):
     num_bytes: int
     scales: StoredTensor | None = None
     encoding: Encoding = "plain"
+
+    def __reduce__(self) -> tuple[Any, ...]:  # half the time of a NamedTuple's own pickling
+        return StoredTensor, tuple(self)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -172,18 +176,18 @@ def _read_all(folder: Path, last: bool) -> dict[str, StoredTensor]:
         )
     tensors = {}
     for file in files:
-        found = _read_header(folder, file)
-        for name in [name for name in found if name in tensors]:
+        header = _read_header(folder, file)
+        for name in sorted(header.keys() & tensors.keys()):
             counts = (index or {}).get(name)
-            differ = last and not are_equal(folder, tensors[name], folder, found[name])
+            differ = last and not are_equal(folder, tensors[name], folder, header[name])
             if differ or counts not in (tensors[name].file, file):
                 raise CheckpointError(
                     f"{folder}: {brief(name)} is in {tensors[name].file} and in {file}. Either nothing says which one "
                     "counts, or transformers takes the last, which has other numbers. Copy the checkpoint again"
                 )
             if counts != file:
-                del found[name]
-        tensors |= found
+                del header[name]
+        tensors |= header
     if SINGLE_FILE not in files and is_there(folder, SINGLE_FILE):
         raise CheckpointError(
             f"{folder}: {SINGLE_FILE} is there, and {INDEX_FILE} names other files. transformers reads only the first, "
@@ -247,10 +251,10 @@ def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
     with named(file), os.fdopen(open_inside(folder, tensor.file), "rb") as stream:
         stream.seek(tensor.start)
         for at in range(0, tensor.num_bytes, _PART):
-            found = stream.read(min(_PART, tensor.num_bytes - at))
-            if len(found) < min(_PART, tensor.num_bytes - at):
+            part = stream.read(min(_PART, tensor.num_bytes - at))
+            if len(part) < min(_PART, tensor.num_bytes - at):
                 raise CheckpointError(f"{file} was shortened. Copy the file again")
-            yield found
+            yield part
 
 
 def complete_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -358,20 +362,26 @@ def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
         # Read before the library maps the file: a failing disk gives an error here, a signal there.
         length = int.from_bytes(start[:8], "little")
         raw = stream.read(min(length, MAX_HEADER_BYTES))
+    tensors = {}
+    begin = 8 + length
     try:
-        with safe_open(file, framework="np"):  # It checks all but repeated names.
-            header = parse_json(raw)
-    except (SafetensorError, ValueError) as error:
+        with safe_open(file, framework="np") as opened:
+            # The library checks all but repeated names, and tensors follow each other without holes.
+            keys, settings = opened.offset_keys(), opened.metadata()
+            if raw.count(b":") != 4 * len(keys) + (0 if settings is None else 1 + len(settings)):
+                parse_json(raw)
+            for key in keys:
+                part = opened.get_slice(key)
+                dtype = intern(part.get_dtype())
+                shape = tuple(part.get_shape())
+                num_bytes = math.prod(shape) * BITS[dtype] // 8
+                tensors[key] = StoredTensor(name, dtype, shape, begin, num_bytes)
+                begin += num_bytes
+    except (SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{file}: truncated or not a safetensors file: {size:,} bytes ({error}). Copy it again"
         ) from None
-    header.pop("__metadata__", None)
-    tensors = {
-        key: StoredTensor(name, one["dtype"], tuple(one["shape"]), 8 + length + begin, end - begin)
-        for key, one in header.items()
-        for begin, end in [one["data_offsets"]]
-    }
-    return dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)))
+    return tensors
 
 
 def _lfs_pointer(file: Path, size: int) -> CheckpointError:

@@ -28,7 +28,8 @@ class Names(NamedTuple):
     """Names of the text model's tensors in files.
 
     Attributes:
-        prefixes: pairs of a prefix in files and the plain prefix that it stands for.
+        prefixes: pairs of a prefix in files and the plain prefix that it stands for; () if all names
+            are plain.
     """
 
     prefixes: tuple[tuple[str, str], ...]
@@ -38,7 +39,7 @@ class Names(NamedTuple):
         for stored, plain in self.prefixes:
             if key.startswith(stored):
                 return plain + key.removeprefix(stored)
-        return None
+        return None if self.prefixes else key
 
     def stored(self, key: str) -> str:
         """Return the name in files of the text model's tensor ``key``."""
@@ -47,7 +48,7 @@ class Names(NamedTuple):
         return stored + key.removeprefix(plain)
 
 
-ALONE = Names((("", ""),))
+ALONE = Names(())
 # The head is a sibling of the module with the text model, or both are in one module.
 _WRAPPED = (
     Names((("model.language_model.", "model."), ("lm_head.", "lm_head."))),
