@@ -69,9 +69,12 @@ def run_compared(
     """
     options: dict[str, Any] = {"forced": pickle.loads(routing)} if routing else {}
     mine = (run or run_trajectory)(config, shape, loader_rows, 1, device=device, **options)
-    ranks: list[Any] | None = [None] * shape.world_size if dist.get_rank() == 0 else None
-    dist.gather_object(mine, ranks)
-    return compare_trajectories(merge_trajectories(ranks), _references.pop()) if ranks else []
+    if dist.get_rank():
+        dist.gather_object(mine)
+        return []
+    ranks: list[Any] = [None] * shape.world_size
+    dist.gather_object(None, ranks)
+    return compare_trajectories(merge_trajectories([mine, *ranks[1:]]), _references.pop())
 
 
 def compare_tensors(
