@@ -80,13 +80,13 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
     return manifest, None
 
 
-def _other_version(step_dir: Path, what: str, versions: object) -> CheckpointError:
+def _other_version(step_dir: Path, content: str, versions: object) -> CheckpointError:
     wrote = ""
     if versions and isinstance(versions, dict):
         wrote = f" ({', '.join(f'{name} {number}' for name, number in versions.items())})"
     return CheckpointError(
         f"{step_dir} was written by another version{wrote} than this one (automoe {__version__}, torch "
-        f"{torch.__version__}): it has {what}. It is left as it is. Go on with the version that wrote it, name "
+        f"{torch.__version__}): it has {content}. It is left as it is. Go on with the version that wrote it, name "
         "another run_dir, or move it out of the folder to go on from the step before"
     )
 
@@ -135,7 +135,7 @@ def verify_step(
             return manifest, problem
         files = manifest["files"]
         mine = ranks.share({name: facts["bytes"] for name, facts in files.items()})
-        found = ranks.all(
+        problems = ranks.all(
             lambda: [file_damage(step_dir / name, files[name], content) for name in mine]
         )
     except OSError as error:
@@ -144,7 +144,7 @@ def verify_step(
             f"{step_dir} cannot be read: {error.strerror}{file}. It is left as it is. Check the disk or its "
             "permissions, or move it out of the folder to go on from the step before"
         ) from None
-    return manifest, min(filter(None, chain.from_iterable(found)), default=None)
+    return manifest, min(filter(None, chain.from_iterable(problems)), default=None)
 
 
 def damage(step_dir: Path, content: bool = True) -> str | None:

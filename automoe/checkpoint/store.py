@@ -61,11 +61,11 @@ class Resumed:
 
     Attributes:
         step: optimizer steps done.
-        own: True if the checkpoint is in the run's own directory, whose record is continued.
+        of_run: True if the checkpoint is in the run's own directory, whose record is continued.
     """
 
     step: int
-    own: bool
+    of_run: bool
 
 
 class CheckpointStore:
@@ -105,8 +105,8 @@ class CheckpointStore:
             folders.check_writable(self.ranks, self.folder)
             _ = self.base  # Computed now, while the files are the ones to load.
         self.ranks.lead(lambda: folders.source_steps(self.config.checkpoint.resume, self.run_dir))
-        if loader is not None and (found := self.newest()) is not None:
-            loader.check_state(found[1]["counters"]["loader"])
+        if loader is not None and (newest := self.newest()) is not None:
+            loader.check_state(newest[1]["counters"]["loader"])
 
     # ---------------------------------------------------------------- saving
 
@@ -164,11 +164,11 @@ class CheckpointStore:
         with self._blocking(last):
             # A save would replace older steps, so one of numbers that are not finite is refused.
             with phase("check_finite", state.step):
-                found = self.ranks.all(state.not_finite)
+                by_rank = self.ranks.all(state.not_finite)
             if names := [
-                f"{name} on rank {rank}" for rank, bad in enumerate(found) for name in bad[:2]
+                f"{name} on rank {rank}" for rank, bad in enumerate(by_rank) for name in bad[:2]
             ]:
-                where = f"{', '.join(names[:4])}, {sum(map(len, found))} tensors in all"
+                where = f"{', '.join(names[:4])}, {sum(map(len, by_rank))} tensors in all"
                 raise SaveError(
                     f"the checkpoint of step {state.step} was not saved: its numbers are not finite ({where}). Older "
                     "checkpoints stay. Lower optim.lr, or raise optim.warmup_steps"
@@ -381,10 +381,10 @@ class CheckpointStore:
             if self.config.checkpoint.resume == "never":
                 self.ranks.lead(self._start_over, again=False)
                 return None
-            if (found := self.newest()) is None:
+            if (newest := self.newest()) is None:
                 return None
             self._found = None  # The next call looks again.
-            step_dir, manifest, own = found
+            step_dir, manifest, of_run = newest
             with phase("load", manifest["step"]):
                 then, now = changed_settings(manifest["config"], self.config)
                 if then:
@@ -409,7 +409,7 @@ class CheckpointStore:
                         f"{step_dir} has no averages of weights (optim.ema_decay): they begin with its weights"
                     )
                 set_rng_state(generators)
-            return Resumed(state.step, own)
+            return Resumed(state.step, of_run)
 
     def newest(self) -> tuple[Path, dict[str, Any], bool] | None:
         """Return the step that ``load_latest`` takes, its manifest, and True if it is the run's.
@@ -452,7 +452,7 @@ class CheckpointStore:
         with self._readable():
             steps = self.ranks.lead(lambda: folders.committed_steps(self.folder))
         name = f"step-{resumed.step}"
-        if not resumed.own or name not in steps[1:]:
+        if not resumed.of_run or name not in steps[1:]:
             return None
 
         def exclude() -> str | None:

@@ -101,7 +101,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     wanted = hf_tensors(config, keys)
     notes = [*unread_adapter(folder), *_remove_unread(sources, config)]
     beside, left = _without_codes(folder, beside, encoding)
-    notes += [*said_of({key: one.num_bytes for key, one in beside.items()}), *left]
+    notes += [*said_of({key: stored.num_bytes for key, stored in beside.items()}), *left]
     # Files may lack the copies of embedding and head in modules for multi-token prediction.
     copies = {keys.pieces(name, ())[0].key for name in mtp_copies(config)}
     missing = [key for key in wanted if key not in sources and key not in copies]
@@ -117,10 +117,10 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     if missing or unexpected or wrong:
         _check_experts(folder, sources, config, keys)
     kinds = ("tensors are missing", missing), ("are not the model's", unexpected)
-    if found := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds if odd]:
+    if problems := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds if odd]:
         raise CheckpointError(
             f"{folder} does not hold this {config.family} model of {config.num_layers} layers and "
-            f"{len(wanted)} tensors: {'; '.join(found)}. {remedy}"
+            f"{len(wanted)} tensors: {'; '.join(problems)}. {remedy}"
         )
     if wrong:
         shapes = [
@@ -148,11 +148,13 @@ def _check_experts(
     The error would otherwise list thousands of missing keys.
     """
     if keys.fused:
-        sizes = [one.full_shape[0] for key, one in sources.items() if key.endswith(f".{keys.gate}")]
+        sizes = [
+            stored.full_shape[0] for key, stored in sources.items() if key.endswith(f".{keys.gate}")
+        ]
         count = sizes[0] if sizes else 0
     else:
         numbers = (re.search(r"\.experts\.(\d+)\.", key) for key in sources)
-        count = len({found[1] for found in numbers if found})
+        count = len({match[1] for match in numbers if match})
     if count and count != config.num_experts:
         raise CheckpointError(
             f"{folder} holds {count} experts a layer, and its configuration says {config.num_experts}. Correct that "
@@ -172,7 +174,7 @@ def _without_codes(
         CheckpointError: a part of a wrapper is quantized.
     """
     coded = {} if encoding == "plain" else {
-        part_of(key): key for key, one in beside.items() if one.dtype not in FLOAT_DTYPES
+        part_of(key): key for key, stored in beside.items() if stored.dtype not in FLOAT_DTYPES
     }  # fmt: skip
     for part, key in coded.items():
         if part != "mtp." and "layers." not in part:
@@ -180,9 +182,9 @@ def _without_codes(
                 f"{folder}: {key} is quantized ({beside[key].dtype}), and parts beside the text model are copied into "
                 "an export, which is quantized differently or not at all. Take the checkpoint in bfloat16"
             )
-    kept = {key: one for key, one in beside.items() if part_of(key) not in coded}
+    copied = {key: stored for key, stored in beside.items() if part_of(key) not in coded}
     notes = [f"not read, and not in an export, since it is quantized: {part}*" for part in coded]
-    return kept, notes
+    return copied, notes
 
 
 def _remove_unread(sources: dict[str, StoredTensor], config: ModelConfig) -> list[str]:

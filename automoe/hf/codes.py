@@ -46,26 +46,26 @@ def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tupl
         # Only Kimi's INT4 in groups is read.
         groups = stated.get("config_groups")
         schemes = list(groups.values()) if isinstance(groups, dict) else []
-        kinds = [one if isinstance(one, dict) else {} for one in schemes] or [{}]
+        kinds = [scheme if isinstance(scheme, dict) else {} for scheme in schemes] or [{}]
         asked = {"format": "pack-quantized", "config_groups": "one"}
-        found = {
+        stated_values = {
             "format": kinds[0].get("format") or stated.get("format"),
             "config_groups": "one" if len(schemes) == 1 else len(schemes),
         }
         for key in ("input_activations", "output_activations"):
-            asked[key], found[key] = None, kinds[0].get(key)
+            asked[key], stated_values[key] = None, kinds[0].get(key)
         weights = kinds[0].get("weights")
         asked |= INT4 | {"actorder": None}
-        found |= {
+        stated_values |= {
             key: weights.get(key) if isinstance(weights, dict) else None
-            for key in asked.keys() - found.keys()
+            for key in asked.keys() - stated_values.keys()
         }
         for key in ("transform_config", "sparsity_config"):
-            asked[key], found[key] = "empty", stated.get(key) or "empty"
+            asked[key], stated_values[key] = "empty", stated.get(key) or "empty"
         if wrong := [
-            f"{key}={found[key]}, not {value}"
+            f"{key}={stated_values[key]}, not {value}"
             for key, value in asked.items()
-            if found[key] != value
+            if stated_values[key] != value
         ]:
             raise CheckpointError(
                 f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and only "
@@ -121,11 +121,11 @@ def pair_scales(
 
 def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Check the shapes that INT4 stores beside codes; return ``sources`` without these shapes."""
-    kept = dict(sources)
+    others = dict(sources)
     opened = {}
     try:
         for name, codes in sources.items():
-            stated = kept.pop(name + SHAPE, None) if codes.encoding == "int4" else None
+            stated = others.pop(name + SHAPE, None) if codes.encoding == "int4" else None
             if stated is None:
                 continue
             if stated.file not in opened:
@@ -141,7 +141,7 @@ def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, S
     finally:
         for handle in opened.values():
             os.close(handle)
-    return kept
+    return others
 
 
 def check_encodings(
@@ -154,16 +154,16 @@ def check_encodings(
         if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES and not key.endswith(SHAPE)
     ]
     if unscaled:
-        what = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"
+        quantized = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"
         if encoding == "plain":
             raise CheckpointError(
-                f"{folder}: {what}, and config.json has no quantization_config that says how. Copy the "
+                f"{folder}: {quantized}, and config.json has no quantization_config that says how. Copy the "
                 "checkpoint's own config.json, or convert it to bfloat16"
             )
         ends = ENDS[encoding]
         missing = unscaled[0].removesuffix(ends[0]) + ends[1]
         raise CheckpointError(
-            f"{folder}: {what}, and their scales are missing: {missing} is "
+            f"{folder}: {quantized}, and their scales are missing: {missing} is "
             f"{'for codes of more dims' if missing in sources else 'in no file'}. Without "
             "scales the numbers are unknown: copy the checkpoint again"
         )

@@ -157,9 +157,9 @@ def write_files(
                 for key, stored in contents.items():
                     parts = next(tensors)
                     when = f"while {key} was written"
-                    for part, one in zip(parts, stored.in_file(key).values(), strict=True):
+                    for part, place in zip(parts, stored.in_file(key).values(), strict=True):
                         # A uint8 tensor already holds the bytes of the file.
-                        dtype = part.dtype if part.dtype == torch.uint8 else DTYPES[one.dtype]
+                        dtype = part.dtype if part.dtype == torch.uint8 else DTYPES[place.dtype]
                         flat = part.to(dtype).cpu().contiguous().view(-1)
                         stream.write(flat.view(torch.uint8).numpy().data)
                 when = "at its end"
@@ -203,4 +203,4 @@ def header_bytes(contents: Contents) -> bytes:
 def _in_file(contents: Contents) -> Contents:
     """Replace each quantized tensor by the tensors that a file stores for it, such as scales."""
     parts = (stored.in_file(key) for key, stored in contents.items())
-    return {key: one for part in parts for key, one in part.items()}
+    return {key: stored for part in parts for key, stored in part.items()}

@@ -193,17 +193,19 @@ def write_settings(
         source: checkpoint that other parts were copied from. If it is a wrapper, its config.json is
             written around the text model's.
     """
-    own = local_folder(config.hf_path) if config.hf_path is not None else None
-    base = own and read_hf_config(own)
+    origin = local_folder(config.hf_path) if config.hf_path is not None else None
+    base = origin and read_hf_config(origin)
     hf = text = family_of(config).write_config(config, base and text_config(base))
     if source is not None and base is not None and is_wrapper(base):
         hf = wrapped_config(base, text)
         text = hf[TEXT]
-    if source is not None and any("mtp." in one or "layers." in one for one in source.parts_beside):
+    if source is not None and any(
+        "mtp." in part or "layers." in part for part in source.parts_beside
+    ):
         text |= {key: value for key, value in text_config(base or {}).items() if key in _MTP}
     fit = None
-    if base is None or not _is_own(tokenizer, own):
-        fit = _fitting(tokenizer, own)
+    if base is None or not _is_own(tokenizer, origin):
+        fit = _fitting(tokenizer, origin)
         stated = [key for key in SPECIAL_IDS if key in hf]
         text |= {key: fit(text)[key] for key in SPECIAL_IDS}
         hf |= {key: fit(hf)[key] for key in stated}
@@ -255,7 +257,7 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
         patterns = {source: (*_TOKENIZER_FILES, *_PROCESSOR_FILES, GENERATION)}
     elif tokenizer not in ("byte", NO_TOKENIZER):
         patterns[local_folder(str(tokenizer))] = _TOKENIZER_FILES
-    found = []
+    files = []
     for place, kinds in patterns.items():
         if place is None:
             continue
@@ -267,8 +269,10 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
                 "Name one with a tokenizer's files",
             )
         names = sorted(os.listdir(place))  # includes broken links, which are refused below
-        found += [(place, name) for name in names if any(fnmatch(name, one) for one in kinds)]
-    for folder, name in found:
+        files += [
+            (place, name) for name in names if any(fnmatch(name, pattern) for pattern in kinds)
+        ]
+    for folder, name in files:
         try:
             os.close(open_inside(folder, name))
             # The two largest files hold no settings, and reading a run's tokenizer checks them.
@@ -283,20 +287,20 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
             raise CheckpointError(
                 f"{folder / name}: {error}, and an export copies this file. Copy it again"
             ) from None
-    return found
+    return files
 
 
 def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
     """Return ``quantization`` in the names of ``source``'s files, its copied parts excepted."""
     key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
-    kept = [
+    plain = [
         name if name.startswith("re:") else source.names.stored(f"{name}.")[:-1]
         for name in quantization[key]
     ]
     beside = [part.removesuffix(".") for part in source.parts_beside]
     if key == "ignore":  # a plain name in compressed-tensors would not cover submodules
         beside = [f"re:{part}.*" for part in beside]
-    return quantization | {key: kept + beside}
+    return quantization | {key: plain + beside}
 
 
 def _is_own(tokenizer: str | None, source: Path | None) -> bool:
@@ -333,21 +337,23 @@ def _fitting(
     family's published id for an absent key, and give the row of a padding no gradient. The stops of
     generation, and other ids, stay if they are of tokens that did not change.
     """
-    own = dict.fromkeys(SPECIAL_IDS)
-    unchanged = own.__contains__  # no id is
+    ids = dict.fromkeys(SPECIAL_IDS)
+    unchanged = ids.__contains__  # no id is
     if tokenizer is not None and tokenizer != NO_TOKENIZER:
         loaded = load_tokenizer(tokenizer)
-        own |= loaded.special_ids
+        ids |= loaded.special_ids
         unchanged = partial(loaded.shares, other=tokenizer_beside(base))
 
     def fit(settings: dict[str, Any]) -> dict[str, Any]:
-        found = {"eos_token_id": None} | settings
-        for key, value in found.items():
+        merged = {"eos_token_id": None} | settings
+        for key, value in merged.items():
             if _IDS.search(key):
-                kept = [one for one in _listed(value) if all(map(unchanged, _listed(one)))]
-                found[key] = kept if kept and isinstance(value, list) else next(iter(kept), None)
+                stops = [token for token in _listed(value) if all(map(unchanged, _listed(token)))]
+                merged[key] = (
+                    stops if stops and isinstance(value, list) else next(iter(stops), None)
+                )
         return (
-            found | own | {"eos_token_id": _with_stop(found["eos_token_id"], own["eos_token_id"])}
+            merged | ids | {"eos_token_id": _with_stop(merged["eos_token_id"], ids["eos_token_id"])}
         )
 
     return fit

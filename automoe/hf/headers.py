@@ -88,7 +88,7 @@ class StoredTensor(NamedTuple):
     @property
     def total_bytes(self) -> int:
         """Size in bytes, scales included."""
-        return sum(one.num_bytes for one in self.in_file("").values())
+        return sum(part.num_bytes for part in self.in_file("").values())
 
     def in_file(self, key: str) -> dict[str, StoredTensor]:
         """Return the tensors that store this one in a file, in byte order.
@@ -232,11 +232,11 @@ def has_own_head(folder: Path, tensors: dict[str, StoredTensor]) -> bool:
     )
 
 
-def are_equal(folder: Path, one: StoredTensor, other_folder: Path, other: StoredTensor) -> bool:
+def are_equal(folder: Path, stored: StoredTensor, other_folder: Path, other: StoredTensor) -> bool:
     """Return whether two stored tensors have one dtype and shape, and the same bytes."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (stored.dtype, stored.shape) != (other.dtype, other.shape):
         return False
-    pairs = zip(raw_bytes(folder, one), raw_bytes(other_folder, other), strict=True)
+    pairs = zip(raw_bytes(folder, stored), raw_bytes(other_folder, other), strict=True)
     return all(mine == theirs for mine, theirs in pairs)
 
 
@@ -289,10 +289,10 @@ def check_holds(
     fused = keys.fused or any(name.endswith(f".{FUSED.gate}") for name in tensors)
     layers = config.num_moe_layers if tensors and not fused else min(1, config.num_moe_layers)
     counts = {"layers": config.num_layers, "experts": config.num_experts * layers}
-    for what, count in counts.items():
+    for kind, count in counts.items():
         if count > max(len(tensors), MANY):
             raise _too_large(
-                folder, f"{count:,} {what}, and its files hold {len(tensors):,} tensors"
+                folder, f"{count:,} {kind}, and its files hold {len(tensors):,} tensors"
             )
     if tensors:
         check_numbers(folder, count_params(config).total, tensors)
@@ -310,16 +310,18 @@ def check_numbers(folder: Path, params: int, tensors: dict[str, StoredTensor]) -
     # The factor 2 allows for half of the tensors to be missing; they are then reported by name.
     # Codes of 4 bits are packed into bytes or, in INT4, into words of 32 bits.
     per_word = {"U8": 2, "I8": 2, "I32": 8}
-    numbers = sum(math.prod(one.shape) * per_word.get(one.dtype, 1) for one in tensors.values())
+    numbers = sum(
+        math.prod(stored.shape) * per_word.get(stored.dtype, 1) for stored in tensors.values()
+    )
     if params > 2 * numbers:
         raise _too_large(folder, f"a model of {params:,} numbers, and its files hold {numbers:,}")
 
 
-def _too_large(folder: Path, what: str) -> ConfigError:
+def _too_large(folder: Path, content: str) -> ConfigError:
     return ConfigError(
         "model.hf_path",
         folder,
-        f"its config.json has {what}",
+        f"its config.json has {content}",
         "Copy the checkpoint's own config.json",
     )
 

@@ -82,13 +82,13 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     tensors = ranks.lead(headers)
     mine = ranks.share({name: stored.num_bytes for name, stored in tensors.items()})
     try:
-        found = ranks.all(lambda: _checksums(folder, {name: tensors[name] for name in mine}))
+        by_rank = ranks.all(lambda: _checksums(folder, {name: tensors[name] for name in mine}))
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or folder}: {error.strerror}. Make it readable"
         ) from None
     digest = hashlib.sha256()
-    checksums = {name: checksum for theirs in found for name, checksum in theirs.items()}
+    checksums = {name: checksum for theirs in by_rank for name, checksum in theirs.items()}
     for name, stored in sorted(tensors.items()):
         line = f"{name} {stored.dtype} {list(stored.shape)} {checksums[name]}\n"
         digest.update(line.encode())

@@ -64,9 +64,9 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
             overlap.
         """
         begins, ends = [], []
-        for own, width, first, count in zip(self.start, self.size, start, size, strict=True):
-            begins.append(own if own > first else first)
-            ends.append(min(own + width, first + count))
+        for begin, width, first, count in zip(self.start, self.size, start, size, strict=True):
+            begins.append(begin if begin > first else first)
+            ends.append(min(begin + width, first + count))
             if begins[-1] >= ends[-1]:
                 return None
         source = []
@@ -88,14 +88,14 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     @property
     def box(self) -> tuple[int | slice, ...]:
         """Index of the box in our whole tensor."""
-        stored = {dim for one in self.dims for dim in one}
+        stored = {dim for stored_dim in self.dims for dim in stored_dim}
         pairs = enumerate(zip(self.start, self.size, strict=True))
         return tuple(slice(at, at + n) if dim in stored else at for dim, (at, n) in pairs)
 
     @property
     def order(self) -> list[int]:
         """Order in which files have the dims of the box."""
-        dims = [dim for one in self.dims for dim in one]
+        dims = [dim for stored_dim in self.dims for dim in stored_dim]
         return [sorted(dims).index(dim) for dim in dims]
 
     def in_stored_order(self, tensor: Any) -> Any:
@@ -117,9 +117,9 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     def within(self, stored: Any) -> Any:
         """Return a view of the box in the whole HuggingFace tensor, in our layout."""
-        found = self.overlap(self.start, self.size)
-        assert found is not None
-        return self.from_stored(stored[found[0]])
+        overlap = self.overlap(self.start, self.size)
+        assert overlap is not None
+        return self.from_stored(stored[overlap[0]])
 
 
 def whole(
@@ -127,7 +127,7 @@ def whole(
 ) -> Piece:
     """Return the piece of a tensor that is stored whole as ``key``, with dims in another order."""
     dims = dims or tuple((dim,) for dim in range(len(shape)))
-    full = tuple(prod(shape[dim] for dim in one) for one in dims)
+    full = tuple(prod(shape[dim] for dim in group) for group in dims)
     return Piece(key, full, (0,) * len(shape), shape, dims, (0,) * len(dims))
 
 
@@ -270,12 +270,12 @@ def mtp_copies(config: ModelConfig) -> dict[str, str]:
     maps the name of a copy, such as ``layers.61.embed_tokens.weight``, to the name of the original.
     """
     embedding = "embed_tokens.weight"
-    own = {
+    originals = {
         embedding: embedding,
         "shared_head.head.weight": embedding if config.tie_embeddings else "lm_head.weight",
     }
     modules = config.all_layers[config.num_layers :]
-    return {f"layers.{layer}.{copy}": name for layer in modules for copy, name in own.items()}
+    return {f"layers.{layer}.{copy}": name for layer in modules for copy, name in originals.items()}
 
 
 def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -307,9 +307,9 @@ def is_quantized(name: str, piece: Piece, keys: KeyMap, encoding: Encoding) -> b
     if encoding != "fp8":
         return encoding != "plain" and name.endswith((GATE_UP, DOWN))
     matrix = len(piece.shape) == 2 and piece.key.endswith(".weight")
-    kept = [f"{name}.weight" for name in (_INDEX_WEIGHTS, *_MTP_KEPT)]
-    kept += [keys.row(ROUTER), keys.row(SHARED_GATE)]
-    return piece.key.startswith("model.layers.") and matrix and not piece.key.endswith((*kept,))
+    plain = [f"{name}.weight" for name in (_INDEX_WEIGHTS, *_MTP_KEPT)]
+    plain += [keys.row(ROUTER), keys.row(SHARED_GATE)]
+    return piece.key.startswith("model.layers.") and matrix and not piece.key.endswith((*plain,))
 
 
 def quantization_config(
@@ -352,13 +352,13 @@ def quantization_config(
                 "Export it in bfloat16",
             )
     if encoding == "mxfp4":
-        kept = [
+        plain = [
             "model.layers.*.self_attn",
             "model.layers.*.mlp.router",
             "model.embed_tokens",
             "lm_head",
         ]
-        return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+        return {"quant_method": "mxfp4", "modules_to_not_convert": plain}
     kinds = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj"]
     kinds += [*_MTP_KEPT] if config.num_mtp_layers else []
     group = {"targets": ["Linear"], "weights": INT4 | {"actorder": None, "dynamic": False}}
@@ -383,12 +383,12 @@ def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
         )
     layers = config.all_layers[config.first_k_dense :]
     names = [keys.row(ROUTER)] + ([keys.row(SHARED_GATE)] if config.shared_expert_gate else [])
-    kept = [
+    plain = [
         f"model.layers.{layer}.{name.removesuffix('.weight')}"
         for layer in layers
         for name in (*names, *(_MTP_KEPT if layer >= config.num_layers else ()))
     ]
-    kept += [
+    plain += [
         f"model.layers.{layer}.{_INDEX_WEIGHTS}"
         for layer in config.all_layers
         if has_indexer(config.attention, layer)
@@ -398,5 +398,5 @@ def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": list(FP8_BLOCK),
-        "modules_to_not_convert": ["lm_head", *kept],
+        "modules_to_not_convert": ["lm_head", *plain],
     }

@@ -164,9 +164,9 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
     wanted = {piece.key: (ours[name].dtype, piece.shape) for name, piece in table}
     dtypes = {tensor.dtype for tensor in ours.values()}
     theirs = {
-        key: (one.dtype, one.shape)
-        for key, one in stored.items()
-        if one.dtype not in dtypes or is_finite(one)
+        key: (tensor.dtype, tensor.shape)
+        for key, tensor in stored.items()
+        if tensor.dtype not in dtypes or is_finite(tensor)
     }
     if odd := [key for key in wanted | stored if wanted.get(key) != theirs.get(key)]:
         raise CheckpointError(
@@ -210,8 +210,8 @@ def _adapters(
     The suffix is 13 for gate and up of routed experts, 2 for down, and empty for others.
     """
     for name, a in tensors.items():
-        module, found, suffix = name.rpartition(".lora.A")
-        if found:
+        module, is_a, suffix = name.rpartition(".lora.A")
+        if is_a:
             yield module, suffix, a, tensors[f"{module}.lora.B{suffix}"]
 
 
@@ -409,7 +409,9 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
             adapted = PeftModel.from_pretrained(model, str(folder))
         except (ValueError, RuntimeError) as error:
             raise CheckpointError(f"{folder} does not load in peft: {error}") from error
-    if left := [str(one.message) for one in caught if "adapter keys" in str(one.message)]:
+    if left := [
+        str(warning.message) for warning in caught if "adapter keys" in str(warning.message)
+    ]:
         raise CheckpointError(f"{folder}: peft says: {left[0][:400]}")
     for name, module in adapted.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
@@ -424,7 +426,7 @@ def _theirs(module: Any) -> Iterator[torch.Tensor]:
 
     if isinstance(module, ParamWrapper) and module.num_experts > 1:
         left, right, scaling = module.get_delta_factors("default")
-        yield from (scaling * (one @ other) for one, other in zip(left, right, strict=True))
+        yield from (scaling * (matrix @ other) for matrix, other in zip(left, right, strict=True))
     else:
         scaling = module.scaling["default"]
         yield scaling * (module.lora_B["default"].weight @ module.lora_A["default"].weight)

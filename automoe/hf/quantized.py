@@ -155,7 +155,7 @@ def _joined(codes: torch.Tensor) -> torch.Tensor:
 
 
 def to_codes(
-    numbers: torch.Tensor, encoding: Encoding, kept: tuple[torch.Tensor, ...] = ()
+    numbers: torch.Tensor, encoding: Encoding, old_parts: tuple[torch.Tensor, ...] = ()
 ) -> tuple[torch.Tensor, ...]:
     """Return the tensors that a file stores for a tensor: its numbers, or codes and scales.
 
@@ -163,7 +163,7 @@ def to_codes(
 
     Args:
         numbers: the tensor in the checkpoint's layout, not transposed.
-        kept: codes and scales of the tensor in another file. Groups of MXFP4 and INT4 keep them if
+        old_parts: codes and scales of the tensor in another file. Groups of MXFP4 and INT4 keep them if
             they still decode to ``numbers``, since several codes and scales give the same numbers.
     """
     if encoding == "plain":
@@ -172,9 +172,9 @@ def to_codes(
     if encoding == "fp8":
         return quantize_fp8(numbers)
     if encoding == "int4":
-        return *_encode_rows(numbers, encoding, kept), torch.tensor(numbers.shape)
+        return *_encode_rows(numbers, encoding, old_parts), torch.tensor(numbers.shape)
     experts = [
-        _encode_rows(matrix.T, encoding, [part[i] for part in kept])
+        _encode_rows(matrix.T, encoding, [part[i] for part in old_parts])
         for i, matrix in enumerate(numbers)
     ]
     codes, scales = map(torch.stack, zip(*experts, strict=True))
@@ -189,19 +189,19 @@ def from_codes(parts: Sequence[torch.Tensor], encoding: Encoding) -> torch.Tenso
     if encoding == "int4":
         return dequantize_int4(codes, scales)
     experts = zip(codes.flatten(-2), scales, strict=True)
-    return torch.stack([dequantize_mxfp4(*one).T for one in experts])
+    return torch.stack([dequantize_mxfp4(*expert).T for expert in experts])
 
 
 def _encode_rows(
-    matrix: torch.Tensor, encoding: Encoding, kept: Sequence[torch.Tensor]
+    matrix: torch.Tensor, encoding: Encoding, old_parts: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if encoding == "mxfp4":
         (codes, scales), dequantize = quantize_mxfp4(matrix), dequantize_mxfp4
     else:
         (codes, scales), dequantize = quantize_int4(matrix), dequantize_int4
-    if not kept:
+    if not old_parts:
         return codes, scales
-    old, old_scales = kept[0].reshape(codes.shape), kept[1]
+    old, old_scales = old_parts[0].reshape(codes.shape), old_parts[1]
     same = (
         dequantize(old, old_scales).to(matrix.dtype).eq(matrix).unflatten(-1, (-1, GROUP)).all(-1)
     )

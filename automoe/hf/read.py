@@ -112,36 +112,42 @@ def load_hf(
         reset_buffers(part)
     ranks = Ranks(alone=catalog is not None)
     with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts), keys)) as reader:
-        own = list(local_shards(parts))
-        shards = [shard for shard in own if not shard.again]
+        everything = list(local_shards(parts))
+        shards = [shard for shard in everything if not shard.again]
         rounded = [shard for shard in shards if shard.base == "nf4"]
         direct = [shard for shard in shards if shard.base != "nf4"]
 
         def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
             items = reader.plan(direct)
             later = (
-                reader.plan([one]) for shard in rounded for _, one in shard.matrices(widened=False)
+                reader.plan([item])
+                for shard in rounded
+                for _, item in shard.matrices(widened=False)
             )
-            total = sum(one.num_bytes(one.place) for part in chain([items], later) for one in part)
+            total = sum(
+                item.num_bytes(item.place) for part in chain([items], later) for item in part
+            )
             shown = progress and ranks.rank == 0
             with show_progress(Path(path).name, total, shown) as reader.advance:
                 reader.fill(items)
                 odd = _not_finite(items)
                 for shard in rounded:
-                    for index, one in shard.matrices(widened=False):
-                        items = reader.plan([one])
+                    for index, matrix in shard.matrices(widened=False):
+                        items = reader.plan([matrix])
                         reader.fill(items)
                         odd |= _not_finite(items)
-                        shard.local[index].copy_(pack_nf4(one.local.to(shard.local.device)))
+                        shard.local[index].copy_(pack_nf4(matrix.local.to(shard.local.device)))
             for shard in shards:
                 fill_upcycled(shard, reader.catalog.keys)
-            _check_copies(reader, [shard for shard in own if shard.again])
+            _check_copies(reader, [shard for shard in everything if shard.again])
             return reader.bytes_read, time.perf_counter() - started, odd
 
         read, seconds, odd = zip(*ranks.all(fill), strict=True)
     not_finite = Counter()
     # Several ranks may hold the same slice: it is counted once.
-    for (key, *_), count in {place: count for one in odd for place, count in one.items()}.items():
+    for (key, *_), count in {
+        place: count for places in odd for place, count in places.items()
+    }.items():
         not_finite[key] += count
     source = written(path) if isinstance(path, str) else path
     catalog = reader.catalog
@@ -157,13 +163,15 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
     """
     catalog = reader.catalog
     there = [
-        one for one in copies if catalog.keys.pieces(one.name, one.shape)[0].key in catalog.sources
+        copy
+        for copy in copies
+        if catalog.keys.pieces(copy.name, copy.shape)[0].key in catalog.sources
     ]
 
-    def compare(one: ReadItem, numbers: torch.Tensor, own: torch.Tensor) -> None:
-        if not torch.equal(numbers.to(own.dtype), own.cpu()):
+    def compare(item: ReadItem, numbers: torch.Tensor, place: torch.Tensor) -> None:
+        if not torch.equal(numbers.to(place.dtype), place.cpu()):
             raise CheckpointError(
-                f"{catalog.folder}: {one.key} differs from the model's own tensor, which modules for "
+                f"{catalog.folder}: {item.key} differs from the model's own tensor, which modules for "
                 "multi-token prediction share. Set model.num_mtp_layers=0"
             )
 
@@ -248,16 +256,16 @@ class ReadItem(NamedTuple):
 
 def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadItem | None:
     """Return the read that fills ``shard`` from ``piece``; None if they do not overlap."""
-    found = piece.overlap(shard.start, shard.extent)
-    if found is None:
+    overlap = piece.overlap(shard.start, shard.extent)
+    if overlap is None:
         return None
     if shard.base and source.encoding != "fp8":
         raise CheckpointError(
             f"lora.base={shard.base} keeps matrices as the checkpoint stores them, in block-FP8, and {piece.key} is "
             f"{source.dtype}. Set lora.base=nf4 or weights"
         )
-    spans = [(one.start, one.stop) for one in found[0]]
-    place = piece.in_stored_order(shard.local[found[1]])
+    spans = [(part.start, part.stop) for part in overlap[0]]
+    place = piece.in_stored_order(shard.local[overlap[1]])
     while len(spans) > 3:  # such as [1, 1, heads, 1]
         assert spans.pop(0) == (0, 1), (piece.key, source.shape)
         place = place.squeeze(0)

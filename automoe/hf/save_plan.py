@@ -102,11 +102,11 @@ def plan_writes(
             writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
             quantized = is_quantized(shard.name, pieces[0], keys, encoding)
             stored = shard.dtype if source is None else own_dtype(source, shard, pieces[0])
-            own = stored if shard.local.is_meta else shard.dtype
+            live = stored if shard.local.is_meta else shard.dtype
             if quantized:  # the numbers are rounded only once
-                out = torch.float32 if shard.local.is_meta and own == torch.bfloat16 else own
+                out = torch.float32 if shard.local.is_meta and live == torch.bfloat16 else live
             elif not shard.trained:
-                out = own
+                out = live
             elif stored == torch.float32 and wide.search(key):
                 out = stored
             else:
@@ -233,8 +233,8 @@ class Transfer:
             error = size = 0.0
             with Reader(written) as reader, self._tensors() as made:
                 for item, numbers in made:
-                    off, own = _compare(item, numbers.cpu(), reader, self.source, origin)
-                    error, size = error + off, size + own
+                    off, square = _compare(item, numbers.cpu(), reader, self.source, origin)
+                    error, size = error + off, size + square
             return error, size
 
         errors, sizes = zip(*self.ranks.all(compare), strict=True)
@@ -249,27 +249,27 @@ def _compare(
     origin: Path | str,
 ) -> tuple[float, float]:
     """Return the squares of a tensor's quantization error and numbers; 0 if it is not quantized."""
-    found = _read(item, reader)
-    if odd := num_not_finite(wanted) or num_not_finite(found):
+    numbers = _read(item, reader)
+    if odd := num_not_finite(wanted) or num_not_finite(numbers):
         raise not_exported(origin, item.key, odd)
     coded = item.target.scales is not None
     decoded = wanted
     if coded:
         decoded = from_codes(_encoded(item, wanted, source), item.target.encoding)
-    if not torch.equal(decoded.to(found.dtype), found):
+    if not torch.equal(decoded.to(numbers.dtype), numbers):
         raise CheckpointError(
             f"{reader.catalog.folder}: {item.key} is not what {origin} holds: "
-            f"{int((decoded.to(found.dtype) != found).sum())} of {found.numel()} numbers differ"
+            f"{int((decoded.to(numbers.dtype) != numbers).sum())} of {numbers.numel()} numbers differ"
         )
     if not coded:
         return 0.0, 0.0
-    off, own = _square(decoded.sub_(wanted)), _square(wanted)
-    if off > own / 4:
+    off, square = _square(decoded.sub_(wanted)), _square(wanted)
+    if off > square / 4:
         raise CheckpointError(
             f"{item.key} of {origin} cannot be stored in {item.target.encoding.upper()}: its numbers are "
-            f"{math.sqrt(off / own):.0%} off. Export it in bfloat16"
+            f"{math.sqrt(off / square):.0%} off. Export it in bfloat16"
         )
-    return off, own
+    return off, square
 
 
 def _encoded(
@@ -281,10 +281,11 @@ def _encoded(
         and (old.encoding, old.scales.dtype) == (new.encoding, new.scales.dtype)
     ):  # fmt: skip
         return to_codes(tensor, new.encoding)
-    kept = (
-        _bytes_of(source, one).view(DTYPES[one.dtype]).view(one.shape) for one in (old, old.scales)
+    old_parts = (
+        _bytes_of(source, part).view(DTYPES[part.dtype]).view(part.shape)
+        for part in (old, old.scales)
     )
-    return to_codes(tensor, new.encoding, tuple(kept))
+    return to_codes(tensor, new.encoding, tuple(old_parts))
 
 
 def _bytes_of(source: Catalog, stored: StoredTensor) -> torch.Tensor:
@@ -360,7 +361,7 @@ def gather(item: WriteItem) -> torch.Tensor:
 def _gather_piece(item: WriteItem, piece: Piece) -> torch.Tensor:
     """Return the box of ``piece``: dims that are stored are gathered whole, and then cut."""
     shard = item.shard
-    dims = sorted(dim for one in piece.dims for dim in one)
+    dims = sorted(dim for group in piece.dims for dim in group)
     index = [at - first for at, first in zip(piece.start, shard.start, strict=True)]
     whole = tuple(slice(None) if dim in dims else at for dim, at in enumerate(index))
     tensor = shard.numbers(whole).to(item.dtype)
@@ -391,7 +392,9 @@ def _gathered_axes(
     outer_first = []
     for at, dim in enumerate(dims):
         extent = shape[dim]
-        axes = [axis for axis, one in enumerate(tensor.placements) if _cut_dim(one) == dim]
+        axes = [
+            axis for axis, placement in enumerate(tensor.placements) if _cut_dim(placement) == dim
+        ]
         for axis in sorted(axes, key=lambda axis: is_strided_shard(tensor.placements[axis])):
             outer_first.append((axis, at, extent))
             # The inner axis shards this rank's slice of the outer axis.

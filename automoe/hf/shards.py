@@ -97,13 +97,13 @@ class LocalShard:
 
         ``index`` must leave the columns of a packed matrix whole.
         """
-        found = unpack(self.local[index], self.extent[-1], torch.float32)
+        numbers = unpack(self.local[index], self.extent[-1], torch.float32)
         if self.added is None:
-            return found
+            return numbers
         a, b, scale = self.added
-        found = found.to(b.dtype)
-        _add_product(found, a if a.dim() == 2 else a[index[0]], b[index[:-1]], scale)
-        return found
+        numbers = numbers.to(b.dtype)
+        _add_product(numbers, a if a.dim() == 2 else a[index[0]], b[index[:-1]], scale)
+        return numbers
 
     def matrices(self, widened: bool = True) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
         """Yield (index in this shard, unpacked float32 shard on the CPU) of each matrix.
@@ -171,7 +171,9 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
             elif ".lora." not in name:
                 tied = name == "embed_tokens.weight" and not part.embeds
                 yield _shard(name, parameter, copy=tied)
-                for again in (copy for copy, own in copies.items() if own == name and not tied):
+                for again in (
+                    copy for copy, original in copies.items() if original == name and not tied
+                ):
                     yield _shard(again, parameter, again=True)
         for name, buffer in part.named_buffers():
             if name in shapes:

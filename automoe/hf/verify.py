@@ -124,24 +124,24 @@ def _compare_shards(
     errors = defaultdict(float)
     sizes = defaultdict(float)
 
-    def compare(one: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
+    def compare(item: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
         # In 8 or 4 bits a number that is not finite makes its whole block NaN.
         if odd := num_not_finite(target) or num_not_finite(source):
-            raise not_exported(catalog.folder, one.key, odd)
-        if encoding != "plain" and one.source.encoding == encoding:
+            raise not_exported(catalog.folder, item.key, odd)
+        if encoding != "plain" and item.source.encoding == encoding:
             live = target.to("cpu", torch.float32)
-            errors[one.key] += float((source - live).square().sum())
-            sizes[one.key] += float(live.square().sum())
+            errors[item.key] += float((source - live).square().sum())
+            sizes[item.key] += float(live.square().sum())
             return
         # Only the stage that writes a tied embedding knows the dtype of its copies.
-        wanted = dtype.get(one.key, source.dtype if one.shard.copy else target.dtype)
+        wanted = dtype.get(item.key, source.dtype if item.shard.copy else target.dtype)
         if source.dtype != wanted:
-            raise CheckpointError(f"{catalog.folder}: {one.key} is {source.dtype}, not {wanted}")
+            raise CheckpointError(f"{catalog.folder}: {item.key} is {source.dtype}, not {wanted}")
         live = target.to("cpu", wanted)
         if not torch.equal(source, live):
             differ = int((source != live).sum())
             raise CheckpointError(
-                f"{catalog.folder}: {one.key} is not the model's {one.shard.name}: {differ} of "
+                f"{catalog.folder}: {item.key} is not the model's {item.shard.name}: {differ} of "
                 f"{live.numel()} numbers differ"
             )
 
@@ -149,8 +149,8 @@ def _compare_shards(
         shards = list(local_shards(parts))
         reader.visit(reader.plan(shard for shard in shards if not shard.base), compare)
         for shard in shards:
-            for _, one in shard.matrices() if shard.base else ():
-                reader.visit(reader.plan([one]), compare)
+            for _, matrix in shard.matrices() if shard.base else ():
+                reader.visit(reader.plan([matrix]), compare)
     for key, size in sizes.items():
         if not errors[key] <= ROUNDING[encoding] ** 2 * size:  # so that NaN fails
             off = math.sqrt(errors[key] / size) if size else math.inf
@@ -230,7 +230,7 @@ def _tokens(config: ModelConfig) -> torch.Tensor:
 
 
 def _relative_error(
-    found: torch.Tensor, wanted: torch.Tensor, folder: Path, what: str, remedy: str = ""
+    ours: torch.Tensor, wanted: torch.Tensor, folder: Path, rule: str, remedy: str = ""
 ) -> float:
     """Return the relative difference of logits; raise ``CheckpointError`` if it is too large."""
     if odd := num_not_finite(wanted):
@@ -238,10 +238,10 @@ def _relative_error(
             f"{folder}: {odd:,} of {wanted.numel():,} logits of transformers are NaN or infinite: its weights are "
             "finite, and their products are not in float32. Export an earlier checkpoint"
         )
-    error = float((found - wanted).norm() / wanted.norm())
+    error = float((ours - wanted).norm() / wanted.norm())
     if not error <= LOGITS_TOLERANCE:  # so that NaN fails
         raise CheckpointError(
-            f"{folder}: {what}: relative difference {error:.1e}, allowed {LOGITS_TOLERANCE:.0e}{remedy}"
+            f"{folder}: {rule}: relative difference {error:.1e}, allowed {LOGITS_TOLERANCE:.0e}{remedy}"
         )
     return error
 
@@ -335,7 +335,7 @@ def _run_transformers(
             key
             for key in info[kind]
             if not (kind[0] == "u" and key.startswith(beside))
-            and not ((found := modules.match(str(key))) and int(found[1]) >= config.num_layers)
+            and not ((match := modules.match(str(key))) and int(match[1]) >= config.num_layers)
         ]
         if odd:
             raise CheckpointError(

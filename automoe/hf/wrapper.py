@@ -94,14 +94,14 @@ def wrapped_config(base: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]
         base: config.json of the source.
         text: configuration of the exported text model.
     """
-    kept, inner = (
+    outer, inner = (
         {key: value for key, value in part.items() if key not in _RESTATED}
         for part in (base, base[TEXT])
     )
     tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
     if tied.items() <= text_config(base).items():
         tied = {}
-    return kept | tied | {TEXT: inner | tied}
+    return outer | tied | {TEXT: inner | tied}
 
 
 def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:
@@ -126,8 +126,8 @@ def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Name
 
 def part_of(key: str) -> str:
     """Return the prefix of the part of a wrapper that the stored tensor ``key`` belongs to."""
-    found = _PART.match(key)
-    return found[0] if found else key
+    match = _PART.match(key)
+    return match[0] if match else key
 
 
 def said_of(beside: Mapping[str, int]) -> list[str]:
@@ -140,8 +140,8 @@ def said_of(beside: Mapping[str, int]) -> list[str]:
     for key, num_bytes in beside.items():
         sizes[part_of(key)].append(num_bytes)
     parts = [
-        f"{part}* ({len(found)} tensors, {sum(found) / 2**20:,.1f} MiB)"
-        for part, found in sizes.items()
+        f"{part}* ({len(tensors)} tensors, {sum(tensors) / 2**20:,.1f} MiB)"
+        for part, tensors in sizes.items()
     ]
     text = "not trained, and copied bit for bit into an export: "
     return [text + listed(parts)] if parts else []

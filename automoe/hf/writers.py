@@ -42,8 +42,8 @@ def check_writer(
         family: its ``model_type``.
         tensors: headers of the tensors, by name in the files.
     """
-    lines = [f"{family} {name} {one.dtype}" for name, one in tensors.items()]
+    lines = [f"{family} {name} {stored.dtype}" for name, stored in tensors.items()]
     evidence = "\n".join([json.dumps(quantization_in(hf)), *lines])
-    for pattern, what in _ROWS.items():
-        if found := re.search(pattern, evidence):
-            raise CheckpointError(f"{folder}: {what} ({found[0]})")
+    for pattern, advice in _ROWS.items():
+        if match := re.search(pattern, evidence):
+            raise CheckpointError(f"{folder}: {advice} ({match[0]})")

@@ -28,7 +28,7 @@ _KERNEL_STEP = 16  # bytes; torch's kernels need K and N to be multiples of this
 class _Product(torch.autograd.Function):
     """Float8 product that saves x and the weight unquantized and quantizes both again in backward.
 
-    The weight is not quantized again if ``scaling.kept`` holds its codes. Other operations save x
+    The weight is not quantized again if ``scaling.cached`` holds its codes. Other operations save x
     anyway (other products with the same input, attention's backward, the router), so saved codes
     would be a second copy. FSDP owns the weight and may free it between forward and backward.
     """

@@ -44,11 +44,11 @@ class _Weights(nn.Module):
     """Scaling of one product, which can cache the scales and codes of its weight.
 
     Attributes:
-        kept: cached results by name while the weight does not change, so that all micro-batches,
+        cached: cached results by name while the weight does not change, so that all micro-batches,
             passes and recomputations quantize it once. None: quantize it at every call.
     """
 
-    kept: dict[str, Any] | None = None
+    cached: dict[str, Any] | None = None
 
     def weight_scales(self, weight: torch.Tensor) -> Any:
         """Return the scales of w [..., N, K]. Collective, unless they are cached."""
@@ -59,11 +59,11 @@ class _Weights(nn.Module):
         return self._once("codes", lambda: self.quantize(weight, scales, W))
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        if self.kept is None:
+        if self.cached is None:
             return make()
-        if name not in self.kept:
-            self.kept[name] = make()
-        return self.kept[name]
+        if name not in self.cached:
+            self.cached[name] = make()
+        return self.cached[name]
 
 
 class Tensorwise(_Weights):
@@ -171,16 +171,16 @@ class Delayed(Tensorwise):
     @torch.no_grad()
     def amax(self, local: torch.Tensor, operand: int) -> torch.Tensor:
         # Experts share a history, so the maximum is over all of them.
-        one = local.amax().view(1, 1) if local.numel() else local.new_zeros(1, 1)
+        largest = local.amax().view(1, 1) if local.numel() else local.new_zeros(1, 1)
         if trains():
-            self.seen[operand] = torch.maximum(self.seen[operand], one[0, 0])
+            self.seen[operand] = torch.maximum(self.seen[operand], largest[0, 0])
         if self.known is None:
             self.known = (self.history.amax(-1) > 0).cpu().tolist()
         if self.known[operand]:
-            one = self.history[operand].amax().view(1, 1)
+            largest = self.history[operand].amax().view(1, 1)
         else:
-            one = super().amax(one, operand)
-        return one.expand_as(local).contiguous()
+            largest = super().amax(largest, operand)
+        return largest.expand_as(local).contiguous()
 
     @torch.no_grad()
     def end_step(self, remember: bool) -> None:

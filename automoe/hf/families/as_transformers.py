@@ -160,18 +160,18 @@ def kept_in_float32(architecture: str) -> re.Pattern[str]:
     return re.compile("|".join(rf"(^|\.){name}($|\.)" for name in names) or "(?!)")
 
 
-def not_computed(path: object, what: str) -> ConfigError:
+def not_computed(path: object, content: str) -> ConfigError:
     """Return the error for a valid ``config.json`` whose model this decoder does not compute."""
     return ConfigError(
-        "model.hf_path", path, f"its config.json has {what}", "Choose another checkpoint"
+        "model.hf_path", path, f"its config.json has {content}", "Choose another checkpoint"
     )
 
 
-def damaged(path: str, what: str) -> ConfigError:
+def damaged(path: str, content: str) -> ConfigError:
     """Return the error for a ``config.json`` that describes no model."""
     return ConfigError(
         "model.hf_path",
         path,
-        f"its config.json has {what}",
+        f"its config.json has {content}",
         "Copy the checkpoint's config.json again",
     )

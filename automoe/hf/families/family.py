@@ -135,15 +135,18 @@ class Family(Tier):
         """
         theirs = as_transformers(hf, self.model_type, path)
         for key, value in self.only.items():
-            found = getattr(theirs, key, value)
-            found = "silu" if key == "hidden_act" and found == "swish" else found
-            if found != value:
+            theirs_value = getattr(theirs, key, value)
+            theirs_value = (
+                "silu" if key == "hidden_act" and theirs_value == "swish" else theirs_value
+            )
+            if theirs_value != value:
                 raise not_computed(
-                    path, f"{key}={found}, and {self.model_type} here computes only {key}={value}"
+                    path,
+                    f"{key}={theirs_value}, and {self.model_type} here computes only {key}={value}",
                 )
         config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
         values = {
-            ours: self._value(ours, one, theirs, path) for ours, one in self._fields()
+            ours: self._value(ours, spec, theirs, path) for ours, spec in self._fields()
         } | self.fixed
         for ours, value in values.items():
             group, _, name = ours.rpartition(".")
@@ -182,10 +185,10 @@ class Family(Tier):
                     f"Set model.{ours}={value}, or export as another model.family",
                 )
         for ours, least in self.least.items():
-            if config.num_moe_layers and (found := value_of(config, ours)) < least:
+            if config.num_moe_layers and (size := value_of(config, ours)) < least:
                 raise ConfigError(
                     f"model.{ours}",
-                    found,
+                    size,
                     f"transformers loads a {self.model_type} checkpoint only with {least} or more",
                     f"Set model.{ours}={least} or more, or checkpoint.export_hf=false",
                 )
@@ -212,7 +215,9 @@ class Family(Tier):
         hf |= {
             key: value(config) if callable(value) else value for key, value in self.written.items()
         }
-        hf |= {one.key: one.write(value_of(config, ours), config) for ours, one in self._fields()}
+        hf |= {
+            spec.key: spec.write(value_of(config, ours), config) for ours, spec in self._fields()
+        }
         if self.partial_rotary:
             hf["partial_rotary_factor"] = config.rope.partial_rotary_factor
         stated = None if config.rope.extends else hf.get("max_position_embeddings")
@@ -222,8 +227,8 @@ class Family(Tier):
         rotary = (base or {}).get("rope_parameters")
         if "rope_parameters" in hf and isinstance(rotary, dict):
             # A reader with vision needs the sections; for text alone all three positions are equal.
-            kept = {key: value for key, value in rotary.items() if key.startswith("mrope_")}
-            hf["rope_parameters"] = kept | hf["rope_parameters"]
+            sections = {key: value for key, value in rotary.items() if key.startswith("mrope_")}
+            hf["rope_parameters"] = sections | hf["rope_parameters"]
         self._check_stated(config, hf)
         return hf
 
@@ -231,9 +236,9 @@ class Family(Tier):
         """Raise ``ConfigError`` if the fields of ``hf`` say something else than ``config``."""
         stated = deepcopy(config)
         theirs = SimpleNamespace(name_or_path=self.model_type, **hf)
-        for ours, one in self._fields():
+        for ours, spec in self._fields():
             group, _, name = ours.rpartition(".")
-            value = one.read(getattr(theirs, one.key, one.default), theirs)
+            value = spec.read(getattr(theirs, spec.key, spec.default), theirs)
             setattr(value_of(stated, group) if group else stated, name, value)
         for key in differing_values(config, stated, self):
             said = value_of(stated, key)
@@ -242,8 +247,8 @@ class Family(Tier):
             raise ConfigError(f"model.{key}", value_of(config, key), rule, remedy)
 
     def _fields(self) -> Iterator[tuple[str, Field]]:
-        for ours, one in self.fields.items():
-            yield ours, Field(one) if isinstance(one, str) else one
+        for ours, spec in self.fields.items():
+            yield ours, Field(spec) if isinstance(spec, str) else spec
 
     def _value(self, ours: str, spec: Field, theirs: Any, path: str) -> Any:
         raw = getattr(theirs, spec.key, spec.default)
@@ -289,27 +294,27 @@ class Family(Tier):
             numbers = {"factor": float(max_positions / original if factor is None else factor)}
             numbers |= {key: float(params.get(key) or default) for key, default in _YARN.items()}
             numbers["truncate"] = bool(params.get("truncate", True))
-            given = params.get("attention_factor")
-            numbers["attention_factor"] = None if given is None else float(given)
+            factor_stated = params.get("attention_factor")
+            numbers["attention_factor"] = None if factor_stated is None else float(factor_stated)
             if not self.mscale:  # both numbers then scale only cos and sin: one factor is enough
                 both = numbers.pop("mscale"), numbers.pop("mscale_all_dim")
-                if given is None and all(both):
+                if factor_stated is None and all(both):
                     from automoe.model.rope import yarn_mscale
 
-                    over, under = (yarn_mscale(numbers["factor"], one) for one in both)
+                    over, under = (yarn_mscale(numbers["factor"], scale) for scale in both)
                     numbers["attention_factor"] = over / under
         return replace(rope, scaling=kind, original_seq_len=original, **numbers)
 
 
 @contextmanager
-def _readable(what: str, path: str) -> Iterator[None]:
+def _readable(content: str, path: str) -> Iterator[None]:
     """Turn errors from converting a value into a ``ConfigError`` that names ``what``."""
     try:
         yield
     except ConfigError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise damaged(path, f"{what}: {error}") from None
+        raise damaged(path, f"{content}: {error}") from None
 
 
 def rope_parameters(config: ModelConfig) -> HFConfig:

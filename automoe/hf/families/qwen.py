@@ -135,7 +135,7 @@ QWEN3_5_MOE = replace(
     QWEN3_NEXT,
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
-    fields={key: one for key, one in QWEN3_NEXT.fields.items() if key not in _IN_NEXT_ALONE},
+    fields={key: spec for key, spec in QWEN3_NEXT.fields.items() if key not in _IN_NEXT_ALONE},
     fixed=QWEN3_NEXT.fixed
     | {"first_k_dense": 0, "router.norm_topk_prob": True}
     | {"attention.linear_split_projections": True},
