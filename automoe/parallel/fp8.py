@@ -155,7 +155,7 @@ def weights_quantized_once(model_parts: Iterable[CausalLM], config: Config) -> I
         yield
     finally:
         for scaling in scalings:
-            scaling.kept = None
+            scaling.cached = None
 
 
 @torch.no_grad()
