@@ -45,28 +45,21 @@ def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tupl
     if method == "compressed-tensors" and isinstance(stated, dict):
         # Only Kimi's INT4 in groups is read.
         groups = stated.get("config_groups")
-        schemes = list(groups.values()) if isinstance(groups, dict) else []
-        kinds = [scheme if isinstance(scheme, dict) else {} for scheme in schemes] or [{}]
-        asked = {"format": "pack-quantized", "config_groups": "one"}
-        stated_values = {
-            "format": kinds[0].get("format") or stated.get("format"),
-            "config_groups": "one" if len(schemes) == 1 else len(schemes),
-        }
-        for key in ("input_activations", "output_activations"):
-            asked[key], stated_values[key] = None, kinds[0].get(key)
-        weights = kinds[0].get("weights")
-        asked |= INT4 | {"actorder": None}
-        stated_values |= {
-            key: weights.get(key) if isinstance(weights, dict) else None
-            for key in asked.keys() - stated_values.keys()
-        }
-        for key in ("transform_config", "sparsity_config"):
-            asked[key], stated_values[key] = "empty", stated.get(key) or "empty"
-        if wrong := [
-            f"{key}={stated_values[key]}, not {value}"
-            for key, value in asked.items()
-            if stated_values[key] != value
-        ]:
+        schemes = [*groups.values()] if isinstance(groups, dict) else []
+        scheme = schemes[0] if schemes and isinstance(schemes[0], dict) else {}
+        weights = scheme.get("weights")
+        weights = weights if isinstance(weights, dict) else {}
+        rows = [  # key, its value, and the only one that is read
+            ("format", scheme.get("format") or stated.get("format"), "pack-quantized"),
+            ("config_groups", "one" if len(schemes) == 1 else len(schemes), "one"),
+            *((key, scheme.get(key), None) for key in ("input_activations", "output_activations")),
+            *((key, weights.get(key), value) for key, value in (INT4 | {"actorder": None}).items()),
+            *(
+                (key, stated.get(key) or "empty", "empty")
+                for key in ("transform_config", "sparsity_config")
+            ),
+        ]
+        if wrong := [f"{key}={value}, not {asked}" for key, value, asked in rows if value != asked]:
             raise CheckpointError(
                 f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and only "
                 f"INT4 with one scale per {GROUP} numbers of a row is read here. {BASE}"
@@ -179,33 +172,31 @@ def check_encodings(
 def _check_scales(
     folder: Path, key: str, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]
 ) -> None:
-    if codes.encoding == "fp8":
-        *lead, rows, cols = codes.shape
-        asked = (*lead, -(-rows // block[0]), -(-cols // block[1]))
-        code_dtype = "F8_E4M3"
-        scale_dtypes = FLOAT_DTYPES | {"F8_E8M0"}
-    elif codes.encoding == "int4":
-        asked = (*codes.shape[:-1], -(-codes.full_shape[-1] // GROUP))
-        code_dtype = "I32"
-        scale_dtypes = FLOAT_DTYPES
-        if codes.full_shape[-1] % GROUP:
+    encoding, cols = codes.encoding, codes.full_shape[-1]
+    code_dtype, scale_dtypes = {
+        "fp8": ("F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}),
+        "int4": ("I32", FLOAT_DTYPES),
+        "mxfp4": ("U8", {"U8"}),
+    }[encoding]
+    asked = codes.shape[:-1]
+    if encoding == "fp8":
+        asked = (*codes.shape[:-2], -(-codes.shape[-2] // block[0]), -(-cols // block[1]))
+    elif encoding == "int4":
+        asked += (-(-cols // GROUP),)
+        if cols % GROUP:
             raise CheckpointError(
-                f"{folder}: {key} has rows of {codes.full_shape[-1]} numbers in INT4, and a scale covers "
+                f"{folder}: {key} has rows of {cols} numbers in INT4, and a scale covers "
                 f"{GROUP} numbers, which does not divide the row. Copy the checkpoint again"
             )
-    else:
-        asked = codes.shape[:-1]
-        code_dtype = "U8"
-        scale_dtypes = {"U8"}
-        if codes.shape[-1] != GROUP // 2:
-            raise CheckpointError(
-                f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {GROUP // 2} bytes "
-                "a block. Copy the checkpoint again"
-            )
+    elif codes.shape[-1] != GROUP // 2:
+        raise CheckpointError(
+            f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {GROUP // 2} bytes "
+            "a block. Copy the checkpoint again"
+        )
     if scales.shape != asked or codes.dtype != code_dtype or scales.dtype not in scale_dtypes:
         raise CheckpointError(
             f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
-            f"{scales.dtype}, and {codes.encoding} needs scales {list(asked)} for "
+            f"{scales.dtype}, and {encoding} needs scales {list(asked)} for "
             f"{code_dtype}. Compare config.json's quantization_config with the files"
         )
 

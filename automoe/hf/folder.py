@@ -45,21 +45,11 @@ if TYPE_CHECKING:
     from automoe.data.chat_template import ChatTemplate
     from automoe.hf.catalog import Catalog
 
-_TOKENIZER_FILES = (  # patterns
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "tiktoken.model",
-    "tokenization_*.py",  # Kimi's and Moonlight's own, which tokenizer_config.json names
-    "chat_template.jinja",
-    "chat_template.json",
-)
+# Patterns; ``tokenization_*.py`` are Kimi's and Moonlight's own, which tokenizer_config.json names.
+_TOKENIZER_FILES = (
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt vocab.txt "
+    "tokenizer.model spiece.model tiktoken.model tokenization_*.py chat_template.jinja chat_template.json"
+).split()
 _PROCESSOR_FILES = ("*processor_config.json",)  # of images, videos and sound
 GENERATION = "generation_config.json"
 _IDS = re.compile("(_token_id|_ids|suppress_tokens)$")  # keys of token ids among settings
@@ -121,11 +111,36 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
             disk is full.
     """
     folder = path.with_name(f".{path.name}.tmp")
+    lock = path.with_name(f".{path.name}.lock")
+
+    def begin() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = take_lock(lock)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{path} is being written by another export, process {error.strerror}. Wait for it, or name another one"
+            ) from None
+        held.callback(os.close, handle)
+        held.callback(lock.unlink, missing_ok=True)
+        restore_folder(path)
+        check_target(path, overwrite)
+        # A killed verification of a quantized export leaves its float32 copy beside ``folder``.
+        for left in (folder, *path.parent.glob(f"{escape(float32_copy(folder))}*")):
+            remove_folder(left)
+        folder.mkdir()
+        held.callback(remove_folder, folder)
+
+    def commit() -> None:
+        flush_folder(folder)
+        check_target(path, overwrite)  # the target may have changed since the beginning
+        name_folder(folder, path)
+
     with ExitStack() as held:
         try:
-            ranks.lead(lambda: _begin(held, folder, path, overwrite), again=False)
+            ranks.lead(begin, again=False)
             yield folder
-            ranks.lead(lambda: _commit(folder, path, overwrite), again=False)
+            ranks.lead(commit, again=False)
         except OSError as error:
             reason = f"{error.filename or path}: {error.strerror}"
             raise CheckpointError(f"{reason}. Make room or name another directory") from error
@@ -134,42 +149,6 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
 def float32_copy(folder: Path) -> str:
     """Return the prefix of the names of temporary float32 copies of a quantized folder."""
     return f".{folder.name}."
-
-
-def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
-    """Clean up after a killed export and create ``folder``, which closing ``held`` removes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    held.enter_context(_alone(path))
-    restore_folder(path)
-    check_target(path, overwrite)
-    # A killed verification of a quantized export leaves its float32 copy beside ``folder``.
-    for left in (folder, *path.parent.glob(f"{escape(float32_copy(folder))}*")):
-        remove_folder(left)
-    folder.mkdir()
-    held.callback(remove_folder, folder)
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of exports to ``path``: a file in the same folder, removed at the end."""
-    lock = path.with_name(f".{path.name}.lock")
-    try:
-        handle = take_lock(lock)
-    except BlockingIOError as held:
-        raise CheckpointError(
-            f"{path} is being written by another export, process {held.strerror}. Wait for it, or name another one"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _commit(folder: Path, path: Path, overwrite: bool) -> None:
-    flush_folder(folder)
-    check_target(path, overwrite)  # checked again: the target may have changed since the beginning
-    name_folder(folder, path)
 
 
 def write_settings(

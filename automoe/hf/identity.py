@@ -6,6 +6,7 @@ import hashlib
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,22 +82,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
 
     tensors = ranks.lead(headers)
     mine = ranks.share({name: stored.num_bytes for name, stored in tensors.items()})
-    try:
-        by_rank = ranks.all(lambda: _checksums(folder, {name: tensors[name] for name in mine}))
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or folder}: {error.strerror}. Make it readable"
-        ) from None
-    digest = hashlib.sha256()
-    checksums = {name: checksum for theirs in by_rank for name, checksum in theirs.items()}
-    for name, stored in sorted(tensors.items()):
-        line = f"{name} {stored.dtype} {list(stored.shape)} {checksums[name]}\n"
-        digest.update(line.encode())
-    return KIND + digest.hexdigest()
-
-
-def _checksums(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, int]:
-    """Return the CRC-32 of each tensor's bytes, read by a few threads in file order."""
+    mine.sort(key=lambda name: (tensors[name].file, tensors[name].start))
 
     def checksum(name: str) -> int:
         value = 0
@@ -104,6 +90,18 @@ def _checksums(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, int]
             value = zlib.crc32(piece, value)
         return value
 
-    order = sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].start))
-    with ThreadPoolExecutor(THREADS) as pool:
-        return dict(zip(order, pool.map(checksum, order), strict=True))
+    def read() -> list[tuple[str, int]]:
+        with ThreadPoolExecutor(THREADS) as pool:
+            return [*zip(mine, pool.map(checksum, mine), strict=True)]
+
+    try:
+        checksums = dict(chain.from_iterable(ranks.all(read)))
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or folder}: {error.strerror}. Make it readable"
+        ) from None
+    digest = hashlib.sha256()
+    for name, stored in sorted(tensors.items()):
+        line = f"{name} {stored.dtype} {list(stored.shape)} {checksums[name]}\n"
+        digest.update(line.encode())
+    return KIND + digest.hexdigest()

@@ -79,6 +79,8 @@ def to_peft(
         CheckpointError: on every rank alike: the model has no adapter, the directory exists or
             cannot be written, or peft loads something else.
     """
+    from safetensors.torch import save_file
+
     parts = as_parts(model)
     path = Path(path).expanduser().absolute()
     ranks = Ranks()
@@ -124,7 +126,14 @@ def to_peft(
                 "there is no adapter in these weights: a merged export has none. Name a run's checkpoint"
             )
         belongs = _belongs(config, lora, ranks)
-        ranks.all(lambda: _write_stage(parts, tensors, folder, ranks.rank))
+
+        def write_stage() -> None:
+            first = stage_ranks(p for part in parts.values() for p in part.parameters())[0]
+            if ranks.rank == first:  # the lowest rank that holds these stages
+                contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+                save_file(contiguous, folder / f"stage-{first}.safetensors")
+
+        ranks.all(write_stage)
         said = ranks.lead(lambda: _finish(folder, config, lora, keys, belongs))
     text = f"{path}: an {'averaged ' * averaged}adapter of {said}"
     if lora.base == "nf4":
@@ -190,16 +199,6 @@ def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
         for name, p in part.named_parameters()
         if ".lora." in name
     }
-
-
-def _write_stage(parts: Parts, tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> None:
-    """Write the adapters of this rank's stages, on the lowest rank that holds these stages."""
-    from safetensors.torch import save_file
-
-    first = stage_ranks(parameter for part in parts.values() for parameter in part.parameters())[0]
-    if rank == first:
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, folder / f"stage-{first}.safetensors")
 
 
 def _adapters(

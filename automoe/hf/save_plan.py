@@ -17,7 +17,6 @@ from operator import attrgetter
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -232,44 +231,32 @@ class Transfer:
         def compare() -> tuple[float, float]:
             error = size = 0.0
             with Reader(written) as reader, self._tensors() as made:
-                for item, numbers in made:
-                    off, square = _compare(item, numbers.cpu(), reader, self.source, origin)
-                    error, size = error + off, size + square
+                for item, tensor in made:
+                    wanted = decoded = tensor.cpu()
+                    numbers = _read(item, reader)
+                    if odd := num_not_finite(wanted) or num_not_finite(numbers):
+                        raise not_exported(origin, item.key, odd)
+                    encoding = item.target.encoding
+                    if encoding != "plain":
+                        decoded = from_codes(_encoded(item, wanted, self.source), encoding)
+                    if not torch.equal(decoded.to(numbers.dtype), numbers):
+                        raise CheckpointError(
+                            f"{written.folder}: {item.key} is not what {origin} holds: "
+                            f"{int((decoded.to(numbers.dtype) != numbers).sum())} of {numbers.numel()} numbers differ"
+                        )
+                    if encoding != "plain":
+                        off, square = _square(decoded.sub_(wanted)), _square(wanted)
+                        if off > square / 4:
+                            raise CheckpointError(
+                                f"{item.key} of {origin} cannot be stored in {encoding.upper()}: its numbers are "
+                                f"{math.sqrt(off / square):.0%} off. Export it in bfloat16"
+                            )
+                        error += off
+                        size += square
             return error, size
 
         errors, sizes = zip(*self.ranks.all(compare), strict=True)
         return math.sqrt(sum(errors) / (sum(sizes) or 1.0))
-
-
-def _compare(
-    item: WriteItem,
-    wanted: torch.Tensor,
-    reader: Reader,
-    source: Catalog | None,
-    origin: Path | str,
-) -> tuple[float, float]:
-    """Return the squares of a tensor's quantization error and numbers; 0 if it is not quantized."""
-    numbers = _read(item, reader)
-    if odd := num_not_finite(wanted) or num_not_finite(numbers):
-        raise not_exported(origin, item.key, odd)
-    coded = item.target.scales is not None
-    decoded = wanted
-    if coded:
-        decoded = from_codes(_encoded(item, wanted, source), item.target.encoding)
-    if not torch.equal(decoded.to(numbers.dtype), numbers):
-        raise CheckpointError(
-            f"{reader.catalog.folder}: {item.key} is not what {origin} holds: "
-            f"{int((decoded.to(numbers.dtype) != numbers).sum())} of {numbers.numel()} numbers differ"
-        )
-    if not coded:
-        return 0.0, 0.0
-    off, square = _square(decoded.sub_(wanted)), _square(wanted)
-    if off > square / 4:
-        raise CheckpointError(
-            f"{item.key} of {origin} cannot be stored in {item.target.encoding.upper()}: its numbers are "
-            f"{math.sqrt(off / square):.0%} off. Export it in bfloat16"
-        )
-    return off, square
 
 
 def _encoded(
@@ -349,58 +336,39 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
 def gather(item: WriteItem) -> torch.Tensor:
     """Return the whole tensor in the item's dtype. Collective over its holders."""
     stored = None
+    shard = item.shard
     for piece in item.pieces:
-        part = _gather_piece(item, piece)
+        # Dims that are stored are gathered whole, and then cut.
+        dims = sorted(dim for group in piece.dims for dim in group)
+        index = [at - first for at, first in zip(piece.start, shard.start, strict=True)]
+        part = shard.numbers(
+            tuple(slice(None) if dim in dims else at for dim, at in enumerate(index))
+        ).to(item.dtype)
+        axes = []  # (mesh axis, place in ``dims``, gathered size), outer first
+        if isinstance(shard.tensor, DTensor):
+            mesh, placements = shard.tensor.device_mesh, shard.tensor.placements
+            for at, dim in enumerate(dims):
+                extent = shard.shape[dim]  # of numbers: a packed tensor holds fewer words
+                cut = [axis for axis, by in enumerate(placements) if _cut_dim(by) == dim]
+                # If FSDP shards a dim that tp or etp has already sharded, FSDP's placement is
+                # strided and is gathered first.
+                for axis in sorted(cut, key=lambda axis: is_strided_shard(placements[axis])):
+                    axes.append((axis, at, extent))
+                    # The inner axis shards this rank's slice of the outer axis.
+                    longest = -(-extent // mesh.size(axis))
+                    extent = max(0, min(longest, extent - longest * mesh.get_local_rank(axis)))
+        for axis, at, size in reversed(axes):
+            # Parts are those of ``torch.chunk``: the last may be short, and gloo needs equal ones.
+            missing = -(-size // mesh.size(axis)) - part.shape[at]
+            padded = F.pad(part, [0, 0] * (part.dim() - 1 - at) + [0, missing])
+            part = all_gather(padded, at, mesh.get_group(axis)).narrow(at, 0, size)
+        for at, dim in enumerate(dims):
+            part = part.narrow(at, piece.start[dim], piece.size[dim])
         if len(item.pieces) == 1:
             return piece.in_stored_order(part).reshape(piece.shape)
         stored = part.new_empty(piece.shape) if stored is None else stored
         piece.within(stored).copy_(part)
     return stored
-
-
-def _gather_piece(item: WriteItem, piece: Piece) -> torch.Tensor:
-    """Return the box of ``piece``: dims that are stored are gathered whole, and then cut."""
-    shard = item.shard
-    dims = sorted(dim for group in piece.dims for dim in group)
-    index = [at - first for at, first in zip(piece.start, shard.start, strict=True)]
-    whole = tuple(slice(None) if dim in dims else at for dim, at in enumerate(index))
-    tensor = shard.numbers(whole).to(item.dtype)
-    if isinstance(shard.tensor, DTensor):
-        for axis, at, size in _gathered_axes(shard.tensor, shard.shape, dims):
-            group = shard.tensor.device_mesh.get_group(axis)
-            # Parts are those of ``torch.chunk``: the last may be short, and gloo needs equal ones.
-            missing = -(-size // dist.get_world_size(group)) - tensor.shape[at]
-            padded = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - at) + [0, missing])
-            tensor = all_gather(padded, at, group).narrow(at, 0, size)
-    for at, dim in enumerate(dims):
-        tensor = tensor.narrow(at, piece.start[dim], piece.size[dim])
-    return tensor
-
-
-def _gathered_axes(
-    tensor: DTensor, shape: tuple[int, ...], dims: list[int]
-) -> list[tuple[int, int, int]]:
-    """List the all-gathers that complete ``dims``: (mesh axis, place in ``dims``, gathered size).
-
-    If FSDP shards a dim that tp or etp has already sharded, FSDP's placement is strided and is
-    gathered first.
-
-    Args:
-        shape: of the numbers; a packed tensor holds fewer words than it has numbers.
-    """
-    mesh = tensor.device_mesh
-    outer_first = []
-    for at, dim in enumerate(dims):
-        extent = shape[dim]
-        axes = [
-            axis for axis, placement in enumerate(tensor.placements) if _cut_dim(placement) == dim
-        ]
-        for axis in sorted(axes, key=lambda axis: is_strided_shard(tensor.placements[axis])):
-            outer_first.append((axis, at, extent))
-            # The inner axis shards this rank's slice of the outer axis.
-            longest = -(-extent // mesh.size(axis))
-            extent = max(0, min(longest, extent - longest * mesh.get_local_rank(axis)))
-    return outer_first[::-1]
 
 
 def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:

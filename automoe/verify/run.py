@@ -6,7 +6,7 @@ Example: ``python -m automoe.verify --config-name X mesh.ep=4``
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from math import nan
@@ -216,7 +216,18 @@ def make_runnable(
     """
     from automoe.data.tokenizer import BYTE_VOCAB_SIZE, load_tokenizer
 
-    check_rows(config, _mesh_dependent_rows(config))
+    moe = config.moe
+    # fmt: off
+    rows: list[Row] = [  # settings whose results depend on the mesh by design
+        ("moe.drop_scope", moe.capacity_factor > 0 and moe.drop_scope == "rank",
+         "with a capacity, what a rank drops depends on which tokens it holds, so no two meshes are equal",
+         "Set moe.drop_scope=sequence, or moe.capacity_factor=0, to verify"),
+        ("moe.micro_batch_balance_coef", moe.micro_batch_balance_coef != 0,
+         "this loss depends on how rows are grouped into micro-batches, and the reference has only one",
+         "Set it to 0 to verify; moe.seq_balance_coef and moe.global_balance_coef may stay"),
+    ]
+    # fmt: on
+    check_rows(config, rows)
     shape, _ = check_here(config)
     sized = replace(config, mesh=MeshConfig(**asdict(shape)))
     here = _without_checkpoint(sized, device)
@@ -303,19 +314,6 @@ def _in_plain_torch(config: Config, keep_triton: bool) -> Config:
     if parallel.context == "ring" and config.launch.device == "cuda":  # has no float64
         parallel.context = "gather"
     return replace(config, moe=moe, kernels=kernels, parallel=parallel)
-
-
-# fmt: off
-def _mesh_dependent_rows(config: Config) -> Iterator[Row]:
-    """Yield a rule for each setting whose results depend on the mesh by design."""
-    moe = config.moe
-    yield ("moe.drop_scope", moe.capacity_factor > 0 and moe.drop_scope == "rank",
-           "with a capacity, what a rank drops depends on which tokens it holds, so no two meshes are equal",
-           "Set moe.drop_scope=sequence, or moe.capacity_factor=0, to verify")
-    yield ("moe.micro_batch_balance_coef", moe.micro_batch_balance_coef != 0,
-           "this loss depends on how rows are grouped into micro-batches, and the reference has only one",
-           "Set it to 0 to verify; moe.seq_balance_coef and moe.global_balance_coef may stay")
-# fmt: on
 
 
 def too_large(config: Config, shape: MeshShape) -> bool:

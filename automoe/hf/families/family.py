@@ -23,42 +23,18 @@ REQUIRED = object()
 # A family has these parts of the decoder only if it declares them; otherwise they keep their
 # defaults.
 _OPTIONAL = (
-    "attention.qkv_bias",
-    "attention.o_bias",
-    "attention.sinks",
-    "attention.output_gate",
-    "attention.qk_norm_over_heads",
-    "attention.clip_qkv",
-    "attention.index_topk",
-    "attention.index_interleaved",
-    "attention.index_shared_layers",
-    "attention.full_attention_interval",
-    "attention.linear_num_key_heads",
-    "attention.linear_split_projections",
-    "biased_experts",
-    "expert_activation",
-    "router.logit_bias",
-    "shared_expert_gate",
-    "shared_intermediate_size",
-    "zero_centered_norms",
-    "num_mtp_layers",
-    "rope.partial_rotary_factor",
-)
+    "attention.qkv_bias attention.o_bias attention.sinks attention.output_gate attention.qk_norm_over_heads "
+    "attention.clip_qkv attention.index_topk attention.index_interleaved attention.index_shared_layers "
+    "attention.full_attention_interval attention.linear_num_key_heads attention.linear_split_projections "
+    "biased_experts expert_activation router.logit_bias shared_expert_gate shared_intermediate_size "
+    "zero_centered_norms num_mtp_layers rope.partial_rotary_factor"
+).split()
 # Keys of a source's config.json that are dropped, since they could contradict the written ones:
 # other spellings, and the source's own modelling code.
 _ALIASES = (
-    "auto_map",
-    "partial_rotary_factor",
-    "rope_parameters",
-    "rope_scaling",
-    "num_local_experts",
-    "num_experts",
-    "num_mtp_layers",
-    "original_max_position_embeddings",
-    "torch_dtype",
-    "quantization_config",
-    "transformers_version",
-)
+    "auto_map partial_rotary_factor rope_parameters rope_scaling num_local_experts num_experts num_mtp_layers "
+    "original_max_position_embeddings torch_dtype quantization_config transformers_version"
+).split()
 # Numbers in rope_scaling: YaRN's with transformers' defaults, Llama 3's without defaults.
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
