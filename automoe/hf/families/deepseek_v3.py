@@ -15,6 +15,7 @@ from automoe.hf.families.family import (
     MTP,
     Family,
     Field,
+    named,
 )
 
 
@@ -37,14 +38,11 @@ FAMILY = Family(
     | {
         "attention.num_kv_heads": replace(
             KV_HEADS, write=lambda heads, config: config.attention.num_heads
-        ),
-        "attention.q_lora_rank": "q_lora_rank",
-        "attention.kv_lora_rank": "kv_lora_rank",
-        "attention.qk_nope_head_dim": "qk_nope_head_dim",
-        "attention.qk_rope_head_dim": Field("qk_rope_head_dim", read=_read_turning),
-        "attention.v_head_dim": "v_head_dim",
-        "rope.interleaved": "rope_interleave",
-    },
+        )
+    }
+    | named("attention.q_lora_rank attention.kv_lora_rank attention.qk_nope_head_dim")
+    | {"attention.qk_rope_head_dim": Field("qk_rope_head_dim", read=_read_turning)}
+    | named("attention.v_head_dim rope.interleaved=rope_interleave"),
     fixed=GROUPED_ROUTER | {"attention.kind": "mla"},
     only={
         "hidden_act": "silu",

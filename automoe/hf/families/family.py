@@ -121,10 +121,18 @@ class Family(Tier):
                     f"{key}={theirs_value}, and {self.model_type} here computes only {key}={value}",
                 )
         config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
-        values = {
-            ours: self._value(ours, spec, theirs, path) for ours, spec in self._fields()
-        } | self.fixed
-        for ours, value in values.items():
+        values = {}
+        for ours, spec in self._fields():
+            raw = getattr(theirs, spec.key, spec.default)
+            if raw is REQUIRED:
+                raise damaged(path, f"no {spec.key}, which a {self.model_type} model needs")
+            with _readable(f"{spec.key}={json.dumps(raw, default=str)}", path):
+                value = spec.read(raw, theirs)
+                try:
+                    values[ours] = typed(f"model.{ours}", value)
+                except ConfigError as error:
+                    raise TypeError(error.rule) from None
+        for ours, value in (values | self.fixed).items():
             group, _, name = ours.rpartition(".")
             setattr(value_of(config, group) if group else config, name, value)
         if self.dense:
@@ -225,17 +233,6 @@ class Family(Tier):
     def _fields(self) -> Iterator[tuple[str, Field]]:
         for ours, spec in self.fields.items():
             yield ours, Field(spec) if isinstance(spec, str) else spec
-
-    def _value(self, ours: str, spec: Field, theirs: Any, path: str) -> Any:
-        raw = getattr(theirs, spec.key, spec.default)
-        if raw is REQUIRED:
-            raise damaged(path, f"no {spec.key}, which a {self.model_type} model needs")
-        with _readable(f"{spec.key}={json.dumps(raw, default=str)}", path):
-            value = spec.read(raw, theirs)
-            try:
-                return typed(f"model.{ours}", value)
-            except ConfigError as error:
-                raise TypeError(error.rule) from None
 
     def _read_rope(self, theirs: Any, path: str) -> RopeConfig:
         params = theirs.rope_parameters
@@ -407,24 +404,24 @@ def _read_full(layers: list[str], theirs: Any) -> int:
     return 1
 
 
+def named(words: str) -> dict[str, Field | str]:
+    """Return fields from words ``ours=theirs``; without ``=`` the key has our name, less its group."""
+    pairs = (word.partition("=") for word in words.split())
+    return {ours: theirs or ours.rpartition(".")[2] for ours, _, theirs in pairs}
+
+
 KV_HEADS = Field("num_key_value_heads", None, read=lambda n, hf: n or hf.num_attention_heads)
 # Spelling of keys in most families, which declare their exceptions: first dense families, then MoE.
-DENSE_FIELDS: dict[str, Field | str] = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "intermediate_size": "intermediate_size",
+DENSE_FIELDS = named("vocab_size hidden_size num_layers=num_hidden_layers intermediate_size") | {
     "norm_eps": Field("rms_norm_eps", 1e-6),
     "tie_embeddings": Field("tie_word_embeddings", False),
     "initializer_range": Field("initializer_range", 0.02),
     "attention.num_heads": "num_attention_heads",
     "attention.num_kv_heads": KV_HEADS,
 }
-COMMON_FIELDS = DENSE_FIELDS | {
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_experts": "num_experts",
-    "moe_intermediate_size": "moe_intermediate_size",
-}
+COMMON_FIELDS = DENSE_FIELDS | named(
+    "num_experts_per_token=num_experts_per_tok num_experts moe_intermediate_size"
+)
 # ``layer_types`` may name other kinds in families whose layers all have full attention here.
 FULL_ATTENTION = {
     "attention.full_attention_interval": Field(
@@ -435,17 +432,18 @@ FULL_ATTENTION = {
     )
 }
 # MoE layers as DeepSeek-V3 declares them; its leading dense layers are given by their number.
-GROUPED_MOE: dict[str, Field | str] = {
-    "num_experts": "n_routed_experts",
-    "num_shared_experts": "n_shared_experts",
-    "first_k_dense": Field(
-        "first_k_dense_replace", read=lambda n, hf: max(0, min(n, hf.num_hidden_layers))
-    ),
-    "router.norm_topk_prob": "norm_topk_prob",
-    "router.routed_scaling_factor": "routed_scaling_factor",
-    "router.num_groups": "n_group",
-    "router.topk_groups": "topk_group",
-}
+GROUPED_MOE = (
+    named("num_experts=n_routed_experts num_shared_experts=n_shared_experts")
+    | {
+        "first_k_dense": Field(
+            "first_k_dense_replace", read=lambda n, hf: max(0, min(n, hf.num_hidden_layers))
+        )
+    }
+    | named(
+        "router.norm_topk_prob router.routed_scaling_factor router.num_groups=n_group "
+        "router.topk_groups=topk_group"
+    )
+)
 # Modules for multi-token prediction are stored as layers after the last one, as in DeepSeek-V3.
 MTP: dict[str, Field | str] = {"num_mtp_layers": Field("num_nextn_predict_layers", 0)}
 
