@@ -184,23 +184,20 @@ class CheckpointStore:
             } | ({"base": self.base} if self.base else {})
             if not self.config.checkpoint.async_save or last:
                 return self._committed(self._write(tensors, content))
-            self._begin(tensors, content)
+            # Copied to CPU buffers, which later saves reuse, and written in the background.
+            on_cuda = any(tensor.is_cuda for tensor in tensors.values())
+            if self._stager is None:
+                self._stager = _new_stager(pin_memory=on_cuda)
+            staged = self._stager.stage(tensors, non_blocking=on_cuda)
+            if on_cuda:
+                torch.cuda.synchronize()  # until the copies are complete
+            # A new thread is on the node's first GPU, and torch's writer synchronises with the GPU of
+            # its thread: every rank would open a CUDA context on the first GPU.
+            here = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_cuda else ()
+            executor = ThreadPoolExecutor(1, "save", *here)
+            self._in_flight = executor.submit(self._write, staged, content)
+            executor.shutdown(wait=False)
         return None
-
-    def _begin(self, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> None:
-        """Copy ``tensors`` to CPU buffers, which later saves reuse, and write in the background."""
-        on_cuda = any(tensor.is_cuda for tensor in tensors.values())
-        if self._stager is None:
-            self._stager = _new_stager(pin_memory=on_cuda)
-        staged = self._stager.stage(tensors, non_blocking=on_cuda)
-        if on_cuda:
-            torch.cuda.synchronize()  # until the copies are complete
-        # A new thread is on the node's first GPU, and torch's writer synchronises with the GPU of
-        # its thread: every rank would open a CUDA context on the first GPU.
-        here = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_cuda else ()
-        executor = ThreadPoolExecutor(1, "save", *here)
-        self._in_flight = executor.submit(self._write, staged, content)
-        executor.shutdown(wait=False)
 
     def poll(self, wait: bool = False) -> Path | None:
         """Return the directory of a background save that has ended; call this method every step.
@@ -308,13 +305,42 @@ class CheckpointStore:
         final = self.folder / f"step-{step}"
         temporary = self.folder / f".tmp-step-{step}"
         checkpoint = self.config.checkpoint
+
+        def prepare() -> None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+        def write_files() -> None:
+            self.ranks.lead(prepare, again=False)
+            # This file system flushes and hashes the files of the rank.
+            writer = dcp.FileSystemWriter(temporary, sync_files=False)
+            writer.fs = files = HashingFileSystem(step)
+            planner = CachedPlanner(self._plans)
+            try:
+                dcp.save(
+                    tensors, storage_writer=writer, planner=planner, process_group=self.ranks.group
+                )
+            except CheckpointException as error:
+                forget_cached_plans(
+                    self._plans
+                )  # some ranks may have cached a plan that others lack
+                raise dcp_error(error) from None
+            facts = self.ranks.all(lambda: files.facts)
+
+            def finish() -> None:
+                write_manifest(temporary, content, ChainMap(*facts))
+                flush(temporary)
+
+            with phase("write_manifest", step):
+                self.ranks.lead(finish, again=False)
+
         try:
             with phase("save", step):
                 if self.ranks.lead(lambda: folders.is_saved(final), again=False):
                     return final
                 # A retry writes everything again: after a failed flush, a second flush can succeed
                 # although the data is lost.
-                retried(lambda: self._write_files(tensors, content, temporary))
+                retried(write_files)
                 with phase("commit", step):
                     self.ranks.lead(lambda: name_folder(temporary, final), again=False)
                 with phase("write_latest", step):
@@ -326,37 +352,6 @@ class CheckpointStore:
             newest = self.ranks.lead(lambda: folders.give_up(temporary, self.folder))
             raise save_error(error, step, newest) from error
         return final
-
-    def _write_files(
-        self, tensors: dict[str, torch.Tensor], content: dict[str, Any], target: Path
-    ) -> None:
-        """Write and flush a whole step in a new folder ``target``, which is not committed yet."""
-
-        def prepare() -> None:
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-
-        def finish() -> None:
-            write_manifest(target, content, ChainMap(*facts))
-            flush(target)
-
-        self.ranks.lead(prepare, again=False)
-        # This file system flushes and hashes the files of the rank.
-        writer = dcp.FileSystemWriter(target, sync_files=False)
-        writer.fs = files = HashingFileSystem(content["step"])
-        try:
-            dcp.save(
-                tensors,
-                storage_writer=writer,
-                planner=CachedPlanner(self._plans),
-                process_group=self.ranks.group,
-            )
-        except CheckpointException as error:
-            forget_cached_plans(self._plans)  # some ranks may have cached a plan that others lack
-            raise dcp_error(error) from None
-        facts = self.ranks.all(lambda: files.facts)
-        with phase("write_manifest", content["step"]):
-            self.ranks.lead(finish, again=False)
 
     # ---------------------------------------------------------------- resuming
 
@@ -379,7 +374,12 @@ class CheckpointStore:
         """
         with self._readable():
             if self.config.checkpoint.resume == "never":
-                self.ranks.lead(self._start_over, again=False)
+
+                def start_over() -> None:
+                    if self.folder.exists() and any(self.folder.iterdir()):
+                        set_aside(self.folder, folders.FOLDER)
+
+                self.ranks.lead(start_over, again=False)
                 return None
             if (newest := self.newest()) is None:
                 return None
@@ -465,10 +465,6 @@ class CheckpointStore:
             f"no step after {name} could be taken: it is set aside as {aside}, and the one before it is loaded"
         )
         return self.load_latest(state)
-
-    def _start_over(self) -> None:
-        if self.folder.exists() and any(self.folder.iterdir()):
-            set_aside(self.folder, folders.FOLDER)
 
     def _warn(self, text: str | None) -> None:
         if text is not None:

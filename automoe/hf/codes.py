@@ -162,43 +162,45 @@ def check_encodings(
         )
     checked = set()
     for key, codes in sources.items():
-        if codes.scales is not None:
-            kind = codes.shape, codes.dtype, codes.scales.shape, codes.scales.dtype
+        if (scales := codes.scales) is not None:
+            kind = codes.shape, codes.dtype, scales.shape, scales.dtype
             if kind not in checked:
                 checked.add(kind)
-                _check_scales(folder, key, codes, codes.scales, block)
-
-
-def _check_scales(
-    folder: Path, key: str, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]
-) -> None:
-    encoding, cols = codes.encoding, codes.full_shape[-1]
-    code_dtype, scale_dtypes = {
-        "fp8": ("F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}),
-        "int4": ("I32", FLOAT_DTYPES),
-        "mxfp4": ("U8", {"U8"}),
-    }[encoding]
-    asked = codes.shape[:-1]
-    if encoding == "fp8":
-        asked = (*codes.shape[:-2], -(-codes.shape[-2] // block[0]), -(-cols // block[1]))
-    elif encoding == "int4":
-        asked += (-(-cols // GROUP),)
-        if cols % GROUP:
-            raise CheckpointError(
-                f"{folder}: {key} has rows of {cols} numbers in INT4, and a scale covers "
-                f"{GROUP} numbers, which does not divide the row. Copy the checkpoint again"
-            )
-    elif codes.shape[-1] != GROUP // 2:
-        raise CheckpointError(
-            f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {GROUP // 2} bytes "
-            "a block. Copy the checkpoint again"
-        )
-    if scales.shape != asked or codes.dtype != code_dtype or scales.dtype not in scale_dtypes:
-        raise CheckpointError(
-            f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
-            f"{scales.dtype}, and {encoding} needs scales {list(asked)} for "
-            f"{code_dtype}. Compare config.json's quantization_config with the files"
-        )
+                encoding, cols = codes.encoding, codes.full_shape[-1]
+                code_dtype, scale_dtypes = {
+                    "fp8": ("F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}),
+                    "int4": ("I32", FLOAT_DTYPES),
+                    "mxfp4": ("U8", {"U8"}),
+                }[encoding]
+                asked = codes.shape[:-1]
+                if encoding == "fp8":
+                    asked = (
+                        *codes.shape[:-2],
+                        -(-codes.shape[-2] // block[0]),
+                        -(-cols // block[1]),
+                    )
+                elif encoding == "int4":
+                    asked += (-(-cols // GROUP),)
+                    if cols % GROUP:
+                        raise CheckpointError(
+                            f"{folder}: {key} has rows of {cols} numbers in INT4, and a scale covers "
+                            f"{GROUP} numbers, which does not divide the row. Copy the checkpoint again"
+                        )
+                elif codes.shape[-1] != GROUP // 2:
+                    raise CheckpointError(
+                        f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {GROUP // 2} bytes "
+                        "a block. Copy the checkpoint again"
+                    )
+                if (
+                    scales.shape != asked
+                    or codes.dtype != code_dtype
+                    or scales.dtype not in scale_dtypes
+                ):
+                    raise CheckpointError(
+                        f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
+                        f"{scales.dtype}, and {encoding} needs scales {list(asked)} for "
+                        f"{code_dtype}. Compare config.json's quantization_config with the files"
+                    )
 
 
 def split(

@@ -79,7 +79,52 @@ def verify_hf(
     config = config_of(parts)
     ranks = Ranks()
     catalog = open_catalog(folder, config)
-    ranks.all(lambda: _compare_shards(parts, catalog, dtype or {}, encoding))
+    dtypes = dtype or {}
+
+    def compare_shards() -> None:
+        # Every number that this rank holds is compared, bit for bit, with its place in the files.
+        # Sums of squared errors and of squared numbers of each quantized tensor.
+        errors = defaultdict(float)
+        sizes = defaultdict(float)
+
+        def compare(item: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
+            # In 8 or 4 bits a number that is not finite makes its whole block NaN.
+            if odd := num_not_finite(target) or num_not_finite(source):
+                raise not_exported(catalog.folder, item.key, odd)
+            if encoding != "plain" and item.source.encoding == encoding:
+                live = target.to("cpu", torch.float32)
+                errors[item.key] += float((source - live).square().sum())
+                sizes[item.key] += float(live.square().sum())
+                return
+            # Only the stage that writes a tied embedding knows the dtype of its copies.
+            wanted = dtypes.get(item.key, source.dtype if item.shard.copy else target.dtype)
+            if source.dtype != wanted:
+                raise CheckpointError(
+                    f"{catalog.folder}: {item.key} is {source.dtype}, not {wanted}"
+                )
+            live = target.to("cpu", wanted)
+            if not torch.equal(source, live):
+                differ = int((source != live).sum())
+                raise CheckpointError(
+                    f"{catalog.folder}: {item.key} is not the model's {item.shard.name}: {differ} of "
+                    f"{live.numel()} numbers differ"
+                )
+
+        with Reader(catalog) as reader:
+            shards = list(local_shards(parts))
+            reader.visit(reader.plan(shard for shard in shards if not shard.base), compare)
+            for shard in shards:
+                for _, matrix in shard.matrices() if shard.base else ():
+                    reader.visit(reader.plan([matrix]), compare)
+        for key, size in sizes.items():
+            if not errors[key] <= ROUNDING[encoding] ** 2 * size:  # so that NaN fails
+                off = math.sqrt(errors[key] / size) if size else math.inf
+                raise CheckpointError(
+                    f"{catalog.folder}: {key} is not the model's: its numbers are off by {off:.1%}, and "
+                    f"{encoding.upper()} rounds by no more than {ROUNDING[encoding]:.1%}"
+                )
+
+    ranks.all(compare_shards)
     if source is not None:
         copied = ranks.share({key: stored.num_bytes for key, stored in source.beside.items()})
         ranks.all(lambda: compare_beside(source, catalog, copied))
@@ -114,50 +159,6 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         raise CheckpointError(
             f"{catalog.folder} does not reload in transformers: {type(error).__name__}: {error}"
         ) from error
-
-
-def _compare_shards(
-    parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dtype], encoding: Encoding
-) -> None:
-    """Compare every number that this rank holds, bit for bit, with its place in the files."""
-    # Sums of squared errors and of squared numbers of each quantized tensor.
-    errors = defaultdict(float)
-    sizes = defaultdict(float)
-
-    def compare(item: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
-        # In 8 or 4 bits a number that is not finite makes its whole block NaN.
-        if odd := num_not_finite(target) or num_not_finite(source):
-            raise not_exported(catalog.folder, item.key, odd)
-        if encoding != "plain" and item.source.encoding == encoding:
-            live = target.to("cpu", torch.float32)
-            errors[item.key] += float((source - live).square().sum())
-            sizes[item.key] += float(live.square().sum())
-            return
-        # Only the stage that writes a tied embedding knows the dtype of its copies.
-        wanted = dtype.get(item.key, source.dtype if item.shard.copy else target.dtype)
-        if source.dtype != wanted:
-            raise CheckpointError(f"{catalog.folder}: {item.key} is {source.dtype}, not {wanted}")
-        live = target.to("cpu", wanted)
-        if not torch.equal(source, live):
-            differ = int((source != live).sum())
-            raise CheckpointError(
-                f"{catalog.folder}: {item.key} is not the model's {item.shard.name}: {differ} of "
-                f"{live.numel()} numbers differ"
-            )
-
-    with Reader(catalog) as reader:
-        shards = list(local_shards(parts))
-        reader.visit(reader.plan(shard for shard in shards if not shard.base), compare)
-        for shard in shards:
-            for _, matrix in shard.matrices() if shard.base else ():
-                reader.visit(reader.plan([matrix]), compare)
-    for key, size in sizes.items():
-        if not errors[key] <= ROUNDING[encoding] ** 2 * size:  # so that NaN fails
-            off = math.sqrt(errors[key] / size) if size else math.inf
-            raise CheckpointError(
-                f"{catalog.folder}: {key} is not the model's: its numbers are off by {off:.1%}, and "
-                f"{encoding.upper()} rounds by no more than {ROUNDING[encoding]:.1%}"
-            )
 
 
 def _compare_census(config: ModelConfig, folder: Path) -> None:
