@@ -22,6 +22,7 @@ from automoe.errors import CheckpointError
 from automoe.storage.files import read_file, write_durably
 from automoe.storage.foreign import parse_json
 
+Facts = Mapping[str, Any]  # a JSON object
 FORMAT = 3
 _READ = (2, FORMAT)  # format 2 has SHA-256 digests of files, which are still compared
 # Keys of this version. A newer version may use another key to say that its files are read in
@@ -35,7 +36,7 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 _NUMBERS = ("train", "optim", "moe", "lora", "recipe_args")
 
 
-def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+def write_manifest(step_dir: Path, content: Facts, files: Facts) -> None:
     """Write and flush ``step_dir/manifest.json``: ``content``, the files, and a digest of both."""
     versions = {"automoe": __version__, "torch": str(torch.__version__)}
     manifest = {"format": FORMAT, "versions": versions, **content}
@@ -91,7 +92,7 @@ def _other_version(step_dir: Path, content: str, versions: object) -> Checkpoint
     )
 
 
-def file_damage(path: Path, facts: Mapping[str, Any], content: bool = True) -> str | None:
+def file_damage(path: Path, facts: Facts, content: bool = True) -> str | None:
     """Return a description of the damage to one file of a manifest, or None.
 
     Args:
@@ -152,7 +153,7 @@ def damage(step_dir: Path, content: bool = True) -> str | None:
     return verify_step(step_dir, Ranks(alone=True), content)[1]
 
 
-def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> None:
+def check_model(step_dir: Path, saved: Facts, config: Config) -> None:
     """Compare model and optimizer in a manifest's configuration with those to load it into.
 
     A field that the manifest lacks was added later; the manifest's model has the field's default.
@@ -177,9 +178,7 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
         )
 
 
-def check_base(
-    step_dir: Path, manifest: Mapping[str, Any], config: Config, base: str | None
-) -> None:
+def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None) -> None:
     """Raise ``CheckpointError`` unless ``base`` identifies the weights that a step depends on.
 
     These are frozen weights, which the step omits, or the weights of a reference model.
@@ -199,7 +198,7 @@ def check_base(
         )
 
 
-def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str], list[str]]:
+def changed_settings(saved: Facts, config: Config) -> tuple[list[str], list[str]]:
     """Return the changed settings that affect a run's numbers: ``key=value`` lists, old and new."""
     now = flat(config_to_dict(config))
     then = _with_defaults(saved)
@@ -213,6 +212,6 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str
     return [f"{key}={then.get(key)}" for key in keys], [f"{key}={now[key]}" for key in keys]
 
 
-def _with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(saved: Facts) -> dict[str, Any]:
     """Return a saved configuration by dotted key, with defaults for keys that were added later."""
     return flat(config_to_dict(Config())) | flat(saved)

@@ -18,6 +18,7 @@ from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import (
     EMBEDDING,
     HEAD,
+    Contents,
     StoredTensor,
     read_headers,
     unread_adapter,
@@ -46,7 +47,7 @@ class Catalog:
 
     folder: Path
     keys: KeyMap
-    sources: dict[str, StoredTensor]
+    sources: Contents
     block: tuple[int, int] = FP8_BLOCK
     notes: tuple[str, ...] = ()
     names: Names = ALONE
@@ -140,9 +141,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     return Catalog(folder, keys, sources, block, tuple(notes), names, beside)
 
 
-def _check_experts(
-    folder: Path, sources: dict[str, StoredTensor], config: ModelConfig, keys: KeyMap
-) -> None:
+def _check_experts(folder: Path, sources: Contents, config: ModelConfig, keys: KeyMap) -> None:
     """Raise ``CheckpointError`` if the files have another number of experts than ``config``.
 
     The error would otherwise list thousands of missing keys.
@@ -163,8 +162,8 @@ def _check_experts(
 
 
 def _without_codes(
-    folder: Path, beside: dict[str, StoredTensor], encoding: Encoding
-) -> tuple[dict[str, StoredTensor], list[str]]:
+    folder: Path, beside: Contents, encoding: Encoding
+) -> tuple[Contents, list[str]]:
     """Return the tensors that an export can copy, and notes about the others.
 
     An export's config.json states the export's own quantization, so copied codes would be misread.
@@ -187,7 +186,7 @@ def _without_codes(
     return copied, notes
 
 
-def _remove_unread(sources: dict[str, StoredTensor], config: ModelConfig) -> list[str]:
+def _remove_unread(sources: Contents, config: ModelConfig) -> list[str]:
     """Remove tensors that the model computes or ties; return notes that name them."""
     reasons = {".rotary_emb.inv_freq": "computed, not trained"}
     if config.tie_embeddings:

@@ -10,7 +10,7 @@ from typing import Any
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
-from automoe.hf.headers import ENDS, SHAPE, StoredTensor
+from automoe.hf.headers import ENDS, SHAPE, Contents, StoredTensor
 from automoe.hf.keys import FP8_BLOCK, GROUP, INT4, Encoding, KeyMap
 from automoe.hf.wrapper import Names, quantization_in
 from automoe.hf.writers import BASE
@@ -19,7 +19,7 @@ from automoe.storage.foreign import brief, open_inside
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
 
 
-def check_codes(folder: Path, hf: Mapping[str, Any], tensors: dict[str, StoredTensor]) -> None:
+def check_codes(folder: Path, hf: Mapping[str, Any], tensors: Contents) -> None:
     """Refuse a folder whose codes nobody can decode: every reader asks this before it reads weights.
 
     Args:
@@ -82,9 +82,7 @@ def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tupl
     return "fp8", (sizes[0], sizes[1])
 
 
-def pair_scales(
-    folder: Path, tensors: dict[str, StoredTensor], encoding: Encoding
-) -> dict[str, StoredTensor]:
+def pair_scales(folder: Path, tensors: Contents, encoding: Encoding) -> Contents:
     """Attach scales to their codes, under the name of the unquantized tensor."""
     if encoding == "plain":
         return tensors
@@ -112,7 +110,7 @@ def pair_scales(
     return _check_shapes(folder, sources) if encoding == "int4" else sources
 
 
-def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _check_shapes(folder: Path, sources: Contents) -> Contents:
     """Check the shapes that INT4 stores beside codes; return ``sources`` without these shapes."""
     others = dict(sources)
     opened = {}
@@ -138,7 +136,7 @@ def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, S
 
 
 def check_encodings(
-    folder: Path, sources: dict[str, StoredTensor], encoding: Encoding, block: tuple[int, int]
+    folder: Path, sources: Contents, encoding: Encoding, block: tuple[int, int]
 ) -> None:
     """Raise ``CheckpointError`` for an unreadable dtype or scales that do not fit the blocks."""
     unscaled = [
@@ -204,8 +202,8 @@ def check_encodings(
 
 
 def split(
-    tensors: dict[str, StoredTensor], names: Names, config: ModelConfig, keys: KeyMap
-) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    tensors: Contents, names: Names, config: ModelConfig, keys: KeyMap
+) -> tuple[Contents, Contents]:
     """Return the model's tensors by plain name, and all others by name in the files.
 
     MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the

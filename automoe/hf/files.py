@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from automoe.errors import CheckpointError
-from automoe.hf.headers import BITS, SINGLE_FILE, StoredTensor
-from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, Encoding
+from automoe.hf.headers import BITS, SINGLE_FILE, Contents, StoredTensor
+from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, Encoding, Shape
 from automoe.storage.files import write_text
 
 DTYPES = {
@@ -89,12 +89,7 @@ class Written:
         return f"{text})"
 
 
-Contents = dict[str, StoredTensor]  # tensors of one file by name, in the order of their bytes
-
-
-def stored_as(
-    shape: tuple[int, ...], dtype: torch.dtype, encoding: Encoding = "plain"
-) -> StoredTensor:
+def stored_as(shape: Shape, dtype: torch.dtype, encoding: Encoding = "plain") -> StoredTensor:
     """Describe a tensor that will be stored in ``dtype``, or as codes and scales of ``encoding``.
 
     The description does not name the file and the byte range yet.

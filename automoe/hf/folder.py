@@ -21,10 +21,9 @@ from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.data.tokenizer import SPECIAL_IDS, ByteTokenizer, load_tokenizer, tokenizer_beside
 from automoe.errors import CheckpointError, ConfigError
-from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import Encoding, KeyMap, quantization_config
-from automoe.hf.wrapper import TEXT, is_wrapper, text_config, wrapped_config
+from automoe.hf.wrapper import TEXT, HFConfig, is_wrapper, text_config, wrapped_config
 from automoe.storage.files import write_text
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.foreign import (
@@ -303,13 +302,11 @@ def _with_stop(known: Any, stop_id: int | None) -> Any:
     return [stop_id, *_listed(known)] if _listed(known) else stop_id
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def _write_json(file: Path, content: HFConfig) -> None:
     write_text(file, json.dumps(content, indent=2) + "\n")
 
 
-def _fitting(
-    tokenizer: str | None, base: Path | None
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _fitting(tokenizer: str | None, base: Path | None) -> Callable[[HFConfig], HFConfig]:
     """Return a function that fits the settings of the checkpoint ``base`` to another tokenizer.
 
     Its own ids, with None for those it lacks, replace the checkpoint's: transformers would take the
@@ -323,7 +320,7 @@ def _fitting(
         ids |= loaded.special_ids
         unchanged = partial(loaded.shares, other=tokenizer_beside(base))
 
-    def fit(settings: dict[str, Any]) -> dict[str, Any]:
+    def fit(settings: HFConfig) -> HFConfig:
         merged = {"eos_token_id": None} | settings
         for key, value in merged.items():
             if _IDS.search(key):

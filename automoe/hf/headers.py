@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, ConfigError, listed, retried
-from automoe.hf.keys import FUSED, INDEX_FILE, SCALE_SUFFIX, Encoding, KeyMap
+from automoe.hf.keys import FUSED, INDEX_FILE, SCALE_SUFFIX, Encoding, KeyMap, Shape
 from automoe.model.params import count_params
 from automoe.storage.files import named
 from automoe.storage.foreign import brief, is_there, open_inside, parse_json, read_bytes
@@ -63,7 +63,7 @@ class StoredTensor(NamedTuple):
 
     file: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
     num_bytes: int
     scales: StoredTensor | None = None
@@ -73,7 +73,7 @@ class StoredTensor(NamedTuple):
         return StoredTensor, tuple(self)
 
     @property
-    def full_shape(self) -> tuple[int, ...]:
+    def full_shape(self) -> Shape:
         """Shape of the dequantized tensor.
 
         MXFP4 stores a tensor [..., R, C] transposed, as [..., C, R / 32, 16]. INT4 stores [R, C / 8].
@@ -90,7 +90,7 @@ class StoredTensor(NamedTuple):
         """Size in bytes, scales included."""
         return sum(part.num_bytes for part in self.in_file("").values())
 
-    def in_file(self, key: str) -> dict[str, StoredTensor]:
+    def in_file(self, key: str) -> Contents:
         """Return the tensors that store this one in a file, in byte order.
 
         Args:
@@ -114,6 +114,9 @@ class StoredTensor(NamedTuple):
         return rows[-1], self.num_bytes // math.prod(rows)
 
 
+Contents = dict[str, StoredTensor]  # tensors by name, in the order of files and bytes
+
+
 @contextmanager
 def switched_off(
     is_on: Callable[[], bool], off: Callable[[], None], on: Callable[[], None]
@@ -134,7 +137,7 @@ without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
 
 
 @without_collection()
-def read_headers(path: str | Path, last: bool = False) -> dict[str, StoredTensor]:
+def read_headers(path: str | Path, last: bool = False) -> Contents:
     """Return the place of every tensor of a checkpoint directory, from its index and headers.
 
     Args:
@@ -159,7 +162,7 @@ def read_headers(path: str | Path, last: bool = False) -> dict[str, StoredTensor
         raise CheckpointError(f"{reason}. Make it readable, or copy it again") from error
 
 
-def _read_all(folder: Path, last: bool) -> dict[str, StoredTensor]:
+def _read_all(folder: Path, last: bool) -> Contents:
     index = _read_index(folder)
     files = _files_of(index)
     missing = [name for name in files if not is_there(folder, name)]
@@ -217,7 +220,7 @@ def unread_adapter(folder: Path) -> list[str]:
     ]
 
 
-def has_own_head(folder: Path, tensors: dict[str, StoredTensor]) -> bool:
+def has_own_head(folder: Path, tensors: Contents) -> bool:
     """Return whether the files hold an output head with other numbers than the embedding.
 
     Both are compared byte by byte, up to the first difference. Of an embedding under another name
@@ -257,7 +260,7 @@ def raw_bytes(folder: Path, tensor: StoredTensor) -> Iterator[bytes]:
             yield part
 
 
-def complete_headers(folder: Path) -> dict[str, StoredTensor]:
+def complete_headers(folder: Path) -> Contents:
     """Return the headers of ``folder``, or {} while files are missing.
 
     Raises:
@@ -270,9 +273,7 @@ def complete_headers(folder: Path) -> dict[str, StoredTensor]:
     return read_headers(folder) if complete else {}
 
 
-def check_holds(
-    folder: Path, config: ModelConfig, keys: KeyMap, tensors: dict[str, StoredTensor]
-) -> None:
+def check_holds(folder: Path, config: ModelConfig, keys: KeyMap, tensors: Contents) -> None:
     """Refuse a model far larger than the files of ``folder``, before its tensors are listed.
 
     The check is arithmetic only. While files are missing, only sizes that no model has are refused.
@@ -298,7 +299,7 @@ def check_holds(
         check_numbers(folder, count_params(config).total, tensors)
 
 
-def check_numbers(folder: Path, params: int, tensors: dict[str, StoredTensor]) -> None:
+def check_numbers(folder: Path, params: int, tensors: Contents) -> None:
     """Refuse a model of ``params`` parameters if its files hold less than half as many numbers.
 
     Args:
@@ -351,7 +352,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         raise CheckpointError(f"{file}: no index in it ({error!r}). Copy it again") from None
 
 
-def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
+def _read_header(folder: Path, name: str) -> Contents:
     from safetensors import SafetensorError, safe_open
 
     file = folder / name

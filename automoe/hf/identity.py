@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from automoe.config.hub import fetch, id_and_commit, local_folder, pinned
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
-from automoe.hf.headers import StoredTensor, missing_files, raw_bytes, read_headers
+from automoe.hf.headers import Contents, missing_files, raw_bytes, read_headers
 
 if TYPE_CHECKING:
     from automoe.comm.agreement import Ranks
@@ -70,7 +70,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     folder = local_folder(path)
     ranks = ranks or Ranks(alone=True)
 
-    def headers() -> dict[str, StoredTensor]:
+    def headers() -> Contents:
         tensors = read_headers(folder)
         if (size := sum(stored.num_bytes for stored in tensors.values())) >= SAID_BYTES:
             print(

@@ -32,6 +32,8 @@ _LAYER = re.compile(r"(layers\.\d+\.)(.+)")
 _INDEX_WEIGHTS = "self_attn.indexer.weights_proj"
 _MTP_KEPT = ("eh_proj", "embed_tokens", "shared_head.head")
 
+Shape = tuple[int, ...]  # of a tensor or a box, or a place in it
+
 
 class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple is quick to make
     """Box of one of our tensors, and the equal box of the HuggingFace tensor that stores it.
@@ -46,14 +48,14 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     """
 
     key: str
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    dims: tuple[tuple[int, ...], ...]
-    offset: tuple[int, ...]
+    shape: Shape
+    start: Shape
+    size: Shape
+    dims: tuple[Shape, ...]
+    offset: Shape
 
     def overlap(
-        self, start: tuple[int, ...], size: tuple[int, ...]
+        self, start: Shape, size: Shape
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
         """Return the intersection of this piece with the box ``start``, ``size`` of our tensor.
 
@@ -122,9 +124,7 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
         return self.from_stored(stored[overlap[0]])
 
 
-def whole(
-    key: str, shape: tuple[int, ...], dims: tuple[tuple[int, ...], ...] | None = None
-) -> Piece:
+def whole(key: str, shape: Shape, dims: tuple[Shape, ...] | None = None) -> Piece:
     """Return the piece of a tensor that is stored whole as ``key``, with dims in another order."""
     dims = dims or tuple((dim,) for dim in range(len(shape)))
     full = tuple(prod(shape[dim] for dim in group) for group in dims)
@@ -132,7 +132,7 @@ def whole(
 
 
 def one_by_one(
-    keys: list[str], shape: tuple[int, ...], experts: Iterable[int], parts: int = 1
+    keys: list[str], shape: Shape, experts: Iterable[int], parts: int = 1
 ) -> Iterator[Piece]:
     """Yield the matrices of each expert: gate and up, or down.
 
@@ -227,9 +227,7 @@ class KeyMap:
         """
         return self.layouts[-1] if self.layouts else replace(self, rows={**self.rows, **FUSED.rows})
 
-    def pieces(
-        self, name: str, shape: tuple[int, ...], experts: range | None = None
-    ) -> Sequence[Piece]:
+    def pieces(self, name: str, shape: Shape, experts: range | None = None) -> Sequence[Piece]:
         """Return the HuggingFace tensors, in order, that make up our tensor ``name`` of ``shape``.
 
         Args:
@@ -278,7 +276,7 @@ def mtp_copies(config: ModelConfig) -> dict[str, str]:
     return {f"layers.{layer}.{copy}": name for layer in modules for copy, name in originals.items()}
 
 
-def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def our_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """Yield name and full shape of every tensor that a checkpoint holds.
 
     Buffers are included, and so are ``mtp_copies``.
@@ -288,7 +286,7 @@ def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield name, (config.vocab_size, config.hidden_size)
 
 
-def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
+def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
     """Return name and shape of every tensor of a checkpoint of ``config`` in layout ``keys``."""
     return {
         piece.key: piece.shape

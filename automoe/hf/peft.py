@@ -39,6 +39,7 @@ from automoe.model.params import model_params
 from automoe.storage.foreign import open_inside
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+Tensors = dict[str, torch.Tensor]  # by name
 LAYOUTS = ("auto", "published", "fused")
 # peft 0.21 cannot stack per-expert adapters of these families.
 _FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe_text")
@@ -191,7 +192,7 @@ def _belongs(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
     return f"{checkpoint_identity(str(config.hf_path), ranks)} {lora}"
 
 
-def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
+def gathered_adapters(parts: Parts) -> Tensors:
     """Return the full adapters of this rank's stages, on the CPU, by name. Collective."""
     return {
         name: full_tensor(p.detach()).cpu()
@@ -201,9 +202,7 @@ def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
     }
 
 
-def _adapters(
-    tensors: dict[str, torch.Tensor],
-) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+def _adapters(tensors: Tensors) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
     """Yield each adapter's module, suffix, A and B.
 
     The suffix is 13 for gate and up of routed experts, 2 for down, and empty for others.
@@ -243,7 +242,7 @@ def _pieces(module: str, suffix: str, tensor: torch.Tensor, keys: KeyMap) -> Seq
     return [whole(keys.table[name][0].key, shape)] if keys.table else keys.pieces(name, shape)
 
 
-def _table(tensors: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
+def _table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
     """List the pieces of adapter_model.safetensors, each with the name of our adapter."""
     table = []
     for module, suffix, a, b in _adapters(tensors):
@@ -270,7 +269,7 @@ def _table(tensors: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> list
     return table
 
 
-def _put(tensor: torch.Tensor, piece: Piece, stored: dict[str, torch.Tensor]) -> None:
+def _put(tensor: torch.Tensor, piece: Piece, stored: Tensors) -> None:
     """Copy the box of ``piece`` into the HuggingFace tensor in ``stored``."""
     place = stored.setdefault(piece.key, tensor.new_empty(piece.shape))
     piece.within(place).copy_(tensor[piece.box])
@@ -282,6 +281,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     Returns:
         A phrase with the number of values written and of matrices by group.
     """
+    from peft import LoraConfig as PeftConfig
     from safetensors.torch import load_file, save_file
 
     ours = {}
@@ -293,46 +293,29 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     for name, piece in _table(ours, keys, names):
         _put(ours[name], piece, stored)
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt", "belongs": belongs})
-    _peft_config(config, lora, keys, names, ours).save_pretrained(folder)
-    # safetensors makes its file readable by the owner alone; the others obey the umask.
-    shutil.copymode(folder / ADAPTER, folder / WEIGHTS_FILE)
-    groups = verify_peft(folder, config, lora, ours)
-    counts = ", ".join(f"{count} of {group}" for group, count in groups.items())
-    numbers = sum(tensor.numel() for tensor in ours.values())
-    return f"{numbers:,} numbers, as peft loads it ({counts})"
-
-
-def _peft_config(
-    config: ModelConfig, lora: LoraConfig, keys: KeyMap, names: Names, ours: dict[str, torch.Tensor]
-) -> Any:
-    """Return peft's configuration, which lists the adapted matrices.
-
-    Dense and shared FFNs of MoE families are listed as parameters: as modules, their plain names
-    may stand for experts' matrices in peft, which would then leave these FFNs out.
-    """
-    from peft import LoraConfig as PeftConfig
-
+    # Dense and shared FFNs of MoE families are listed as parameters: as modules, their plain names
+    # may stand for experts' matrices in peft, which would then leave these FFNs out.
     modules = set()
     parameters = set()
     groups = {param.name: param.spec.group for param in model_params(config)}
     for module, suffix, _, b in _adapters(ours):
-        stored = [names.stored(piece.key) for piece in _pieces(module, suffix, b, keys)]
+        matrices = [names.stored(piece.key) for piece in _pieces(module, suffix, b, keys)]
         # Whole names, since other modules of the class may have the same last name.
         if keys.table or names != ALONE:
             if groups[f"{module}.{_WEIGHTS[suffix]}"] == "attention":
-                modules |= {key.removesuffix(".weight") for key in stored}
+                modules |= {key.removesuffix(".weight") for key in matrices}
             else:
-                parameters |= {*stored}
+                parameters |= {*matrices}
             continue
-        stored = [key.split(".", 3)[3] for key in stored]
-        in_ffn_of_moe = "mlp." in stored[0] and not family_of(config).dense
+        matrices = [key.split(".", 3)[3] for key in matrices]
+        in_ffn_of_moe = "mlp." in matrices[0] and not family_of(config).dense
         if keys.fused if suffix else in_ffn_of_moe:
-            parameters.add(stored[0])
+            parameters.add(matrices[0])
         else:
-            modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in stored}
+            modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in matrices}
     path = str(config.hf_path)
     base, commit = id_and_commit(path) or (str(local_folder(path).absolute()), None)
-    return PeftConfig(
+    peft_config = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=0.0,  # dropout is for training only, and peft has none for parameters
@@ -343,10 +326,17 @@ def _peft_config(
         revision=commit,
         inference_mode=True,
     )
+    peft_config.save_pretrained(folder)
+    # safetensors makes its file readable by the owner alone; the others obey the umask.
+    shutil.copymode(folder / ADAPTER, folder / WEIGHTS_FILE)
+    groups = verify_peft(folder, config, lora, ours)
+    counts = ", ".join(f"{count} of {group}" for group, count in groups.items())
+    numbers = sum(tensor.numel() for tensor in ours.values())
+    return f"{numbers:,} numbers, as peft loads it ({counts})"
 
 
 def verify_peft(
-    folder: Path, config: ModelConfig, lora: LoraConfig, ours: dict[str, torch.Tensor]
+    folder: Path, config: ModelConfig, lora: LoraConfig, ours: Tensors
 ) -> dict[str, int]:
     """Compare the delta that peft adds to each matrix with ``ours``, without reading base weights.
 

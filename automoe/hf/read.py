@@ -46,6 +46,7 @@ DIRECT_BYTES = 64 << 20
 # per row would take as long as copying about this many bytes.
 GAP_BYTES = 8 << 10
 MAX_OPEN = 4  # files
+Span = tuple[int, int]  # half-open range
 
 
 @dataclass(frozen=True)
@@ -216,14 +217,14 @@ class ReadItem(NamedTuple):
     shard: LocalShard
     key: str
     source: StoredTensor
-    matrices: tuple[int, int]
-    rows: tuple[int, int]
-    cols: tuple[int, int]
+    matrices: Span
+    rows: Span
+    cols: Span
     place: torch.Tensor
     row_unit: int
 
     @property
-    def wanted(self) -> tuple[int, int]:
+    def wanted(self) -> Span:
         """Byte range of each stored row that holds the columns, in whole groups of a scale."""
         left, right = self.cols
         if self.source.encoding in ("mxfp4", "int4"):
@@ -233,7 +234,7 @@ class ReadItem(NamedTuple):
         return left * size, right * size
 
     @property
-    def fetched(self) -> tuple[int, int]:
+    def fetched(self) -> Span:
         """Byte range to read of each stored row: ``wanted``, or the row if that costs little."""
         begin, end = self.wanted
         _, row_bytes = self.source.row_layout

@@ -97,7 +97,17 @@ def plan_writes(
             pieces = list(group)
             holders = stage
             if isinstance(shard.tensor, DTensor):
-                holders = _holders(shard.tensor, pieces[0], first=stage[0])
+                # The mesh of a tensor lacks an axis (tp) that does not shard it, so each coordinate
+                # of this axis has a copy; the first one's is written. On an axis that shards a dim
+                # which is not stored, holders have the coordinate of the piece's index.
+                ranks = shard.tensor.device_mesh.mesh
+                ranks = ranks - (ranks.min() - stage[0])
+                for axis, placement in enumerate(shard.tensor.placements):
+                    dim = _cut_dim(placement)
+                    if dim is not None and not any(dim in dims for dims in pieces[0].dims):
+                        longest = -(-shard.tensor.shape[dim] // ranks.shape[axis])
+                        ranks = ranks.narrow(axis, pieces[0].start[dim] // longest, 1)
+                holders = tuple(ranks.flatten().tolist())
             writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
             quantized = is_quantized(shard.name, pieces[0], keys, encoding)
             stored = shard.dtype if source is None else own_dtype(source, shard, pieces[0])
@@ -369,26 +379,6 @@ def gather(item: WriteItem) -> torch.Tensor:
         stored = part.new_empty(piece.shape) if stored is None else stored
         piece.within(stored).copy_(part)
     return stored
-
-
-def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
-    """Return the ranks that hold the piece.
-
-    On a mesh axis that shards a dim which is not stored, these ranks have the coordinate of the
-    piece's index.
-
-    Args:
-        first: lowest rank of the stage. The mesh of a tensor lacks an axis (tp) that does not shard
-            it, so each coordinate of this axis has a copy; the first coordinate's is written.
-    """
-    ranks = tensor.device_mesh.mesh
-    ranks = ranks - (ranks.min() - first)
-    for axis, placement in enumerate(tensor.placements):
-        dim = _cut_dim(placement)
-        if dim is not None and not any(dim in dims for dims in piece.dims):
-            longest = -(-tensor.shape[dim] // ranks.shape[axis])
-            ranks = ranks.narrow(axis, piece.start[dim] // longest, 1)
-    return tuple(ranks.flatten().tolist())
 
 
 def _cut_dim(placement: Placement) -> int | None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
-from automoe.hf.keys import mtp_copies, our_tensors
+from automoe.hf.keys import Shape, mtp_copies, our_tensors
 from automoe.model.causal_lm import CausalLM
 from automoe.parallel.fsdp import reshard
 from automoe.quantize.packed import base_of, block_size, is_packed, unpack
@@ -59,7 +59,7 @@ class LocalShard:
     name: str
     tensor: torch.Tensor
     local: torch.Tensor
-    start: tuple[int, ...]
+    start: Shape
     trained: bool = True
     copy: bool = False
     again: bool = False
@@ -72,13 +72,13 @@ class LocalShard:
         return base_of(self.local) if self.columns else ""
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the full (unsharded) tensor."""
         shape = tuple(self.tensor.shape)
         return (*shape[:-2], self.columns) if self.columns else shape
 
     @property
-    def extent(self) -> tuple[int, ...]:
+    def extent(self) -> Shape:
         """Shape of this rank's shard."""
         extent = tuple(self.local.shape)
         if not self.columns:
@@ -149,7 +149,7 @@ def config_of(parts: Parts) -> ModelConfig:
     return next(iter(parts.values())).config
 
 
-def stage_ranks(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+def stage_ranks(tensors: Iterable[torch.Tensor]) -> Shape:
     """Return the ranks of the largest mesh, which hold the same stages as this rank.
 
     Without any mesh, only the first rank is returned.

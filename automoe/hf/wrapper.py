@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from automoe.errors import CheckpointError, listed
 
+HFConfig = dict[str, Any]  # content of a config.json
 TEXT = "text_config"
 # Keys of config.json that an export drops: it states its own dtype, and has no code.
 _RESTATED = ("auto_map", "torch_dtype", "quantization_config", "transformers_version")
@@ -64,7 +65,7 @@ def is_wrapper(hf: Mapping[str, Any]) -> bool:
     return bool(hf.get(TEXT)) and isinstance(hf[TEXT], dict)
 
 
-def text_config(hf: dict[str, Any]) -> dict[str, Any]:
+def text_config(hf: HFConfig) -> HFConfig:
     """Return the text model's configuration: a part of ``config.json``, or all of it.
 
     As in transformers, the wrapper decides whether head and embedding are tied.
@@ -87,7 +88,7 @@ def quantization_in(hf: Mapping[str, Any]) -> Any:
     return stated
 
 
-def wrapped_config(base: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
     """Return the ``config.json`` of an export: the wrapper's own, around the same text model.
 
     Args:

@@ -22,6 +22,7 @@ E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 SIDE = facts.BLOCK
+Tile = tuple[int, int]  # rows and columns that share a scale
 WHOLE = (0, 0)  # The matrix has one scale.
 LINE = (1, SIDE)  # Every 128 numbers of a row have one scale.
 BLOCK = (SIDE, SIDE)  # Every square of 128 x 128 numbers has one scale.
@@ -40,10 +41,10 @@ class Quantized:
 
     codes: torch.Tensor
     scales: torch.Tensor
-    tile: tuple[int, int]
+    tile: Tile
 
 
-def tile_amax(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+def tile_amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     """Return the largest magnitude of each tile in float32; zero for an empty matrix.
 
     Shapes: [..., R, C] -> [..., tiles down, tiles across].
@@ -74,9 +75,7 @@ def scales_for(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(amax.isfinite(), scales, torch.full_like(scales, torch.nan))
 
 
-def encode(
-    x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]
-) -> Quantized:
+def encode(x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, tile: Tile) -> Quantized:
     """Quantize ``x`` [..., R, C] with given scales; numbers out of range become the largest code.
 
     Infinite numbers become NaN instead, so the failure of the step that produced them stays
@@ -90,7 +89,7 @@ def encode(
     return Quantized(numbers.contiguous().to(dtype), scales, tile)
 
 
-def quantize(x: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]) -> Quantized:
+def quantize(x: torch.Tensor, dtype: torch.dtype, tile: Tile) -> Quantized:
     """Quantize ``x`` [..., R, C] with scales computed from its own tiles."""
     if x.is_cuda and tile != WHOLE:
         return _in_one_pass(x, None, dtype, tile)
@@ -117,7 +116,7 @@ def transposed(q: Quantized) -> Quantized:
 
 
 def _in_one_pass(
-    x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, tile: tuple[int, int]
+    x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, tile: Tile
 ) -> Quantized:
     from automoe.kernels.fp8 import encode_in_one_pass
 
@@ -132,7 +131,7 @@ def _in_one_pass(
     return Quantized(codes, scales, tile)
 
 
-def _spread(scales: torch.Tensor, tile: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+def _spread(scales: torch.Tensor, tile: Tile, shape: torch.Size) -> torch.Tensor:
     """Return the scale of each number, as a tensor that broadcasts to ``shape``."""
     if tile == WHOLE:
         return scales

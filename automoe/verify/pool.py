@@ -163,9 +163,16 @@ class RankPool:
             if not ready:
                 ranks = list(busy.values())
                 text = f"ranks {ranks} of {len(pipes)} did not finish in {self.timeout_s} s"
-                raise RankError(
-                    ranks[0], "timeout", f"{text}\n{self._stacks_of(self._ranks[ranks[0]])}"
-                )
+                os.truncate(self._stacks, 0)
+                self._ranks[ranks[0]].send_signal(signal.SIGUSR1)
+                until = time.monotonic() + _STACKS_S
+                stacks = ""  # of the rank's threads; empty if the rank does not write them
+                while time.monotonic() < until and not (
+                    stacks and stacks == self._stacks.read_text()
+                ):
+                    stacks = self._stacks.read_text()
+                    time.sleep(0.1)
+                raise RankError(ranks[0], "timeout", f"{text}\n{stacks}")
             for pipe, rank in busy.items():
                 if pipe not in ready:
                     continue
@@ -188,17 +195,6 @@ class RankPool:
                 if (status := rank.poll()) is not None:
                     raise RankError(number, "died", f"rank {number} died with exit code {status}")
             time.sleep(_PAUSE_S)
-
-    def _stacks_of(self, rank: ForkedRank) -> str:
-        """Return the stacks of a hanging rank's threads; empty if the rank does not write them."""
-        os.truncate(self._stacks, 0)
-        rank.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + _STACKS_S
-        text = ""
-        while time.monotonic() < deadline and (not text or text != self._stacks.read_text()):
-            text = self._stacks.read_text()
-            time.sleep(0.1)
-        return text
 
 
 def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path) -> NoReturn:

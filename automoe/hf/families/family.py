@@ -15,8 +15,9 @@ from automoe.config.convert import typed
 from automoe.config.schema import ModelConfig, RopeConfig
 from automoe.config.tier import Tier
 from automoe.errors import ConfigError
-from automoe.hf.families.as_transformers import HFConfig, as_transformers, damaged, not_computed
+from automoe.hf.families.as_transformers import as_transformers, damaged, not_computed
 from automoe.hf.keys import KeyMap
+from automoe.hf.wrapper import HFConfig
 
 REQUIRED = object()
 
