@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from automoe.comm.local_shard import local_shard
 from automoe.data.loader import Loader
@@ -40,7 +41,7 @@ class TrainState:
         """Return this rank's parameters in a fixed order."""
         return [parameter for part in self.model_parts.values() for parameter in part.parameters()]
 
-    def tensors(self, frozen: bool = True) -> dict[str, torch.Tensor]:
+    def tensors(self, frozen: bool = True) -> dict[str, Tensor]:
         """Return this rank's tensors by global name.
 
         These are parameters, saved buffers, AdamW's moments and step counts, and averages. If two
@@ -66,7 +67,7 @@ class TrainState:
                 tensor.copy_(first[name])
             first.setdefault(name, tensor)
 
-    def _named(self, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def _named(self, frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
         for part in self.model_parts.values():
             parameters = dict(part.named_parameters())
             left_out = {n for n, p in parameters.items() if not (frozen or p.requires_grad)}
@@ -109,7 +110,7 @@ class TrainState:
                 average.copy_(parameter)
         return bool(begun)
 
-    def _averages(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def _averages(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (name in a checkpoint, average, parameter) of each average of this rank."""
         state = self.optimizer.state
         for part in self.model_parts.values():

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from automoe.comm.agreement import Ranks
 from automoe.config.hub import id_and_commit, local_folder
@@ -39,7 +40,7 @@ from automoe.model.params import model_params
 from automoe.storage.foreign import open_inside
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-Tensors = dict[str, torch.Tensor]  # by name
+Tensors = dict[str, Tensor]  # by name
 LAYOUTS = ("auto", "published", "fused")
 # peft 0.21 cannot stack per-expert adapters of these families.
 _FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe_text")
@@ -202,7 +203,7 @@ def gathered_adapters(parts: Parts) -> Tensors:
     }
 
 
-def _adapters(tensors: Tensors) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+def _adapters(tensors: Tensors) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Yield each adapter's module, suffix, A and B.
 
     The suffix is 13 for gate and up of routed experts, 2 for down, and empty for others.
@@ -231,7 +232,7 @@ def _names(config: ModelConfig) -> Names:
     return names_in_class(_weightless(config)) if _in_wrapper(config) else ALONE
 
 
-def _pieces(module: str, suffix: str, tensor: torch.Tensor, keys: KeyMap) -> Sequence[Piece]:
+def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[Piece]:
     """Return the HuggingFace tensors that an adapter adds to.
 
     Args:
@@ -269,7 +270,7 @@ def _table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piec
     return table
 
 
-def _put(tensor: torch.Tensor, piece: Piece, stored: Tensors) -> None:
+def _put(tensor: Tensor, piece: Piece, stored: Tensors) -> None:
     """Copy the box of ``piece`` into the HuggingFace tensor in ``stored``."""
     place = stored.setdefault(piece.key, tensor.new_empty(piece.shape))
     piece.within(place).copy_(tensor[piece.box])
@@ -409,7 +410,7 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
             yield names.plain(key) or key, module
 
 
-def _theirs(module: Any) -> Iterator[torch.Tensor]:
+def _theirs(module: Any) -> Iterator[Tensor]:
     """Yield the delta that peft adds to a parameter, by expert, in the parameter's layout."""
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -421,9 +422,7 @@ def _theirs(module: Any) -> Iterator[torch.Tensor]:
         yield scaling * (module.lora_B["default"].weight @ module.lora_A["default"].weight)
 
 
-def _mine(
-    module: str, suffix: str, a: torch.Tensor, b: torch.Tensor, keys: KeyMap
-) -> Iterator[torch.Tensor]:
+def _mine(module: str, suffix: str, a: Tensor, b: Tensor, keys: KeyMap) -> Iterator[Tensor]:
     """Yield our delta for the parameter of ``_theirs``, by expert, not yet scaled."""
     if not suffix:
         yield b.float() @ a.float()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from automoe.hf.keys import FP8_BLOCK, GROUP, Encoding
 from automoe.quantize.formats import E4M3, LARGEST, encode, tile_amax
@@ -24,11 +25,11 @@ _BORDERS[::2] = _BORDERS[::2].nextafter(torch.tensor(torch.inf))
 
 
 def dequantize_fp8(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
+    codes: Tensor,
+    scales: Tensor,
     start: tuple[int, int] = (0, 0),
     block: tuple[int, int] = FP8_BLOCK,
-) -> torch.Tensor:
+) -> Tensor:
     """Return a rectangle of a block-FP8 matrix in float32.
 
     Args:
@@ -69,7 +70,7 @@ def _spans(start: int, size: int, block: int) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in ((0, head), (head, tail), (tail, size)) if begin < end]
 
 
-def quantize_fp8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes and float32 scales of a matrix [R, C] in block-FP8, on the CPU.
 
     Codes are [R, C] float8_e4m3fn, scales are [ceil(R/128), ceil(C/128)].
@@ -82,7 +83,7 @@ def quantize_fp8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return encode(numbers, scales, E4M3, FP8_BLOCK).codes, scales
 
 
-def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
     """Return rows of an MXFP4 matrix in float32, [R, 32 * G].
 
     Numbers are e2m1 and scales e8m0 (OCP Microscaling formats 1.0).
@@ -104,7 +105,7 @@ def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return numbers.view(num_rows, -1)
 
 
-def dequantize_int4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
     """Return rows of an INT4 matrix in float32, [R, 32 * G].
 
     The layout is ``pack-quantized`` of compressed-tensors with 4 bits, symmetric.
@@ -120,7 +121,7 @@ def dequantize_int4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return numbers.mul_(scales.to(torch.float32).unsqueeze(-1)).view(codes.shape[0], -1)
 
 
-def quantize_mxfp4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp4(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes [R, C / 2] and scales [R, C / 32] of a matrix [R, C] in MXFP4, both uint8.
 
     The function follows OCP Microscaling formats 1.0, section 6.3. A scale maps its group's largest
@@ -136,7 +137,7 @@ def quantize_mxfp4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _joined(codes | scaled.signbit().to(torch.uint8) << 3), scales
 
 
-def quantize_int4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_int4(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes [R, C / 8] int32 and scales [R, C / 32] bfloat16 of a matrix [R, C] in INT4.
 
     A scale maps its group's largest magnitude to 7.5, as in compressed-tensors, and numbers that
@@ -149,14 +150,14 @@ def quantize_int4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _joined(codes.to(torch.uint8)).view(torch.int32), scales
 
 
-def _joined(codes: torch.Tensor) -> torch.Tensor:
+def _joined(codes: Tensor) -> Tensor:
     """Pack two codes into a byte, the earlier one in the low bits: [R, G, 32] to [R, 16 * G]."""
     return (codes[..., ::2] | codes[..., 1::2] << 4).flatten(-2)
 
 
 def to_codes(
-    numbers: torch.Tensor, encoding: Encoding, old_parts: tuple[torch.Tensor, ...] = ()
-) -> tuple[torch.Tensor, ...]:
+    numbers: Tensor, encoding: Encoding, old_parts: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, ...]:
     """Return the tensors that a file stores for a tensor: its numbers, or codes and scales.
 
     Shapes are those of ``StoredTensor.in_file``. Codes and scales are on the CPU.
@@ -181,7 +182,7 @@ def to_codes(
     return codes.unflatten(-1, (-1, GROUP // 2)), scales
 
 
-def from_codes(parts: Sequence[torch.Tensor], encoding: Encoding) -> torch.Tensor:
+def from_codes(parts: Sequence[Tensor], encoding: Encoding) -> Tensor:
     """Decode the codes and scales of ``to_codes`` to float32, in the shape of its ``numbers``."""
     codes, scales = parts[:2]
     if encoding == "fp8":
@@ -193,8 +194,8 @@ def from_codes(parts: Sequence[torch.Tensor], encoding: Encoding) -> torch.Tenso
 
 
 def _encode_rows(
-    matrix: torch.Tensor, encoding: Encoding, old_parts: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    matrix: Tensor, encoding: Encoding, old_parts: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     if encoding == "mxfp4":
         (codes, scales), dequantize = quantize_mxfp4(matrix), dequantize_mxfp4
     else:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from automoe.comm.agreement import Ranks
 from automoe.config.convert import written
@@ -169,7 +170,7 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
         if catalog.keys.pieces(copy.name, copy.shape)[0].key in catalog.sources
     ]
 
-    def compare(item: ReadItem, numbers: torch.Tensor, place: torch.Tensor) -> None:
+    def compare(item: ReadItem, numbers: Tensor, place: Tensor) -> None:
         if not torch.equal(numbers.to(place.dtype), place.cpu()):
             raise CheckpointError(
                 f"{catalog.folder}: {item.key} differs from the model's own tensor, which modules for "
@@ -189,12 +190,12 @@ def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:
     return counts
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Return True if no number is NaN or infinite, in one pass and without a temporary tensor."""
     return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
 
 
-def num_not_finite(tensor: torch.Tensor) -> int:
+def num_not_finite(tensor: Tensor) -> int:
     """Return the number of NaN and infinite values."""
     return 0 if is_finite(tensor) else int((~torch.isfinite(tensor)).sum())
 
@@ -220,7 +221,7 @@ class ReadItem(NamedTuple):
     matrices: Span
     rows: Span
     cols: Span
-    place: torch.Tensor
+    place: Tensor
     row_unit: int
 
     @property
@@ -240,11 +241,11 @@ class ReadItem(NamedTuple):
         _, row_bytes = self.source.row_layout
         return (0, row_bytes) if row_bytes - (end - begin) < GAP_BYTES else (begin, end)
 
-    def num_bytes(self, place: torch.Tensor) -> int:
+    def num_bytes(self, place: Tensor) -> int:
         """Return the stored size in bytes of a slice of ``place``, without scales."""
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
-    def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+    def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, Tensor]]:
         """Yield (matrix, first row, end row, slice of ``place``) of about ``max_bytes`` bytes."""
         first, last = self.fetched
         step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
@@ -342,9 +343,7 @@ class Reader:
                 self.visit([item], lambda _, numbers, part: part.copy_(numbers))
 
     def visit(
-        self,
-        items: Iterable[ReadItem],
-        use: Callable[[ReadItem, torch.Tensor, torch.Tensor], object],
+        self, items: Iterable[ReadItem], use: Callable[[ReadItem, Tensor, Tensor], object]
     ) -> None:
         """Read a few rows at a time, and call ``use(item, numbers, place)`` with each.
 
@@ -361,7 +360,7 @@ class Reader:
                 use(item, self._numbers(item, matrix, begin, end).view(part.shape), part)
                 self.advance(item.num_bytes(part))
 
-    def _numbers(self, item: ReadItem, matrix: int, begin: int, end: int) -> torch.Tensor:
+    def _numbers(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
         """Return rows of a matrix [rows, columns], dequantized; [rows, blocks, bytes] if packed."""
         data = self._rows(item, matrix, begin, end)
         scales = item.source.scales
@@ -381,7 +380,7 @@ class Reader:
             return pack_fp8(data, scale[torch.arange(begin, end) // height - first])
         return dequantize_fp8(data, scale, (begin, left), self.catalog.block)
 
-    def _rows(self, item: ReadItem, matrix: int, begin: int, end: int) -> torch.Tensor:
+    def _rows(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
         """Return the stored numbers or codes of rows of a matrix, [rows, columns]."""
         first, last = item.fetched
         left, right = item.wanted
@@ -389,7 +388,7 @@ class Reader:
         self._read(item, matrix, begin, end, buffer.view(-1))
         return buffer[:, left - first : right - first].view(DTYPES[item.source.dtype])
 
-    def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: torch.Tensor) -> None:
+    def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: Tensor) -> None:
         """Read the bytes of rows of a matrix: whole rows in one call, parts of rows one by one."""
         source = item.source
         num_rows, row_bytes = source.row_layout

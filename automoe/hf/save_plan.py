@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -169,7 +170,7 @@ class Transfer:
     @contextmanager
     def _tensors(
         self, advance: Callable[[int], None] = lambda num_bytes: None
-    ) -> Iterator[Iterator[tuple[WriteItem, torch.Tensor]]]:
+    ) -> Iterator[Iterator[tuple[WriteItem, Tensor]]]:
         """Yield an iterator over this rank's items to write, each with its whole tensor.
 
         A rank that fails still takes part in gathering; its error is raised at the end.
@@ -269,9 +270,7 @@ class Transfer:
         return math.sqrt(sum(errors) / (sum(sizes) or 1.0))
 
 
-def _encoded(
-    item: WriteItem, tensor: torch.Tensor, source: Catalog | None
-) -> tuple[torch.Tensor, ...]:
+def _encoded(item: WriteItem, tensor: Tensor, source: Catalog | None) -> tuple[Tensor, ...]:
     new, old = item.target, source and source.sources.get(item.key)
     if not (
         source and old and old.scales and new.scales and new.encoding != "fp8"
@@ -285,7 +284,7 @@ def _encoded(
     return to_codes(tensor, new.encoding, tuple(old_parts))
 
 
-def _bytes_of(source: Catalog, stored: StoredTensor) -> torch.Tensor:
+def _bytes_of(source: Catalog, stored: StoredTensor) -> Tensor:
     try:
         raw = bytearray(b"".join(raw_bytes(source.folder, stored)))
     except OSError as error:
@@ -295,7 +294,7 @@ def _bytes_of(source: Catalog, stored: StoredTensor) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
-def _square(tensor: torch.Tensor) -> float:
+def _square(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
@@ -326,7 +325,7 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
     )
 
 
-def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
+def _read(item: WriteItem, reader: Reader) -> Tensor:
     """Read the tensor of ``item``, each piece like a shard that holds only this piece."""
     stored = torch.empty(item.pieces[0].shape, dtype=item.dtype)
     full = torch.empty(item.shard.shape, device="meta")
@@ -343,7 +342,7 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
 
 
 @torch.no_grad()
-def gather(item: WriteItem) -> torch.Tensor:
+def gather(item: WriteItem) -> Tensor:
     """Return the whole tensor in the item's dtype. Collective over its holders."""
     stored = None
     shard = item.shard

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from automoe.comm.local_shard import global_offset, local_shard
@@ -57,14 +58,14 @@ class LocalShard:
     """
 
     name: str
-    tensor: torch.Tensor
-    local: torch.Tensor
+    tensor: Tensor
+    local: Tensor
     start: Shape
     trained: bool = True
     copy: bool = False
     again: bool = False
     columns: int = 0
-    added: tuple[torch.Tensor, torch.Tensor, float] | None = None
+    added: tuple[Tensor, Tensor, float] | None = None
 
     @property
     def base(self) -> str:
@@ -92,7 +93,7 @@ class LocalShard:
         return torch.float32 if self.columns else self.tensor.dtype
 
     @torch.no_grad()
-    def numbers(self, index: tuple[int | slice, ...]) -> torch.Tensor:
+    def numbers(self, index: tuple[int | slice, ...]) -> Tensor:
         """Return the numbers at ``index``, unpacked in float32 or wider, with the adapter added.
 
         ``index`` must leave the columns of a packed matrix whole.
@@ -124,7 +125,7 @@ class LocalShard:
             yield index, LocalShard(self.name, whole, numbers, start)
 
 
-def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+def _add_product(into: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """Add scale b [..., O, r] a [..., r, I] to ``into`` [..., O, I].
 
     Matrices are multiplied one by one, so that no bit depends on their number. If ``a`` lacks inner
@@ -149,13 +150,13 @@ def config_of(parts: Parts) -> ModelConfig:
     return next(iter(parts.values())).config
 
 
-def stage_ranks(tensors: Iterable[torch.Tensor]) -> Shape:
+def stage_ranks(tensors: Iterable[Tensor]) -> Shape:
     """Return the ranks of the largest mesh, which hold the same stages as this rank.
 
     Without any mesh, only the first rank is returned.
     """
     meshes = [tensor.device_mesh.mesh for tensor in tensors if isinstance(tensor, DTensor)]
-    return tuple(sorted(max(meshes, key=torch.Tensor.numel).flatten().tolist())) if meshes else (0,)
+    return tuple(sorted(max(meshes, key=Tensor.numel).flatten().tolist())) if meshes else (0,)
 
 
 def local_shards(parts: Parts) -> Iterator[LocalShard]:
@@ -180,7 +181,7 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
                 yield _shard(name, buffer, trained=False)
 
 
-def _shard(name: str, tensor: torch.Tensor, **facts: Any) -> LocalShard:
+def _shard(name: str, tensor: Tensor, **facts: Any) -> LocalShard:
     tensor = tensor.detach()
     start = global_offset(tensor)
     if is_packed(tensor):  # the last two dims are blocks and bytes

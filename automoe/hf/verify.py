@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch import Tensor
 
 from automoe.comm.agreement import Ranks
 from automoe.comm.tokens import MicroBatch
@@ -87,7 +88,7 @@ def verify_hf(
         errors = defaultdict(float)
         sizes = defaultdict(float)
 
-        def compare(item: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
+        def compare(item: ReadItem, source: Tensor, target: Tensor) -> None:
             # In 8 or 4 bits a number that is not finite makes its whole block NaN.
             if odd := num_not_finite(target) or num_not_finite(source):
                 raise not_exported(catalog.folder, item.key, odd)
@@ -224,14 +225,14 @@ def _too_large(config: ModelConfig) -> bool:
     return 4 * count_params(config).total > MAX_COMPARED_BYTES
 
 
-def _tokens(config: ModelConfig) -> torch.Tensor:
+def _tokens(config: ModelConfig) -> Tensor:
     """Return random tokens [B, S], the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=generator)
 
 
 def _relative_error(
-    ours: torch.Tensor, wanted: torch.Tensor, folder: Path, rule: str, remedy: str = ""
+    ours: Tensor, wanted: Tensor, folder: Path, rule: str, remedy: str = ""
 ) -> float:
     """Return the relative difference of logits; raise ``CheckpointError`` if it is too large."""
     if odd := num_not_finite(wanted):
@@ -304,8 +305,8 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
 # transformers would warn of tensors that are judged here, and of kernels that are not installed.
 @without_warnings()
 def _run_transformers(
-    folder: Path, tokens: torch.Tensor, config: ModelConfig, beside: tuple[str, ...] = ()
-) -> tuple[torch.Tensor, torch.Tensor]:
+    folder: Path, tokens: Tensor, config: ModelConfig, beside: tuple[str, ...] = ()
+) -> tuple[Tensor, Tensor]:
     """Return logits [B, S, V] and the chosen experts [B, S, moe layers, K].
 
     Args:
