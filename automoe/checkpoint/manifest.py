@@ -154,7 +154,7 @@ def damage(step_dir: Path, content: bool = True) -> str | None:
 
 
 def check_model(step_dir: Path, saved: Facts, config: Config) -> None:
-    """Compare model and optimizer in a manifest's configuration with those to load it into.
+    """Raise if a checkpoint's model or optimizer differs from those of ``config``.
 
     A field that the manifest lacks was added later; the manifest's model has the field's default.
 

@@ -164,7 +164,7 @@ def _check_experts(folder: Path, sources: Contents, config: ModelConfig, keys: K
 def _without_codes(
     folder: Path, beside: Contents, encoding: Encoding
 ) -> tuple[Contents, list[str]]:
-    """Return the tensors that an export can copy, and notes about the others.
+    """Return the tensors of ``beside`` that an export can copy, and notes that name the left-out ones.
 
     An export's config.json states the export's own quantization, so copied codes would be misread.
     Quantized modules for multi-token prediction are left out.

@@ -20,7 +20,7 @@ FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
 
 
 def check_codes(folder: Path, hf: Mapping[str, Any], tensors: Contents) -> None:
-    """Refuse a folder whose codes nobody can decode: every reader asks this before it reads weights.
+    """Raise if quantized codes of a folder cannot be decoded; call it before weights are read.
 
     Args:
         hf: content of config.json.
@@ -204,7 +204,7 @@ def check_encodings(
 def split(
     tensors: Contents, names: Names, config: ModelConfig, keys: KeyMap
 ) -> tuple[Contents, Contents]:
-    """Return the model's tensors by plain name, and all others by name in the files.
+    """Split a folder's tensors: the model's by plain name, and the rest by name in the files.
 
     MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
     projection that joins their two inputs. A surplus layer without this projection is kept among

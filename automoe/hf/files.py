@@ -196,6 +196,6 @@ def header_bytes(contents: Contents) -> bytes:
 
 
 def _in_file(contents: Contents) -> Contents:
-    """Replace each quantized tensor by the tensors that a file stores for it, such as scales."""
+    """Replace each quantized tensor by the codes, scales and shapes that a file stores for it."""
     parts = (stored.in_file(key) for key, stored in contents.items())
     return {key: stored for part in parts for key, stored in part.items()}

@@ -63,7 +63,7 @@ class WriteItem:
 
     @property
     def key(self) -> str:
-        """Name in the checkpoint."""
+        """Name of the tensor in the checkpoint."""
         return self.pieces[0].key
 
 
@@ -326,7 +326,7 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
 
 
 def _read(item: WriteItem, reader: Reader) -> Tensor:
-    """Read the tensor of ``item``, each piece like a shard that holds only this piece."""
+    """Read the tensor of ``item`` from the files of ``reader``, piece by piece."""
     stored = torch.empty(item.pieces[0].shape, dtype=item.dtype)
     full = torch.empty(item.shard.shape, device="meta")
     for piece in item.pieces:

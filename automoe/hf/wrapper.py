@@ -89,7 +89,7 @@ def quantization_in(hf: Mapping[str, Any]) -> Any:
 
 
 def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
-    """Return the ``config.json`` of an export: the wrapper's own, around the same text model.
+    """Return the wrapper's ``config.json`` for an export, around the exported text model's ``text``.
 
     Args:
         base: config.json of the source.

@@ -35,7 +35,7 @@ _ROWS = {
 def check_writer(
     folder: Path, hf: Mapping[str, Any], family: str, tensors: Mapping[str, Any]
 ) -> None:
-    """Raise ``CheckpointError`` that names the writer of a folder which nobody reads as it is.
+    """Raise ``CheckpointError`` if a program is known to write folders that no reader loads correctly.
 
     Args:
         hf: content of config.json.

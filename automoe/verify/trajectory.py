@@ -170,7 +170,7 @@ def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:
 
 
 def micro_batch_order(num_rows: int, dp: int, micro_batch_size: int) -> Tensor:
-    """Return the [num_rows] order of a global batch in which the mesh's ranks read it.
+    """Return a permutation of a global batch's rows [num_rows]: micro-batch by micro-batch, rank by rank.
 
     The first micro-batch of each of ``dp`` ranks comes first, then the second of each, and so on.
     One rank with this order and micro-batches of ``dp * micro_batch_size`` rows thus has the same

@@ -123,7 +123,7 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
 
 
 def check_model(folder: Path) -> None:
-    """Check a checkpoint that ``transformers`` will load as strictly as a run would check it.
+    """Check a checkpoint before ``transformers`` loads it, as strictly as a run checks its own.
 
     Of a family that automoe does not know, the number of layers and the quantization are checked.
 
