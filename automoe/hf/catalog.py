@@ -13,7 +13,7 @@ from pathlib import Path
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
-from automoe.hf.codes import FLOAT_DTYPES, check_encodings, pair_scales, quantization_of, split
+from automoe.hf.codes import FLOAT_DTYPES, decodable, split
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import (
     EMBEDDING,
@@ -87,11 +87,10 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     folder = local_folder(path)
     tensors = read_headers(folder)
     hf = read_hf_config(folder) if is_there(folder, "config.json") else {}
-    encoding, block = quantization_of(folder, hf)
     names = names_in(folder, hf, tensors)
     keys = keys or family_of(config).keys
     text, beside = split(tensors, names, config, keys)
-    sources = pair_scales(folder, text, encoding)
+    sources, encoding, block = decodable(folder, hf, text)
     remedy = "Compare the model's configuration with its config.json"
     if keys.table and len(keys.layouts) == 1:  # a class of transformers, under its own names
         remedy = (
@@ -132,7 +131,6 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
             f"{folder}: {len(wrong)} tensors differ from the model's in shape: {'; '.join(shapes)}. "
             "Compare the model's configuration with its config.json"
         )
-    check_encodings(folder, sources, encoding, block)
     if not config.tie_embeddings and HEAD in sources and hf.get("tie_word_embeddings"):
         notes.append(
             f"config.json says tie_word_embeddings=true, and the files hold a {HEAD} with other numbers than "
@@ -188,15 +186,10 @@ def _without_codes(
 
 def _remove_unread(sources: Contents, config: ModelConfig) -> list[str]:
     """Remove tensors that the model computes or ties; return notes that name them."""
-    reasons = {".rotary_emb.inv_freq": "computed, not trained"}
-    if config.tie_embeddings:
-        reasons[HEAD] = f"a copy of {EMBEDDING}"
-    notes = []
-    for end, reason in reasons.items():
-        unread = [key for key in sources if key.endswith(end) and (end != HEAD or key == HEAD)]
-        shown = end if end == HEAD else f"*{end}"
-        for key in unread:
-            del sources[key]
-        if unread:
-            notes.append(f"not read: {shown} ({len(unread)}), {reason}")
-    return notes
+    computed = [key for key in sources if key.endswith(".rotary_emb.inv_freq")]
+    tied = [HEAD] if config.tie_embeddings and HEAD in sources else []
+    for key in computed + tied:
+        del sources[key]
+    return [f"not read: *.rotary_emb.inv_freq ({len(computed)}), computed, not trained"] * bool(
+        computed
+    ) + [f"not read: {HEAD} (1), a copy of {EMBEDDING}"] * bool(tied)

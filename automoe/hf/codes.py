@@ -19,8 +19,12 @@ from automoe.storage.foreign import brief, open_inside
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
 
 
-def check_codes(folder: Path, hf: Mapping[str, Any], tensors: Contents) -> None:
-    """Raise if quantized codes of a folder cannot be decoded; call it before weights are read.
+def decodable(
+    folder: Path, hf: Mapping[str, Any], tensors: Contents
+) -> tuple[Contents, Encoding, tuple[int, int]]:
+    """Attach scales to quantized codes; return the tensors, their encoding and its block size.
+
+    Every reader of a folder calls this before it reads weights.
 
     Args:
         hf: content of config.json.
@@ -30,11 +34,13 @@ def check_codes(folder: Path, hf: Mapping[str, Any], tensors: Contents) -> None:
         CheckpointError: the quantization is unknown, or codes have no scales, or ones of a wrong
             shape or dtype.
     """
-    encoding, block = quantization_of(folder, hf)
-    check_encodings(folder, pair_scales(folder, tensors, encoding), encoding, block)
+    encoding, block = _quantization_of(folder, hf)
+    sources = _pair_scales(folder, tensors, encoding)
+    _check_encodings(folder, sources, encoding, block)
+    return sources, encoding, block
 
 
-def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tuple[int, int]]:
+def _quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tuple[int, int]]:
     """Return encoding and block size from ``quantization_config`` of a config.json, ``hf``."""
     stated = quantization_in(hf)
     if stated is None:
@@ -82,7 +88,7 @@ def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tupl
     return "fp8", (sizes[0], sizes[1])
 
 
-def pair_scales(folder: Path, tensors: Contents, encoding: Encoding) -> Contents:
+def _pair_scales(folder: Path, tensors: Contents, encoding: Encoding) -> Contents:
     """Attach scales to their codes, under the name of the unquantized tensor."""
     if encoding == "plain":
         return tensors
@@ -135,7 +141,7 @@ def _check_shapes(folder: Path, sources: Contents) -> Contents:
     return others
 
 
-def check_encodings(
+def _check_encodings(
     folder: Path, sources: Contents, encoding: Encoding, block: tuple[int, int]
 ) -> None:
     """Raise ``CheckpointError`` for an unreadable dtype or scales that do not fit the blocks."""

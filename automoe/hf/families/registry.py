@@ -19,7 +19,7 @@ from automoe.config.rules import check_rows, number_rows
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
-from automoe.hf.codes import check_codes, split
+from automoe.hf.codes import decodable, split
 from automoe.hf.families import (
     deepseek_v3,
     deepseek_v32,
@@ -142,7 +142,7 @@ def check_model(folder: Path) -> None:
         if stored.dtype not in ("I64", "I16", "BOOL") and not name.endswith(("bias", "mask"))
     }
     check_writer(folder, hf, "", weights)
-    check_codes(folder, hf, weights)
+    decodable(folder, hf, weights)
 
 
 def _check_layers(hf: dict[str, Any], folder: Path) -> None:
@@ -213,7 +213,7 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     check_writer(folder, whole, config.family, tensors)
     names = names_in(folder, whole, tensors) if tensors else ALONE
     check_holds(folder, config, family.keys, tensors)
-    check_codes(folder, whole, split(tensors, names, config, family.keys)[0])
+    decodable(folder, whole, split(tensors, names, config, family.keys)[0])
     plain = {
         name: stored for key, stored in tensors.items() if (name := names.plain(key)) is not None
     }
