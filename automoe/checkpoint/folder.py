@@ -120,12 +120,12 @@ def superfluous(
         val_losses: validation loss of each validated step; of equal losses the newer step is
             better.
     """
-    kept = set(names[-max(checkpoint.keep, 1) :])
+    staying = set(names[-max(checkpoint.keep, 1) :])
     best = sorted(val_losses, key=lambda name: (val_losses[name], -step_number(name)))
-    kept |= set(best[: checkpoint.keep_best])
+    staying |= set(best[: checkpoint.keep_best])
     if checkpoint.keep_every:
-        kept |= {name for name in names if step_number(name) % checkpoint.keep_every == 0}
-    return [name for name in names if name not in kept]
+        staying |= {name for name in names if step_number(name) % checkpoint.keep_every == 0}
+    return [name for name in names if name not in staying]
 
 
 def source_steps(resume: str, run_dir: Path) -> list[Path]:

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+Tensors = dict[str, torch.Tensor]  # by name
 
-def rng_state() -> dict[str, torch.Tensor]:
+
+def rng_state() -> Tensors:
     """Return copies of the generators' states.
 
     Returns:
@@ -33,7 +35,7 @@ def rng_state() -> dict[str, torch.Tensor]:
     return state
 
 
-def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+def set_rng_state(state: Tensors) -> None:
     """Restore the result of ``rng_state``; a generator that ``state`` lacks stays as it is."""
     state = rng_state() | state
     torch.set_rng_state(state["torch"])
@@ -55,6 +57,6 @@ def _from_twister(state: torch.Tensor) -> tuple[list[int], float | None]:
     return words, state[-1:].view(torch.float64).item() if has_gauss else None
 
 
-def of_this_rank(generators: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def of_this_rank(generators: Tensors) -> Tensors:
     """Return the generators' states under names that are unique to this rank."""
     return {f"generators.{dist.get_rank()}.{name}": state for name, state in generators.items()}

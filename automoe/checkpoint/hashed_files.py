@@ -65,7 +65,7 @@ class HashingStream(io.RawIOBase):
         return {"bytes": self._size, "xxh128": self._digest.hexdigest()}
 
     def release(self) -> None:
-        """Close the file.
+        """Close the file for good.
 
         ``close`` leaves it open, because torch calls ``close`` before the file can be sealed.
         """

@@ -22,6 +22,7 @@ from automoe.errors import CheckpointError
 from automoe.storage.files import read_file, write_durably
 from automoe.storage.foreign import parse_json
 
+Facts = Mapping[str, Any]  # a JSON object
 FORMAT = 3
 _READ = (2, FORMAT)  # format 2 has SHA-256 digests of files, which are still compared
 # Keys of this version. A newer version may use another key to say that its files are read in
@@ -35,7 +36,7 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 _NUMBERS = ("train", "optim", "moe", "lora", "recipe_args")
 
 
-def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+def write_manifest(step_dir: Path, content: Facts, files: Facts) -> None:
     """Write and flush ``step_dir/manifest.json``: ``content``, the files, and a digest of both."""
     versions = {"automoe": __version__, "torch": str(torch.__version__)}
     manifest = {"format": FORMAT, "versions": versions, **content}
@@ -80,18 +81,18 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
     return manifest, None
 
 
-def _other_version(step_dir: Path, what: str, versions: object) -> CheckpointError:
+def _other_version(step_dir: Path, content: str, versions: object) -> CheckpointError:
     wrote = ""
     if versions and isinstance(versions, dict):
         wrote = f" ({', '.join(f'{name} {number}' for name, number in versions.items())})"
     return CheckpointError(
         f"{step_dir} was written by another version{wrote} than this one (automoe {__version__}, torch "
-        f"{torch.__version__}): it has {what}. It is left as it is. Go on with the version that wrote it, name "
+        f"{torch.__version__}): it has {content}. It is left as it is. Go on with the version that wrote it, name "
         "another run_dir, or move it out of the folder to go on from the step before"
     )
 
 
-def file_damage(path: Path, facts: Mapping[str, Any], content: bool = True) -> str | None:
+def file_damage(path: Path, facts: Facts, content: bool = True) -> str | None:
     """Return a description of the damage to one file of a manifest, or None.
 
     Args:
@@ -135,7 +136,7 @@ def verify_step(
             return manifest, problem
         files = manifest["files"]
         mine = ranks.share({name: facts["bytes"] for name, facts in files.items()})
-        found = ranks.all(
+        problems = ranks.all(
             lambda: [file_damage(step_dir / name, files[name], content) for name in mine]
         )
     except OSError as error:
@@ -144,7 +145,7 @@ def verify_step(
             f"{step_dir} cannot be read: {error.strerror}{file}. It is left as it is. Check the disk or its "
             "permissions, or move it out of the folder to go on from the step before"
         ) from None
-    return manifest, min(filter(None, chain.from_iterable(found)), default=None)
+    return manifest, min(filter(None, chain.from_iterable(problems)), default=None)
 
 
 def damage(step_dir: Path, content: bool = True) -> str | None:
@@ -152,8 +153,8 @@ def damage(step_dir: Path, content: bool = True) -> str | None:
     return verify_step(step_dir, Ranks(alone=True), content)[1]
 
 
-def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> None:
-    """Compare model and optimizer in a manifest's configuration with those to load it into.
+def check_model(step_dir: Path, saved: Facts, config: Config) -> None:
+    """Raise if a checkpoint's model or optimizer differs from those of ``config``.
 
     A field that the manifest lacks was added later; the manifest's model has the field's default.
 
@@ -177,9 +178,7 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
         )
 
 
-def check_base(
-    step_dir: Path, manifest: Mapping[str, Any], config: Config, base: str | None
-) -> None:
+def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None) -> None:
     """Raise ``CheckpointError`` unless ``base`` identifies the weights that a step depends on.
 
     These are frozen weights, which the step omits, or the weights of a reference model.
@@ -199,7 +198,7 @@ def check_base(
         )
 
 
-def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str], list[str]]:
+def changed_settings(saved: Facts, config: Config) -> tuple[list[str], list[str]]:
     """Return the changed settings that affect a run's numbers: ``key=value`` lists, old and new."""
     now = flat(config_to_dict(config))
     then = _with_defaults(saved)
@@ -213,6 +212,6 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str
     return [f"{key}={then.get(key)}" for key in keys], [f"{key}={now[key]}" for key in keys]
 
 
-def _with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(saved: Facts) -> dict[str, Any]:
     """Return a saved configuration by dotted key, with defaults for keys that were added later."""
     return flat(config_to_dict(Config())) | flat(saved)

@@ -15,14 +15,14 @@ from automoe.storage.files import set_aside
 
 
 def newest_valid(
-    folder: Path, ranks: Ranks, warn: Callable[[str], object], own: bool
+    folder: Path, ranks: Ranks, warn: Callable[[str], object], of_run: bool
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest step that verifies and its manifest; None if the folder holds no step.
 
     Collective.
 
     Args:
-        own: True if the folder is the run's own; damaged newer steps are then set aside, so that
+        of_run: True if the folder is the run's own; damaged newer steps are then set aside, so that
             the returned step is the newest.
 
     Raises:
@@ -61,7 +61,7 @@ def newest_valid(
             folders.point_to(folder, name)
         return [f"{other} is set aside as {place}" for other, place in aside.items()]
 
-    for warning in ranks.lead(make_newest, again=False) if own else ():
+    for warning in ranks.lead(make_newest, again=False) if of_run else ():
         warn(warning)
     return folder / name, manifest
 
@@ -76,22 +76,22 @@ def step_to_resume(
     Raises:
         CheckpointError: no step verifies, or the path of ``resume`` has none.
     """
-    found = newest_valid(run_dir / folders.FOLDER, ranks, warn, own=True)
+    newest = newest_valid(run_dir / folders.FOLDER, ranks, warn, of_run=True)
     source = Path(resume).expanduser()
-    if found is not None:
+    if newest is not None:
         if resume != "auto" and run_dir.resolve() != source.resolve():
             warn(
-                f"{run_dir} has its own checkpoints and goes on from {found[0].name}; "
+                f"{run_dir} has its own checkpoints and goes on from {newest[0].name}; "
                 f"checkpoint.resume={resume} is only for a run without any"
             )
-        return *found, True
+        return *newest, True
     if resume == "auto":
         return None
     steps = ranks.lead(lambda: folders.source_steps(str(source), run_dir))
     if steps != [source]:
-        found = newest_valid(steps[0].parent, ranks, warn, own=False)
-        assert found is not None, "source_steps saw a committed step"
-        return *found, False
+        newest = newest_valid(steps[0].parent, ranks, warn, of_run=False)
+        assert newest is not None, "source_steps saw a committed step"
+        return *newest, False
     manifest, problem = verify_step(source, ranks)
     if problem is not None:
         raise CheckpointError(

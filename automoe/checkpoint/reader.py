@@ -74,10 +74,10 @@ class StepReader(dcp.FileSystemReader):
             try:
                 dcp.load(tensors, storage_reader=self, **ranks)
             except CheckpointException as error:
-                if isinstance(found := dcp_error(error), OSError):
-                    raise found from None
+                if isinstance(cause := dcp_error(error), OSError):
+                    raise cause from None
                 raise CheckpointError(
-                    f"{self.path} cannot be loaded: {self._unread or found}"
+                    f"{self.path} cannot be loaded: {self._unread or cause}"
                 ) from None
 
         try:
@@ -115,7 +115,7 @@ def _read_index(path: Path) -> Metadata:
     try:
         metadata = _Unpickler(io.BytesIO(read_file(path))).load()
         entries = metadata.state_dict_metadata
-        paths = [one.relative_path for one in metadata.storage_data.values()]
+        paths = [place.relative_path for place in metadata.storage_data.values()]
         strange = [
             name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)
         ]
@@ -146,8 +146,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         known = f"which torch {torch.__version__} does not write: nothing of it was run"
         if module.startswith("torch.distributed.checkpoint"):
             raise CheckpointError(f"names {module}.{name}, {known}. {_NEWER}")

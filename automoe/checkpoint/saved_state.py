@@ -57,15 +57,15 @@ def not_finite(state: TrainState) -> list[str]:
 
     Each tensor is read once, on its own device.
     """
-    found = []
+    names = []
     for name, tensor in tensors_of(state).items():
         shard = local_shard(tensor.detach())
         # Codes of 8 bits are left out: they are computed anew from the weights.
         if shard.is_floating_point() and shard.element_size() > 1 and shard.numel():
             # A sum may overflow, and a mask would be as large as the tensor.
             if not torch.stack(torch.aminmax(shard)).isfinite().all():
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 def optional_names(state: TrainState) -> set[str]:

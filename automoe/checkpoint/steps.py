@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 
 
 def step_number(name: str) -> int:
-    """Return N of ``step-N``."""
+    """Return the number N in a folder name ``step-N``."""
     return int(name.removeprefix("step-"))
 
 

@@ -70,11 +70,11 @@ class Resumed:
 
     Attributes:
         step: optimizer steps done.
-        own: True if the checkpoint is in the run's own directory, whose record is continued.
+        of_run: True if the checkpoint is in the run's own directory, whose record is continued.
     """
 
     step: int
-    own: bool
+    of_run: bool
 
 
 class CheckpointStore:
@@ -114,8 +114,8 @@ class CheckpointStore:
             folders.check_writable(self.ranks, self.folder)
             _ = self.base  # Computed now, while the files are the ones to load.
         self.ranks.lead(lambda: folders.source_steps(self.config.checkpoint.resume, self.run_dir))
-        if loader is not None and (found := self.newest()) is not None:
-            loader.check_state(found[1]["counters"]["loader"])
+        if loader is not None and (newest := self.newest()) is not None:
+            loader.check_state(newest[1]["counters"]["loader"])
 
     # ---------------------------------------------------------------- saving
 
@@ -173,11 +173,11 @@ class CheckpointStore:
         with self._blocking(last):
             # A save would replace older steps, so one of numbers that are not finite is refused.
             with phase("check_finite", state.step):
-                found = self.ranks.all(lambda: not_finite(state))
+                by_rank = self.ranks.all(lambda: not_finite(state))
             if names := [
-                f"{name} on rank {rank}" for rank, bad in enumerate(found) for name in bad[:2]
+                f"{name} on rank {rank}" for rank, bad in enumerate(by_rank) for name in bad[:2]
             ]:
-                where = f"{', '.join(names[:4])}, {sum(map(len, found))} tensors in all"
+                where = f"{', '.join(names[:4])}, {sum(map(len, by_rank))} tensors in all"
                 raise SaveError(
                     f"the checkpoint of step {state.step} was not saved: its numbers are not finite ({where}). Older "
                     "checkpoints stay. Lower optim.lr, or raise optim.warmup_steps"
@@ -193,23 +193,20 @@ class CheckpointStore:
             } | ({"base": self.base} if self.base else {})
             if not self.config.checkpoint.async_save or last:
                 return self._committed(self._write(tensors, content))
-            self._begin(tensors, content)
+            # Copied to CPU buffers, which later saves reuse, and written in the background.
+            on_cuda = any(tensor.is_cuda for tensor in tensors.values())
+            if self._stager is None:
+                self._stager = _new_stager(pin_memory=on_cuda)
+            staged = self._stager.stage(tensors, non_blocking=on_cuda)
+            if on_cuda:
+                torch.cuda.synchronize()  # until the copies are complete
+            # A new thread is on the node's first GPU, and torch's writer synchronises with the GPU of
+            # its thread: every rank would open a CUDA context on the first GPU.
+            here = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_cuda else ()
+            executor = ThreadPoolExecutor(1, "save", *here)
+            self._in_flight = executor.submit(self._write, staged, content)
+            executor.shutdown(wait=False)
         return None
-
-    def _begin(self, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> None:
-        """Copy ``tensors`` to CPU buffers, which later saves reuse, and write in the background."""
-        on_cuda = any(tensor.is_cuda for tensor in tensors.values())
-        if self._stager is None:
-            self._stager = _new_stager(pin_memory=on_cuda)
-        staged = self._stager.stage(tensors, non_blocking=on_cuda)
-        if on_cuda:
-            torch.cuda.synchronize()  # until the copies are complete
-        # A new thread is on the node's first GPU, and torch's writer synchronises with the GPU of
-        # its thread: every rank would open a CUDA context on the first GPU.
-        here = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_cuda else ()
-        executor = ThreadPoolExecutor(1, "save", *here)
-        self._in_flight = executor.submit(self._write, staged, content)
-        executor.shutdown(wait=False)
 
     def poll(self, wait: bool = False) -> Path | None:
         """Return the directory of a background save that has ended; call this method every step.
@@ -317,13 +314,42 @@ class CheckpointStore:
         final = self.folder / f"step-{step}"
         temporary = self.folder / f".tmp-step-{step}"
         checkpoint = self.config.checkpoint
+
+        def prepare() -> None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+        def write_files() -> None:
+            self.ranks.lead(prepare, again=False)
+            # This file system flushes and hashes the files of the rank.
+            writer = dcp.FileSystemWriter(temporary, sync_files=False)
+            writer.fs = files = HashingFileSystem(step)
+            planner = CachedPlanner(self._plans)
+            try:
+                dcp.save(
+                    tensors, storage_writer=writer, planner=planner, process_group=self.ranks.group
+                )
+            except CheckpointException as error:
+                forget_cached_plans(
+                    self._plans
+                )  # some ranks may have cached a plan that others lack
+                raise dcp_error(error) from None
+            facts = self.ranks.all(lambda: files.facts)
+
+            def finish() -> None:
+                write_manifest(temporary, content, ChainMap(*facts))
+                flush(temporary)
+
+            with phase("write_manifest", step):
+                self.ranks.lead(finish, again=False)
+
         try:
             with phase("save", step):
                 if self.ranks.lead(lambda: folders.is_saved(final), again=False):
                     return final
                 # A retry writes everything again: after a failed flush, a second flush can succeed
                 # although the data is lost.
-                retried(lambda: self._write_files(tensors, content, temporary))
+                retried(write_files)
                 with phase("commit", step):
                     self.ranks.lead(lambda: name_folder(temporary, final), again=False)
                 with phase("write_latest", step):
@@ -335,37 +361,6 @@ class CheckpointStore:
             newest = self.ranks.lead(lambda: folders.give_up(temporary, self.folder))
             raise save_error(error, step, newest) from error
         return final
-
-    def _write_files(
-        self, tensors: dict[str, torch.Tensor], content: dict[str, Any], target: Path
-    ) -> None:
-        """Write and flush a whole step in a new folder ``target``, which is not committed yet."""
-
-        def prepare() -> None:
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-
-        def finish() -> None:
-            write_manifest(target, content, ChainMap(*facts))
-            flush(target)
-
-        self.ranks.lead(prepare, again=False)
-        # This file system flushes and hashes the files of the rank.
-        writer = dcp.FileSystemWriter(target, sync_files=False)
-        writer.fs = files = HashingFileSystem(content["step"])
-        try:
-            dcp.save(
-                tensors,
-                storage_writer=writer,
-                planner=CachedPlanner(self._plans),
-                process_group=self.ranks.group,
-            )
-        except CheckpointException as error:
-            forget_cached_plans(self._plans)  # some ranks may have cached a plan that others lack
-            raise dcp_error(error) from None
-        facts = self.ranks.all(lambda: files.facts)
-        with phase("write_manifest", content["step"]):
-            self.ranks.lead(finish, again=False)
 
     # ---------------------------------------------------------------- resuming
 
@@ -388,12 +383,17 @@ class CheckpointStore:
         """
         with self._readable():
             if self.config.checkpoint.resume == "never":
-                self.ranks.lead(self._start_over, again=False)
+
+                def start_over() -> None:
+                    if self.folder.exists() and any(self.folder.iterdir()):
+                        set_aside(self.folder, folders.FOLDER)
+
+                self.ranks.lead(start_over, again=False)
                 return None
-            if (found := self.newest()) is None:
+            if (newest := self.newest()) is None:
                 return None
             self._found = None  # The next call looks again.
-            step_dir, manifest, own = found
+            step_dir, manifest, of_run = newest
             with phase("load", manifest["step"]):
                 then, now = changed_settings(manifest["config"], self.config)
                 if then:
@@ -418,7 +418,7 @@ class CheckpointStore:
                         f"{step_dir} has no averages of weights (optim.ema_decay): they begin with its weights"
                     )
                 set_rng_state(generators)
-            return Resumed(state.step, own)
+            return Resumed(state.step, of_run)
 
     def newest(self) -> tuple[Path, dict[str, Any], bool] | None:
         """Return the step that ``load_latest`` takes, its manifest, and True if it is the run's.
@@ -461,7 +461,7 @@ class CheckpointStore:
         with self._readable():
             steps = self.ranks.lead(lambda: folders.committed_steps(self.folder))
         name = f"step-{resumed.step}"
-        if not resumed.own or name not in steps[1:]:
+        if not resumed.of_run or name not in steps[1:]:
             return None
 
         def exclude() -> str | None:
@@ -474,10 +474,6 @@ class CheckpointStore:
             f"no step after {name} could be taken: it is set aside as {aside}, and the one before it is loaded"
         )
         return self.load_latest(state)
-
-    def _start_over(self) -> None:
-        if self.folder.exists() and any(self.folder.iterdir()):
-            set_aside(self.folder, folders.FOLDER)
 
     def _warn(self, text: str | None) -> None:
         if text is not None:

@@ -36,10 +36,10 @@ from automoe.config.rule_engine import Row, Scope
 from automoe.config.rules_model import sharded_expert_rows
 from automoe.config.schema import AttentionConfig, Config, ModelConfig
 from automoe.errors import ConfigError
-from automoe.hf.families.as_transformers import HFConfig, number_of
+from automoe.hf.families.as_transformers import number_of
 from automoe.hf.families.family import Family
 from automoe.hf.keys import FUSED, KeyMap, Piece, whole
-from automoe.hf.wrapper import names_in
+from automoe.hf.wrapper import HFConfig, names_in
 from automoe.model.adapters import is_target
 from automoe.model.params import Param
 from automoe.parallel.parallelize import build_decoder, parameter_dtype

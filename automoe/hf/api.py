@@ -65,36 +65,31 @@ def from_hf(
         # Other ranks, if any, take no part in this load.
         catalog = check_catalog(path, config)
     else:
-        model = _on_mesh(config, mesh, dtype, torch.device(device))
+        shape = resolve_mesh(mesh, dist.get_world_size() if dist.is_initialized() else None)
+        for axis, size in {"pp": shape.pp, "cp": shape.cp}.items():
+            if size > 1:
+                raise ConfigError(
+                    f"mesh.{axis}",
+                    size,
+                    "from_hf gives one module that maps whole rows to logits",
+                    f"Set mesh.{axis}=1; automoe.train runs the others",
+                )
+        moe = MoEConfig(experts=_expert_backend(config, dtype, shape.etp))
+        on_mesh = Config(mesh=mesh, model=config, moe=moe, data=DataConfig(document_mask=False))
+        on_mesh.train.dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
+        check_rows(on_mesh, model_rows(on_mesh, shape), shape)
+        meshes = build_meshes(shape, torch.device(device))
+        model = build_parts(on_mesh, meshes)[0]
+        if (tp := meshes.group("tp")) is not None:
+            model.register_forward_pre_hook(
+                lambda module, inputs: _check_length(inputs[0], shape.tp)
+            )
+            model.register_forward_hook(lambda module, inputs, logits: all_gather(logits, 2, tp))
     model.to_empty(device=device)
     loaded = load_hf(model, path, catalog)
     if loaded.not_finite or loaded.notes:
         warnings.warn(str(loaded), stacklevel=2)
     return model.eval()
-
-
-def _on_mesh(
-    config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: torch.device
-) -> CausalLM:
-    shape = resolve_mesh(mesh, dist.get_world_size() if dist.is_initialized() else None)
-    for axis, size in {"pp": shape.pp, "cp": shape.cp}.items():
-        if size > 1:
-            raise ConfigError(
-                f"mesh.{axis}",
-                size,
-                "from_hf gives one module that maps whole rows to logits",
-                f"Set mesh.{axis}=1; automoe.train runs the others",
-            )
-    moe = MoEConfig(experts=_expert_backend(config, dtype, shape.etp))
-    on_mesh = Config(mesh=mesh, model=config, moe=moe, data=DataConfig(document_mask=False))
-    on_mesh.train.dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
-    check_rows(on_mesh, model_rows(on_mesh, shape), shape)
-    meshes = build_meshes(shape, device)
-    model = build_parts(on_mesh, meshes)[0]
-    if (tp := meshes.group("tp")) is not None:
-        model.register_forward_pre_hook(lambda module, inputs: _check_length(inputs[0], shape.tp))
-        model.register_forward_hook(lambda module, inputs, logits: all_gather(logits, 2, tp))
-    return model
 
 
 def _check_length(tokens: torch.Tensor, tp: int) -> None:

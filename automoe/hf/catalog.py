@@ -8,17 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
-from automoe.hf.codes import FLOAT_DTYPES, check_encodings, pair_scales, quantization_of, split
+from automoe.hf.codes import FLOAT_DTYPES, decodable, split
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import (
     EMBEDDING,
     HEAD,
+    Contents,
     StoredTensor,
     read_headers,
     unread_adapter,
@@ -47,7 +47,7 @@ class Catalog:
 
     folder: Path
     keys: KeyMap
-    sources: dict[str, StoredTensor]
+    sources: Contents
     block: tuple[int, int] = FP8_BLOCK
     notes: tuple[str, ...] = ()
     names: Names = ALONE
@@ -87,11 +87,10 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     folder = local_folder(path)
     tensors = read_headers(folder)
     hf = read_hf_config(folder) if is_there(folder, "config.json") else {}
-    encoding, block = quantization_of(folder, hf)
     names = names_in(folder, hf, tensors)
     keys = keys or family_of(config).keys
     text, beside = split(tensors, names, config, keys)
-    sources = pair_scales(folder, text, encoding)
+    sources, encoding, block = decodable(folder, hf, text)
     remedy = "Compare the model's configuration with its config.json"
     if keys.table and len(keys.layouts) == 1:  # a class of transformers, under its own names
         remedy = (
@@ -102,7 +101,7 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     wanted = hf_tensors(config, keys)
     notes = [*unread_adapter(folder), *_remove_unread(sources, config)]
     beside, left = _without_codes(folder, beside, encoding)
-    notes += [*said_of({key: one.num_bytes for key, one in beside.items()}), *left]
+    notes += [*said_of({key: stored.num_bytes for key, stored in beside.items()}), *left]
     # Files may lack the copies of embedding and head in modules for multi-token prediction.
     copies = {keys.pieces(name, ())[0].key for name in mtp_copies(config)}
     missing = [key for key in wanted if key not in sources and key not in copies]
@@ -118,10 +117,10 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     if missing or unexpected or wrong:
         _check_experts(folder, sources, config, keys)
     kinds = ("tensors are missing", missing), ("are not the model's", unexpected)
-    if found := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds if odd]:
+    if problems := [f"{len(odd)} {kind}: {listed(odd)}" for kind, odd in kinds if odd]:
         raise CheckpointError(
             f"{folder} does not hold this {config.family} model of {config.num_layers} layers and "
-            f"{len(wanted)} tensors: {'; '.join(found)}. {remedy}"
+            f"{len(wanted)} tensors: {'; '.join(problems)}. {remedy}"
         )
     if wrong:
         shapes = [
@@ -132,7 +131,6 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
             f"{folder}: {len(wrong)} tensors differ from the model's in shape: {'; '.join(shapes)}. "
             "Compare the model's configuration with its config.json"
         )
-    check_encodings(folder, sources, encoding, block)
     if not config.tie_embeddings and HEAD in sources and hf.get("tie_word_embeddings"):
         notes.append(
             f"config.json says tie_word_embeddings=true, and the files hold a {HEAD} with other numbers than "
@@ -141,19 +139,19 @@ def check_catalog(path: str | Path, config: ModelConfig, keys: KeyMap | None = N
     return Catalog(folder, keys, sources, block, tuple(notes), names, beside)
 
 
-def _check_experts(
-    folder: Path, sources: dict[str, StoredTensor], config: ModelConfig, keys: KeyMap
-) -> None:
+def _check_experts(folder: Path, sources: Contents, config: ModelConfig, keys: KeyMap) -> None:
     """Raise ``CheckpointError`` if the files have another number of experts than ``config``.
 
     The error would otherwise list thousands of missing keys.
     """
     if keys.fused:
-        sizes = [one.full_shape[0] for key, one in sources.items() if key.endswith(f".{keys.gate}")]
+        sizes = [
+            stored.full_shape[0] for key, stored in sources.items() if key.endswith(f".{keys.gate}")
+        ]
         count = sizes[0] if sizes else 0
     else:
         numbers = (re.search(r"\.experts\.(\d+)\.", key) for key in sources)
-        count = len({found[1] for found in numbers if found})
+        count = len({match[1] for match in numbers if match})
     if count and count != config.num_experts:
         raise CheckpointError(
             f"{folder} holds {count} experts a layer, and its configuration says {config.num_experts}. Correct that "
@@ -162,9 +160,9 @@ def _check_experts(
 
 
 def _without_codes(
-    folder: Path, beside: dict[str, StoredTensor], encoding: Encoding
-) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors that an export can copy, and notes about the others.
+    folder: Path, beside: Contents, encoding: Encoding
+) -> tuple[Contents, list[str]]:
+    """Return the tensors of ``beside`` that an export can copy, and notes that name the left-out ones.
 
     An export's config.json states the export's own quantization, so copied codes would be misread.
     Quantized modules for multi-token prediction are left out.
@@ -173,7 +171,7 @@ def _without_codes(
         CheckpointError: a part of a wrapper is quantized.
     """
     coded = {} if encoding == "plain" else {
-        part_of(key): key for key, one in beside.items() if one.dtype not in FLOAT_DTYPES
+        part_of(key): key for key, stored in beside.items() if stored.dtype not in FLOAT_DTYPES
     }  # fmt: skip
     for part, key in coded.items():
         if part != "mtp." and "layers." not in part:
@@ -181,21 +179,17 @@ def _without_codes(
                 f"{folder}: {key} is quantized ({beside[key].dtype}), and parts beside the text model are copied into "
                 "an export, which is quantized differently or not at all. Take the checkpoint in bfloat16"
             )
-    kept = {key: one for key, one in beside.items() if part_of(key) not in coded}
+    copied = {key: stored for key, stored in beside.items() if part_of(key) not in coded}
     notes = [f"not read, and not in an export, since it is quantized: {part}*" for part in coded]
-    return kept, notes
+    return copied, notes
 
 
-def _remove_unread(sources: dict[str, StoredTensor], config: ModelConfig) -> list[str]:
+def _remove_unread(sources: Contents, config: ModelConfig) -> list[str]:
     """Remove tensors that the model computes or ties; return notes that name them."""
-    reasons = {"*.rotary_emb.inv_freq": "computed, not trained"}
-    if config.tie_embeddings:
-        reasons[HEAD] = f"a copy of {EMBEDDING}"
-    notes = []
-    for shown, reason in reasons.items():
-        unread = [key for key in sources if fnmatchcase(key, shown)]
-        for key in unread:
-            del sources[key]
-        if unread:
-            notes.append(f"not read: {shown} ({len(unread)}), {reason}")
-    return notes
+    computed = [key for key in sources if key.endswith(".rotary_emb.inv_freq")]
+    tied = [HEAD] if config.tie_embeddings and HEAD in sources else []
+    for key in computed + tied:
+        del sources[key]
+    return [f"not read: *.rotary_emb.inv_freq ({len(computed)}), computed, not trained"] * bool(
+        computed
+    ) + [f"not read: {HEAD} (1), a copy of {EMBEDDING}"] * bool(tied)

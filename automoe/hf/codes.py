@@ -10,7 +10,7 @@ from typing import Any
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
-from automoe.hf.headers import ENDS, SHAPE, StoredTensor
+from automoe.hf.headers import ENDS, SHAPE, Contents, StoredTensor
 from automoe.hf.keys import FP8_BLOCK, GROUP, INT4, Encoding, KeyMap
 from automoe.hf.wrapper import Names, quantization_in
 from automoe.hf.writers import BASE
@@ -19,8 +19,12 @@ from automoe.storage.foreign import brief, open_inside
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
 
 
-def check_codes(folder: Path, hf: Mapping[str, Any], tensors: dict[str, StoredTensor]) -> None:
-    """Refuse a folder whose codes nobody can decode: every reader asks this before it reads weights.
+def decodable(
+    folder: Path, hf: Mapping[str, Any], tensors: Contents
+) -> tuple[Contents, Encoding, tuple[int, int]]:
+    """Attach scales to quantized codes; return the tensors, their encoding and its block size.
+
+    Every reader of a folder calls this before it reads weights.
 
     Args:
         hf: content of config.json.
@@ -30,11 +34,13 @@ def check_codes(folder: Path, hf: Mapping[str, Any], tensors: dict[str, StoredTe
         CheckpointError: the quantization is unknown, or codes have no scales, or ones of a wrong
             shape or dtype.
     """
-    encoding, block = quantization_of(folder, hf)
-    check_encodings(folder, pair_scales(folder, tensors, encoding), encoding, block)
+    encoding, block = _quantization_of(folder, hf)
+    sources = _pair_scales(folder, tensors, encoding)
+    _check_encodings(folder, sources, encoding, block)
+    return sources, encoding, block
 
 
-def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tuple[int, int]]:
+def _quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tuple[int, int]]:
     """Return encoding and block size from ``quantization_config`` of a config.json, ``hf``."""
     stated = quantization_in(hf)
     if stated is None:
@@ -45,28 +51,21 @@ def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tupl
     if method == "compressed-tensors" and isinstance(stated, dict):
         # Only Kimi's INT4 in groups is read.
         groups = stated.get("config_groups")
-        schemes = list(groups.values()) if isinstance(groups, dict) else []
-        kinds = [one if isinstance(one, dict) else {} for one in schemes] or [{}]
-        asked = {"format": "pack-quantized", "config_groups": "one"}
-        found = {
-            "format": kinds[0].get("format") or stated.get("format"),
-            "config_groups": "one" if len(schemes) == 1 else len(schemes),
-        }
-        for key in ("input_activations", "output_activations"):
-            asked[key], found[key] = None, kinds[0].get(key)
-        weights = kinds[0].get("weights")
-        asked |= INT4 | {"actorder": None}
-        found |= {
-            key: weights.get(key) if isinstance(weights, dict) else None
-            for key in asked.keys() - found.keys()
-        }
-        for key in ("transform_config", "sparsity_config"):
-            asked[key], found[key] = "empty", stated.get(key) or "empty"
-        if wrong := [
-            f"{key}={found[key]}, not {value}"
-            for key, value in asked.items()
-            if found[key] != value
-        ]:
+        schemes = [*groups.values()] if isinstance(groups, dict) else []
+        scheme = schemes[0] if schemes and isinstance(schemes[0], dict) else {}
+        weights = scheme.get("weights")
+        weights = weights if isinstance(weights, dict) else {}
+        rows = [  # key, its value, and the only one that is read
+            ("format", scheme.get("format") or stated.get("format"), "pack-quantized"),
+            ("config_groups", "one" if len(schemes) == 1 else len(schemes), "one"),
+            *((key, scheme.get(key), None) for key in ("input_activations", "output_activations")),
+            *((key, weights.get(key), value) for key, value in (INT4 | {"actorder": None}).items()),
+            *(
+                (key, stated.get(key) or "empty", "empty")
+                for key in ("transform_config", "sparsity_config")
+            ),
+        ]
+        if wrong := [f"{key}={value}, not {asked}" for key, value, asked in rows if value != asked]:
             raise CheckpointError(
                 f"{folder}/config.json: quantization_config of compressed-tensors has {listed(wrong)}, and only "
                 f"INT4 with one scale per {GROUP} numbers of a row is read here. {BASE}"
@@ -89,9 +88,7 @@ def quantization_of(folder: Path, hf: Mapping[str, Any]) -> tuple[Encoding, tupl
     return "fp8", (sizes[0], sizes[1])
 
 
-def pair_scales(
-    folder: Path, tensors: dict[str, StoredTensor], encoding: Encoding
-) -> dict[str, StoredTensor]:
+def _pair_scales(folder: Path, tensors: Contents, encoding: Encoding) -> Contents:
     """Attach scales to their codes, under the name of the unquantized tensor."""
     if encoding == "plain":
         return tensors
@@ -113,19 +110,19 @@ def pair_scales(
                     f"{folder}: {brief(base)} is in {tensors[base].file}, and also as {brief(name)} with scales in "
                     f"{data.file}; nothing says which one counts. Copy the checkpoint again"
                 )
-            sources[base] = data._replace(scales=scales_of[name], encoding=encoding)
+            sources[base] = StoredTensor(*data[:5], scales_of[name], encoding)
         elif name not in paired:
             sources[name] = data
     return _check_shapes(folder, sources) if encoding == "int4" else sources
 
 
-def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _check_shapes(folder: Path, sources: Contents) -> Contents:
     """Check the shapes that INT4 stores beside codes; return ``sources`` without these shapes."""
-    kept = dict(sources)
+    others = dict(sources)
     opened = {}
     try:
         for name, codes in sources.items():
-            stated = kept.pop(name + SHAPE, None) if codes.encoding == "int4" else None
+            stated = others.pop(name + SHAPE, None) if codes.encoding == "int4" else None
             if stated is None:
                 continue
             if stated.file not in opened:
@@ -141,11 +138,11 @@ def _check_shapes(folder: Path, sources: dict[str, StoredTensor]) -> dict[str, S
     finally:
         for handle in opened.values():
             os.close(handle)
-    return kept
+    return others
 
 
-def check_encodings(
-    folder: Path, sources: dict[str, StoredTensor], encoding: Encoding, block: tuple[int, int]
+def _check_encodings(
+    folder: Path, sources: Contents, encoding: Encoding, block: tuple[int, int]
 ) -> None:
     """Raise ``CheckpointError`` for an unreadable dtype or scales that do not fit the blocks."""
     unscaled = [
@@ -154,81 +151,83 @@ def check_encodings(
         if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES and not key.endswith(SHAPE)
     ]
     if unscaled:
-        what = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"
+        quantized = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"
         if encoding == "plain":
             raise CheckpointError(
-                f"{folder}: {what}, and config.json has no quantization_config that says how. Copy the "
+                f"{folder}: {quantized}, and config.json has no quantization_config that says how. Copy the "
                 "checkpoint's own config.json, or convert it to bfloat16"
             )
         ends = ENDS[encoding]
         missing = unscaled[0].removesuffix(ends[0]) + ends[1]
         raise CheckpointError(
-            f"{folder}: {what}, and their scales are missing: {missing} is "
+            f"{folder}: {quantized}, and their scales are missing: {missing} is "
             f"{'for codes of more dims' if missing in sources else 'in no file'}. Without "
             "scales the numbers are unknown: copy the checkpoint again"
         )
     checked = set()
     for key, codes in sources.items():
-        if codes.scales is not None:
-            kind = codes.shape, codes.dtype, codes.scales.shape, codes.scales.dtype
+        if (scales := codes.scales) is not None:
+            kind = codes.shape, codes.dtype, scales.shape, scales.dtype
             if kind not in checked:
                 checked.add(kind)
-                _check_scales(folder, key, codes, codes.scales, block)
-
-
-def _check_scales(
-    folder: Path, key: str, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]
-) -> None:
-    if codes.encoding == "fp8":
-        *lead, rows, cols = codes.shape
-        asked = (*lead, -(-rows // block[0]), -(-cols // block[1]))
-        code_dtype = "F8_E4M3"
-        scale_dtypes = FLOAT_DTYPES | {"F8_E8M0"}
-    elif codes.encoding == "int4":
-        asked = (*codes.shape[:-1], -(-codes.full_shape[-1] // GROUP))
-        code_dtype = "I32"
-        scale_dtypes = FLOAT_DTYPES
-        if codes.full_shape[-1] % GROUP:
-            raise CheckpointError(
-                f"{folder}: {key} has rows of {codes.full_shape[-1]} numbers in INT4, and a scale covers "
-                f"{GROUP} numbers, which does not divide the row. Copy the checkpoint again"
-            )
-    else:
-        asked = codes.shape[:-1]
-        code_dtype = "U8"
-        scale_dtypes = {"U8"}
-        if codes.shape[-1] != GROUP // 2:
-            raise CheckpointError(
-                f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {GROUP // 2} bytes "
-                "a block. Copy the checkpoint again"
-            )
-    if scales.shape != asked or codes.dtype != code_dtype or scales.dtype not in scale_dtypes:
-        raise CheckpointError(
-            f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
-            f"{scales.dtype}, and {codes.encoding} needs scales {list(asked)} for "
-            f"{code_dtype}. Compare config.json's quantization_config with the files"
-        )
+                encoding, cols = codes.encoding, codes.full_shape[-1]
+                code_dtype, scale_dtypes = {
+                    "fp8": ("F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}),
+                    "int4": ("I32", FLOAT_DTYPES),
+                    "mxfp4": ("U8", {"U8"}),
+                }[encoding]
+                asked = codes.shape[:-1]
+                if encoding == "fp8":
+                    asked = (
+                        *codes.shape[:-2],
+                        -(-codes.shape[-2] // block[0]),
+                        -(-cols // block[1]),
+                    )
+                elif encoding == "int4":
+                    asked += (-(-cols // GROUP),)
+                    if cols % GROUP:
+                        raise CheckpointError(
+                            f"{folder}: {key} has rows of {cols} numbers in INT4, and a scale covers "
+                            f"{GROUP} numbers, which does not divide the row. Copy the checkpoint again"
+                        )
+                elif codes.shape[-1] != GROUP // 2:
+                    raise CheckpointError(
+                        f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {GROUP // 2} bytes "
+                        "a block. Copy the checkpoint again"
+                    )
+                if (
+                    scales.shape != asked
+                    or codes.dtype != code_dtype
+                    or scales.dtype not in scale_dtypes
+                ):
+                    raise CheckpointError(
+                        f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
+                        f"{scales.dtype}, and {encoding} needs scales {list(asked)} for "
+                        f"{code_dtype}. Compare config.json's quantization_config with the files"
+                    )
 
 
 def split(
-    tensors: dict[str, StoredTensor], names: Names, config: ModelConfig, keys: KeyMap
-) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
-    """Return the model's tensors by plain name, and all others by name in the files.
+    tensors: Contents, names: Names, config: ModelConfig, keys: KeyMap
+) -> tuple[Contents, Contents]:
+    """Split a folder's tensors: the model's by plain name, and the rest by name in the files.
 
     MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
     projection that joins their two inputs. A surplus layer without this projection is kept among
     the model's tensors, so that the files of a larger model are refused.
     """
-    plain = {key: names.plain(key) for key in tensors}
-    projection = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
-    found = [match for name in plain.values() if (match := projection.fullmatch(name or ""))]
-    modules = ("mtp.", *(match[1] for match in found if int(match[2]) not in config.all_layers))
-    ignored = [re.compile(pattern) for pattern in keys.unread]
+    modules = ("mtp.",)
+    for key in tensors:
+        if key.endswith(".eh_proj.weight"):
+            match = re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", names.plain(key) or "")
+            if match and int(match[2]) not in config.all_layers:
+                modules += (match[1],)
+    ignored = re.compile("|".join(keys.unread))
     text, beside = {}, {}
-    for key, name in plain.items():
-        other = name is None or name.startswith(modules)
-        if other or any(pattern.search(name) for pattern in ignored):
-            beside[key] = tensors[key]
+    for key, stored in tensors.items():
+        name = names.plain(key)
+        if name is None or name.startswith(modules) or (keys.unread and ignored.search(name)):
+            beside[key] = stored
         else:
-            text[name] = tensors[key]
+            text[name] = stored
     return text, beside

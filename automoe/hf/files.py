@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from automoe.errors import CheckpointError
-from automoe.hf.headers import BITS, SINGLE_FILE, StoredTensor
-from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, Encoding
+from automoe.hf.headers import BITS, SINGLE_FILE, Contents, StoredTensor
+from automoe.hf.keys import FP8_BLOCK, GROUP, INDEX_FILE, Encoding, Shape
 from automoe.storage.files import write_text
 
 DTYPES = {
@@ -89,12 +89,7 @@ class Written:
         return f"{text})"
 
 
-Contents = dict[str, StoredTensor]  # tensors of one file by name, in the order of their bytes
-
-
-def stored_as(
-    shape: tuple[int, ...], dtype: torch.dtype, encoding: Encoding = "plain"
-) -> StoredTensor:
+def stored_as(shape: Shape, dtype: torch.dtype, encoding: Encoding = "plain") -> StoredTensor:
     """Describe a tensor that will be stored in ``dtype``, or as codes and scales of ``encoding``.
 
     The description does not name the file and the byte range yet.
@@ -157,9 +152,9 @@ def write_files(
                 for key, stored in contents.items():
                     parts = next(tensors)
                     when = f"while {key} was written"
-                    for part, one in zip(parts, stored.in_file(key).values(), strict=True):
+                    for part, place in zip(parts, stored.in_file(key).values(), strict=True):
                         # A uint8 tensor already holds the bytes of the file.
-                        dtype = part.dtype if part.dtype == torch.uint8 else DTYPES[one.dtype]
+                        dtype = part.dtype if part.dtype == torch.uint8 else DTYPES[place.dtype]
                         flat = part.to(dtype).cpu().contiguous().view(-1)
                         stream.write(flat.view(torch.uint8).numpy().data)
                 when = "at its end"
@@ -201,6 +196,6 @@ def header_bytes(contents: Contents) -> bytes:
 
 
 def _in_file(contents: Contents) -> Contents:
-    """Replace each quantized tensor by the tensors that a file stores for it, such as scales."""
+    """Replace each quantized tensor by the codes, scales and shapes that a file stores for it."""
     parts = (stored.in_file(key) for key, stored in contents.items())
-    return {key: one for part in parts for key, one in part.items()}
+    return {key: stored for part in parts for key, stored in part.items()}

@@ -21,10 +21,9 @@ from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.data.tokenizer import SPECIAL_IDS, ByteTokenizer, load_tokenizer, tokenizer_beside
 from automoe.errors import CheckpointError, ConfigError
-from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import Encoding, KeyMap, quantization_config
-from automoe.hf.wrapper import TEXT, is_wrapper, text_config, wrapped_config
+from automoe.hf.wrapper import TEXT, HFConfig, is_wrapper, text_config, wrapped_config
 from automoe.storage.files import write_text
 from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.foreign import (
@@ -45,21 +44,11 @@ if TYPE_CHECKING:
     from automoe.data.chat_template import ChatTemplate
     from automoe.hf.catalog import Catalog
 
-_TOKENIZER_FILES = (  # patterns
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "tiktoken.model",
-    "tokenization_*.py",  # Kimi's and Moonlight's own, which tokenizer_config.json names
-    "chat_template.jinja",
-    "chat_template.json",
-)
+# Patterns; ``tokenization_*.py`` are Kimi's and Moonlight's own, which tokenizer_config.json names.
+_TOKENIZER_FILES = (
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt vocab.txt "
+    "tokenizer.model spiece.model tiktoken.model tokenization_*.py chat_template.jinja chat_template.json"
+).split()
 _PROCESSOR_FILES = ("*processor_config.json",)  # of images, videos and sound
 GENERATION = "generation_config.json"
 _IDS = re.compile("(_token_id|_ids|suppress_tokens)$")  # keys of token ids among settings
@@ -121,11 +110,36 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
             disk is full.
     """
     folder = path.with_name(f".{path.name}.tmp")
+    lock = path.with_name(f".{path.name}.lock")
+
+    def begin() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = take_lock(lock)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{path} is being written by another export, process {error.strerror}. Wait for it, or name another one"
+            ) from None
+        held.callback(os.close, handle)
+        held.callback(lock.unlink, missing_ok=True)
+        restore_folder(path)
+        check_target(path, overwrite)
+        # A killed verification of a quantized export leaves its float32 copy beside ``folder``.
+        for left in (folder, *path.parent.glob(f"{escape(float32_copy(folder))}*")):
+            remove_folder(left)
+        folder.mkdir()
+        held.callback(remove_folder, folder)
+
+    def commit() -> None:
+        flush_folder(folder)
+        check_target(path, overwrite)  # the target may have changed since the beginning
+        name_folder(folder, path)
+
     with ExitStack() as held:
         try:
-            ranks.lead(lambda: _begin(held, folder, path, overwrite), again=False)
+            ranks.lead(begin, again=False)
             yield folder
-            ranks.lead(lambda: _commit(folder, path, overwrite), again=False)
+            ranks.lead(commit, again=False)
         except OSError as error:
             reason = f"{error.filename or path}: {error.strerror}"
             raise CheckpointError(f"{reason}. Make room or name another directory") from error
@@ -134,42 +148,6 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
 def float32_copy(folder: Path) -> str:
     """Return the prefix of the names of temporary float32 copies of a quantized folder."""
     return f".{folder.name}."
-
-
-def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
-    """Clean up after a killed export and create ``folder``, which closing ``held`` removes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    held.enter_context(_alone(path))
-    restore_folder(path)
-    check_target(path, overwrite)
-    # A killed verification of a quantized export leaves its float32 copy beside ``folder``.
-    for left in (folder, *path.parent.glob(f"{escape(float32_copy(folder))}*")):
-        remove_folder(left)
-    folder.mkdir()
-    held.callback(remove_folder, folder)
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of exports to ``path``: a file in the same folder, removed at the end."""
-    lock = path.with_name(f".{path.name}.lock")
-    try:
-        handle = take_lock(lock)
-    except BlockingIOError as held:
-        raise CheckpointError(
-            f"{path} is being written by another export, process {held.strerror}. Wait for it, or name another one"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _commit(folder: Path, path: Path, overwrite: bool) -> None:
-    flush_folder(folder)
-    check_target(path, overwrite)  # checked again: the target may have changed since the beginning
-    name_folder(folder, path)
 
 
 def write_settings(
@@ -193,17 +171,19 @@ def write_settings(
         source: checkpoint that other parts were copied from. If it is a wrapper, its config.json is
             written around the text model's.
     """
-    own = local_folder(config.hf_path) if config.hf_path is not None else None
-    base = own and read_hf_config(own)
+    origin = local_folder(config.hf_path) if config.hf_path is not None else None
+    base = origin and read_hf_config(origin)
     hf = text = family_of(config).write_config(config, base and text_config(base))
     if source is not None and base is not None and is_wrapper(base):
         hf = wrapped_config(base, text)
         text = hf[TEXT]
-    if source is not None and any("mtp." in one or "layers." in one for one in source.parts_beside):
+    if source is not None and any(
+        "mtp." in part or "layers." in part for part in source.parts_beside
+    ):
         text |= {key: value for key, value in text_config(base or {}).items() if key in _MTP}
     fit = None
-    if base is None or not _is_own(tokenizer, own):
-        fit = _fitting(tokenizer, own)
+    if base is None or not _is_own(tokenizer, origin):
+        fit = _fitting(tokenizer, origin)
         stated = [key for key in SPECIAL_IDS if key in hf]
         text |= {key: fit(text)[key] for key in SPECIAL_IDS}
         hf |= {key: fit(hf)[key] for key in stated}
@@ -255,7 +235,7 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
         patterns = {source: (*_TOKENIZER_FILES, *_PROCESSOR_FILES, GENERATION)}
     elif tokenizer not in ("byte", NO_TOKENIZER):
         patterns[local_folder(str(tokenizer))] = _TOKENIZER_FILES
-    found = []
+    files = []
     for place, kinds in patterns.items():
         if place is None:
             continue
@@ -267,8 +247,10 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
                 "Name one with a tokenizer's files",
             )
         names = sorted(os.listdir(place))  # includes broken links, which are refused below
-        found += [(place, name) for name in names if any(fnmatch(name, one) for one in kinds)]
-    for folder, name in found:
+        files += [
+            (place, name) for name in names if any(fnmatch(name, pattern) for pattern in kinds)
+        ]
+    for folder, name in files:
         try:
             os.close(open_inside(folder, name))
             # The two largest files hold no settings, and reading a run's tokenizer checks them.
@@ -283,20 +265,20 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
             raise CheckpointError(
                 f"{folder / name}: {error}, and an export copies this file. Copy it again"
             ) from None
-    return found
+    return files
 
 
 def _renamed(quantization: HFConfig, source: Catalog) -> HFConfig:
     """Return ``quantization`` in the names of ``source``'s files, its copied parts excepted."""
     key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
-    kept = [
+    plain = [
         name if name.startswith("re:") else source.names.stored(f"{name}.")[:-1]
         for name in quantization[key]
     ]
     beside = [part.removesuffix(".") for part in source.parts_beside]
     if key == "ignore":  # a plain name in compressed-tensors would not cover submodules
         beside = [f"re:{part}.*" for part in beside]
-    return quantization | {key: kept + beside}
+    return quantization | {key: plain + beside}
 
 
 def _is_own(tokenizer: str | None, source: Path | None) -> bool:
@@ -320,34 +302,34 @@ def _with_stop(known: Any, stop_id: int | None) -> Any:
     return [stop_id, *_listed(known)] if _listed(known) else stop_id
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def _write_json(file: Path, content: HFConfig) -> None:
     write_text(file, json.dumps(content, indent=2) + "\n")
 
 
-def _fitting(
-    tokenizer: str | None, base: Path | None
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _fitting(tokenizer: str | None, base: Path | None) -> Callable[[HFConfig], HFConfig]:
     """Return a function that fits the settings of the checkpoint ``base`` to another tokenizer.
 
     Its own ids, with None for those it lacks, replace the checkpoint's: transformers would take the
     family's published id for an absent key, and give the row of a padding no gradient. The stops of
     generation, and other ids, stay if they are of tokens that did not change.
     """
-    own = dict.fromkeys(SPECIAL_IDS)
-    unchanged = own.__contains__  # no id is
+    ids = dict.fromkeys(SPECIAL_IDS)
+    unchanged = ids.__contains__  # no id is
     if tokenizer is not None and tokenizer != NO_TOKENIZER:
         loaded = load_tokenizer(tokenizer)
-        own |= loaded.special_ids
+        ids |= loaded.special_ids
         unchanged = partial(loaded.shares, other=tokenizer_beside(base))
 
-    def fit(settings: dict[str, Any]) -> dict[str, Any]:
-        found = {"eos_token_id": None} | settings
-        for key, value in found.items():
+    def fit(settings: HFConfig) -> HFConfig:
+        merged = {"eos_token_id": None} | settings
+        for key, value in merged.items():
             if _IDS.search(key):
-                kept = [one for one in _listed(value) if all(map(unchanged, _listed(one)))]
-                found[key] = kept if kept and isinstance(value, list) else next(iter(kept), None)
+                stops = [token for token in _listed(value) if all(map(unchanged, _listed(token)))]
+                merged[key] = (
+                    stops if stops and isinstance(value, list) else next(iter(stops), None)
+                )
         return (
-            found | own | {"eos_token_id": _with_stop(found["eos_token_id"], own["eos_token_id"])}
+            merged | ids | {"eos_token_id": _with_stop(merged["eos_token_id"], ids["eos_token_id"])}
         )
 
     return fit

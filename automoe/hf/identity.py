@@ -6,13 +6,14 @@ import hashlib
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automoe.config.hub import fetch, id_and_commit, local_folder, pinned
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
-from automoe.hf.headers import StoredTensor, missing_files, raw_bytes, read_headers
+from automoe.hf.headers import Contents, missing_files, raw_bytes, read_headers
 
 if TYPE_CHECKING:
     from automoe.comm.agreement import Ranks
@@ -69,7 +70,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     folder = local_folder(path)
     ranks = ranks or Ranks(alone=True)
 
-    def headers() -> dict[str, StoredTensor]:
+    def headers() -> Contents:
         tensors = read_headers(folder)
         if (size := sum(stored.num_bytes for stored in tensors.values())) >= SAID_BYTES:
             print(
@@ -81,22 +82,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
 
     tensors = ranks.lead(headers)
     mine = ranks.share({name: stored.num_bytes for name, stored in tensors.items()})
-    try:
-        found = ranks.all(lambda: _checksums(folder, {name: tensors[name] for name in mine}))
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or folder}: {error.strerror}. Make it readable"
-        ) from None
-    digest = hashlib.sha256()
-    checksums = {name: checksum for theirs in found for name, checksum in theirs.items()}
-    for name, stored in sorted(tensors.items()):
-        line = f"{name} {stored.dtype} {list(stored.shape)} {checksums[name]}\n"
-        digest.update(line.encode())
-    return KIND + digest.hexdigest()
-
-
-def _checksums(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, int]:
-    """Return the CRC-32 of each tensor's bytes, read by a few threads in file order."""
+    mine.sort(key=lambda name: (tensors[name].file, tensors[name].start))
 
     def checksum(name: str) -> int:
         value = 0
@@ -104,6 +90,18 @@ def _checksums(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, int]
             value = zlib.crc32(piece, value)
         return value
 
-    order = sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].start))
-    with ThreadPoolExecutor(THREADS) as pool:
-        return dict(zip(order, pool.map(checksum, order), strict=True))
+    def read() -> list[tuple[str, int]]:
+        with ThreadPoolExecutor(THREADS) as pool:
+            return [*zip(mine, pool.map(checksum, mine), strict=True)]
+
+    try:
+        checksums = dict(chain.from_iterable(ranks.all(read)))
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or folder}: {error.strerror}. Make it readable"
+        ) from None
+    digest = hashlib.sha256()
+    for name, stored in sorted(tensors.items()):
+        line = f"{name} {stored.dtype} {list(stored.shape)} {checksums[name]}\n"
+        digest.update(line.encode())
+    return KIND + digest.hexdigest()

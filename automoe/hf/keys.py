@@ -32,6 +32,8 @@ _LAYER = re.compile(r"(layers\.\d+\.)(.+)")
 _INDEX_WEIGHTS = "self_attn.indexer.weights_proj"
 _MTP_KEPT = ("eh_proj", "embed_tokens", "shared_head.head")
 
+Shape = tuple[int, ...]  # of a tensor or a box, or a place in it
+
 
 class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple is quick to make
     """Box of one of our tensors, and the equal box of the HuggingFace tensor that stores it.
@@ -46,14 +48,14 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     """
 
     key: str
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    dims: tuple[tuple[int, ...], ...]
-    offset: tuple[int, ...]
+    shape: Shape
+    start: Shape
+    size: Shape
+    dims: tuple[Shape, ...]
+    offset: Shape
 
     def overlap(
-        self, start: tuple[int, ...], size: tuple[int, ...]
+        self, start: Shape, size: Shape
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
         """Return the intersection of this piece with the box ``start``, ``size`` of our tensor.
 
@@ -64,9 +66,9 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
             overlap.
         """
         begins, ends = [], []
-        for own, width, first, count in zip(self.start, self.size, start, size, strict=True):
-            begins.append(own if own > first else first)
-            ends.append(min(own + width, first + count))
+        for begin, width, first, count in zip(self.start, self.size, start, size, strict=True):
+            begins.append(begin if begin > first else first)
+            ends.append(min(begin + width, first + count))
             if begins[-1] >= ends[-1]:
                 return None
         source = []
@@ -88,14 +90,14 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
     @property
     def box(self) -> tuple[int | slice, ...]:
         """Index of the box in our whole tensor."""
-        stored = {dim for one in self.dims for dim in one}
+        stored = {dim for stored_dim in self.dims for dim in stored_dim}
         pairs = enumerate(zip(self.start, self.size, strict=True))
         return tuple(slice(at, at + n) if dim in stored else at for dim, (at, n) in pairs)
 
     @property
     def order(self) -> list[int]:
         """Order in which files have the dims of the box."""
-        dims = [dim for one in self.dims for dim in one]
+        dims = [dim for stored_dim in self.dims for dim in stored_dim]
         return [sorted(dims).index(dim) for dim in dims]
 
     def in_stored_order(self, tensor: Any) -> Any:
@@ -117,22 +119,20 @@ class Piece(NamedTuple):  # a large checkpoint has 100,000 of them: a NamedTuple
 
     def within(self, stored: Any) -> Any:
         """Return a view of the box in the whole HuggingFace tensor, in our layout."""
-        found = self.overlap(self.start, self.size)
-        assert found is not None
-        return self.from_stored(stored[found[0]])
+        overlap = self.overlap(self.start, self.size)
+        assert overlap is not None
+        return self.from_stored(stored[overlap[0]])
 
 
-def whole(
-    key: str, shape: tuple[int, ...], dims: tuple[tuple[int, ...], ...] | None = None
-) -> Piece:
+def whole(key: str, shape: Shape, dims: tuple[Shape, ...] | None = None) -> Piece:
     """Return the piece of a tensor that is stored whole as ``key``, with dims in another order."""
     dims = dims or tuple((dim,) for dim in range(len(shape)))
-    full = tuple(prod(shape[dim] for dim in one) for one in dims)
+    full = tuple(prod(shape[dim] for dim in group) for group in dims)
     return Piece(key, full, (0,) * len(shape), shape, dims, (0,) * len(dims))
 
 
 def one_by_one(
-    keys: list[str], shape: tuple[int, ...], experts: Iterable[int], parts: int = 1
+    keys: list[str], shape: Shape, experts: Iterable[int], parts: int = 1
 ) -> Iterator[Piece]:
     """Yield the matrices of each expert: gate and up, or down.
 
@@ -227,9 +227,7 @@ class KeyMap:
         """
         return self.layouts[-1] if self.layouts else replace(self, rows={**self.rows, **FUSED.rows})
 
-    def pieces(
-        self, name: str, shape: tuple[int, ...], experts: range | None = None
-    ) -> Sequence[Piece]:
+    def pieces(self, name: str, shape: Shape, experts: range | None = None) -> Sequence[Piece]:
         """Return the HuggingFace tensors, in order, that make up our tensor ``name`` of ``shape``.
 
         Args:
@@ -270,15 +268,15 @@ def mtp_copies(config: ModelConfig) -> dict[str, str]:
     maps the name of a copy, such as ``layers.61.embed_tokens.weight``, to the name of the original.
     """
     embedding = "embed_tokens.weight"
-    own = {
+    originals = {
         embedding: embedding,
         "shared_head.head.weight": embedding if config.tie_embeddings else "lm_head.weight",
     }
     modules = config.all_layers[config.num_layers :]
-    return {f"layers.{layer}.{copy}": name for layer in modules for copy, name in own.items()}
+    return {f"layers.{layer}.{copy}": name for layer in modules for copy, name in originals.items()}
 
 
-def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def our_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """Yield name and full shape of every tensor that a checkpoint holds.
 
     Buffers are included, and so are ``mtp_copies``.
@@ -288,7 +286,7 @@ def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield name, (config.vocab_size, config.hidden_size)
 
 
-def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
+def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, Shape]:
     """Return name and shape of every tensor of a checkpoint of ``config`` in layout ``keys``."""
     return {
         piece.key: piece.shape
@@ -307,9 +305,9 @@ def is_quantized(name: str, piece: Piece, keys: KeyMap, encoding: Encoding) -> b
     if encoding != "fp8":
         return encoding != "plain" and name.endswith((GATE_UP, DOWN))
     matrix = len(piece.shape) == 2 and piece.key.endswith(".weight")
-    kept = [f"{name}.weight" for name in (_INDEX_WEIGHTS, *_MTP_KEPT)]
-    kept += [keys.row(ROUTER), keys.row(SHARED_GATE)]
-    return piece.key.startswith("model.layers.") and matrix and not piece.key.endswith((*kept,))
+    plain = [f"{name}.weight" for name in (_INDEX_WEIGHTS, *_MTP_KEPT)]
+    plain += [keys.row(ROUTER), keys.row(SHARED_GATE)]
+    return piece.key.startswith("model.layers.") and matrix and not piece.key.endswith((*plain,))
 
 
 def quantization_config(
@@ -352,13 +350,13 @@ def quantization_config(
                 "Export it in bfloat16",
             )
     if encoding == "mxfp4":
-        kept = [
+        plain = [
             "model.layers.*.self_attn",
             "model.layers.*.mlp.router",
             "model.embed_tokens",
             "lm_head",
         ]
-        return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+        return {"quant_method": "mxfp4", "modules_to_not_convert": plain}
     kinds = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj"]
     kinds += [*_MTP_KEPT] if config.num_mtp_layers else []
     group = {"targets": ["Linear"], "weights": INT4 | {"actorder": None, "dynamic": False}}
@@ -383,12 +381,12 @@ def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
         )
     layers = config.all_layers[config.first_k_dense :]
     names = [keys.row(ROUTER)] + ([keys.row(SHARED_GATE)] if config.shared_expert_gate else [])
-    kept = [
+    plain = [
         f"model.layers.{layer}.{name.removesuffix('.weight')}"
         for layer in layers
         for name in (*names, *(_MTP_KEPT if layer >= config.num_layers else ()))
     ]
-    kept += [
+    plain += [
         f"model.layers.{layer}.{_INDEX_WEIGHTS}"
         for layer in config.all_layers
         if has_indexer(config.attention, layer)
@@ -398,5 +396,5 @@ def _fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": list(FP8_BLOCK),
-        "modules_to_not_convert": ["lm_head", *kept],
+        "modules_to_not_convert": ["lm_head", *plain],
     }

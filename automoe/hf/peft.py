@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from automoe.comm.agreement import Ranks
 from automoe.config.hub import id_and_commit, local_folder
@@ -39,6 +40,7 @@ from automoe.model.params import model_params
 from automoe.storage.foreign import open_inside
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+Tensors = dict[str, Tensor]  # by name
 LAYOUTS = ("auto", "published", "fused")
 # peft 0.21 cannot stack per-expert adapters of these families.
 _FUSED_ALONE = ("qwen2_moe", "qwen3_5_moe_text")
@@ -79,6 +81,8 @@ def to_peft(
         CheckpointError: on every rank alike: the model has no adapter, the directory exists or
             cannot be written, or peft loads something else.
     """
+    from safetensors.torch import save_file
+
     parts = as_parts(model)
     path = Path(path).expanduser().absolute()
     ranks = Ranks()
@@ -124,7 +128,14 @@ def to_peft(
                 "there is no adapter in these weights: a merged export has none. Name a run's checkpoint"
             )
         belongs = _belongs(config, lora, ranks)
-        ranks.all(lambda: _write_stage(parts, tensors, folder, ranks.rank))
+
+        def write_stage() -> None:
+            first = stage_ranks(p for part in parts.values() for p in part.parameters())[0]
+            if ranks.rank == first:  # the lowest rank that holds these stages
+                contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+                save_file(contiguous, folder / f"stage-{first}.safetensors")
+
+        ranks.all(write_stage)
         said = ranks.lead(lambda: _finish(folder, config, lora, keys, belongs))
     text = f"{path}: an {'averaged ' * averaged}adapter of {said}"
     if lora.base == "nf4":
@@ -164,9 +175,9 @@ def from_peft(model: CausalLM, folder: Path, lora: LoraConfig) -> None:
     wanted = {piece.key: (ours[name].dtype, piece.shape) for name, piece in table}
     dtypes = {tensor.dtype for tensor in ours.values()}
     theirs = {
-        key: (one.dtype, one.shape)
-        for key, one in stored.items()
-        if one.dtype not in dtypes or is_finite(one)
+        key: (tensor.dtype, tensor.shape)
+        for key, tensor in stored.items()
+        if tensor.dtype not in dtypes or is_finite(tensor)
     }
     if odd := [key for key in wanted | stored if wanted.get(key) != theirs.get(key)]:
         raise CheckpointError(
@@ -182,7 +193,7 @@ def _belongs(config: ModelConfig, lora: LoraConfig, ranks: Ranks) -> str:
     return f"{checkpoint_identity(str(config.hf_path), ranks)} {lora}"
 
 
-def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
+def gathered_adapters(parts: Parts) -> Tensors:
     """Return the full adapters of this rank's stages, on the CPU, by name. Collective."""
     return {
         name: full_tensor(p.detach()).cpu()
@@ -192,26 +203,14 @@ def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
     }
 
 
-def _write_stage(parts: Parts, tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> None:
-    """Write the adapters of this rank's stages, on the lowest rank that holds these stages."""
-    from safetensors.torch import save_file
-
-    first = stage_ranks(parameter for part in parts.values() for parameter in part.parameters())[0]
-    if rank == first:
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, folder / f"stage-{first}.safetensors")
-
-
-def _adapters(
-    tensors: dict[str, torch.Tensor],
-) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+def _adapters(tensors: Tensors) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Yield each adapter's module, suffix, A and B.
 
     The suffix is 13 for gate and up of routed experts, 2 for down, and empty for others.
     """
     for name, a in tensors.items():
-        module, found, suffix = name.rpartition(".lora.A")
-        if found:
+        module, is_a, suffix = name.rpartition(".lora.A")
+        if is_a:
             yield module, suffix, a, tensors[f"{module}.lora.B{suffix}"]
 
 
@@ -233,7 +232,7 @@ def _names(config: ModelConfig) -> Names:
     return names_in_class(_weightless(config)) if _in_wrapper(config) else ALONE
 
 
-def _pieces(module: str, suffix: str, tensor: torch.Tensor, keys: KeyMap) -> Sequence[Piece]:
+def _pieces(module: str, suffix: str, tensor: Tensor, keys: KeyMap) -> Sequence[Piece]:
     """Return the HuggingFace tensors that an adapter adds to.
 
     Args:
@@ -244,7 +243,7 @@ def _pieces(module: str, suffix: str, tensor: torch.Tensor, keys: KeyMap) -> Seq
     return [whole(keys.table[name][0].key, shape)] if keys.table else keys.pieces(name, shape)
 
 
-def _table(tensors: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
+def _table(tensors: Tensors, keys: KeyMap, names: Names) -> list[tuple[str, Piece]]:
     """List the pieces of adapter_model.safetensors, each with the name of our adapter."""
     table = []
     for module, suffix, a, b in _adapters(tensors):
@@ -271,7 +270,7 @@ def _table(tensors: dict[str, torch.Tensor], keys: KeyMap, names: Names) -> list
     return table
 
 
-def _put(tensor: torch.Tensor, piece: Piece, stored: dict[str, torch.Tensor]) -> None:
+def _put(tensor: Tensor, piece: Piece, stored: Tensors) -> None:
     """Copy the box of ``piece`` into the HuggingFace tensor in ``stored``."""
     place = stored.setdefault(piece.key, tensor.new_empty(piece.shape))
     piece.within(place).copy_(tensor[piece.box])
@@ -283,6 +282,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     Returns:
         A phrase with the number of values written and of matrices by group.
     """
+    from peft import LoraConfig as PeftConfig
     from safetensors.torch import load_file, save_file
 
     ours = {}
@@ -294,46 +294,29 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
     for name, piece in _table(ours, keys, names):
         _put(ours[name], piece, stored)
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt", "belongs": belongs})
-    _peft_config(config, lora, keys, names, ours).save_pretrained(folder)
-    # safetensors makes its file readable by the owner alone; the others obey the umask.
-    shutil.copymode(folder / ADAPTER, folder / WEIGHTS_FILE)
-    groups = verify_peft(folder, config, lora, ours)
-    counts = ", ".join(f"{count} of {group}" for group, count in groups.items())
-    numbers = sum(tensor.numel() for tensor in ours.values())
-    return f"{numbers:,} numbers, as peft loads it ({counts})"
-
-
-def _peft_config(
-    config: ModelConfig, lora: LoraConfig, keys: KeyMap, names: Names, ours: dict[str, torch.Tensor]
-) -> Any:
-    """Return peft's configuration, which lists the adapted matrices.
-
-    Dense and shared FFNs of MoE families are listed as parameters: as modules, their plain names
-    may stand for experts' matrices in peft, which would then leave these FFNs out.
-    """
-    from peft import LoraConfig as PeftConfig
-
+    # Dense and shared FFNs of MoE families are listed as parameters: as modules, their plain names
+    # may stand for experts' matrices in peft, which would then leave these FFNs out.
     modules = set()
     parameters = set()
     groups = {param.name: param.spec.group for param in model_params(config)}
     for module, suffix, _, b in _adapters(ours):
-        stored = [names.stored(piece.key) for piece in _pieces(module, suffix, b, keys)]
+        matrices = [names.stored(piece.key) for piece in _pieces(module, suffix, b, keys)]
         # Whole names, since other modules of the class may have the same last name.
         if keys.table or names != ALONE:
             if groups[f"{module}.{_WEIGHTS[suffix]}"] == "attention":
-                modules |= {key.removesuffix(".weight") for key in stored}
+                modules |= {key.removesuffix(".weight") for key in matrices}
             else:
-                parameters |= {*stored}
+                parameters |= {*matrices}
             continue
-        stored = [key.split(".", 3)[3] for key in stored]
-        in_ffn_of_moe = "mlp." in stored[0] and not family_of(config).dense
+        matrices = [key.split(".", 3)[3] for key in matrices]
+        in_ffn_of_moe = "mlp." in matrices[0] and not family_of(config).dense
         if keys.fused if suffix else in_ffn_of_moe:
-            parameters.add(stored[0])
+            parameters.add(matrices[0])
         else:
-            modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in stored}
+            modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in matrices}
     path = str(config.hf_path)
     base, commit = id_and_commit(path) or (str(local_folder(path).absolute()), None)
-    return PeftConfig(
+    peft_config = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=0.0,  # dropout is for training only, and peft has none for parameters
@@ -344,10 +327,17 @@ def _peft_config(
         revision=commit,
         inference_mode=True,
     )
+    peft_config.save_pretrained(folder)
+    # safetensors makes its file readable by the owner alone; the others obey the umask.
+    shutil.copymode(folder / ADAPTER, folder / WEIGHTS_FILE)
+    groups = verify_peft(folder, config, lora, ours)
+    counts = ", ".join(f"{count} of {group}" for group, count in groups.items())
+    numbers = sum(tensor.numel() for tensor in ours.values())
+    return f"{numbers:,} numbers, as peft loads it ({counts})"
 
 
 def verify_peft(
-    folder: Path, config: ModelConfig, lora: LoraConfig, ours: dict[str, torch.Tensor]
+    folder: Path, config: ModelConfig, lora: LoraConfig, ours: Tensors
 ) -> dict[str, int]:
     """Compare the delta that peft adds to each matrix with ``ours``, without reading base weights.
 
@@ -409,7 +399,9 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
             adapted = PeftModel.from_pretrained(model, str(folder))
         except (ValueError, RuntimeError) as error:
             raise CheckpointError(f"{folder} does not load in peft: {error}") from error
-    if left := [str(one.message) for one in caught if "adapter keys" in str(one.message)]:
+    if left := [
+        str(warning.message) for warning in caught if "adapter keys" in str(warning.message)
+    ]:
         raise CheckpointError(f"{folder}: peft says: {left[0][:400]}")
     for name, module in adapted.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
@@ -418,21 +410,19 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Any]]:
             yield names.plain(key) or key, module
 
 
-def _theirs(module: Any) -> Iterator[torch.Tensor]:
+def _theirs(module: Any) -> Iterator[Tensor]:
     """Yield the delta that peft adds to a parameter, by expert, in the parameter's layout."""
     from peft.tuners.lora.layer import ParamWrapper
 
     if isinstance(module, ParamWrapper) and module.num_experts > 1:
         left, right, scaling = module.get_delta_factors("default")
-        yield from (scaling * (one @ other) for one, other in zip(left, right, strict=True))
+        yield from (scaling * (matrix @ other) for matrix, other in zip(left, right, strict=True))
     else:
         scaling = module.scaling["default"]
         yield scaling * (module.lora_B["default"].weight @ module.lora_A["default"].weight)
 
 
-def _mine(
-    module: str, suffix: str, a: torch.Tensor, b: torch.Tensor, keys: KeyMap
-) -> Iterator[torch.Tensor]:
+def _mine(module: str, suffix: str, a: Tensor, b: Tensor, keys: KeyMap) -> Iterator[Tensor]:
     """Yield our delta for the parameter of ``_theirs``, by expert, not yet scaled."""
     if not suffix:
         yield b.float() @ a.float()

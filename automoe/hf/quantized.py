@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from automoe.hf.keys import FP8_BLOCK, GROUP, Encoding
 from automoe.quantize.formats import E4M3, LARGEST, encode, tile_amax
@@ -24,11 +25,11 @@ _BORDERS[::2] = _BORDERS[::2].nextafter(torch.tensor(torch.inf))
 
 
 def dequantize_fp8(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
+    codes: Tensor,
+    scales: Tensor,
     start: tuple[int, int] = (0, 0),
     block: tuple[int, int] = FP8_BLOCK,
-) -> torch.Tensor:
+) -> Tensor:
     """Return a rectangle of a block-FP8 matrix in float32.
 
     Args:
@@ -69,7 +70,7 @@ def _spans(start: int, size: int, block: int) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in ((0, head), (head, tail), (tail, size)) if begin < end]
 
 
-def quantize_fp8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes and float32 scales of a matrix [R, C] in block-FP8, on the CPU.
 
     Codes are [R, C] float8_e4m3fn, scales are [ceil(R/128), ceil(C/128)].
@@ -82,7 +83,7 @@ def quantize_fp8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return encode(numbers, scales, E4M3, FP8_BLOCK).codes, scales
 
 
-def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
     """Return rows of an MXFP4 matrix in float32, [R, 32 * G].
 
     Numbers are e2m1 and scales e8m0 (OCP Microscaling formats 1.0).
@@ -104,7 +105,7 @@ def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return numbers.view(num_rows, -1)
 
 
-def dequantize_int4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
     """Return rows of an INT4 matrix in float32, [R, 32 * G].
 
     The layout is ``pack-quantized`` of compressed-tensors with 4 bits, symmetric.
@@ -120,7 +121,7 @@ def dequantize_int4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return numbers.mul_(scales.to(torch.float32).unsqueeze(-1)).view(codes.shape[0], -1)
 
 
-def quantize_mxfp4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp4(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes [R, C / 2] and scales [R, C / 32] of a matrix [R, C] in MXFP4, both uint8.
 
     The function follows OCP Microscaling formats 1.0, section 6.3. A scale maps its group's largest
@@ -136,7 +137,7 @@ def quantize_mxfp4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _joined(codes | scaled.signbit().to(torch.uint8) << 3), scales
 
 
-def quantize_int4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_int4(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes [R, C / 8] int32 and scales [R, C / 32] bfloat16 of a matrix [R, C] in INT4.
 
     A scale maps its group's largest magnitude to 7.5, as in compressed-tensors, and numbers that
@@ -149,21 +150,21 @@ def quantize_int4(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _joined(codes.to(torch.uint8)).view(torch.int32), scales
 
 
-def _joined(codes: torch.Tensor) -> torch.Tensor:
+def _joined(codes: Tensor) -> Tensor:
     """Pack two codes into a byte, the earlier one in the low bits: [R, G, 32] to [R, 16 * G]."""
     return (codes[..., ::2] | codes[..., 1::2] << 4).flatten(-2)
 
 
 def to_codes(
-    numbers: torch.Tensor, encoding: Encoding, kept: tuple[torch.Tensor, ...] = ()
-) -> tuple[torch.Tensor, ...]:
+    numbers: Tensor, encoding: Encoding, old_parts: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, ...]:
     """Return the tensors that a file stores for a tensor: its numbers, or codes and scales.
 
     Shapes are those of ``StoredTensor.in_file``. Codes and scales are on the CPU.
 
     Args:
         numbers: the tensor in the checkpoint's layout, not transposed.
-        kept: codes and scales of the tensor in another file. Groups of MXFP4 and INT4 keep them if
+        old_parts: codes and scales of the tensor in another file. Groups of MXFP4 and INT4 keep them if
             they still decode to ``numbers``, since several codes and scales give the same numbers.
     """
     if encoding == "plain":
@@ -172,16 +173,16 @@ def to_codes(
     if encoding == "fp8":
         return quantize_fp8(numbers)
     if encoding == "int4":
-        return *_encode_rows(numbers, encoding, kept), torch.tensor(numbers.shape)
+        return *_encode_rows(numbers, encoding, old_parts), torch.tensor(numbers.shape)
     experts = [
-        _encode_rows(matrix.T, encoding, [part[i] for part in kept])
+        _encode_rows(matrix.T, encoding, [part[i] for part in old_parts])
         for i, matrix in enumerate(numbers)
     ]
     codes, scales = map(torch.stack, zip(*experts, strict=True))
     return codes.unflatten(-1, (-1, GROUP // 2)), scales
 
 
-def from_codes(parts: Sequence[torch.Tensor], encoding: Encoding) -> torch.Tensor:
+def from_codes(parts: Sequence[Tensor], encoding: Encoding) -> Tensor:
     """Decode the codes and scales of ``to_codes`` to float32, in the shape of its ``numbers``."""
     codes, scales = parts[:2]
     if encoding == "fp8":
@@ -189,19 +190,19 @@ def from_codes(parts: Sequence[torch.Tensor], encoding: Encoding) -> torch.Tenso
     if encoding == "int4":
         return dequantize_int4(codes, scales)
     experts = zip(codes.flatten(-2), scales, strict=True)
-    return torch.stack([dequantize_mxfp4(*one).T for one in experts])
+    return torch.stack([dequantize_mxfp4(*expert).T for expert in experts])
 
 
 def _encode_rows(
-    matrix: torch.Tensor, encoding: Encoding, kept: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    matrix: Tensor, encoding: Encoding, old_parts: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     if encoding == "mxfp4":
         (codes, scales), dequantize = quantize_mxfp4(matrix), dequantize_mxfp4
     else:
         (codes, scales), dequantize = quantize_int4(matrix), dequantize_int4
-    if not kept:
+    if not old_parts:
         return codes, scales
-    old, old_scales = kept[0].reshape(codes.shape), kept[1]
+    old, old_scales = old_parts[0].reshape(codes.shape), old_parts[1]
     same = (
         dequantize(old, old_scales).to(matrix.dtype).eq(matrix).unflatten(-1, (-1, GROUP)).all(-1)
     )

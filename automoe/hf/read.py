@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from automoe.comm.agreement import Ranks
 from automoe.config.convert import written
@@ -46,6 +47,7 @@ DIRECT_BYTES = 64 << 20
 # per row would take as long as copying about this many bytes.
 GAP_BYTES = 8 << 10
 MAX_OPEN = 4  # files
+Span = tuple[int, int]  # half-open range
 
 
 @dataclass(frozen=True)
@@ -112,36 +114,42 @@ def load_hf(
         reset_buffers(part)
     ranks = Ranks(alone=catalog is not None)
     with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts), keys)) as reader:
-        own = list(local_shards(parts))
-        shards = [shard for shard in own if not shard.again]
+        everything = list(local_shards(parts))
+        shards = [shard for shard in everything if not shard.again]
         rounded = [shard for shard in shards if shard.base == "nf4"]
         direct = [shard for shard in shards if shard.base != "nf4"]
 
         def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
             items = reader.plan(direct)
             later = (
-                reader.plan([one]) for shard in rounded for _, one in shard.matrices(widened=False)
+                reader.plan([item])
+                for shard in rounded
+                for _, item in shard.matrices(widened=False)
             )
-            total = sum(one.num_bytes(one.place) for part in chain([items], later) for one in part)
+            total = sum(
+                item.num_bytes(item.place) for part in chain([items], later) for item in part
+            )
             shown = progress and ranks.rank == 0
             with show_progress(Path(path).name, total, shown) as reader.advance:
                 reader.fill(items)
                 odd = _not_finite(items)
                 for shard in rounded:
-                    for index, one in shard.matrices(widened=False):
-                        items = reader.plan([one])
+                    for index, matrix in shard.matrices(widened=False):
+                        items = reader.plan([matrix])
                         reader.fill(items)
                         odd |= _not_finite(items)
-                        shard.local[index].copy_(pack_nf4(one.local.to(shard.local.device)))
+                        shard.local[index].copy_(pack_nf4(matrix.local.to(shard.local.device)))
             for shard in shards:
                 fill_upcycled(shard, reader.catalog.keys)
-            _check_copies(reader, [shard for shard in own if shard.again])
+            _check_copies(reader, [shard for shard in everything if shard.again])
             return reader.bytes_read, time.perf_counter() - started, odd
 
         read, seconds, odd = zip(*ranks.all(fill), strict=True)
     not_finite = Counter()
     # Several ranks may hold the same slice: it is counted once.
-    for (key, *_), count in {place: count for one in odd for place, count in one.items()}.items():
+    for (key, *_), count in {
+        place: count for places in odd for place, count in places.items()
+    }.items():
         not_finite[key] += count
     source = written(path) if isinstance(path, str) else path
     catalog = reader.catalog
@@ -157,13 +165,15 @@ def _check_copies(reader: Reader, copies: list[LocalShard]) -> None:
     """
     catalog = reader.catalog
     there = [
-        one for one in copies if catalog.keys.pieces(one.name, one.shape)[0].key in catalog.sources
+        copy
+        for copy in copies
+        if catalog.keys.pieces(copy.name, copy.shape)[0].key in catalog.sources
     ]
 
-    def compare(one: ReadItem, numbers: torch.Tensor, own: torch.Tensor) -> None:
-        if not torch.equal(numbers.to(own.dtype), own.cpu()):
+    def compare(item: ReadItem, numbers: Tensor, place: Tensor) -> None:
+        if not torch.equal(numbers.to(place.dtype), place.cpu()):
             raise CheckpointError(
-                f"{catalog.folder}: {one.key} differs from the model's own tensor, which modules for "
+                f"{catalog.folder}: {item.key} differs from the model's own tensor, which modules for "
                 "multi-token prediction share. Set model.num_mtp_layers=0"
             )
 
@@ -180,12 +190,12 @@ def _not_finite(items: list[ReadItem]) -> dict[tuple[Any, ...], int]:
     return counts
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Return True if no number is NaN or infinite, in one pass and without a temporary tensor."""
     return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
 
 
-def num_not_finite(tensor: torch.Tensor) -> int:
+def num_not_finite(tensor: Tensor) -> int:
     """Return the number of NaN and infinite values."""
     return 0 if is_finite(tensor) else int((~torch.isfinite(tensor)).sum())
 
@@ -208,14 +218,14 @@ class ReadItem(NamedTuple):
     shard: LocalShard
     key: str
     source: StoredTensor
-    matrices: tuple[int, int]
-    rows: tuple[int, int]
-    cols: tuple[int, int]
-    place: torch.Tensor
+    matrices: Span
+    rows: Span
+    cols: Span
+    place: Tensor
     row_unit: int
 
     @property
-    def wanted(self) -> tuple[int, int]:
+    def wanted(self) -> Span:
         """Byte range of each stored row that holds the columns, in whole groups of a scale."""
         left, right = self.cols
         if self.source.encoding in ("mxfp4", "int4"):
@@ -225,17 +235,17 @@ class ReadItem(NamedTuple):
         return left * size, right * size
 
     @property
-    def fetched(self) -> tuple[int, int]:
+    def fetched(self) -> Span:
         """Byte range to read of each stored row: ``wanted``, or the row if that costs little."""
         begin, end = self.wanted
         _, row_bytes = self.source.row_layout
         return (0, row_bytes) if row_bytes - (end - begin) < GAP_BYTES else (begin, end)
 
-    def num_bytes(self, place: torch.Tensor) -> int:
+    def num_bytes(self, place: Tensor) -> int:
         """Return the stored size in bytes of a slice of ``place``, without scales."""
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
-    def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+    def chunks(self, max_bytes: int) -> Iterator[tuple[int, int, int, Tensor]]:
         """Yield (matrix, first row, end row, slice of ``place``) of about ``max_bytes`` bytes."""
         first, last = self.fetched
         step = max(1, max_bytes // (last - first) // self.row_unit) * self.row_unit
@@ -248,16 +258,16 @@ class ReadItem(NamedTuple):
 
 def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadItem | None:
     """Return the read that fills ``shard`` from ``piece``; None if they do not overlap."""
-    found = piece.overlap(shard.start, shard.extent)
-    if found is None:
+    overlap = piece.overlap(shard.start, shard.extent)
+    if overlap is None:
         return None
     if shard.base and source.encoding != "fp8":
         raise CheckpointError(
             f"lora.base={shard.base} keeps matrices as the checkpoint stores them, in block-FP8, and {piece.key} is "
             f"{source.dtype}. Set lora.base=nf4 or weights"
         )
-    spans = [(one.start, one.stop) for one in found[0]]
-    place = piece.in_stored_order(shard.local[found[1]])
+    spans = [(part.start, part.stop) for part in overlap[0]]
+    place = piece.in_stored_order(shard.local[overlap[1]])
     while len(spans) > 3:  # such as [1, 1, heads, 1]
         assert spans.pop(0) == (0, 1), (piece.key, source.shape)
         place = place.squeeze(0)
@@ -333,9 +343,7 @@ class Reader:
                 self.visit([item], lambda _, numbers, part: part.copy_(numbers))
 
     def visit(
-        self,
-        items: Iterable[ReadItem],
-        use: Callable[[ReadItem, torch.Tensor, torch.Tensor], object],
+        self, items: Iterable[ReadItem], use: Callable[[ReadItem, Tensor, Tensor], object]
     ) -> None:
         """Read a few rows at a time, and call ``use(item, numbers, place)`` with each.
 
@@ -352,7 +360,7 @@ class Reader:
                 use(item, self._numbers(item, matrix, begin, end).view(part.shape), part)
                 self.advance(item.num_bytes(part))
 
-    def _numbers(self, item: ReadItem, matrix: int, begin: int, end: int) -> torch.Tensor:
+    def _numbers(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
         """Return rows of a matrix [rows, columns], dequantized; [rows, blocks, bytes] if packed."""
         data = self._rows(item, matrix, begin, end)
         scales = item.source.scales
@@ -372,7 +380,7 @@ class Reader:
             return pack_fp8(data, scale[torch.arange(begin, end) // height - first])
         return dequantize_fp8(data, scale, (begin, left), self.catalog.block)
 
-    def _rows(self, item: ReadItem, matrix: int, begin: int, end: int) -> torch.Tensor:
+    def _rows(self, item: ReadItem, matrix: int, begin: int, end: int) -> Tensor:
         """Return the stored numbers or codes of rows of a matrix, [rows, columns]."""
         first, last = item.fetched
         left, right = item.wanted
@@ -380,7 +388,7 @@ class Reader:
         self._read(item, matrix, begin, end, buffer.view(-1))
         return buffer[:, left - first : right - first].view(DTYPES[item.source.dtype])
 
-    def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: torch.Tensor) -> None:
+    def _read(self, item: ReadItem, matrix: int, begin: int, end: int, into: Tensor) -> None:
         """Read the bytes of rows of a matrix: whole rows in one call, parts of rows one by one."""
         source = item.source
         num_rows, row_bytes = source.row_layout

@@ -17,8 +17,8 @@ from operator import attrgetter
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -63,7 +63,7 @@ class WriteItem:
 
     @property
     def key(self) -> str:
-        """Name in the checkpoint."""
+        """Name of the tensor in the checkpoint."""
         return self.pieces[0].key
 
 
@@ -98,15 +98,25 @@ def plan_writes(
             pieces = list(group)
             holders = stage
             if isinstance(shard.tensor, DTensor):
-                holders = _holders(shard.tensor, pieces[0], first=stage[0])
+                # The mesh of a tensor lacks an axis (tp) that does not shard it, so each coordinate
+                # of this axis has a copy; the first one's is written. On an axis that shards a dim
+                # which is not stored, holders have the coordinate of the piece's index.
+                ranks = shard.tensor.device_mesh.mesh
+                ranks = ranks - (ranks.min() - stage[0])
+                for axis, placement in enumerate(shard.tensor.placements):
+                    dim = _cut_dim(placement)
+                    if dim is not None and not any(dim in dims for dims in pieces[0].dims):
+                        longest = -(-shard.tensor.shape[dim] // ranks.shape[axis])
+                        ranks = ranks.narrow(axis, pieces[0].start[dim] // longest, 1)
+                holders = tuple(ranks.flatten().tolist())
             writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
             quantized = is_quantized(shard.name, pieces[0], keys, encoding)
             stored = shard.dtype if source is None else own_dtype(source, shard, pieces[0])
-            own = stored if shard.local.is_meta else shard.dtype
+            live = stored if shard.local.is_meta else shard.dtype
             if quantized:  # the numbers are rounded only once
-                out = torch.float32 if shard.local.is_meta and own == torch.bfloat16 else own
+                out = torch.float32 if shard.local.is_meta and live == torch.bfloat16 else live
             elif not shard.trained:
-                out = own
+                out = live
             elif stored == torch.float32 and wide.search(key):
                 out = stored
             else:
@@ -160,7 +170,7 @@ class Transfer:
     @contextmanager
     def _tensors(
         self, advance: Callable[[int], None] = lambda num_bytes: None
-    ) -> Iterator[Iterator[tuple[WriteItem, torch.Tensor]]]:
+    ) -> Iterator[Iterator[tuple[WriteItem, Tensor]]]:
         """Yield an iterator over this rank's items to write, each with its whole tensor.
 
         A rank that fails still takes part in gathering; its error is raised at the end.
@@ -232,62 +242,49 @@ class Transfer:
         def compare() -> tuple[float, float]:
             error = size = 0.0
             with Reader(written) as reader, self._tensors() as made:
-                for item, numbers in made:
-                    off, own = _compare(item, numbers.cpu(), reader, self.source, origin)
-                    error, size = error + off, size + own
+                for item, tensor in made:
+                    wanted = decoded = tensor.cpu()
+                    numbers = _read(item, reader)
+                    if odd := num_not_finite(wanted) or num_not_finite(numbers):
+                        raise not_exported(origin, item.key, odd)
+                    encoding = item.target.encoding
+                    if encoding != "plain":
+                        decoded = from_codes(_encoded(item, wanted, self.source), encoding)
+                    if not torch.equal(decoded.to(numbers.dtype), numbers):
+                        raise CheckpointError(
+                            f"{written.folder}: {item.key} is not what {origin} holds: "
+                            f"{int((decoded.to(numbers.dtype) != numbers).sum())} of {numbers.numel()} numbers differ"
+                        )
+                    if encoding != "plain":
+                        off, square = _square(decoded.sub_(wanted)), _square(wanted)
+                        if off > square / 4:
+                            raise CheckpointError(
+                                f"{item.key} of {origin} cannot be stored in {encoding.upper()}: its numbers are "
+                                f"{math.sqrt(off / square):.0%} off. Export it in bfloat16"
+                            )
+                        error += off
+                        size += square
             return error, size
 
         errors, sizes = zip(*self.ranks.all(compare), strict=True)
         return math.sqrt(sum(errors) / (sum(sizes) or 1.0))
 
 
-def _compare(
-    item: WriteItem,
-    wanted: torch.Tensor,
-    reader: Reader,
-    source: Catalog | None,
-    origin: Path | str,
-) -> tuple[float, float]:
-    """Return the squares of a tensor's quantization error and numbers; 0 if it is not quantized."""
-    found = _read(item, reader)
-    if odd := num_not_finite(wanted) or num_not_finite(found):
-        raise not_exported(origin, item.key, odd)
-    coded = item.target.scales is not None
-    decoded = wanted
-    if coded:
-        decoded = from_codes(_encoded(item, wanted, source), item.target.encoding)
-    if not torch.equal(decoded.to(found.dtype), found):
-        raise CheckpointError(
-            f"{reader.catalog.folder}: {item.key} is not what {origin} holds: "
-            f"{int((decoded.to(found.dtype) != found).sum())} of {found.numel()} numbers differ"
-        )
-    if not coded:
-        return 0.0, 0.0
-    off, own = _square(decoded.sub_(wanted)), _square(wanted)
-    if off > own / 4:
-        raise CheckpointError(
-            f"{item.key} of {origin} cannot be stored in {item.target.encoding.upper()}: its numbers are "
-            f"{math.sqrt(off / own):.0%} off. Export it in bfloat16"
-        )
-    return off, own
-
-
-def _encoded(
-    item: WriteItem, tensor: torch.Tensor, source: Catalog | None
-) -> tuple[torch.Tensor, ...]:
+def _encoded(item: WriteItem, tensor: Tensor, source: Catalog | None) -> tuple[Tensor, ...]:
     new, old = item.target, source and source.sources.get(item.key)
     if not (
         source and old and old.scales and new.scales and new.encoding != "fp8"
         and (old.encoding, old.scales.dtype) == (new.encoding, new.scales.dtype)
     ):  # fmt: skip
         return to_codes(tensor, new.encoding)
-    kept = (
-        _bytes_of(source, one).view(DTYPES[one.dtype]).view(one.shape) for one in (old, old.scales)
+    old_parts = (
+        _bytes_of(source, part).view(DTYPES[part.dtype]).view(part.shape)
+        for part in (old, old.scales)
     )
-    return to_codes(tensor, new.encoding, tuple(kept))
+    return to_codes(tensor, new.encoding, tuple(old_parts))
 
 
-def _bytes_of(source: Catalog, stored: StoredTensor) -> torch.Tensor:
+def _bytes_of(source: Catalog, stored: StoredTensor) -> Tensor:
     try:
         raw = bytearray(b"".join(raw_bytes(source.folder, stored)))
     except OSError as error:
@@ -297,7 +294,7 @@ def _bytes_of(source: Catalog, stored: StoredTensor) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
-def _square(tensor: torch.Tensor) -> float:
+def _square(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
@@ -328,8 +325,8 @@ def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
     )
 
 
-def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
-    """Read the tensor of ``item``, each piece like a shard that holds only this piece."""
+def _read(item: WriteItem, reader: Reader) -> Tensor:
+    """Read the tensor of ``item`` from the files of ``reader``, piece by piece."""
     stored = torch.empty(item.pieces[0].shape, dtype=item.dtype)
     full = torch.empty(item.shard.shape, device="meta")
     for piece in item.pieces:
@@ -345,79 +342,42 @@ def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
 
 
 @torch.no_grad()
-def gather(item: WriteItem) -> torch.Tensor:
+def gather(item: WriteItem) -> Tensor:
     """Return the whole tensor in the item's dtype. Collective over its holders."""
     stored = None
+    shard = item.shard
     for piece in item.pieces:
-        part = _gather_piece(item, piece)
+        # Dims that are stored are gathered whole, and then cut.
+        dims = sorted(dim for group in piece.dims for dim in group)
+        index = [at - first for at, first in zip(piece.start, shard.start, strict=True)]
+        part = shard.numbers(
+            tuple(slice(None) if dim in dims else at for dim, at in enumerate(index))
+        ).to(item.dtype)
+        axes = []  # (mesh axis, place in ``dims``, gathered size), outer first
+        if isinstance(shard.tensor, DTensor):
+            mesh, placements = shard.tensor.device_mesh, shard.tensor.placements
+            for at, dim in enumerate(dims):
+                extent = shard.shape[dim]  # of numbers: a packed tensor holds fewer words
+                cut = [axis for axis, by in enumerate(placements) if _cut_dim(by) == dim]
+                # If FSDP shards a dim that tp or etp has already sharded, FSDP's placement is
+                # strided and is gathered first.
+                for axis in sorted(cut, key=lambda axis: is_strided_shard(placements[axis])):
+                    axes.append((axis, at, extent))
+                    # The inner axis shards this rank's slice of the outer axis.
+                    longest = -(-extent // mesh.size(axis))
+                    extent = max(0, min(longest, extent - longest * mesh.get_local_rank(axis)))
+        for axis, at, size in reversed(axes):
+            # Parts are those of ``torch.chunk``: the last may be short, and gloo needs equal ones.
+            missing = -(-size // mesh.size(axis)) - part.shape[at]
+            padded = F.pad(part, [0, 0] * (part.dim() - 1 - at) + [0, missing])
+            part = all_gather(padded, at, mesh.get_group(axis)).narrow(at, 0, size)
+        for at, dim in enumerate(dims):
+            part = part.narrow(at, piece.start[dim], piece.size[dim])
         if len(item.pieces) == 1:
             return piece.in_stored_order(part).reshape(piece.shape)
         stored = part.new_empty(piece.shape) if stored is None else stored
         piece.within(stored).copy_(part)
     return stored
-
-
-def _gather_piece(item: WriteItem, piece: Piece) -> torch.Tensor:
-    """Return the box of ``piece``: dims that are stored are gathered whole, and then cut."""
-    shard = item.shard
-    dims = sorted(dim for one in piece.dims for dim in one)
-    index = [at - first for at, first in zip(piece.start, shard.start, strict=True)]
-    whole = tuple(slice(None) if dim in dims else at for dim, at in enumerate(index))
-    tensor = shard.numbers(whole).to(item.dtype)
-    if isinstance(shard.tensor, DTensor):
-        for axis, at, size in _gathered_axes(shard.tensor, shard.shape, dims):
-            group = shard.tensor.device_mesh.get_group(axis)
-            # Parts are those of ``torch.chunk``: the last may be short, and gloo needs equal ones.
-            missing = -(-size // dist.get_world_size(group)) - tensor.shape[at]
-            padded = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - at) + [0, missing])
-            tensor = all_gather(padded, at, group).narrow(at, 0, size)
-    for at, dim in enumerate(dims):
-        tensor = tensor.narrow(at, piece.start[dim], piece.size[dim])
-    return tensor
-
-
-def _gathered_axes(
-    tensor: DTensor, shape: tuple[int, ...], dims: list[int]
-) -> list[tuple[int, int, int]]:
-    """List the all-gathers that complete ``dims``: (mesh axis, place in ``dims``, gathered size).
-
-    If FSDP shards a dim that tp or etp has already sharded, FSDP's placement is strided and is
-    gathered first.
-
-    Args:
-        shape: of the numbers; a packed tensor holds fewer words than it has numbers.
-    """
-    mesh = tensor.device_mesh
-    outer_first = []
-    for at, dim in enumerate(dims):
-        extent = shape[dim]
-        axes = [axis for axis, one in enumerate(tensor.placements) if _cut_dim(one) == dim]
-        for axis in sorted(axes, key=lambda axis: is_strided_shard(tensor.placements[axis])):
-            outer_first.append((axis, at, extent))
-            # The inner axis shards this rank's slice of the outer axis.
-            longest = -(-extent // mesh.size(axis))
-            extent = max(0, min(longest, extent - longest * mesh.get_local_rank(axis)))
-    return outer_first[::-1]
-
-
-def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
-    """Return the ranks that hold the piece.
-
-    On a mesh axis that shards a dim which is not stored, these ranks have the coordinate of the
-    piece's index.
-
-    Args:
-        first: lowest rank of the stage. The mesh of a tensor lacks an axis (tp) that does not shard
-            it, so each coordinate of this axis has a copy; the first coordinate's is written.
-    """
-    ranks = tensor.device_mesh.mesh
-    ranks = ranks - (ranks.min() - first)
-    for axis, placement in enumerate(tensor.placements):
-        dim = _cut_dim(placement)
-        if dim is not None and not any(dim in dims for dims in piece.dims):
-            longest = -(-tensor.shape[dim] // ranks.shape[axis])
-            ranks = ranks.narrow(axis, piece.start[dim] // longest, 1)
-    return tuple(ranks.flatten().tolist())
 
 
 def _cut_dim(placement: Placement) -> int | None:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from automoe.comm.local_shard import global_offset, local_shard
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
-from automoe.hf.keys import mtp_copies, our_tensors
+from automoe.hf.keys import Shape, mtp_copies, our_tensors
 from automoe.model.causal_lm import CausalLM
 from automoe.parallel.fsdp import reshard
 from automoe.quantize.packed import base_of, block_size, is_packed, unpack
@@ -57,14 +58,14 @@ class LocalShard:
     """
 
     name: str
-    tensor: torch.Tensor
-    local: torch.Tensor
-    start: tuple[int, ...]
+    tensor: Tensor
+    local: Tensor
+    start: Shape
     trained: bool = True
     copy: bool = False
     again: bool = False
     columns: int = 0
-    added: tuple[torch.Tensor, torch.Tensor, float] | None = None
+    added: tuple[Tensor, Tensor, float] | None = None
 
     @property
     def base(self) -> str:
@@ -72,13 +73,13 @@ class LocalShard:
         return base_of(self.local) if self.columns else ""
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the full (unsharded) tensor."""
         shape = tuple(self.tensor.shape)
         return (*shape[:-2], self.columns) if self.columns else shape
 
     @property
-    def extent(self) -> tuple[int, ...]:
+    def extent(self) -> Shape:
         """Shape of this rank's shard."""
         extent = tuple(self.local.shape)
         if not self.columns:
@@ -92,18 +93,18 @@ class LocalShard:
         return torch.float32 if self.columns else self.tensor.dtype
 
     @torch.no_grad()
-    def numbers(self, index: tuple[int | slice, ...]) -> torch.Tensor:
+    def numbers(self, index: tuple[int | slice, ...]) -> Tensor:
         """Return the numbers at ``index``, unpacked in float32 or wider, with the adapter added.
 
         ``index`` must leave the columns of a packed matrix whole.
         """
-        found = unpack(self.local[index], self.extent[-1], torch.float32)
+        numbers = unpack(self.local[index], self.extent[-1], torch.float32)
         if self.added is None:
-            return found
+            return numbers
         a, b, scale = self.added
-        found = found.to(b.dtype)
-        _add_product(found, a if a.dim() == 2 else a[index[0]], b[index[:-1]], scale)
-        return found
+        numbers = numbers.to(b.dtype)
+        _add_product(numbers, a if a.dim() == 2 else a[index[0]], b[index[:-1]], scale)
+        return numbers
 
     def matrices(self, widened: bool = True) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
         """Yield (index in this shard, unpacked float32 shard on the CPU) of each matrix.
@@ -124,7 +125,7 @@ class LocalShard:
             yield index, LocalShard(self.name, whole, numbers, start)
 
 
-def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+def _add_product(into: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """Add scale b [..., O, r] a [..., r, I] to ``into`` [..., O, I].
 
     Matrices are multiplied one by one, so that no bit depends on their number. If ``a`` lacks inner
@@ -149,13 +150,13 @@ def config_of(parts: Parts) -> ModelConfig:
     return next(iter(parts.values())).config
 
 
-def stage_ranks(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+def stage_ranks(tensors: Iterable[Tensor]) -> Shape:
     """Return the ranks of the largest mesh, which hold the same stages as this rank.
 
     Without any mesh, only the first rank is returned.
     """
     meshes = [tensor.device_mesh.mesh for tensor in tensors if isinstance(tensor, DTensor)]
-    return tuple(sorted(max(meshes, key=torch.Tensor.numel).flatten().tolist())) if meshes else (0,)
+    return tuple(sorted(max(meshes, key=Tensor.numel).flatten().tolist())) if meshes else (0,)
 
 
 def local_shards(parts: Parts) -> Iterator[LocalShard]:
@@ -171,14 +172,16 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
             elif ".lora." not in name:
                 tied = name == "embed_tokens.weight" and not part.embeds
                 yield _shard(name, parameter, copy=tied)
-                for again in (copy for copy, own in copies.items() if own == name and not tied):
+                for again in (
+                    copy for copy, original in copies.items() if original == name and not tied
+                ):
                     yield _shard(again, parameter, again=True)
         for name, buffer in part.named_buffers():
             if name in shapes:
                 yield _shard(name, buffer, trained=False)
 
 
-def _shard(name: str, tensor: torch.Tensor, **facts: Any) -> LocalShard:
+def _shard(name: str, tensor: Tensor, **facts: Any) -> LocalShard:
     tensor = tensor.detach()
     start = global_offset(tensor)
     if is_packed(tensor):  # the last two dims are blocks and bytes

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch import Tensor
 
 from automoe.comm.agreement import Ranks
 from automoe.comm.tokens import MicroBatch
@@ -79,7 +80,52 @@ def verify_hf(
     config = config_of(parts)
     ranks = Ranks()
     catalog = open_catalog(folder, config)
-    ranks.all(lambda: _compare_shards(parts, catalog, dtype or {}, encoding))
+    dtypes = dtype or {}
+
+    def compare_shards() -> None:
+        # Every number that this rank holds is compared, bit for bit, with its place in the files.
+        # Sums of squared errors and of squared numbers of each quantized tensor.
+        errors = defaultdict(float)
+        sizes = defaultdict(float)
+
+        def compare(item: ReadItem, source: Tensor, target: Tensor) -> None:
+            # In 8 or 4 bits a number that is not finite makes its whole block NaN.
+            if odd := num_not_finite(target) or num_not_finite(source):
+                raise not_exported(catalog.folder, item.key, odd)
+            if encoding != "plain" and item.source.encoding == encoding:
+                live = target.to("cpu", torch.float32)
+                errors[item.key] += float((source - live).square().sum())
+                sizes[item.key] += float(live.square().sum())
+                return
+            # Only the stage that writes a tied embedding knows the dtype of its copies.
+            wanted = dtypes.get(item.key, source.dtype if item.shard.copy else target.dtype)
+            if source.dtype != wanted:
+                raise CheckpointError(
+                    f"{catalog.folder}: {item.key} is {source.dtype}, not {wanted}"
+                )
+            live = target.to("cpu", wanted)
+            if not torch.equal(source, live):
+                differ = int((source != live).sum())
+                raise CheckpointError(
+                    f"{catalog.folder}: {item.key} is not the model's {item.shard.name}: {differ} of "
+                    f"{live.numel()} numbers differ"
+                )
+
+        with Reader(catalog) as reader:
+            shards = list(local_shards(parts))
+            reader.visit(reader.plan(shard for shard in shards if not shard.base), compare)
+            for shard in shards:
+                for _, matrix in shard.matrices() if shard.base else ():
+                    reader.visit(reader.plan([matrix]), compare)
+        for key, size in sizes.items():
+            if not errors[key] <= ROUNDING[encoding] ** 2 * size:  # so that NaN fails
+                off = math.sqrt(errors[key] / size) if size else math.inf
+                raise CheckpointError(
+                    f"{catalog.folder}: {key} is not the model's: its numbers are off by {off:.1%}, and "
+                    f"{encoding.upper()} rounds by no more than {ROUNDING[encoding]:.1%}"
+                )
+
+    ranks.all(compare_shards)
     if source is not None:
         copied = ranks.share({key: stored.num_bytes for key, stored in source.beside.items()})
         ranks.all(lambda: compare_beside(source, catalog, copied))
@@ -114,50 +160,6 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         raise CheckpointError(
             f"{catalog.folder} does not reload in transformers: {type(error).__name__}: {error}"
         ) from error
-
-
-def _compare_shards(
-    parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dtype], encoding: Encoding
-) -> None:
-    """Compare every number that this rank holds, bit for bit, with its place in the files."""
-    # Sums of squared errors and of squared numbers of each quantized tensor.
-    errors = defaultdict(float)
-    sizes = defaultdict(float)
-
-    def compare(one: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
-        # In 8 or 4 bits a number that is not finite makes its whole block NaN.
-        if odd := num_not_finite(target) or num_not_finite(source):
-            raise not_exported(catalog.folder, one.key, odd)
-        if encoding != "plain" and one.source.encoding == encoding:
-            live = target.to("cpu", torch.float32)
-            errors[one.key] += float((source - live).square().sum())
-            sizes[one.key] += float(live.square().sum())
-            return
-        # Only the stage that writes a tied embedding knows the dtype of its copies.
-        wanted = dtype.get(one.key, source.dtype if one.shard.copy else target.dtype)
-        if source.dtype != wanted:
-            raise CheckpointError(f"{catalog.folder}: {one.key} is {source.dtype}, not {wanted}")
-        live = target.to("cpu", wanted)
-        if not torch.equal(source, live):
-            differ = int((source != live).sum())
-            raise CheckpointError(
-                f"{catalog.folder}: {one.key} is not the model's {one.shard.name}: {differ} of "
-                f"{live.numel()} numbers differ"
-            )
-
-    with Reader(catalog) as reader:
-        shards = list(local_shards(parts))
-        reader.visit(reader.plan(shard for shard in shards if not shard.base), compare)
-        for shard in shards:
-            for _, one in shard.matrices() if shard.base else ():
-                reader.visit(reader.plan([one]), compare)
-    for key, size in sizes.items():
-        if not errors[key] <= ROUNDING[encoding] ** 2 * size:  # so that NaN fails
-            off = math.sqrt(errors[key] / size) if size else math.inf
-            raise CheckpointError(
-                f"{catalog.folder}: {key} is not the model's: its numbers are off by {off:.1%}, and "
-                f"{encoding.upper()} rounds by no more than {ROUNDING[encoding]:.1%}"
-            )
 
 
 def _compare_census(config: ModelConfig, folder: Path) -> None:
@@ -223,14 +225,14 @@ def _too_large(config: ModelConfig) -> bool:
     return 4 * count_params(config).total > MAX_COMPARED_BYTES
 
 
-def _tokens(config: ModelConfig) -> torch.Tensor:
+def _tokens(config: ModelConfig) -> Tensor:
     """Return random tokens [B, S], the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=generator)
 
 
 def _relative_error(
-    found: torch.Tensor, wanted: torch.Tensor, folder: Path, what: str, remedy: str = ""
+    ours: Tensor, wanted: Tensor, folder: Path, rule: str, remedy: str = ""
 ) -> float:
     """Return the relative difference of logits; raise ``CheckpointError`` if it is too large."""
     if odd := num_not_finite(wanted):
@@ -238,10 +240,10 @@ def _relative_error(
             f"{folder}: {odd:,} of {wanted.numel():,} logits of transformers are NaN or infinite: its weights are "
             "finite, and their products are not in float32. Export an earlier checkpoint"
         )
-    error = float((found - wanted).norm() / wanted.norm())
+    error = float((ours - wanted).norm() / wanted.norm())
     if not error <= LOGITS_TOLERANCE:  # so that NaN fails
         raise CheckpointError(
-            f"{folder}: {what}: relative difference {error:.1e}, allowed {LOGITS_TOLERANCE:.0e}{remedy}"
+            f"{folder}: {rule}: relative difference {error:.1e}, allowed {LOGITS_TOLERANCE:.0e}{remedy}"
         )
     return error
 
@@ -303,8 +305,8 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
 # transformers would warn of tensors that are judged here, and of kernels that are not installed.
 @without_warnings()
 def _run_transformers(
-    folder: Path, tokens: torch.Tensor, config: ModelConfig, beside: tuple[str, ...] = ()
-) -> tuple[torch.Tensor, torch.Tensor]:
+    folder: Path, tokens: Tensor, config: ModelConfig, beside: tuple[str, ...] = ()
+) -> tuple[Tensor, Tensor]:
     """Return logits [B, S, V] and the chosen experts [B, S, moe layers, K].
 
     Args:
@@ -335,7 +337,7 @@ def _run_transformers(
             key
             for key in info[kind]
             if not (kind[0] == "u" and key.startswith(beside))
-            and not ((found := modules.match(str(key))) and int(found[1]) >= config.num_layers)
+            and not ((match := modules.match(str(key))) and int(match[1]) >= config.num_layers)
         ]
         if odd:
             raise CheckpointError(

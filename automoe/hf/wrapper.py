@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from automoe.errors import CheckpointError, listed
 
+HFConfig = dict[str, Any]  # content of a config.json
 TEXT = "text_config"
 # Keys of config.json that an export drops: it states its own dtype, and has no code.
 _RESTATED = ("auto_map", "torch_dtype", "quantization_config", "transformers_version")
@@ -28,7 +29,8 @@ class Names(NamedTuple):
     """Names of the text model's tensors in files.
 
     Attributes:
-        prefixes: pairs of a prefix in files and the plain prefix that it stands for.
+        prefixes: pairs of a prefix in files and the plain prefix that it stands for; () if all names
+            are plain.
     """
 
     prefixes: tuple[tuple[str, str], ...]
@@ -38,7 +40,7 @@ class Names(NamedTuple):
         for stored, plain in self.prefixes:
             if key.startswith(stored):
                 return plain + key.removeprefix(stored)
-        return None
+        return None if self.prefixes else key
 
     def stored(self, key: str) -> str:
         """Return the name in files of the text model's tensor ``key``."""
@@ -47,7 +49,7 @@ class Names(NamedTuple):
         return stored + key.removeprefix(plain)
 
 
-ALONE = Names((("", ""),))
+ALONE = Names(())
 # The head is a sibling of the module with the text model, or both are in one module.
 _WRAPPED = (
     Names((("model.language_model.", "model."), ("lm_head.", "lm_head."))),
@@ -63,7 +65,7 @@ def is_wrapper(hf: Mapping[str, Any]) -> bool:
     return bool(hf.get(TEXT)) and isinstance(hf[TEXT], dict)
 
 
-def text_config(hf: dict[str, Any]) -> dict[str, Any]:
+def text_config(hf: HFConfig) -> HFConfig:
     """Return the text model's configuration: a part of ``config.json``, or all of it.
 
     As in transformers, the wrapper decides whether head and embedding are tied.
@@ -86,21 +88,21 @@ def quantization_in(hf: Mapping[str, Any]) -> Any:
     return stated
 
 
-def wrapped_config(base: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """Return the ``config.json`` of an export: the wrapper's own, around the same text model.
+def wrapped_config(base: HFConfig, text: HFConfig) -> HFConfig:
+    """Return the wrapper's ``config.json`` for an export, around the exported text model's ``text``.
 
     Args:
         base: config.json of the source.
         text: configuration of the exported text model.
     """
-    kept, inner = (
+    outer, inner = (
         {key: value for key, value in part.items() if key not in _RESTATED}
         for part in (base, base[TEXT])
     )
     tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
     if tied.items() <= text_config(base).items():
         tied = {}
-    return kept | tied | {TEXT: inner | tied}
+    return outer | tied | {TEXT: inner | tied}
 
 
 def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Names:
@@ -125,8 +127,8 @@ def names_in(folder: Path, hf: Mapping[str, Any], keys: Collection[str]) -> Name
 
 def part_of(key: str) -> str:
     """Return the prefix of the part of a wrapper that the stored tensor ``key`` belongs to."""
-    found = _PART.match(key)
-    return found[0] if found else key
+    match = _PART.match(key)
+    return match[0] if match else key
 
 
 def said_of(beside: Mapping[str, int]) -> list[str]:
@@ -139,8 +141,8 @@ def said_of(beside: Mapping[str, int]) -> list[str]:
     for key, num_bytes in beside.items():
         sizes[part_of(key)].append(num_bytes)
     parts = [
-        f"{part}* ({len(found)} tensors, {sum(found) / 2**20:,.1f} MiB)"
-        for part, found in sizes.items()
+        f"{part}* ({len(tensors)} tensors, {sum(tensors) / 2**20:,.1f} MiB)"
+        for part, tensors in sizes.items()
     ]
     text = "not trained, and copied bit for bit into an export: "
     return [text + listed(parts)] if parts else []

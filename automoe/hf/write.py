@@ -87,8 +87,8 @@ def to_hf(
     with new_folder(path, overwrite, ranks) as folder:
         for part in parts.values():
             merge_adapters(part)
-        kept = source if dtype == "keep" else None
-        plan = plan_writes(list(local_shards(parts)), config, keys, out_dtype, encoding, kept)
+        dtypes_of = source if dtype == "keep" else None
+        plan = plan_writes(list(local_shards(parts)), config, keys, out_dtype, encoding, dtypes_of)
         written = Transfer(plan, ranks, source).write(folder, max_shard_bytes)
         bases = {item.shard.base for item in plan}
         rounded = {item.dtype for item in plan if item.dtype.itemsize < item.shard.dtype.itemsize}

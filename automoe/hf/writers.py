@@ -35,15 +35,15 @@ _ROWS = {
 def check_writer(
     folder: Path, hf: Mapping[str, Any], family: str, tensors: Mapping[str, Any]
 ) -> None:
-    """Raise ``CheckpointError`` that names the writer of a folder which nobody reads as it is.
+    """Raise ``CheckpointError`` if a program is known to write folders that no reader loads correctly.
 
     Args:
         hf: content of config.json.
         family: its ``model_type``.
         tensors: headers of the tensors, by name in the files.
     """
-    lines = [f"{family} {name} {one.dtype}" for name, one in tensors.items()]
+    lines = [f"{family} {name} {stored.dtype}" for name, stored in tensors.items()]
     evidence = "\n".join([json.dumps(quantization_in(hf)), *lines])
-    for pattern, what in _ROWS.items():
-        if found := re.search(pattern, evidence):
-            raise CheckpointError(f"{folder}: {what} ({found[0]})")
+    for pattern, advice in _ROWS.items():
+        if match := re.search(pattern, evidence):
+            raise CheckpointError(f"{folder}: {advice} ({match[0]})")

@@ -151,11 +151,11 @@ def weights_quantized_once(model_parts: Iterable[CausalLM], config: Config) -> I
         scalings = [module for module in modules if isinstance(module, Scaling)]
     try:
         for scaling in scalings:
-            scaling.kept = {}
+            scaling.cached = {}
         yield
     finally:
         for scaling in scalings:
-            scaling.kept = None
+            scaling.cached = None
 
 
 @torch.no_grad()

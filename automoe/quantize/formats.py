@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from automoe.config import facts
 
@@ -22,6 +23,7 @@ E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 SIDE = facts.BLOCK
+Tile = tuple[int, int]  # rows and columns that share a scale
 WHOLE = (0, 0)  # The matrix has one scale.
 LINE = (1, SIDE)  # Every 128 numbers of a row have one scale.
 BLOCK = (SIDE, SIDE)  # Every square of 128 x 128 numbers has one scale.
@@ -38,12 +40,12 @@ class Quantized:
             if the entire matrix shares one.
     """
 
-    codes: torch.Tensor
-    scales: torch.Tensor
-    tile: tuple[int, int]
+    codes: Tensor
+    scales: Tensor
+    tile: Tile
 
 
-def tile_amax(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+def tile_amax(x: Tensor, tile: Tile) -> Tensor:
     """Return the largest magnitude of each tile in float32; zero for an empty matrix.
 
     Shapes: [..., R, C] -> [..., tiles down, tiles across].
@@ -62,7 +64,7 @@ def tile_amax(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     return padded.abs().view(*x.shape[:-2], down, tile[0], across, tile[1]).amax(dim=(-3, -1))
 
 
-def scales_for(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def scales_for(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the smallest powers of two that bring ``amax`` into the range of ``dtype``.
 
     A scale is one if ``amax`` is zero, NaN if ``amax`` is not finite. Scales are at least 2**-126,
@@ -74,9 +76,7 @@ def scales_for(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(amax.isfinite(), scales, torch.full_like(scales, torch.nan))
 
 
-def encode(
-    x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]
-) -> Quantized:
+def encode(x: Tensor, scales: Tensor, dtype: torch.dtype, tile: Tile) -> Quantized:
     """Quantize ``x`` [..., R, C] with given scales; numbers out of range become the largest code.
 
     Infinite numbers become NaN instead, so the failure of the step that produced them stays
@@ -90,14 +90,14 @@ def encode(
     return Quantized(numbers.contiguous().to(dtype), scales, tile)
 
 
-def quantize(x: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]) -> Quantized:
+def quantize(x: Tensor, dtype: torch.dtype, tile: Tile) -> Quantized:
     """Quantize ``x`` [..., R, C] with scales computed from its own tiles."""
     if x.is_cuda and tile != WHOLE:
         return _in_one_pass(x, None, dtype, tile)
     return encode(x, scales_for(tile_amax(x, tile), dtype), dtype, tile)
 
 
-def dequantize(q: Quantized) -> torch.Tensor:
+def dequantize(q: Quantized) -> Tensor:
     """Return the numbers of ``q`` as float32 [..., R, C]; the product with the scales is exact."""
     return q.codes.to(torch.float32) * _spread(q.scales, q.tile, q.codes.shape)
 
@@ -116,9 +116,7 @@ def transposed(q: Quantized) -> Quantized:
     return Quantized(codes, scales, q.tile)
 
 
-def _in_one_pass(
-    x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, tile: tuple[int, int]
-) -> Quantized:
+def _in_one_pass(x: Tensor, scales: Tensor | None, dtype: torch.dtype, tile: Tile) -> Quantized:
     from automoe.kernels.fp8 import encode_in_one_pass
 
     if tile == WHOLE:  # The kernel only knows blocks, so each block gets the matrix's scale.
@@ -132,7 +130,7 @@ def _in_one_pass(
     return Quantized(codes, scales, tile)
 
 
-def _spread(scales: torch.Tensor, tile: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+def _spread(scales: Tensor, tile: Tile, shape: torch.Size) -> Tensor:
     """Return the scale of each number, as a tensor that broadcasts to ``shape``."""
     if tile == WHOLE:
         return scales

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from automoe.quantize.formats import BLOCK, LINE, SIDE, WHOLE, Quantized, dequantize, transposed
@@ -28,13 +28,13 @@ _KERNEL_STEP = 16  # bytes; torch's kernels need K and N to be multiples of this
 class _Product(torch.autograd.Function):
     """Float8 product that saves x and the weight unquantized and quantizes both again in backward.
 
-    The weight is not quantized again if ``scaling.kept`` holds its codes. Other operations save x
+    The weight is not quantized again if ``scaling.cached`` holds its codes. Other operations save x
     anyway (other products with the same input, attention's backward, the router), so saved codes
     would be a second copy. FSDP owns the weight and may free it between forward and backward.
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
         x_scales = scaling.scales(x.flatten(0, -2), X)
         weight_scales = scaling.weight_scales(weight)
         rows = scaling.quantize(x.flatten(0, -2), x_scales, X)
@@ -45,7 +45,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad: Tensor):
         x, weight, x_scales, weight_scales = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1])
         scaling = ctx.scaling
@@ -72,22 +72,20 @@ class QuantizedProduct(nn.Module):
     """
 
     def __init__(
-        self, scaling: Scaling, gradient_hook: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self, scaling: Scaling, gradient_hook: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         super().__init__()
         self.scaling = scaling
         self.gradient_hook = gradient_hook
 
-    def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = _Product.apply(x, weight, self.scaling)
         if self.gradient_hook is not None and out.requires_grad:
             out.register_hook(self.gradient_hook)
         return out if bias is None else out + bias
 
 
-def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
+def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """Return a [M, K] @ b [N, K].T as [M, N] in ``dtype``.
 
     The tiles of the operands are ``LINE`` and ``LINE``, ``LINE`` and ``BLOCK``, or ``WHOLE`` and
@@ -126,7 +124,7 @@ def _padded(q: Quantized, step: int) -> Quantized:
     return Quantized(codes, scales, q.tile)
 
 
-def _kernel_scales(q: Quantized) -> torch.Tensor:
+def _kernel_scales(q: Quantized) -> Tensor:
     """Return the scales in the layout of ``scaled_mm``.
 
     Scales of lines are column-major; scales of blocks are transposed and padded to multiples of 4.

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from automoe.config.facts import BASE_BLOCKS
@@ -24,22 +25,22 @@ _CHUNK = 1 << 24  # So many numbers are widened at once, which bounds the scratc
 _SCALE = 4  # bytes
 
 
-def is_packed(weight: torch.Tensor) -> bool:
+def is_packed(weight: Tensor) -> bool:
     """Return True if ``weight`` holds packed blocks (uint8)."""
     return weight.dtype == torch.uint8
 
 
-def base_of(weight: torch.Tensor) -> str:
+def base_of(weight: Tensor) -> str:
     """Return the value of ``lora.base`` (``fp8`` or ``nf4``) that made a packed ``weight``."""
     return _KINDS[weight.shape[-1]]
 
 
-def block_size(weight: torch.Tensor) -> int:
+def block_size(weight: Tensor) -> int:
     """Return how many numbers a block of a packed ``weight`` holds."""
     return BASE_BLOCKS[base_of(weight)][0]
 
 
-def pack_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def pack_fp8(codes: Tensor, scales: Tensor) -> Tensor:
     """Join fp8 codes and their scales to uint8 blocks [R, ceil(C / 128), 132].
 
     Args:
@@ -51,7 +52,7 @@ def pack_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return _joined(whole, scales.to(torch.float32))
 
 
-def pack_nf4(numbers: torch.Tensor) -> torch.Tensor:
+def pack_nf4(numbers: Tensor) -> Tensor:
     """Quantize float32 [..., R, C] to nf4 blocks, uint8 [..., R, ceil(C / 64), 36].
 
     bitsandbytes rounds the numbers, on the device of ``numbers``.
@@ -65,12 +66,12 @@ def pack_nf4(numbers: torch.Tensor) -> torch.Tensor:
     return _joined(codes.view(*whole.shape[:-1], size // 2), state.absmax.view(whole.shape[:-1]))
 
 
-def _joined(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _joined(codes: Tensor, scales: Tensor) -> Tensor:
     return torch.cat((codes, scales.contiguous().unsqueeze(-1).view(torch.uint8)), dim=-1)
 
 
 @torch.no_grad()
-def unpack(weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def unpack(weight: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Widen packed blocks to [..., R, columns] in ``dtype``; return any other tensor as it is.
 
     Each number is rounded from float32 once.
@@ -93,7 +94,7 @@ def unpack(weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tens
     return wide
 
 
-def _numbers(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _numbers(blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Decode blocks [R, blocks, bytes] to [R, blocks, numbers per block], float32 or ``dtype``."""
     codes = blocks[..., :-_SCALE]
     scales = blocks[..., -_SCALE:].contiguous().view(torch.float32)
@@ -122,22 +123,20 @@ class _PackedProduct(torch.autograd.Function):
     """``F.linear`` of a packed weight: saves only the bytes and widens them again in backward."""
 
     @staticmethod
-    def forward(
-        ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.columns = x.shape[-1]
         return F.linear(x, unpack(weight, x.shape[-1], x.dtype), bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad: Tensor):
         (weight,) = ctx.saved_tensors
         grad_x = grad @ unpack(weight, ctx.columns, grad.dtype) if ctx.needs_input_grad[0] else None
         return grad_x, None, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``F.linear`` of a weight [O, I], or of a packed weight that stands for one.
 
     Shapes: x [..., I], bias [O] or None -> [..., O].

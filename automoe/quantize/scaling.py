@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.trace import trains
 from automoe.quantize.formats import (
@@ -32,11 +32,11 @@ HISTORY = 16  # steps that a delayed scale looks back over
 X, W, GRAD = range(3)
 
 
-AmaxReduce = Callable[[torch.Tensor], torch.Tensor]
+AmaxReduce = Callable[[Tensor], Tensor]
 """Element-wise maximum over the ranks that hold parts of a tensor; may write into its argument."""
 
 
-def _one_rank(amax: torch.Tensor) -> torch.Tensor:
+def _one_rank(amax: Tensor) -> Tensor:
     return amax
 
 
@@ -44,26 +44,26 @@ class _Weights(nn.Module):
     """Scaling of one product, which can cache the scales and codes of its weight.
 
     Attributes:
-        kept: cached results by name while the weight does not change, so that all micro-batches,
+        cached: cached results by name while the weight does not change, so that all micro-batches,
             passes and recomputations quantize it once. None: quantize it at every call.
     """
 
-    kept: dict[str, Any] | None = None
+    cached: dict[str, Any] | None = None
 
-    def weight_scales(self, weight: torch.Tensor) -> Any:
+    def weight_scales(self, weight: Tensor) -> Any:
         """Return the scales of w [..., N, K]. Collective, unless they are cached."""
         return self._once("scales", lambda: self.scales(weight, W))
 
-    def quantize_weight(self, weight: torch.Tensor, scales: torch.Tensor | None) -> Quantized:
+    def quantize_weight(self, weight: Tensor, scales: Tensor | None) -> Quantized:
         """Quantize w [..., N, K], with its ``weight_scales``."""
         return self._once("codes", lambda: self.quantize(weight, scales, W))
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        if self.kept is None:
+        if self.cached is None:
             return make()
-        if name not in self.kept:
-            self.kept[name] = make()
-        return self.kept[name]
+        if name not in self.cached:
+            self.cached[name] = make()
+        return self.cached[name]
 
 
 class Tensorwise(_Weights):
@@ -86,7 +86,7 @@ class Tensorwise(_Weights):
         self.reduce_rows = reduce_rows
         self.reduce_weight = reduce_weight
 
-    def scales(self, tensor: torch.Tensor, operand: int) -> torch.Tensor:
+    def scales(self, tensor: Tensor, operand: int) -> Tensor:
         """Return the scale [..., 1, 1] of ``tensor``. Collective: called once per product.
 
         The scale depends only on the largest number of ``tensor``. To quantize the operand a second
@@ -95,7 +95,7 @@ class Tensorwise(_Weights):
         amax = self.amax(tile_amax(tensor, WHOLE), operand)
         return scales_for(amax, self.formats[operand])
 
-    def amax(self, local: torch.Tensor, operand: int) -> torch.Tensor:
+    def amax(self, local: Tensor, operand: int) -> Tensor:
         """Return the largest number [..., 1, 1] that the scale of ``operand`` must represent.
 
         Args:
@@ -106,9 +106,7 @@ class Tensorwise(_Weights):
         local = local.nan_to_num(nan=torch.inf, posinf=torch.inf)
         return self.reduce_weight(local) if operand == W else self.reduce_rows(local)
 
-    def quantize(
-        self, tensor: torch.Tensor, scales: torch.Tensor | None, operand: int
-    ) -> Quantized:
+    def quantize(self, tensor: Tensor, scales: Tensor | None, operand: int) -> Quantized:
         """Quantize x [R, C], w [..., N, K] or grad [R, C] for the product that sums over columns.
 
         ``transposed`` turns the result for x and w into the form for the product over rows.
@@ -117,7 +115,7 @@ class Tensorwise(_Weights):
         return encode(tensor, scales, self.formats[operand], WHOLE)
 
     def gradient_transposed(
-        self, grad: torch.Tensor, scales: torch.Tensor | None, q: Quantized | None = None
+        self, grad: Tensor, scales: Tensor | None, q: Quantized | None = None
     ) -> Quantized:
         """Quantize ``grad`` [R, C] to [C, R] for the product that sums over rows.
 
@@ -146,8 +144,8 @@ class Delayed(Tensorwise):
             the experts of all ranks share a history.
     """
 
-    history: torch.Tensor
-    seen: torch.Tensor
+    history: Tensor
+    seen: Tensor
     known: list[bool] | None
     """Which operands have a history, on the host; None: read it from the device."""
     # A checkpoint of a run with another scaling has no history; a new history then begins.
@@ -169,7 +167,7 @@ class Delayed(Tensorwise):
         self.known = None
 
     @torch.no_grad()
-    def amax(self, local: torch.Tensor, operand: int) -> torch.Tensor:
+    def amax(self, local: Tensor, operand: int) -> Tensor:
         # Experts share a history, so the maximum is over all of them.
         largest = local.amax().view(1, 1) if local.numel() else local.new_zeros(1, 1)
         if trains():
@@ -194,7 +192,7 @@ class Delayed(Tensorwise):
         self.seen.zero_()
 
 
-def clipped_share(history: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def clipped_share(history: Tensor, seen: Tensor) -> Tensor:
     """Return the share of delayed scales that were too small, so that some numbers were clipped.
 
     Clipped numbers became the largest code. Operands without a history never count as clipped.
@@ -220,16 +218,14 @@ class Blockwise(_Weights):
     scales are powers of two.
     """
 
-    def scales(self, tensor: torch.Tensor, operand: int) -> None:
+    def scales(self, tensor: Tensor, operand: int) -> None:
         """Return None: a rank holds full tiles and computes scales together with their codes."""
 
-    def quantize(
-        self, tensor: torch.Tensor, scales: torch.Tensor | None, operand: int
-    ) -> Quantized:
+    def quantize(self, tensor: Tensor, scales: Tensor | None, operand: int) -> Quantized:
         return quantize(tensor, E4M3, BLOCK if operand == W else LINE)
 
     def gradient_transposed(
-        self, grad: torch.Tensor, scales: torch.Tensor | None, q: Quantized | None = None
+        self, grad: Tensor, scales: Tensor | None, q: Quantized | None = None
     ) -> Quantized:
         # The unquantized gradient still exists, so it is not rounded a second time from ``q``.
         return quantize(grad.T, E4M3, LINE)

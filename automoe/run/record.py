@@ -54,7 +54,7 @@ class RunRecord:
         self._log = self._trackers = None
         if context.rank == 0:
             # The record of another run is not continued.
-            record_ends = resumed.step if resumed and resumed.own else None
+            record_ends = resumed.step if resumed and resumed.of_run else None
             self._log = MetricsLog(context.run_dir, record_ends, self.warn)
             self._trackers = make_trackers(config, context.run_dir, record_ends, self.warn)
 

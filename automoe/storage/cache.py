@@ -39,25 +39,25 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
             no progress. Errors of ``write`` pass through.
     """
     try:
-        found = _verified(entry)
+        verified = _verified(entry)
     except OSError as error:  # An unreadable entry may be intact.
         raise DataError(
             f"{error.filename or entry}: cannot be read ({error.strerror}). Check this disk."
         ) from error
-    if isinstance(found, dict):
-        return found
+    if isinstance(verified, dict):
+        return verified
     failed = None
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         lock = entry.with_name(f"{entry.name}.lock")
         with os.fdopen(take_lock(lock, lambda: _written(entry)), "r+"):
-            found = _verified(entry)  # another process may have been faster
-            if isinstance(found, dict):
-                return found
+            verified = _verified(entry)  # another process may have been faster
+            if isinstance(verified, dict):
+                return verified
             with tempfile.TemporaryDirectory(prefix=f"{entry.name}.", dir=entry.parent) as scratch:
-                if found is not None:
+                if verified is not None:
                     print(
-                        f"note: {entry} is damaged ({found}), so the text is tokenised again",
+                        f"note: {entry} is damaged ({verified}), so the text is tokenised again",
                         file=sys.stderr,
                     )
                     os.rename(entry, Path(scratch) / "damaged")
@@ -72,16 +72,16 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
                 os.rename(new, entry)
     except OSError as error:
         failed = error
-    found = _verified(entry)  # another machine on a shared file system may have been faster
-    if isinstance(found, dict):
-        return found
+    verified = _verified(entry)  # another machine on a shared file system may have been faster
+    if isinstance(verified, dict):
+        return verified
     if failed is not None:
         raise DataError(
             f"{entry.parent}: the tokenised corpus cannot be written here ({failed.strerror}). Make room or make it "
             f"writable, or set XDG_CACHE_HOME to a directory that is."
         ) from failed
     raise DataError(
-        f"{entry}: the entry just written reads back differently ({found}). Check this disk."
+        f"{entry}: the entry just written reads back differently ({verified}). Check this disk."
     )
 
 

@@ -45,7 +45,7 @@ def restore_folder(path: Path) -> None:
         os.rename(old, path)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, other: Path) -> bool:
     """Exchange two names atomically; return False if the system or file system cannot.
 
     Raises:
@@ -56,7 +56,7 @@ def exchange(one: Path, other: Path) -> bool:
         return False
     folder = -100  # AT_FDCWD: relative paths start at the working directory
     exchanged = 2  # RENAME_EXCHANGE
-    if rename(folder, os.fsencode(one), folder, os.fsencode(other), exchanged) == 0:
+    if rename(folder, os.fsencode(first), folder, os.fsencode(other), exchanged) == 0:
         return True
     error = ctypes.get_errno()
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):

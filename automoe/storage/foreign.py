@@ -107,18 +107,18 @@ def parse_json(raw: bytes) -> Any:
     """Parse UTF-8 JSON and refuse objects with a repeated key. Raises ``ValueError``."""
     try:
         text = raw.decode("utf-8")
-        found = json.loads(text)
+        content = json.loads(text)
         if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:
-            check_depth(found)
+            check_depth(content)
         # Every written pair has a colon of its own, so no key is repeated if the two upper levels
         # hold as many pairs as there are colons. Checking the pairs of each object, as is done
         # otherwise, takes longer than the rest of the function.
-        if isinstance(found, dict):
-            pairs = len(found) + sum(
-                len(value) for value in found.values() if isinstance(value, dict)
+        if isinstance(content, dict):
+            pairs = len(content) + sum(
+                len(value) for value in content.values() if isinstance(value, dict)
             )
             if pairs == raw.count(b":"):
-                return found
+                return content
         return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
         raise _too_deep() from None
@@ -134,9 +134,9 @@ def check_depth(value: object) -> None:
     for _ in range(MAX_DEPTH):
         level = [
             inner
-            for one in level
-            if isinstance(one, (dict, list))
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for value in level
+            if isinstance(value, (dict, list))
+            for inner in (value.values() if isinstance(value, dict) else value)
         ]
     if level:
         raise _too_deep()
@@ -175,14 +175,16 @@ def _written_out(
     if id(node) not in known:
         inner: list[tuple[yaml.Node, str]] = []
         if isinstance(node, yaml.MappingNode):
-            inner = [(one, f"{key}.{k.value}".lstrip(".")) for k, v in node.value for one in (k, v)]
+            inner = [
+                (part, f"{key}.{k.value}".lstrip(".")) for k, v in node.value for part in (k, v)
+            ]
         elif isinstance(node, yaml.SequenceNode):
-            inner = [(one, key) for one in node.value]
+            inner = [(part, key) for part in node.value]
         elif node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
             raise ValueError(
                 f"{key} is a number of {len(node.value):,} digits (at most {MAX_DIGITS})"
             )
-        sizes = [_written_out(one, known, depth + 1, name) for one, name in inner]
+        sizes = [_written_out(part, known, depth + 1, name) for part, name in inner]
         known[id(node)] = 1 + sum(n for n, _ in sizes), 1 + max((n for _, n in sizes), default=0)
     return known[id(node)]
 
@@ -195,12 +197,12 @@ def parse_yaml(raw: bytes) -> Any:
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object for ``json.loads``; raise ``ValueError`` if a key is repeated."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         names = set()
         twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {brief(twice)} occurs twice in it")
-    return found
+    return content
 
 
 def brief(value: object) -> str:

@@ -34,14 +34,14 @@ _PR_SET_PDEATHSIG = 1
 _place: mmap.mmap | None = None  # in a child: name of the current step, shared with the parent
 
 
-def doing(what: str, goes_on: bool = False) -> None:
+def doing(work_name: str, goes_on: bool = False) -> None:
     """Begin a step of guarded work: name it, and give it ``MAX_SECONDS``. No-op outside such work.
 
     Args:
         goes_on: True if a current step of the same name continues, without new time.
     """
-    if _place is not None and not (goes_on and _text_of(_place) == what):
-        _place[:] = what.encode(errors="replace")[: len(_place)].ljust(len(_place), b"\0")
+    if _place is not None and not (goes_on and _text_of(_place) == work_name):
+        _place[:] = work_name.encode(errors="replace")[: len(_place)].ljust(len(_place), b"\0")
         signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
 
 
@@ -52,13 +52,13 @@ def fork() -> int:
         return os.fork()
 
 
-def guarded(what: str, work: Callable[[], T]) -> T:
+def guarded(work_name: str, work: Callable[[], T]) -> T:
     """Return what ``work`` returns, computed in a fork of this process.
 
     Changes that ``work`` makes to objects are lost, except in its result.
 
     Args:
-        what: name of the first step, for an error.
+        work_name: name of the first step, for an error.
 
     Raises:
         DataError: a step took too long or too much memory, or ended the child.
@@ -78,7 +78,7 @@ def guarded(what: str, work: Callable[[], T]) -> T:
         raise in_words(failed) from None
     if not child:
         _place = place
-        _work(what, work, writing, parent)
+        _work(work_name, work, writing, parent)
     os.close(writing)
     try:
         with os.fdopen(reading, "rb") as stream:
@@ -113,7 +113,7 @@ def _text_of(place: mmap.mmap | None) -> str:
     return bytes(place or b"").rstrip(b"\0").decode(errors="ignore")
 
 
-def _work(what: str, work: Callable[[], Any], writing: int, parent: int) -> NoReturn:
+def _work(work_name: str, work: Callable[[], Any], writing: int, parent: int) -> NoReturn:
     try:
         die_with_parent(parent)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
@@ -121,7 +121,7 @@ def _work(what: str, work: Callable[[], Any], writing: int, parent: int) -> NoRe
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         faulthandler.disable()  # the error says what ended this process
         limit_memory()
-        doing(what)
+        doing(work_name)
         answer: tuple[Any, BaseException | None] = work(), None
     except BaseException as error:
         if not isinstance(error, (AutomoeError, MemoryError)):
@@ -146,13 +146,13 @@ def limit_memory() -> tuple[int, int]:
     with open("/proc/self/status") as file:
         now = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
     # A limit that the user has set stays.
-    least = min([now + MAX_BYTES, *(one for one in before if one != resource.RLIM_INFINITY)])
+    least = min([now + MAX_BYTES, *(limit for limit in before if limit != resource.RLIM_INFINITY)])
     resource.setrlimit(resource.RLIMIT_DATA, (least, before[1]))
     return before
 
 
 @contextmanager
-def limited_memory(what: str) -> Iterator[None]:
+def limited_memory(block: str) -> Iterator[None]:
     """Limit the memory that a block adds to this process to ``MAX_BYTES``.
 
     Memory of a GPU is not limited.
@@ -167,7 +167,7 @@ def limited_memory(what: str) -> Iterator[None]:
         # torch raises a RuntimeError if its allocator gets no memory.
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise
-        said = f"{what} takes more than {MAX_BYTES / 1e9:,.1f} GB of memory"
+        said = f"{block} takes more than {MAX_BYTES / 1e9:,.1f} GB of memory"
         raise DataError(f"{said}. Correct it, or take another file") from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import inf, nan
+import pickle
+from collections.abc import Callable
+from math import inf
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from automoe.verify.trajectory import Trajectory
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.verify.run import Comparison, loader_rows
+from automoe.verify.trajectory import (
+    Trajectory,
+    merge_trajectories,
+    micro_batch_order,
+    run_trajectory,
+)
 
 Numbers = torch.Tensor | list[float] | float
 NUMBERS = {  # kind of quantity -> attribute of ``Trajectory``
@@ -20,43 +31,50 @@ NUMBERS = {  # kind of quantity -> attribute of ``Trajectory``
     "reported metrics": "metrics",
     "expert counts": "expert_counts",
 }
+_references: list[Trajectory] = []  # of this process, until the mesh's step is compared with it
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Comparison of one tensor or number of both runs.
+def run_reference(
+    config: Config, shape: MeshShape, dp: int, record: bool, device: str
+) -> bytes | None:
+    """Run the reference's step, and hold its trajectory in this process for ``run_compared``.
 
-    Attributes:
-        kind: kind of quantity: ``loss``, ``gradient``, ``updated parameter``, ...
-        name: name of the parameter or buffer; empty for a number of the whole model.
-        step: optimizer step of the quantity, counted from 0.
-        error: ||got - expected|| / ||expected||. It is infinite if one run lacks the tensor, if the
-            shapes differ, or if ``expected`` is zero and ``got`` is not; 0 if both are zero.
-        index: index of the element with the largest difference.
-        got: value at ``index`` in the run under test.
-        expected: value at ``index`` in the reference.
-        absent: why the values cannot be compared; empty if they can.
+    Args:
+        dp: data-parallel ranks of the mesh, whose micro-batches hold the same rows.
+        record: return the pickled routing, else None.
     """
+    train = config.train
+    order = micro_batch_order(train.global_batch_size, dp, train.micro_batch_size // dp)
+    reference = run_trajectory(
+        config, shape, loader_rows, 1, device=device, record=record, order=order
+    )
+    _references[:] = [reference]
+    return pickle.dumps(reference.choices) if record else None
 
-    kind: str
-    name: str
-    step: int
-    error: float
-    index: tuple[int, ...] = ()
-    got: float = nan
-    expected: float = nan
-    absent: str = ""
 
-    def within(self, tolerance: float) -> bool:
-        """Return True if the error is at most ``tolerance``; False if it is NaN."""
-        return self.error <= tolerance
+def run_compared(
+    run: Callable[..., Trajectory] | None,
+    config: Config,
+    shape: MeshShape,
+    routing: bytes | None,
+    device: str,
+) -> list[Comparison]:
+    """Run a step on the mesh; return its comparison with the reference on rank 0, else [].
 
-    def __str__(self) -> str:
-        what = f"step {self.step} {self.kind}" + (f" of {self.name}" if self.name else "")
-        if self.absent:
-            return f"{what}: {self.absent}"
-        where = f" at {list(self.index)}" if self.index else ""
-        return f"{what}: relative error {self.error:.2e}; got {self.got!r}, expected {self.expected!r}{where}"
+    Collective.
+
+    Args:
+        run: function with the signature of ``run_trajectory``; default: ``run_trajectory``.
+        routing: routing to repeat, from ``run_reference``.
+    """
+    options: dict[str, Any] = {"forced": pickle.loads(routing)} if routing else {}
+    mine = (run or run_trajectory)(config, shape, loader_rows, 1, device=device, **options)
+    if dist.get_rank():
+        dist.gather_object(mine)
+        return []
+    ranks: list[Any] = [None] * shape.world_size
+    dist.gather_object(None, ranks)
+    return compare_trajectories(merge_trajectories([mine, *ranks[1:]]), _references.pop())
 
 
 def compare_tensors(

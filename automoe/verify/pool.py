@@ -16,6 +16,7 @@ import itertools
 import math
 import os
 import pickle
+import pkgutil
 import signal
 import sys
 import time
@@ -82,7 +83,9 @@ class RankPool:
         self._stacks = self._files.enter_context(store_file())
         atexit.register(self.close)
 
-    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any] | str, world_size: int, *args: Any, **kwargs: Any
+    ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks; return the results in rank order.
 
         During the call ``torch.distributed`` is initialised for exactly ``world_size`` ranks, the
@@ -90,7 +93,8 @@ class RankPool:
         as pickles, so ``fn`` must return local tensors, not DTensors.
 
         Args:
-            fn: module-level function, not a closure, because ranks import it.
+            fn: module-level function, not a closure, because ranks import it; or its name as
+                ``module:function``, which this process then does not import.
 
         Raises:
             RankError: a rank failed; the error has the first failure and its traceback. The next
@@ -159,9 +163,16 @@ class RankPool:
             if not ready:
                 ranks = list(busy.values())
                 text = f"ranks {ranks} of {len(pipes)} did not finish in {self.timeout_s} s"
-                raise RankError(
-                    ranks[0], "timeout", f"{text}\n{self._stacks_of(self._ranks[ranks[0]])}"
-                )
+                os.truncate(self._stacks, 0)
+                self._ranks[ranks[0]].send_signal(signal.SIGUSR1)
+                until = time.monotonic() + _STACKS_S
+                stacks = ""  # of the rank's threads; empty if the rank does not write them
+                while time.monotonic() < until and not (
+                    stacks and stacks == self._stacks.read_text()
+                ):
+                    stacks = self._stacks.read_text()
+                    time.sleep(0.1)
+                raise RankError(ranks[0], "timeout", f"{text}\n{stacks}")
             for pipe, rank in busy.items():
                 if pipe not in ready:
                     continue
@@ -184,17 +195,6 @@ class RankPool:
                 if (status := rank.poll()) is not None:
                     raise RankError(number, "died", f"rank {number} died with exit code {status}")
             time.sleep(_PAUSE_S)
-
-    def _stacks_of(self, rank: ForkedRank) -> str:
-        """Return the stacks of a hanging rank's threads; empty if the rank does not write them."""
-        os.truncate(self._stacks, 0)
-        rank.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + _STACKS_S
-        text = ""
-        while time.monotonic() < deadline and (not text or text != self._stacks.read_text()):
-            text = self._stacks.read_text()
-            time.sleep(0.1)
-        return text
 
 
 def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path) -> NoReturn:
@@ -225,6 +225,7 @@ def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path)
             launch = LaunchConfig(device, init_timeout_s=math.ceil(timeout_s), threads_per_rank=1)
             init_ranks(launch, rank, world_size, rank, store)
             fn, args, kwargs = pickle.loads(payload)
+            fn = pkgutil.resolve_name(fn) if isinstance(fn, str) else fn
             answer = pickle.dumps(fn(*args, **kwargs))
         except BaseException as error:  # the caller raises it and kills this process
             pipe.send((type(error).__name__, traceback.format_exc()))

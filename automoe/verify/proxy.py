@@ -21,7 +21,7 @@ from automoe.config.mesh_shape import (
     largest_divisor,
     resolve_mesh,
 )
-from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, RouterConfig
+from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig
 from automoe.config.tier import tier_of
 
 MAX_AXIS = 2
@@ -56,9 +56,8 @@ MAX_ATTENTION = {
     ),
 }
 HEAD_WIDTHS = (
-    "head_dim", "index_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    "linear_key_head_dim", "linear_value_head_dim",
-)  # fmt: skip
+    "head_dim index_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim"
+).split()
 # A width with blocks of 8-bit scales keeps two blocks, so that there is a border between blocks.
 MAX_BLOCKED = 2 * BLOCK
 
@@ -143,7 +142,15 @@ def _cut_model(
     widest = MAX_BLOCKED if blocked else 32
     num_layers = min(model.num_layers, max(MAX_LAYERS, num_stages + 1))
     num_experts = _multiple(min(model.num_experts, MAX_EXPERTS), small.ep)
-    router = _cut_router(model, num_experts)
+    router = model.router
+    groups = largest_divisor(num_experts, min(router.num_groups, MAX_GROUPS))
+    limits = router.topk_groups < router.num_groups
+    router = replace(
+        router,
+        num_groups=groups,
+        topk_groups=max(1, groups // 2) if limits else groups,
+        group_score_topk=min(router.group_score_topk, num_experts // groups),
+    )
     allowed = num_experts // router.num_groups * router.topk_groups
     return replace(
         model,
@@ -211,15 +218,3 @@ def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
         return replace(few, num_heads=heads, num_kv_heads=heads)
     kv_heads = min(max(few.num_kv_heads, heads_per_rank * tp), attention.num_kv_heads)
     return replace(few, num_heads=min(2 * kv_heads, attention.num_heads), num_kv_heads=kv_heads)
-
-
-def _cut_router(model: ModelConfig, num_experts: int) -> RouterConfig:
-    router = model.router
-    groups = largest_divisor(num_experts, min(router.num_groups, MAX_GROUPS))
-    limits = router.topk_groups < router.num_groups
-    return replace(
-        router,
-        num_groups=groups,
-        topk_groups=max(1, groups // 2) if limits else groups,
-        group_score_topk=min(router.group_score_topk, num_experts // groups),
-    )

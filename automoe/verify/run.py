@@ -6,9 +6,10 @@ Example: ``python -m automoe.verify --config-name X mesh.ep=4``
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from math import nan
 from typing import TYPE_CHECKING
 
 from automoe.config.compose import key_of, parse_arguments
@@ -28,7 +29,6 @@ from automoe.verify.proxy import list_cuts, make_proxy
 
 if TYPE_CHECKING:  # these modules import torch, and checks of the configuration need no torch
     from automoe.comm.tokens import StepBatch
-    from automoe.verify.compare import Comparison
     from automoe.verify.trajectory import Trajectory
 
 EXIT_DIFFERENT = 1
@@ -131,6 +131,43 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """Comparison of one tensor or number of both runs.
+
+    Attributes:
+        kind: kind of quantity: ``loss``, ``gradient``, ``updated parameter``, ...
+        name: name of the parameter or buffer; empty for a number of the whole model.
+        step: optimizer step of the quantity, counted from 0.
+        error: ||got - expected|| / ||expected||. It is infinite if one run lacks the tensor, if the
+            shapes differ, or if ``expected`` is zero and ``got`` is not; 0 if both are zero.
+        index: index of the element with the largest difference.
+        got: value at ``index`` in the run under test.
+        expected: value at ``index`` in the reference.
+        absent: why the values cannot be compared; empty if they can.
+    """
+
+    kind: str
+    name: str
+    step: int
+    error: float
+    index: tuple[int, ...] = ()
+    got: float = nan
+    expected: float = nan
+    absent: str = ""
+
+    def within(self, tolerance: float) -> bool:
+        """Return True if the error is at most ``tolerance``; False if it is NaN."""
+        return self.error <= tolerance
+
+    def __str__(self) -> str:
+        subject = f"step {self.step} {self.kind}" + (f" of {self.name}" if self.name else "")
+        if self.absent:
+            return f"{subject}: {self.absent}"
+        where = f" at {list(self.index)}" if self.index else ""
+        return f"{subject}: relative error {self.error:.2e}; got {self.got!r}, expected {self.expected!r}{where}"
+
+
+@dataclass(frozen=True)
 class PassResult:
     """Comparison of the mesh with one rank in one of the ``passes``.
 
@@ -179,7 +216,18 @@ def make_runnable(
     """
     from automoe.data.tokenizer import BYTE_VOCAB_SIZE, load_tokenizer
 
-    check_rows(config, _mesh_dependent_rows(config))
+    moe = config.moe
+    # fmt: off
+    rows: list[Row] = [  # settings whose results depend on the mesh by design
+        ("moe.drop_scope", moe.capacity_factor > 0 and moe.drop_scope == "rank",
+         "with a capacity, what a rank drops depends on which tokens it holds, so no two meshes are equal",
+         "Set moe.drop_scope=sequence, or moe.capacity_factor=0, to verify"),
+        ("moe.micro_batch_balance_coef", moe.micro_batch_balance_coef != 0,
+         "this loss depends on how rows are grouped into micro-batches, and the reference has only one",
+         "Set it to 0 to verify; moe.seq_balance_coef and moe.global_balance_coef may stay"),
+    ]
+    # fmt: on
+    check_rows(config, rows)
     shape, _ = check_here(config)
     sized = replace(config, mesh=MeshConfig(**asdict(shape)))
     here = _without_checkpoint(sized, device)
@@ -268,19 +316,6 @@ def _in_plain_torch(config: Config, keep_triton: bool) -> Config:
     return replace(config, moe=moe, kernels=kernels, parallel=parallel)
 
 
-# fmt: off
-def _mesh_dependent_rows(config: Config) -> Iterator[Row]:
-    """Yield a rule for each setting whose results depend on the mesh by design."""
-    moe = config.moe
-    yield ("moe.drop_scope", moe.capacity_factor > 0 and moe.drop_scope == "rank",
-           "with a capacity, what a rank drops depends on which tokens it holds, so no two meshes are equal",
-           "Set moe.drop_scope=sequence, or moe.capacity_factor=0, to verify")
-    yield ("moe.micro_batch_balance_coef", moe.micro_batch_balance_coef != 0,
-           "this loss depends on how rows are grouped into micro-batches, and the reference has only one",
-           "Set it to 0 to verify; moe.seq_balance_coef and moe.global_balance_coef may stay")
-# fmt: on
-
-
 def too_large(config: Config, shape: MeshShape) -> bool:
     """Return True if a laptop's CPU needs more than a minute or two for both runs."""
     train = config.train
@@ -365,9 +400,6 @@ def verify_pass(
     Raises:
         RankError: a rank failed.
     """
-    from automoe.verify.compare import compare_trajectories
-    from automoe.verify.trajectory import merge_trajectories, micro_batch_order, run_trajectory
-
     train = config.train
     forced = train.dtype != "float64" and config.model.num_moe_layers > 0
     # The reference has one micro-batch of all rows. With fp8 a scale depends on its micro-batch, so
@@ -380,25 +412,25 @@ def verify_pass(
         parallel=ParallelConfig(),
         train=replace(train, micro_batch_size=num_rows),
     )
-    order = micro_batch_order(train.global_batch_size, shape.dp, num_rows // shape.dp)
-    [expected] = pool.run(
-        run_trajectory,
+    # Ranks compare: this process never imports torch, nor holds tensors.
+    [routing] = pool.run(
+        "automoe.verify.compare:run_reference",
         1,
         one_rank,
         MeshShape.of(mesh),
-        loader_rows,
-        1,
-        device=pool.device,
-        record=forced,
-        order=order,
+        shape.dp,
+        forced,
+        pool.device,
     )
-    options = {"device": pool.device}
-    if forced:
-        options["forced"] = expected.choices
-    ranks = pool.run(
-        run or run_trajectory, shape.world_size, config, shape, loader_rows, 1, **options
-    )
-    compared = compare_trajectories(merge_trajectories(ranks), expected)
+    compared = pool.run(
+        "automoe.verify.compare:run_compared",
+        shape.world_size,
+        run,
+        config,
+        shape,
+        routing,
+        pool.device,
+    )[0]
     within, for_gradients = tolerances(config, shape)
     if for_gradients > TOLERANCES["float64"]:
         compared = [c for c in compared if c.kind not in AMPLIFIED]

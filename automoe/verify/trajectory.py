@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import MeshShape
@@ -32,6 +33,10 @@ Batches = Callable[[Config, int, int, int], StepBatch]  # (config, step, dp_rank
 BALANCE = (*LOSSES, "dropped_share", "expert_counts")
 
 
+def _steps() -> Any:
+    return field(default_factory=list)
+
+
 @dataclass
 class Trajectory:
     """Results of one rank's steps; ``merge_trajectories`` joins the pipeline stages of a world.
@@ -40,22 +45,22 @@ class Trajectory:
     gradients are unclipped.
     """
 
-    losses: list[float] = field(default_factory=list)
-    seq_balance_loss: list[float] = field(default_factory=list)
-    global_balance_loss: list[float] = field(default_factory=list)
-    micro_batch_balance_loss: list[float] = field(default_factory=list)
-    z_loss: list[float] = field(default_factory=list)
-    dropped_share: list[list[float]] = field(default_factory=list)  # [L] per step
-    metrics: list[list[float]] = field(default_factory=list)  # values that losses report
-    grad_norms: list[float] = field(default_factory=list)
-    expert_counts: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # one dict per step
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last step
-    biases: dict[str, torch.Tensor] = field(default_factory=dict)
-    choices: list[torch.Tensor] = field(default_factory=list)  # recorded routing, one per step
+    losses: list[float] = _steps()
+    seq_balance_loss: list[float] = _steps()
+    global_balance_loss: list[float] = _steps()
+    micro_batch_balance_loss: list[float] = _steps()
+    z_loss: list[float] = _steps()
+    dropped_share: list[list[float]] = _steps()  # [L] per step
+    metrics: list[list[float]] = _steps()  # values that losses report
+    grad_norms: list[float] = _steps()
+    expert_counts: list[Tensor] = _steps()
+    gradients: list[dict[str, Tensor]] = _steps()  # one dict per step
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # after the last step
+    biases: dict[str, Tensor] = field(default_factory=dict)
+    choices: list[Tensor] = _steps()  # recorded routing, one per step
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor on the CPU. Collective if ``tensor`` is a DTensor."""
     return full_tensor(tensor).detach().cpu().clone()
 
@@ -74,10 +79,10 @@ def run_trajectory(
     steps: int,
     *,
     record: bool = False,
-    forced: list[torch.Tensor] | None = None,
+    forced: list[Tensor] | None = None,
     keep_tensors: bool = True,
     device: str = "cpu",
-    order: torch.Tensor | None = None,
+    order: Tensor | None = None,
     between: Callable[[StepRunner, Meshes], object] = lambda runner, meshes: None,
 ) -> Trajectory:
     """Train ``steps`` steps on the mesh ``shape``, and return all results of this rank.
@@ -120,7 +125,7 @@ def run_trajectory(
             rows = {
                 name: value[order]
                 for name, value in vars(inputs).items()
-                if isinstance(value, torch.Tensor)
+                if isinstance(value, Tensor)
             }
             inputs = replace(inputs, **rows)
         with recorded_choices(parts[0]) if record else nullcontext() as recorded:
@@ -164,8 +169,8 @@ def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:
     return merged
 
 
-def micro_batch_order(num_rows: int, dp: int, micro_batch_size: int) -> torch.Tensor:
-    """Return the [num_rows] order of a global batch in which the mesh's ranks read it.
+def micro_batch_order(num_rows: int, dp: int, micro_batch_size: int) -> Tensor:
+    """Return a permutation of a global batch's rows [num_rows]: micro-batch by micro-batch, rank by rank.
 
     The first micro-batch of each of ``dp`` ranks comes first, then the second of each, and so on.
     One rank with this order and micro-batches of ``dp * micro_batch_size`` rows thus has the same

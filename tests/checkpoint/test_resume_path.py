@@ -83,7 +83,7 @@ def own(settings: Config, run_dir: Path) -> tuple[bool, str]:
     itself = starting_from(settings, run_dir / "checkpoints" / "step-1")
     with pytest.raises(CheckpointError) as refused:
         open_store(itself, run_dir).check()
-    return resumed.own, str(refused.value)
+    return resumed.of_run, str(refused.value)
 
 
 @pytest.mark.faults
@@ -99,4 +99,4 @@ def resumed_from_elsewhere(settings: Config, run_dir: Path) -> tuple[int, bool]:
     state, _, _ = build_state(settings, run_dir)
     resumed = open_store(settings, run_dir).load_latest(state)
     assert resumed is not None
-    return resumed.step, resumed.own
+    return resumed.step, resumed.of_run

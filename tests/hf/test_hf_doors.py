@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import socket
@@ -77,6 +78,37 @@ def three() -> Header:
 def test_a_right_header_is_read(tmp_path: Path) -> None:
     write(tmp_path, three() | {"__metadata__": {"format": "pt"}})
     assert list(read_headers(tmp_path)) == list(NAMES)
+
+
+def test_places_are_those_of_the_header(tmp_path: Path) -> None:
+    rows = {  # in another order than the bytes; names may hold what separates JSON
+        'b: "x", {': ("F32", [2, 2], 16, 32),
+        "scalar": ("F64", [], 32, 40),
+        "a": ("BF16", [8], 0, 16),
+        "none": ("F16", [0, 3], 40, 40),
+        "codes": ("F8_E4M3", [8], 40, 48),
+    }
+    header = {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        for name, (dtype, shape, begin, end) in rows.items()
+    }
+    write(tmp_path, header | {"__metadata__": {"format": "pt", "a:b": "c:d"}})
+    first = (tmp_path / "model.safetensors").stat().st_size - 48
+    tensors = read_headers(tmp_path)
+    assert list(tensors) == ["a", 'b: "x", {', "scalar", "none", "codes"]
+    places = {
+        name: (stored.dtype, list(stored.shape), stored.start - first, stored.start - first + stored.num_bytes)
+        for name, stored in tensors.items()
+    }
+    assert places == rows
+    assert pickle.loads(pickle.dumps(tensors)) == tensors
+
+
+def test_a_repeated_name_is_refused_beside_names_with_colons(tmp_path: Path) -> None:
+    first = json.dumps(three() | {"d:e": {"dtype": "F32", "shape": [0], "data_offsets": [48, 48]}})
+    write(tmp_path, None, text=first[:-1] + ', "b": ' + json.dumps(three()["b"]) + "}")
+    with pytest.raises(CheckpointError, match="the key 'b' occurs twice in it"):
+        read_headers(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_codes_end_with_the_passes_also_after_an_error() -> None:
         assert scaling.quantize_weight(weight, scaling.weight_scales(weight)) is first
         raise KeyError
     changed = scaling.quantize_weight(weight, scaling.weight_scales(weight))
-    assert scaling.kept is None and not torch.equal(changed.scales, first.scales)
+    assert scaling.cached is None and not torch.equal(changed.scales, first.scales)
 
 
 def test_the_plan_counts_a_byte_a_kept_number() -> None:

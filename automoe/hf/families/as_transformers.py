@@ -14,10 +14,8 @@ from typing import Any
 
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError, one_line
-from automoe.hf.wrapper import TEXT, is_wrapper
+from automoe.hf.wrapper import TEXT, HFConfig, is_wrapper
 from automoe.storage.foreign import brief
-
-HFConfig = dict[str, Any]
 
 # These keys do not describe the decoder but the file, the weights or a classifier's labels, of
 # which the class would make lists.
@@ -50,7 +48,13 @@ def as_transformers(hf: HFConfig, model_type: str, path: str) -> Any:
     """
     _check_keys(hf, path, *_EVERYWHERE)
     check_layers(hf, path)
-    make = _class_of(model_type)
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    class UnlistedConfig(PreTrainedConfig):
+        max_position_embeddings: int = 4096
+        rope_parameters: dict | None = None
+
+    make = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else UnlistedConfig
     with without_warnings():  # the class warns of keys that it ignores
         try:
             config = make(
@@ -126,19 +130,6 @@ def number_of(config: Any, key: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _class_of(model_type: str) -> type:
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
-    if model_type in CONFIG_MAPPING:
-        return CONFIG_MAPPING[model_type]
-
-    class UnlistedConfig(PreTrainedConfig):
-        max_position_embeddings: int = 4096
-        rope_parameters: dict | None = None
-
-    return UnlistedConfig
-
-
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """Silence the warnings of ``transformers``."""
@@ -160,18 +151,18 @@ def kept_in_float32(architecture: str) -> re.Pattern[str]:
     return re.compile("|".join(rf"(^|\.){name}($|\.)" for name in names) or "(?!)")
 
 
-def not_computed(path: object, what: str) -> ConfigError:
+def not_computed(path: object, content: str) -> ConfigError:
     """Return the error for a valid ``config.json`` whose model this decoder does not compute."""
     return ConfigError(
-        "model.hf_path", path, f"its config.json has {what}", "Choose another checkpoint"
+        "model.hf_path", path, f"its config.json has {content}", "Choose another checkpoint"
     )
 
 
-def damaged(path: str, what: str) -> ConfigError:
+def damaged(path: str, content: str) -> ConfigError:
     """Return the error for a ``config.json`` that describes no model."""
     return ConfigError(
         "model.hf_path",
         path,
-        f"its config.json has {what}",
+        f"its config.json has {content}",
         "Copy the checkpoint's config.json again",
     )

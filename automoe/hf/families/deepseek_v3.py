@@ -15,11 +15,12 @@ from automoe.hf.families.family import (
     MTP,
     Family,
     Field,
+    named,
 )
 
 
 def _read_turning(dims: int, theirs: Any) -> int:
-    """Return ``qk_rope_head_dim``; refuse a model of which transformers rotates other dims."""
+    """Return ``qk_rope_head_dim``; raise if transformers would rotate another number of dims."""
     angles = getattr(theirs, "head_dim", dims) or theirs.hidden_size // theirs.num_attention_heads
     if angles != dims:
         raise not_computed(
@@ -37,14 +38,11 @@ FAMILY = Family(
     | {
         "attention.num_kv_heads": replace(
             KV_HEADS, write=lambda heads, config: config.attention.num_heads
-        ),
-        "attention.q_lora_rank": "q_lora_rank",
-        "attention.kv_lora_rank": "kv_lora_rank",
-        "attention.qk_nope_head_dim": "qk_nope_head_dim",
-        "attention.qk_rope_head_dim": Field("qk_rope_head_dim", read=_read_turning),
-        "attention.v_head_dim": "v_head_dim",
-        "rope.interleaved": "rope_interleave",
-    },
+        )
+    }
+    | named("attention.q_lora_rank attention.kv_lora_rank attention.qk_nope_head_dim")
+    | {"attention.qk_rope_head_dim": Field("qk_rope_head_dim", read=_read_turning)}
+    | named("attention.v_head_dim rope.interleaved=rope_interleave"),
     fixed=GROUPED_ROUTER | {"attention.kind": "mla"},
     only={
         "hidden_act": "silu",

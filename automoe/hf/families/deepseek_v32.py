@@ -19,7 +19,7 @@ def _read_topk(topk: int, theirs: Any) -> int:
     return topk
 
 
-_V3 = {key: one for key, one in glm4_moe.LITE.fields.items() if key != "rope.interleaved"}
+_V3 = {key: spec for key, spec in glm4_moe.LITE.fields.items() if key != "rope.interleaved"}
 FAMILY = replace(
     glm4_moe.LITE,
     model_type="deepseek_v32",

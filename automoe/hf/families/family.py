@@ -15,50 +15,27 @@ from automoe.config.convert import typed
 from automoe.config.schema import ModelConfig, RopeConfig
 from automoe.config.tier import Tier
 from automoe.errors import ConfigError
-from automoe.hf.families.as_transformers import HFConfig, as_transformers, damaged, not_computed
+from automoe.hf.families.as_transformers import as_transformers, damaged, not_computed
 from automoe.hf.keys import KeyMap
+from automoe.hf.wrapper import HFConfig
 
 REQUIRED = object()
 
 # A family has these parts of the decoder only if it declares them; otherwise they keep their
 # defaults.
 _OPTIONAL = (
-    "attention.qkv_bias",
-    "attention.o_bias",
-    "attention.sinks",
-    "attention.output_gate",
-    "attention.qk_norm_over_heads",
-    "attention.clip_qkv",
-    "attention.index_topk",
-    "attention.index_interleaved",
-    "attention.index_shared_layers",
-    "attention.full_attention_interval",
-    "attention.linear_num_key_heads",
-    "attention.linear_split_projections",
-    "biased_experts",
-    "expert_activation",
-    "router.logit_bias",
-    "shared_expert_gate",
-    "shared_intermediate_size",
-    "zero_centered_norms",
-    "num_mtp_layers",
-    "rope.partial_rotary_factor",
-)
+    "attention.qkv_bias attention.o_bias attention.sinks attention.output_gate attention.qk_norm_over_heads "
+    "attention.clip_qkv attention.index_topk attention.index_interleaved attention.index_shared_layers "
+    "attention.full_attention_interval attention.linear_num_key_heads attention.linear_split_projections "
+    "biased_experts expert_activation router.logit_bias shared_expert_gate shared_intermediate_size "
+    "zero_centered_norms num_mtp_layers rope.partial_rotary_factor"
+).split()
 # Keys of a source's config.json that are dropped, since they could contradict the written ones:
 # other spellings, and the source's own modelling code.
 _ALIASES = (
-    "auto_map",
-    "partial_rotary_factor",
-    "rope_parameters",
-    "rope_scaling",
-    "num_local_experts",
-    "num_experts",
-    "num_mtp_layers",
-    "original_max_position_embeddings",
-    "torch_dtype",
-    "quantization_config",
-    "transformers_version",
-)
+    "auto_map partial_rotary_factor rope_parameters rope_scaling num_local_experts num_experts num_mtp_layers "
+    "original_max_position_embeddings torch_dtype quantization_config transformers_version"
+).split()
 # Numbers in rope_scaling: YaRN's with transformers' defaults, Llama 3's without defaults.
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
@@ -135,17 +112,28 @@ class Family(Tier):
         """
         theirs = as_transformers(hf, self.model_type, path)
         for key, value in self.only.items():
-            found = getattr(theirs, key, value)
-            found = "silu" if key == "hidden_act" and found == "swish" else found
-            if found != value:
+            theirs_value = getattr(theirs, key, value)
+            theirs_value = (
+                "silu" if key == "hidden_act" and theirs_value == "swish" else theirs_value
+            )
+            if theirs_value != value:
                 raise not_computed(
-                    path, f"{key}={found}, and {self.model_type} here computes only {key}={value}"
+                    path,
+                    f"{key}={theirs_value}, and {self.model_type} here computes only {key}={value}",
                 )
         config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
-        values = {
-            ours: self._value(ours, one, theirs, path) for ours, one in self._fields()
-        } | self.fixed
-        for ours, value in values.items():
+        values = {}
+        for ours, spec in self._fields():
+            raw = getattr(theirs, spec.key, spec.default)
+            if raw is REQUIRED:
+                raise damaged(path, f"no {spec.key}, which a {self.model_type} model needs")
+            with _readable(f"{spec.key}={json.dumps(raw, default=str)}", path):
+                value = spec.read(raw, theirs)
+                try:
+                    values[ours] = typed(f"model.{ours}", value)
+                except ConfigError as error:
+                    raise TypeError(error.rule) from None
+        for ours, value in (values | self.fixed).items():
             group, _, name = ours.rpartition(".")
             setattr(value_of(config, group) if group else config, name, value)
         if self.dense:
@@ -182,10 +170,10 @@ class Family(Tier):
                     f"Set model.{ours}={value}, or export as another model.family",
                 )
         for ours, least in self.least.items():
-            if config.num_moe_layers and (found := value_of(config, ours)) < least:
+            if config.num_moe_layers and (size := value_of(config, ours)) < least:
                 raise ConfigError(
                     f"model.{ours}",
-                    found,
+                    size,
                     f"transformers loads a {self.model_type} checkpoint only with {least} or more",
                     f"Set model.{ours}={least} or more, or checkpoint.export_hf=false",
                 )
@@ -212,7 +200,9 @@ class Family(Tier):
         hf |= {
             key: value(config) if callable(value) else value for key, value in self.written.items()
         }
-        hf |= {one.key: one.write(value_of(config, ours), config) for ours, one in self._fields()}
+        hf |= {
+            spec.key: spec.write(value_of(config, ours), config) for ours, spec in self._fields()
+        }
         if self.partial_rotary:
             hf["partial_rotary_factor"] = config.rope.partial_rotary_factor
         stated = None if config.rope.extends else hf.get("max_position_embeddings")
@@ -222,8 +212,8 @@ class Family(Tier):
         rotary = (base or {}).get("rope_parameters")
         if "rope_parameters" in hf and isinstance(rotary, dict):
             # A reader with vision needs the sections; for text alone all three positions are equal.
-            kept = {key: value for key, value in rotary.items() if key.startswith("mrope_")}
-            hf["rope_parameters"] = kept | hf["rope_parameters"]
+            sections = {key: value for key, value in rotary.items() if key.startswith("mrope_")}
+            hf["rope_parameters"] = sections | hf["rope_parameters"]
         self._check_stated(config, hf)
         return hf
 
@@ -231,9 +221,9 @@ class Family(Tier):
         """Raise ``ConfigError`` if the fields of ``hf`` say something else than ``config``."""
         stated = deepcopy(config)
         theirs = SimpleNamespace(name_or_path=self.model_type, **hf)
-        for ours, one in self._fields():
+        for ours, spec in self._fields():
             group, _, name = ours.rpartition(".")
-            value = one.read(getattr(theirs, one.key, one.default), theirs)
+            value = spec.read(getattr(theirs, spec.key, spec.default), theirs)
             setattr(value_of(stated, group) if group else stated, name, value)
         for key in differing_values(config, stated, self):
             said = value_of(stated, key)
@@ -242,19 +232,8 @@ class Family(Tier):
             raise ConfigError(f"model.{key}", value_of(config, key), rule, remedy)
 
     def _fields(self) -> Iterator[tuple[str, Field]]:
-        for ours, one in self.fields.items():
-            yield ours, Field(one) if isinstance(one, str) else one
-
-    def _value(self, ours: str, spec: Field, theirs: Any, path: str) -> Any:
-        raw = getattr(theirs, spec.key, spec.default)
-        if raw is REQUIRED:
-            raise damaged(path, f"no {spec.key}, which a {self.model_type} model needs")
-        with _readable(f"{spec.key}={json.dumps(raw, default=str)}", path):
-            value = spec.read(raw, theirs)
-            try:
-                return typed(f"model.{ours}", value)
-            except ConfigError as error:
-                raise TypeError(error.rule) from None
+        for ours, spec in self.fields.items():
+            yield ours, Field(spec) if isinstance(spec, str) else spec
 
     def _read_rope(self, theirs: Any, path: str) -> RopeConfig:
         params = theirs.rope_parameters
@@ -289,27 +268,27 @@ class Family(Tier):
             numbers = {"factor": float(max_positions / original if factor is None else factor)}
             numbers |= {key: float(params.get(key) or default) for key, default in _YARN.items()}
             numbers["truncate"] = bool(params.get("truncate", True))
-            given = params.get("attention_factor")
-            numbers["attention_factor"] = None if given is None else float(given)
+            factor_stated = params.get("attention_factor")
+            numbers["attention_factor"] = None if factor_stated is None else float(factor_stated)
             if not self.mscale:  # both numbers then scale only cos and sin: one factor is enough
                 both = numbers.pop("mscale"), numbers.pop("mscale_all_dim")
-                if given is None and all(both):
+                if factor_stated is None and all(both):
                     from automoe.model.rope import yarn_mscale
 
-                    over, under = (yarn_mscale(numbers["factor"], one) for one in both)
+                    over, under = (yarn_mscale(numbers["factor"], scale) for scale in both)
                     numbers["attention_factor"] = over / under
         return replace(rope, scaling=kind, original_seq_len=original, **numbers)
 
 
 @contextmanager
-def _readable(what: str, path: str) -> Iterator[None]:
+def _readable(content: str, path: str) -> Iterator[None]:
     """Turn errors from converting a value into a ``ConfigError`` that names ``what``."""
     try:
         yield
     except ConfigError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise damaged(path, f"{what}: {error}") from None
+        raise damaged(path, f"{content}: {error}") from None
 
 
 def rope_parameters(config: ModelConfig) -> HFConfig:
@@ -426,24 +405,24 @@ def _read_full(layers: list[str], theirs: Any) -> int:
     return 1
 
 
+def named(words: str) -> dict[str, Field | str]:
+    """Return fields from words ``ours=theirs``; without ``=`` the key has our name, less its group."""
+    pairs = (word.partition("=") for word in words.split())
+    return {ours: theirs or ours.rpartition(".")[2] for ours, _, theirs in pairs}
+
+
 KV_HEADS = Field("num_key_value_heads", None, read=lambda n, hf: n or hf.num_attention_heads)
 # Spelling of keys in most families, which declare their exceptions: first dense families, then MoE.
-DENSE_FIELDS: dict[str, Field | str] = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "intermediate_size": "intermediate_size",
+DENSE_FIELDS = named("vocab_size hidden_size num_layers=num_hidden_layers intermediate_size") | {
     "norm_eps": Field("rms_norm_eps", 1e-6),
     "tie_embeddings": Field("tie_word_embeddings", False),
     "initializer_range": Field("initializer_range", 0.02),
     "attention.num_heads": "num_attention_heads",
     "attention.num_kv_heads": KV_HEADS,
 }
-COMMON_FIELDS = DENSE_FIELDS | {
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_experts": "num_experts",
-    "moe_intermediate_size": "moe_intermediate_size",
-}
+COMMON_FIELDS = DENSE_FIELDS | named(
+    "num_experts_per_token=num_experts_per_tok num_experts moe_intermediate_size"
+)
 # ``layer_types`` may name other kinds in families whose layers all have full attention here.
 FULL_ATTENTION = {
     "attention.full_attention_interval": Field(
@@ -454,17 +433,18 @@ FULL_ATTENTION = {
     )
 }
 # MoE layers as DeepSeek-V3 declares them; its leading dense layers are given by their number.
-GROUPED_MOE: dict[str, Field | str] = {
-    "num_experts": "n_routed_experts",
-    "num_shared_experts": "n_shared_experts",
-    "first_k_dense": Field(
-        "first_k_dense_replace", read=lambda n, hf: max(0, min(n, hf.num_hidden_layers))
-    ),
-    "router.norm_topk_prob": "norm_topk_prob",
-    "router.routed_scaling_factor": "routed_scaling_factor",
-    "router.num_groups": "n_group",
-    "router.topk_groups": "topk_group",
-}
+GROUPED_MOE = (
+    named("num_experts=n_routed_experts num_shared_experts=n_shared_experts")
+    | {
+        "first_k_dense": Field(
+            "first_k_dense_replace", read=lambda n, hf: max(0, min(n, hf.num_hidden_layers))
+        )
+    }
+    | named(
+        "router.norm_topk_prob router.routed_scaling_factor router.num_groups=n_group "
+        "router.topk_groups=topk_group"
+    )
+)
 # Modules for multi-token prediction are stored as layers after the last one, as in DeepSeek-V3.
 MTP: dict[str, Field | str] = {"num_mtp_layers": Field("num_nextn_predict_layers", 0)}
 

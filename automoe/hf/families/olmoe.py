@@ -7,7 +7,7 @@ from typing import Any
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.as_transformers import not_computed
-from automoe.hf.families.family import COMMON_FIELDS, GQA, SOFTMAX_ROUTER, Family, Field
+from automoe.hf.families.family import COMMON_FIELDS, GQA, SOFTMAX_ROUTER, Family, Field, named
 
 _WHOLE = "the query heads of an olmoe model are together as wide as its hidden size"
 
@@ -41,11 +41,10 @@ FAMILY = Family(
     | {
         "moe_intermediate_size": "intermediate_size",  # there are no dense layers
         "attention.head_dim": Field("head_dim", None, _read_head_dim, _write_head_dim),
-        "attention.qkv_bias": "attention_bias",
-        "attention.o_bias": "attention_bias",
-        "attention.clip_qkv": "clip_qkv",
-        "router.norm_topk_prob": "norm_topk_prob",
-    },
+    }
+    | named(
+        "attention.qkv_bias=attention_bias attention.o_bias=attention_bias attention.clip_qkv router.norm_topk_prob"
+    ),
     fixed=GQA
     | SOFTMAX_ROUTER
     | {

@@ -21,6 +21,7 @@ from automoe.hf.families.family import (
     Family,
     Field,
     layer_types,
+    named,
     rope_parameters,
 )
 from automoe.hf.keys import FUSED, KeyMap
@@ -104,13 +105,11 @@ QWEN3_NEXT = Family(
     | {
         "attention.head_dim": "head_dim",
         "attention.full_attention_interval": layer_types("linear_attention"),
-        "attention.linear_num_key_heads": "linear_num_key_heads",
-        "attention.linear_num_value_heads": "linear_num_value_heads",
-        "attention.linear_key_head_dim": "linear_key_head_dim",
-        "attention.linear_value_head_dim": "linear_value_head_dim",
-        "attention.linear_conv_kernel_dim": "linear_conv_kernel_dim",
-        "router.norm_topk_prob": "norm_topk_prob",
-    },
+    }
+    | named(
+        "attention.linear_num_key_heads attention.linear_num_value_heads attention.linear_key_head_dim "
+        "attention.linear_value_head_dim attention.linear_conv_kernel_dim router.norm_topk_prob"
+    ),
     fixed=_ATTENTION
     | SOFTMAX_ROUTER
     | {
@@ -135,7 +134,7 @@ QWEN3_5_MOE = replace(
     QWEN3_NEXT,
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
-    fields={key: one for key, one in QWEN3_NEXT.fields.items() if key not in _IN_NEXT_ALONE},
+    fields={key: spec for key, spec in QWEN3_NEXT.fields.items() if key not in _IN_NEXT_ALONE},
     fixed=QWEN3_NEXT.fixed
     | {"first_k_dense": 0, "router.norm_topk_prob": True}
     | {"attention.linear_split_projections": True},

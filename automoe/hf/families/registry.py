@@ -19,7 +19,7 @@ from automoe.config.rules import check_rows, number_rows
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
-from automoe.hf.codes import check_codes, split
+from automoe.hf.codes import decodable, split
 from automoe.hf.families import (
     deepseek_v3,
     deepseek_v32,
@@ -123,7 +123,7 @@ def read_hf_config(path: str | Path, key: str = "model.hf_path") -> dict[str, An
 
 
 def check_model(folder: Path) -> None:
-    """Check a checkpoint that ``transformers`` will load as strictly as a run would check it.
+    """Check a checkpoint before ``transformers`` loads it, as strictly as a run checks its own.
 
     Of a family that automoe does not know, the number of layers and the quantization are checked.
 
@@ -136,13 +136,13 @@ def check_model(folder: Path) -> None:
         return
     _check_layers(hf, folder)
     # A class may keep positions and masks beside its weights.
-    kept = {
-        name: one
-        for name, one in complete_headers(folder).items()
-        if one.dtype not in ("I64", "I16", "BOOL") and not name.endswith(("bias", "mask"))
+    weights = {
+        name: stored
+        for name, stored in complete_headers(folder).items()
+        if stored.dtype not in ("I64", "I16", "BOOL") and not name.endswith(("bias", "mask"))
     }
-    check_writer(folder, hf, "", kept)
-    check_codes(folder, hf, kept)
+    check_writer(folder, hf, "", weights)
+    decodable(folder, hf, weights)
 
 
 def _check_layers(hf: dict[str, Any], folder: Path) -> None:
@@ -152,8 +152,8 @@ def _check_layers(hf: dict[str, Any], folder: Path) -> None:
     if theirs is None or not tensors:
         return
     if not 0 <= (layers := number_of(theirs, "num_hidden_layers") or 0) <= len(tensors):
-        what = f"num_hidden_layers={layers}, and its files hold {len(tensors):,} tensors"
-        raise damaged(str(folder), what)
+        sizes = f"num_hidden_layers={layers}, and its files hold {len(tensors):,} tensors"
+        raise damaged(str(folder), sizes)
 
 
 def model_of_stranger(path: str | Path) -> ModelConfig:
@@ -213,8 +213,10 @@ def model_config_from_hf(path: str | Path, mtp: bool = False) -> ModelConfig:
     check_writer(folder, whole, config.family, tensors)
     names = names_in(folder, whole, tensors) if tensors else ALONE
     check_holds(folder, config, family.keys, tensors)
-    check_codes(folder, whole, split(tensors, names, config, family.keys)[0])
-    plain = {name: one for key, one in tensors.items() if (name := names.plain(key)) is not None}
+    decodable(folder, whole, split(tensors, names, config, family.keys)[0])
+    plain = {
+        name: stored for key, stored in tensors.items() if (name := names.plain(key)) is not None
+    }
     if config.tie_embeddings and has_own_head(folder, plain):
         # As in transformers, files with two different matrices overrule config.json.
         return replace(config, tie_embeddings=False)
