@@ -159,7 +159,8 @@ def number_rows(config: Config) -> Iterator[Row]:
     constants = config.cluster.constants
     yield ("cluster.constants", not constants.keys() <= {*SPEEDS, *DELAYS}, f"its keys are {', '.join((*SPEEDS, *DELAYS))}",
            "Leave the others out")
-    yield ("cluster.constants", not all((1e-6 if name in SPEEDS else 0) <= value <= 1e6 for name, value in constants.items()),
+    yield ("cluster.constants", not all((1e-6 if name in SPEEDS else 0) <= value <= 1e6
+                                        for name, value in constants.items()),
            f"from 0 to 1e6, and {', '.join(SPEEDS)} from 1e-6", "Leave it out: automoe/planner/constants.toml has others")
     links = config.cluster.links
     named = all(re.fullmatch(r"(all_gather|reduce_scatter|all_to_all|send) [1-9]\d*x[1-9]\d*", name) for name in links)
