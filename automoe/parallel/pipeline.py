@@ -129,9 +129,8 @@ class StepRunner(ABC):
         """
         for part in self.model_parts.values():
             part.reported.clear()  # of a pass outside of this runner
-        with training_pass():
+        with training_pass(), self.shared.summed():
             loss = self._train(inputs)
-        self.shared.sum()
         return loss.detach().to(torch.float64) * self.reports_loss
 
     @abstractmethod
