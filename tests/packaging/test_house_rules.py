@@ -36,6 +36,7 @@ LAYERS = (
     ("automoe.planner",),
     ("automoe.launch", "automoe.verify"),
     ("recipes",),
+    ("automoe.rl",),
     ("automoe.training",),
     ("automoe.classes",),
     ("automoe.parallel", "automoe.checkpoint", "automoe.hf", "automoe.data", "automoe.observe", "automoe.optim")
