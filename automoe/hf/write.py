@@ -126,15 +126,18 @@ def plan_export(
     encoding: Encoding,
     source: Catalog | None,
     adapters: Mapping[str, Added] = {},
+    fused: bool = False,
 ) -> list[WriteItem]:
     """Plan the tensors of an export of this rank's stages; arguments as of ``to_hf``.
 
     Args:
         source: result of ``source_of``.
         adapters: as in ``local_shards``.
+        fused: True for the layout that a model of transformers has in memory.
     """
     config = config_of(parts)
     keys = family_of(config).keys
+    keys = keys.in_memory if fused else keys
     if quantization_config(config, keys, encoding):
         keys = keys.per_expert
     # ``keep`` uses the dtypes of the source, since parameters are wider while they are trained.

@@ -41,6 +41,7 @@ class WeightStream:
         bucket_bytes: most memory that an iteration takes on a rank: a bucket, and the gathering of
             its tensors. A tensor that alone takes more gets it.
         dtype, encoding: as of ``automoe.to_hf``.
+        layout: ``published``, or ``fused``: names and tensors as a model of transformers holds them.
 
     Attributes:
         contents: dtype, shape and size (``StoredTensor``) of each tensor, in the stream's order;
@@ -54,9 +55,11 @@ class WeightStream:
         *,
         dtype: str | torch.dtype = "keep",
         encoding: Encoding = "plain",
+        layout: str = "published",
     ) -> None:
         self._parts = as_parts(model)
         self._options = str(dtype).removeprefix("torch."), encoding
+        self._layout = layout
         self._source = source = source_of(config_of(self._parts))
         ranks = Ranks()
         items = self._plan()
@@ -126,7 +129,8 @@ class WeightStream:
             for part in self._parts.values()
             for path, module, name, a, b in adapted_weights(part)
         }
-        plan = plan_export(self._parts, *self._options, self._source, adapters)
+        fused = self._layout == "fused"
+        plan = plan_export(self._parts, *self._options, self._source, adapters, fused)
         names = self._source.names if self._source else ALONE
         return {names.stored(item.key): item for item in plan}
 
