@@ -94,9 +94,22 @@ class Packed:
     routes: torch.Tensor | None
     lengths: list[int]
 
-    def by_sample(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Split numbers of all tokens of the batch, placed by ``places``, into its samples."""
-        return list(flat.split(self.lengths))
+
+@dataclass(frozen=True)
+class RowPlan:
+    """How the samples of a batch are put into rows.
+
+    Attributes:
+        row_length: S.
+        micro_batch_rows: rows of a micro-batch.
+        num_micro_batches: of each data-parallel rank; rows that nothing fills are padding.
+        filled: numbers of the samples in each row of the global batch (``fill_rows``).
+    """
+
+    row_length: int
+    micro_batch_rows: int
+    num_micro_batches: int
+    filled: list[list[int]]
 
 
 class CheckedSample:
@@ -298,22 +311,10 @@ def fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
     return rows
 
 
-def pack(
-    samples: list[CheckedSample],
-    filled: list[list[int]],
-    row_length: int,
-    rows_per_rank: int,
-    dp_rank: int,
-    dp_size: int,
-) -> Packed:
-    """Return the rows of one data-parallel rank, which are every ``dp_size``-th of ``filled``.
-
-    Args:
-        filled: sample numbers by row (``fill_rows``).
-        row_length: S.
-        rows_per_rank: R; rows that nothing fills are padding.
-    """
-    shape = (rows_per_rank, row_length)
+def pack(samples: list[CheckedSample], plan: RowPlan, dp_rank: int, dp_size: int) -> Packed:
+    """Return the rows of one data-parallel rank: every ``dp_size``-th of those that are filled."""
+    rows_per_rank = plan.num_micro_batches * plan.micro_batch_rows
+    shape = (rows_per_rank, plan.row_length)
     tokens, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     labels, doc_ids = torch.full(shape, IGNORE), torch.full(shape, -1)
     lengths = [len(sample.tokens) for sample in samples]
@@ -331,7 +332,7 @@ def pack(
     with_routes = next((s.routes for s in samples if s.routes is not None), None)
     if with_routes is not None:
         routes = torch.full((*shape, *with_routes.shape[1:]), -1)
-    for row, items in enumerate(filled[dp_rank::dp_size]):
+    for row, items in enumerate(plan.filled[dp_rank::dp_size]):
         at = 0
         for document, item in enumerate(items):
             sample = samples[item]

@@ -29,13 +29,13 @@ from automoe.config.batch import least_micro_batches
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
-from automoe.model.loss import Loss, LossInputs
+from automoe.model.loss import LossInputs
 from automoe.moe.lora import Adapter
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.pipeline import StepRunner, build_runner
-from automoe.rl.batch import Batch, Packed, check_batch, fill_rows, pack
+from automoe.rl.batch import Batch, Packed, RowPlan, check_batch, fill_rows, pack
 from automoe.training.context import RunContext
 from automoe.training.stats import StepStats
 from automoe.training.step import Update, forward_backward, optimizer_step, prepare_inputs
@@ -87,20 +87,28 @@ class Outcome:
     log_probs: list[torch.Tensor]
 
 
+# Numbers of trained tokens [T], and their places in the batch [T]
+Placed = tuple[torch.Tensor, torch.Tensor]
+
+
 class _Recorded:
     """A loss that also remembers every token's log-probability, by its place in the batch."""
 
-    def __init__(self, loss: Loss | None, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, loss: Callable[..., torch.Tensor] | None, options: Mapping[str, Any], entropy: bool
+    ) -> None:
         self.loss = loss
         self.options = options
+        self.uses_entropy = entropy
         self.metrics = getattr(loss, "metrics", ())
-        self.mean_over = getattr(loss, "mean_over", "tokens")
-        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.log_probs: list[Placed] = []
+        self.entropies: list[Placed] = []
 
     def __call__(self, nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
-        places_BS = inputs.given["places"]
-        trained = places_BS >= 0
-        self.seen.append((places_BS[trained], -nll_BS.detach()[trained].to(torch.float64)))
+        trained = (places_BS := inputs.given["places"]) >= 0
+        self.log_probs.append((places_BS[trained], -nll_BS.detach()[trained]))
+        if inputs.entropy is not None:
+            self.entropies.append((places_BS[trained], inputs.entropy.detach()[trained]))
         return nll_BS.sum() if self.loss is None else self.loss(nll_BS, inputs, **self.options)
 
 
@@ -121,11 +129,13 @@ class Session:
         state: TrainState,
         store: CheckpointStore,
         device: torch.device,
+        auxiliary_losses: bool,
     ) -> None:
         self.config = config
         self.meshes = meshes
         self.state = state
         self.device = device
+        self.auxiliary_losses = auxiliary_losses
         self._runner = runner
         self._store = store
         self._pending: StepStats | None = None  # of gradients that no step has used yet
@@ -167,7 +177,7 @@ class Session:
         parts = list(model_parts.values())
         optimizer = build_optimizer(parts, config.optim, config.train.seed, meshes.stage_group())
         state = TrainState(model_parts, optimizer)
-        return cls(config, meshes, runner, state, store, context.device)
+        return cls(config, meshes, runner, state, store, context.device, auxiliary_losses)
 
     # ---------------------------------------------------------------- the verbs
 
@@ -184,11 +194,12 @@ class Session:
         Raises:
             DataError: as ``check_batch``.
         """
-        packed, inputs, _ = self._inputs(batch)
-        recorded = _Recorded(None, {})
-        self._runner.set_loss(recorded)
+        packed, inputs, _ = self._inputs(batch, temperature)
+        recorded = _Recorded(None, {}, entropy)
+        self._runner.set_loss(recorded, self.auxiliary_losses)
         self._runner.evaluate(inputs)
-        return LogProbs(self._in_order(recorded, packed))
+        entropies = self._in_order(recorded.entropies, packed) if entropy else None
+        return LogProbs(self._in_order(recorded.log_probs, packed), entropies)
 
     def forward_backward(
         self,
@@ -209,16 +220,16 @@ class Session:
         Raises:
             DataError: as ``check_batch``.
         """
-        packed, inputs, own = self._inputs(batch, getattr(loss, "reads", ()))
+        packed, inputs, own = self._inputs(batch, temperature, getattr(loss, "reads", ()))
         counts = counts or own
         inputs = replace(inputs, counts=self._token_counts(inputs, counts))
-        recorded = _Recorded(loss, options)
-        self._runner.set_loss(recorded)
+        recorded = _Recorded(loss, options, getattr(loss, "uses_entropy", False))
+        self._runner.set_loss(recorded, self.auxiliary_losses)
         stats = forward_backward(self.state, self._runner, inputs, self.config)
         self._pending = stats if self._pending is None else added_stats(self._pending, stats)
         self._pending_tokens += own.tokens
         metrics = stats.metrics | {k: v for k, v in stats.balance_losses.items() if v}
-        return Outcome(stats.loss, metrics, counts, self._in_order(recorded, packed))
+        return Outcome(stats.loss, metrics, counts, self._in_order(recorded.log_probs, packed))
 
     def optim_step(self, lr: float | None = None) -> Update:
         """Clip, update the weights by the gradients so far, and clear these. Collective.
@@ -235,7 +246,12 @@ class Session:
             optim = replace(optim, lr=lr, schedule="constant", warmup_steps=0)
         config = replace(self.config, optim=optim)
         update = optimizer_step(
-            self.state, self._pending, self._pending_tokens, self.meshes, config
+            self.state,
+            self._pending,
+            self._pending_tokens,
+            self.meshes,
+            config,
+            skip_zero=True,
         )
         self._pending, self._pending_tokens = None, 0
         return update
@@ -255,11 +271,13 @@ class Session:
 
         The weights are those of now. Options are those of ``automoe.rl.weights``.
         """
+        from automoe.hf.families.registry import family_of
         from automoe.hf.save_plan import gather, plan_writes
         from automoe.hf.shards import as_parts, local_shards
 
         parts = as_parts(self.state.model_parts)
-        for item in plan_writes(list(local_shards(parts)), self.config.model, None):
+        model = self.config.model
+        for item in plan_writes(list(local_shards(parts)), model, family_of(model).keys):
             yield item.key, gather(item).detach().contiguous()
 
     def save(self, extra: Mapping[str, Any] | None = None) -> Path | None:
@@ -310,27 +328,29 @@ class Session:
     # ---------------------------------------------------------------- from samples to rows and back
 
     def _inputs(
-        self, batch: Batch, reads: tuple[str, ...] = ()
+        self, batch: Batch, temperature: float, reads: tuple[str, ...] = ()
     ) -> tuple[Packed, MicroBatch, Counts]:
         """Return the batch's packed rows and this rank's inputs of the step. Collective."""
         config, shape = self.config, self.meshes.shape
         train = config.train
         samples = check_batch(batch, config.model.vocab_size, train.seq_len, reads)
         lengths = [len(sample.tokens) - 1 for sample in samples]
-        row_length, rows_per_rank, filled = layout(config, shape, lengths)
-        packed = pack(
-            samples, filled, row_length, rows_per_rank, self.meshes.dp_rank, shape.dp
-        )
+        plan = plan_rows(config, shape, lengths)
+        self._runner.micro_batch_rows = plan.micro_batch_rows
+        packed = pack(samples, plan, self.meshes.dp_rank, shape.dp)
+        wide = torch.promote_types(COMPUTE_DTYPES[train.dtype], torch.float32)
+        values = {
+            name: value.to(wide) if value.is_floating_point() else value
+            for name, value in packed.values.items()
+        }
+        if temperature != 1:
+            values["temperature"] = torch.full_like(values["places"], temperature, dtype=wide)
         forced_ids = None
         if packed.routes is not None:
             forced_ids = torch.stack((packed.routes, packed.routes), dim=3)
         inputs, num_tokens = prepare_inputs(
-            packed.rows, self.meshes, config, self.device, forced_ids
+            packed.rows, self.meshes, config, self.device, forced_ids, values, self.auxiliary_losses
         )
-        wide = torch.promote_types(COMPUTE_DTYPES[config.train.dtype], torch.float32)
-        for name, value in packed.values.items():
-            dtype = wide if value.is_floating_point() else value.dtype
-            inputs |= {name: value.to(self.device, dtype)}
         counts = inputs.counts
         assert counts is not None
         return packed, inputs, Counts(num_tokens, int(counts.documents))
@@ -344,32 +364,36 @@ class Session:
             documents=torch.tensor(counts.samples, device=device),
         )
 
-    def _in_order(self, recorded: _Recorded, packed: Packed) -> list[torch.Tensor]:
-        """Return the recorded numbers of all ranks, by sample. Collective."""
+    def _in_order(self, placed: list[Placed], packed: Packed) -> list[torch.Tensor]:
+        """Return the numbers that all ranks recorded, by sample. Collective."""
         flat = torch.zeros(sum(packed.lengths), dtype=torch.float64, device=self.device)
         # Ranks of tp have the same tokens, so only the first contributes.
         if self.meshes.coordinate("tp") == 0:
-            for places, numbers in recorded.seen:
-                flat[places] = numbers
+            for places, numbers in placed:
+                flat[places] = numbers.to(torch.float64)
         if dist.get_world_size() > 1:
             dist.all_reduce(flat)
-        return packed.by_sample(flat.cpu())
+        return list(flat.cpu().split(packed.lengths))
 
 
-def layout(
-    config: Config, shape: MeshShape, lengths: list[int]
-) -> tuple[int, int, list[list[int]]]:
-    """Return row length, rows of each data-parallel rank, and the samples of each row.
+def plan_rows(config: Config, shape: MeshShape, lengths: list[int]) -> RowPlan:
+    """Return how samples of these lengths are put into rows, and rows into micro-batches.
 
     Rows are as long as the longest sample, rounded up to what the mesh cuts: attention over longer
-    rows would cost more. A micro-batch keeps to ``train.micro_batch_size * train.seq_len``
-    positions.
+    rows would cost more. A micro-batch has at most ``train.micro_batch_size * train.seq_len``
+    positions, and the number of micro-batches is one that the pipeline's schedule can run.
     """
+    train = config.train
     unit = math.lcm(8, 2 * shape.cp * shape.tp)
-    row_length = min(-(-max(lengths) // unit) * unit, config.train.seq_len)
+    row_length = min(-(-max(lengths) // unit) * unit, train.seq_len)
     filled = fill_rows(lengths, row_length)
-    rows = config.train.micro_batch_size
-    return row_length, -(-len(filled) // (shape.dp * rows)) * rows, filled
+    least = least_micro_batches(config, shape)
+    rows = -(-len(filled) // shape.dp)
+    most = max(1, train.micro_batch_size * train.seq_len // row_length)
+    micro_batches = max(-(-rows // most), least)
+    if shape.pp > 1:
+        micro_batches = -(-micro_batches // shape.pp) * shape.pp
+    return RowPlan(row_length, -(-rows // micro_batches), micro_batches, filled)
 
 
 def without_auxiliary_losses(config: Config) -> Config:

@@ -77,6 +77,8 @@ def prepare_inputs(
     config: Config,
     device: torch.device,
     forced_ids: torch.Tensor | None = None,
+    values: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    mtp: bool = True,
 ) -> tuple[MicroBatch, int]:
     """Return this rank's rows of one step, and the global batch's label count. Collective.
 
@@ -86,6 +88,8 @@ def prepare_inputs(
     Args:
         batch: full rows of this data-parallel rank.
         forced_ids: [B, R, L, 2, K] routing to repeat.
+        values: [B, R, ...] by name, per-token inputs of the loss, which are cut as the tokens are.
+        mtp: False to leave modules for multi-token prediction out of this step.
     """
     num_rows, seq_len = batch.tokens.shape
     # Counts are summed over gloo: reading them from the device would wait for the previous step.
@@ -94,7 +98,7 @@ def prepare_inputs(
         [int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum()), int(documents)]
     )
     shifted: dict[str, Any] = {}
-    if depths := config.model.num_mtp_layers:
+    if mtp and (depths := config.model.num_mtp_layers):
         both = shift_rows(batch.tokens, batch.labels, batch.doc_ids, depths)
         counts = torch.cat((counts, count_shifted(*both).flatten()))
         shifted = {"mtp_tokens": both[0], "mtp_labels": both[1]}
@@ -121,6 +125,7 @@ def prepare_inputs(
         for name, x in vars(whole).items()
         if isinstance(x, torch.Tensor)
     }
+    own["given"] = {name: send(x[:, index], device) for name, x in values.items()}
     sent = send(counts, device)
     sums = TokenCounts(sent[0], sent[1], sent[2], sent[3:].view(-1, 2))
     inputs = replace(whole, counts=sums, **own)
@@ -155,6 +160,7 @@ def optimizer_step(
     meshes: Meshes,
     config: Config,
     report: Mapping[str, float] = MappingProxyType({}),
+    skip_zero: bool = False,
 ) -> Update:
     """Clip, update and advance the step counter; any rank can make all skip the update. Collective.
 
@@ -163,6 +169,8 @@ def optimizer_step(
         num_label_tokens: tokens of the global batch that have a label, from ``prepare_inputs``.
         report: values of this rank (``Run.report``) for the max-reduction that also decides about
             skipping.
+        skip_zero: skip the update if the gradient is exactly zero; else momentum and weight decay
+            would move the weights.
     """
     model_parts = list(state.model_parts.values())
     train = config.train
@@ -173,6 +181,8 @@ def optimizer_step(
             norm = global_grad_norm(counted_parameters(model_parts), meshes.group("pp"))
             grad_norm = float(norm)
         reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
+        if skip_zero and grad_norm == 0:
+            reason = reason or "the gradient is zero"
         logits = None
         if config.optim.qk_clip:
             logits = take_largest_logits(model_parts, meshes.stage_group(), norm.device)
