@@ -61,7 +61,6 @@ class GRPOArgs:
 
     prompts: int = 8  # prompts of a step
     samples: int = 8  # answers to each of them, whose rewards are compared
-    updates: int = 1  # updates with the answers of a step, each with an equal part of them
     temperature: float = 1.0
     kl: float = 0.0  # weight of the distance (k3) from the weights that training began with
     # routes of the engine: repeated by the training step, or chosen anew
@@ -73,13 +72,12 @@ class GRPOArgs:
     max_gap: float = 0.1  # largest mean difference of the engine's log-probabilities, in nats
 
     def check(self, config: Config) -> None:
-        for key in ("prompts", "samples", "updates", "temperature", "max_gap"):
+        for key in ("prompts", "temperature", "max_gap"):
             if not (value := getattr(self, key)) > 0:
                 raise ConfigError(f"{SECTION}.{key}", value, "must be larger than 0", "Set 1")
-        if self.samples < 2 or self.prompts % self.updates:
-            rule = "answers of a group are compared, and an update has whole groups: prompts % updates = "
-            rule += f"{self.prompts % self.updates}"
-            raise ConfigError(f"{SECTION}.samples", self.samples, rule, "Set samples=8 updates=1")
+        if self.samples < 2:
+            rule = "the answers to a prompt are compared with one another"
+            raise ConfigError(f"{SECTION}.samples", self.samples, rule, "Set 2 or more")
         if not config.observe.samples:
             rule = f"recipe={config.recipe} answers the prompts of observe.samples"
             raise ConfigError("observe.samples", "", rule, "Name a text file, a prompt on each line")

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,7 @@ from automoe.errors import TrainingError
 from automoe.hf.folder import write_settings
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.rl.weights import WeightStream
+from automoe.training.context import RunContext
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,13 @@ class Answer:
 
 
 class Engine(Protocol):
-    """What a loop asks of an engine; every rank makes each call."""
+    """What a loop asks of an engine; every rank makes each call.
+
+    Attributes:
+        options: options of the ``WeightStream`` that the engine takes.
+    """
+
+    options: dict[str, Any]
 
     def update(self, stream: WeightStream) -> None:
         """Take new weights."""
@@ -50,6 +57,18 @@ class Engine(Protocol):
         self, prompts: Sequence[list[int]], num: int, max_tokens: int, temperature: float, seed: int
     ) -> list[list[Answer]]:
         """Return ``num`` answers to each prompt, the same for the same weights and seed."""
+
+
+def open_engine(config: Config, stops: Collection[int], context: RunContext) -> Engine:
+    """Return the engine that ``recipe_args.sampler`` and ``recipe_args.engine`` name. Collective."""
+    args = config.recipe_args
+    if args.sampler == "transformers":
+        return TransformersEngine(config, stops, context.device)
+    from automoe.rl.vllm import LocalVLLM, ServedVLLM
+
+    if "://" in args.engine:
+        return ServedVLLM(args.engine, stops)
+    return LocalVLLM(args.engine, config, stops, context.run_dir)
 
 
 def feed(stream: WeightStream, take: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
@@ -101,6 +120,7 @@ class TransformersEngine:
     def __init__(self, config: Config, stops: Collection[int], device: torch.device) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        self.options = {"layout": "fused"}
         dtype = COMPUTE_DTYPES[config.train.dtype]
         with tempfile.TemporaryDirectory() as folder:
             write_settings(Path(folder), config.model, dtype, "none")
