@@ -57,7 +57,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     session = Session.open(config, shape, context)
     session.state.loader = cast(Any, rollouts)
     resumed = session.store.load_latest(session.state)
-    if resumed is None:
+    if config.checkpoint.resume == "never":
         rollouts.forget()
     # The weights that training began with: another model, or this one without its adapters.
     reference = Session.open(config, shape, context) if args.kl and not config.lora.rank else None
@@ -126,8 +126,6 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
                 "answer_tokens": len(engine_says) / len(pairs),
                 "engine_gap": gap,
             }
-            if "ref_kl" in outcome.metrics:
-                record["kl"] = outcome.metrics["ref_kl"]
             if run.validates():
                 shown = {texts[n]: text for (n, _), text in zip(pairs, answers, strict=True)}
                 run.show_samples([{"prompt": p, "text": t} for p, t in shown.items()], sampled_s)

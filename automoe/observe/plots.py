@@ -44,7 +44,7 @@ SCIENTIFIC: dict[str, Any] = {"style": "sci", "scilimits": (-2, 3), "useMathText
 ANSWERS = (
     ("reward", "Mean reward of the sampled answers", ""),
     ("answer_tokens", "Mean length of the answers", "tokens"),
-    ("kl", "Distance from the first weights (k3)", "nats per token"),
+    ("ref_kl", "Distance from the first weights (k3)", "nats per token"),
     ("engine_gap", "Mean gap of engine and trainer", "nats"),
     ("routes_differ", "Share of tokens with other routes than the engine's", ""),
 )

@@ -19,7 +19,7 @@ import torch
 
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
-from automoe.errors import TrainingError
+from automoe.errors import BackendError
 from automoe.hf.folder import write_settings
 from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.rl.weights import WeightStream
@@ -96,13 +96,13 @@ def check_gap(engine: Sequence[float], trainer: Sequence[float], bound: float) -
     experts are scrambled, is off by tenths or more.
 
     Raises:
-        TrainingError: the mean is above ``bound``.
+        BackendError: the mean is above ``bound``.
     """
     gaps = [abs(theirs - ours) for theirs, ours in zip(engine, trainer, strict=True)]
     mean = sum(gaps) / len(gaps)
     if not mean <= bound:  # so that NaN fails
         at = max(range(len(gaps)), key=gaps.__getitem__)
-        raise TrainingError(
+        raise BackendError(
             f"the engine's log-probabilities of {len(gaps)} tokens are {mean:.3g} nats from the trainer's on average "
             f"(allowed {bound:g}; token {at}: {engine[at]:.3f} and {trainer[at]:.3f}): it has other weights, or "
             "computes another model. Start it again from an export; if it stays so, the engine is wrong for this model"

@@ -48,6 +48,8 @@ class Rollouts:
         self._ranks = Ranks()
         self.rows_of_last_step = 0.0
         self.digest = xxhash.xxh3_128(json.dumps(prompts).encode()).hexdigest()
+        # Answers of a run that was drawn otherwise are not this run's.
+        self._drawn_by = f"{self.digest} {config.train.seed} {config.recipe_args} {config.model}"
 
     def of_step(self, step: int) -> list[int]:
         """Return the numbers of the prompts of a step, counted from 0; each comes once an epoch."""
@@ -66,7 +68,7 @@ class Rollouts:
         self._step = step
         prompts = [self.prompts[number] for number in self.of_step(step)]
         file = self._folder / f"step-{step + 1:08d}.json"
-        groups = self._ranks.lead(lambda: self._read(file) if file.is_file() else None)
+        groups = self._ranks.lead(lambda: self._read(file))
         if groups is None:
             groups = sample(prompts)
             self._ranks.lead(lambda: self._write(file, groups))
@@ -90,14 +92,16 @@ class Rollouts:
 
         self._ranks.lead(remove)
 
-    def _read(self, file: Path) -> list[list[Answer]]:
-        groups = unsealed(file.read_bytes())["groups"]
+    def _read(self, file: Path) -> list[list[Answer]] | None:
+        content = unsealed(file.read_bytes()) if file.is_file() else {}
+        if content.get("drawn_by") != self._drawn_by:
+            return None
         return [
             [
                 Answer(tokens, log_probs, None if routes is None else torch.tensor(routes))
                 for tokens, log_probs, routes in group
             ]
-            for group in groups
+            for group in content["groups"]
         ]
 
     def _write(self, file: Path, groups: list[list[Answer]]) -> None:
@@ -109,7 +113,7 @@ class Rollouts:
             ]
             for group in groups
         ]
-        replace_durably(file, sealed({"groups": content}))
+        replace_durably(file, sealed({"drawn_by": self._drawn_by, "groups": content}))
 
     # ---------------------------------------------------------------- as a loader
 
