@@ -257,8 +257,10 @@ def _check_fields(samples: list[CheckedSample], reads: Sequence[str]) -> None:
     first = samples[0]
     for sample in samples:
         for name in reads:
-            if name not in sample.values:
-                raise DataError(f"sample {sample.number} of the batch has no {name}, which the loss reads")
+            if name not in sample.fields():
+                raise DataError(
+                    f"sample {sample.number} of the batch, field {name}: the loss reads it, and it is missing"
+                )
         for name in sorted(sample.values.keys() ^ first.values.keys()):
             raise DataError(
                 f"sample {sample.number} of the batch, field {name}: it and sample 0 do not both have it"

@@ -13,7 +13,7 @@ positions of this rank, K scored ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -205,7 +205,7 @@ def distill(
     return finish(-r_BS * advantages_BS, nll_BS, inputs, mean, **options)
 
 
-@policy_loss(reads=("teacher_log_probs",))
+@policy_loss(reads=("teacher_log_probs", "scored_ids"))
 def distill_top_k(
     nll_BS: Tensor,
     inputs: LossInputs,
@@ -221,7 +221,7 @@ def distill_top_k(
     lowest where all probability has left the K ids. Options are those of ``finish``.
     """
     ours_BSK, theirs_BSK = inputs.scored, inputs.given["teacher_log_probs"]
-    assert ours_BSK is not None, "distill_top_k needs the samples' scored_ids"
+    assert ours_BSK is not None  # scored_ids are there
     if tail:
         ours_BSK, theirs_BSK = _with_rest(ours_BSK), _with_rest(theirs_BSK)
     gap_BSK = theirs_BSK - ours_BSK
@@ -231,6 +231,18 @@ def distill_top_k(
 
 
 # ---------------------------------------------------------------- what losses are made of
+
+
+def values_read(loss: Callable[..., Tensor], options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the samples' values that a loss reads with these options."""
+    names = {*getattr(loss, "reads", ())}
+    if options.get("correction") is not None:
+        names |= {"old_log_probs", "sampler_log_probs"}
+    if options.get("kl_coef"):
+        names.add("ref_log_probs")
+        if options.get("kl_kind") == "k3_weighted":
+            names.add("old_log_probs")
+    return tuple(sorted(names))
 
 
 def group_advantages(
@@ -317,14 +329,14 @@ def corrected(inputs: LossInputs, correction: Correction) -> Tensor:
         return w_BS.clamp_max(correction.high)
     inside_BS = (w_BS >= correction.low) & (w_BS <= correction.high)
     report_dropped(~inside_BS, inputs)
-    kept_BS = w_BS if correction.kind == "mask" else torch.ones_like(w_BS)
-    return torch.where(inside_BS, kept_BS, 0.0)
+    weight_BS = w_BS if correction.kind == "mask" else torch.ones_like(w_BS)
+    return torch.where(inside_BS, weight_BS, 0.0)
 
 
 def report_dropped(dropped_BS: Tensor, inputs: LossInputs) -> None:
     """Report answers, and the share of them with a dropped token, by length of the answer."""
-    number_BS = sum_of_sample(dropped_BS.to(torch.float32), inputs)
-    length_BS = length_of_sample(inputs, torch.float32)
+    number_BS = sum_of_sample(dropped_BS.to(torch.float64), inputs)
+    length_BS = length_of_sample(inputs, torch.float64)
     once_BS = trained(inputs) / length_BS  # its sum over an answer is 1
     last = 0.0
     for name, most in zip(BY_LENGTH, (*LENGTHS, torch.inf), strict=True):
@@ -352,8 +364,7 @@ def finish(
             of a sample, then over samples; ``length``: the sum over samples * length; ``sum``.
         correction: weight for the mismatch of trainer and engine.
         kl_coef: weight of ``kl`` to the reference (``ref_log_probs``).
-        entropy_coef: weight of the entropy, which lowers the loss; for a loss with
-            ``uses_entropy``.
+        entropy_coef: weight of the entropy, which lowers the loss.
     """
     if correction is not None:
         loss_BS = loss_BS * corrected(inputs, correction)
@@ -362,7 +373,7 @@ def finish(
     if kl_coef:
         loss_BS = loss_BS + kl_coef * kl(nll_BS, inputs, kl_kind)
     if entropy_coef:
-        assert inputs.entropy is not None, "a loss with an entropy sets uses_entropy"
+        assert inputs.entropy is not None  # the session asks for it with this option
         loss_BS = loss_BS - entropy_coef * inputs.entropy
     _report_gaps(nll_BS.detach(), inputs)
     return averaged(loss_BS, inputs, mean, length)

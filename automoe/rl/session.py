@@ -37,6 +37,7 @@ from automoe.parallel.fsdp import COMPUTE_DTYPES
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.pipeline import StepRunner, build_runner
 from automoe.rl.batch import Batch, Packed, RowPlan, check_batch, fill_rows, pack
+from automoe.rl.losses import values_read
 from automoe.rl.weights import WeightStream
 from automoe.training.context import RunContext
 from automoe.training.stats import StepStats
@@ -225,15 +226,20 @@ class Session:
         Raises:
             DataError: as ``check_batch``.
         """
-        packed, inputs, own = self._inputs(batch, temperature, getattr(loss, "reads", ()))
+        packed, inputs, own = self._inputs(batch, temperature, values_read(loss, options))
         counts = counts or own
         inputs = replace(inputs, counts=self._token_counts(inputs, counts))
-        recorded = _Recorded(loss, options, getattr(loss, "uses_entropy", False))
+        entropy = getattr(loss, "uses_entropy", False) or bool(options.get("entropy_coef"))
+        recorded = _Recorded(loss, options, entropy)
         self._runner.set_loss(recorded, self.auxiliary_losses)
         stats = forward_backward(self.state, self._runner, inputs, self.config)
         self._pending = stats if self._pending is None else added_stats(self._pending, stats)
         self._pending_tokens += own.tokens
         metrics = stats.metrics | {k: v for k, v in stats.balance_losses.items() if v}
+        for name in [name for name in metrics if name.startswith("dropped_share.")]:
+            # Losses report sums over ranks: a share is divided by its own number of answers here.
+            answers = metrics[name.replace("dropped_share", "answers")]
+            metrics[name] = metrics[name] / answers if answers else 0.0
         placed = self._in_order(recorded.log_probs, packed)
         return Outcome(stats.loss, metrics, counts, placed, stats)
 
