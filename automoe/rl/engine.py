@@ -10,7 +10,7 @@ top-k, V vocabulary.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,24 +69,6 @@ def open_engine(config: Config, stops: Collection[int], context: RunContext) -> 
     if "://" in args.engine:
         return ServedVLLM(args.engine, stops)
     return LocalVLLM(args.engine, config, stops, context.run_dir)
-
-
-def feed(stream: WeightStream, take: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
-    """Call ``take`` with every bucket on rank 0, whose error all ranks raise. Collective."""
-    ranks = Ranks()
-    errors: list[Exception] = []
-    for bucket in stream:
-        if ranks.rank == 0 and not errors:
-            try:
-                take(bucket)
-            except Exception as error:  # the other ranks are waiting for the next bucket
-                errors.append(error)
-
-    def outcome() -> None:
-        for error in errors:
-            raise error
-
-    ranks.lead(outcome, again=False)
 
 
 def check_gap(engine: Sequence[float], trainer: Sequence[float], bound: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,9 @@ class WeightStream:
         ordered = [(name, stored[name]) for name in sorted(stored, key=_by_number)]
         self._buckets = split(ordered, bucket_bytes - max(most for _, most in everyone))
         self.contents = {
-            name: one for key, each in ordered for name, one in each.in_file(key).items()
+            name: one._replace(scales=None, encoding="plain")
+            for key, each in ordered
+            for name, one in each.in_file(key).items()
         }
 
     @torch.no_grad()
@@ -133,6 +135,24 @@ class WeightStream:
         plan = plan_export(self._parts, *self._options, self._source, adapters, fused)
         names = self._source.names if self._source else ALONE
         return {names.stored(item.key): item for item in plan}
+
+
+def feed(stream: WeightStream, take: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+    """Call ``take`` with every bucket on rank 0, whose error all ranks raise. Collective."""
+    ranks = Ranks()
+    errors: list[Exception] = []
+    for bucket in stream:
+        if ranks.rank == 0 and not errors:
+            try:
+                take(bucket)
+            except Exception as error:  # the other ranks are waiting for the next bucket
+                errors.append(error)
+
+    def outcome() -> None:
+        for error in errors:
+            raise error
+
+    ranks.lead(outcome, again=False)
 
 
 def _room(stored: StoredTensor) -> int:
