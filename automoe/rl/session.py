@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.pipeline import StepRunner, build_runner
 from automoe.rl.batch import Batch, Packed, RowPlan, check_batch, fill_rows, pack
 from automoe.rl.losses import values_read
+from automoe.rl.weights import WeightStream
 from automoe.training.context import RunContext
 from automoe.training.stats import StepStats
 from automoe.training.step import Update, forward_backward, optimizer_step, prepare_inputs
@@ -80,12 +82,14 @@ class Outcome:
         metrics: numbers that the loss reports, by name, and balance losses if they are on.
         counts: what the loss was divided by.
         log_probs: as in ``LogProbs``, under the weights before the update.
+        stats: statistics of the pass, for the record of a run.
     """
 
     loss: float
     metrics: dict[str, float]
     counts: Counts
     log_probs: list[torch.Tensor]
+    stats: StepStats
 
 
 # Numbers of trained tokens [T], and their places in the batch [T]
@@ -120,6 +124,7 @@ class Session:
         config: the configuration that the session runs with.
         meshes: the meshes of the ranks; ``dp_rank`` and the shape are in it.
         state: model parts of this rank, optimizer, counters.
+        store: checkpoints of the run directory.
     """
 
     def __init__(
@@ -138,7 +143,7 @@ class Session:
         self.device = device
         self.auxiliary_losses = auxiliary_losses
         self._runner = runner
-        self._store = store
+        self.store = store
         self._pending: StepStats | None = None  # of gradients that no step has used yet
         self._pending_tokens = 0
 
@@ -235,13 +240,17 @@ class Session:
             # Losses report sums over ranks: a share is divided by its own number of answers here.
             answers = metrics[name.replace("dropped_share", "answers")]
             metrics[name] = metrics[name] / answers if answers else 0.0
-        return Outcome(stats.loss, metrics, counts, self._in_order(recorded.log_probs, packed))
+        placed = self._in_order(recorded.log_probs, packed)
+        return Outcome(stats.loss, metrics, counts, placed, stats)
 
-    def optim_step(self, lr: float | None = None) -> Update:
+    def optim_step(
+        self, lr: float | None = None, report: Mapping[str, float] = MappingProxyType({})
+    ) -> Update:
         """Clip, update the weights by the gradients so far, and clear these. Collective.
 
         Args:
             lr: learning rate of this step; None: the one of ``optim`` at this step.
+            report: as of ``automoe.training.step.optimizer_step``.
 
         Returns:
             Learning rate, gradient norm before clipping, and whether the update was skipped.
@@ -257,6 +266,7 @@ class Session:
             self._pending_tokens,
             self.meshes,
             config,
+            report,
             skip_zero=True,
         )
         self._pending, self._pending_tokens = None, 0
@@ -275,16 +285,12 @@ class Session:
     def weights(self, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (checkpoint name, full tensor), the same on every rank in the same order. Collective.
 
-        The weights are those of now. Options are those of ``automoe.rl.weights``.
+        The weights are those of now; a tensor is valid until the next one is asked for. Options are
+        those of ``automoe.rl.weights.WeightStream``.
         """
         from automoe.hf.families.registry import family_of
-        from automoe.hf.save_plan import gather, plan_writes
-        from automoe.hf.shards import as_parts, local_shards
-
-        parts = as_parts(self.state.model_parts)
-        model = self.config.model
-        for item in plan_writes(list(local_shards(parts)), model, family_of(model).keys):
-            yield item.key, gather(item).detach().contiguous()
+        for bucket in WeightStream(self.state.model_parts, **options):
+            yield from bucket.items()
 
     def save(self, extra: Mapping[str, Any] | None = None) -> Path | None:
         """Save weights, optimizer and counters to the run directory. Collective.
@@ -295,8 +301,8 @@ class Session:
         Returns:
             The checkpoint's folder; None if it is being written in the background.
         """
-        self._store.facts["session"] = dict(extra or {})
-        return self._store.save(self.state)
+        self.store.facts["session"] = dict(extra or {})
+        return self.store.save(self.state)
 
     def load(self) -> dict[str, Any] | None:
         """Fill the state from the newest checkpoint; return the caller's ``extra``. Collective.
@@ -304,8 +310,8 @@ class Session:
         Returns:
             None if there is no checkpoint; the state is then as it was.
         """
-        newest = self._store.newest()
-        if self._store.load_latest(self.state) is None:
+        newest = self.store.newest()
+        if self.store.load_latest(self.state) is None:
             return None
         assert newest is not None
         return dict(newest[1]["counters"].get("session", {}))

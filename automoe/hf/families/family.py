@@ -96,6 +96,9 @@ class Family(Tier):
             neither config.json nor transformers has is accepted. These keys are also written.
         written: keys of ``config.json`` that exported files always have, with their value or a
             function of the ``ModelConfig``. Other readers need them (mlx-lm, vLLM).
+        unread: keys of the published ``config.json`` that change nothing here, with the value (or a
+            function) that exported files have if the source gives none. Some readers refuse files
+            without them (mistral.rs).
         keys: tensor names of the published layout.
         scaled_unless_said: True if transformers scales rotary embeddings by default, that is, if
             config.json has no scaling.
@@ -114,6 +117,7 @@ class Family(Tier):
     fixed: dict[str, Any]
     only: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
+    unread: dict[str, Any] = field(default_factory=dict)
     keys: KeyMap = KeyMap()
     scaled_unless_said: bool = False
     mscale: bool = False
@@ -207,11 +211,13 @@ class Family(Tier):
                 f"transformers loads a {self.model_type} checkpoint only with 1 or less",
                 "Set model.initializer_range=0.02, or checkpoint.export_hf=false",
             )
-        hf = {key: value for key, value in (base or {}).items() if key not in _ALIASES}
+        unread, written = (
+            {key: value(config) if callable(value) else value for key, value in stated.items()}
+            for stated in (UNREAD | self.unread, self.written)
+        )
+        hf = unread | {key: value for key, value in (base or {}).items() if key not in _ALIASES}
         hf |= {"architectures": [self.architecture], "model_type": self.model_type} | self.only
-        hf |= {
-            key: value(config) if callable(value) else value for key, value in self.written.items()
-        }
+        hf |= written
         hf |= {one.key: one.write(value_of(config, ours), config) for ours, one in self._fields()}
         if self.partial_rotary:
             hf["partial_rotary_factor"] = config.rope.partial_rotary_factor
@@ -465,6 +471,11 @@ GROUPED_MOE: dict[str, Field | str] = {
     "router.num_groups": "n_group",
     "router.topk_groups": "topk_group",
 }
+# Keys of published files that no reader here obeys (``Family.unread``): of all families, of families
+# that balance experts by a loss, and of Qwen's.
+UNREAD = {"attention_dropout": 0.0, "use_cache": True}
+BALANCED = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+WINDOWS = {"max_window_layers": attrgetter("num_layers"), "sliding_window": None}
 # Modules for multi-token prediction are stored as layers after the last one, as in DeepSeek-V3.
 MTP: dict[str, Field | str] = {"num_mtp_layers": Field("num_nextn_predict_layers", 0)}
 
