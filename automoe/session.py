@@ -59,7 +59,11 @@ def open_session(
     if not isinstance(config, Config):
         names = list(config) if isinstance(config, Mapping) else [str(one) for one in config]
         if not any(name.startswith("data") for name in names):
-            config = {**config, "data": "benchmark"} if isinstance(config, Mapping) else [*config, NO_DATA]
+            config = (
+                {**config, "data": "benchmark"}
+                if isinstance(config, Mapping)
+                else [*config, NO_DATA]
+            )
     checked = composed(config, config_name, config_dir)
     rank, world_size, local_rank = 0, 1, 0
     place = detect_external(os.environ)

@@ -114,9 +114,7 @@ def train(
     return TrainResult(checked, run_dir, result.objective, export)
 
 
-def composed(
-    config: object, config_name: str, config_dir: str | os.PathLike[str] | None
-) -> Config:
+def composed(config: object, config_name: str, config_dir: str | os.PathLike[str] | None) -> Config:
     """Return the configuration that a list of overrides, a dictionary or a ``Config`` names."""
     if isinstance(config, Config):
         if config_name != DEFAULT_PRIMARY or config_dir is not None:

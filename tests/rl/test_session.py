@@ -24,7 +24,10 @@ from tests.support.hf_models import save_small_hf
 SMALL = [
     *("model=small_qwen3_moe", "mesh.pp=1", "mesh.ep=1"),
     *(f"model.{setting}" for setting in ("hidden_size=32", "num_layers=2", "num_experts=4", "vocab_size=64")),
-    *(f"model.{setting}" for setting in ("num_experts_per_token=2", "moe_intermediate_size=16", "attention.head_dim=8")),
+    *(
+        f"model.{setting}"
+        for setting in ("num_experts_per_token=2", "moe_intermediate_size=16", "attention.head_dim=8")
+    ),
     *("model.attention.num_heads=4", "data=benchmark", "data.tokenizer=null"),
     *("train.seq_len=32", "train.global_batch_size=4", "train.micro_batch_size=2", "train.dtype=float32"),
     *("optim.weight_decay=0.1", "moe.bias_update_rate=0.1", "moe.global_balance_coef=0.1"),
@@ -56,7 +59,7 @@ def scored_by_session(folder: str, batch: list[Sample], temperature: float) -> t
     return answer.log_probs, answer.entropy
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v3_yarn", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("dsv3_groups_yarn", marks=pytest.mark.exhaustive)])
 def test_log_probs_and_entropies_are_those_of_transformers(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """With a temperature, and over the ids that top-k sampling leaves."""
     theirs = save_small_hf(name, tmp_path / "model").eval()
