@@ -64,11 +64,12 @@ def open_engine(config: Config, stops: Collection[int], context: RunContext) -> 
     args = config.recipe_args
     if args.sampler == "transformers":
         return TransformersEngine(config, stops, context.device)
+    from automoe.rl.sglang import ServedSGLang
     from automoe.rl.vllm import LocalVLLM, ServedVLLM
 
-    if "://" in args.engine:
-        return ServedVLLM(args.engine, stops)
-    return LocalVLLM(args.engine, config, stops, context.run_dir)
+    served = ServedSGLang if args.sampler == "sglang" else ServedVLLM
+    kind = served if "://" in args.engine else LocalVLLM
+    return kind(args.engine, config, stops, context.run_dir)
 
 
 def check_gap(engine: Sequence[float], trainer: Sequence[float], bound: float) -> float:

@@ -166,8 +166,9 @@ def test_each_prompt_comes_once_an_epoch(tmp_path: Path) -> None:
     [
         ({"samples": 1}, "recipe_args.samples=1: the answers to a prompt are compared"),
         ({"temperature": 0.0}, "recipe_args.temperature=0.0: must be larger than 0"),
-        ({"sampler": "vllm"}, "sampler=vllm needs an address or a Python with vLLM"),
-        ({"engine": "http://there:8000"}, "no other sampler takes one"),
+        ({"sampler": "vllm"}, "sampler=vllm takes an address or a Python with vLLM"),
+        ({"sampler": "sglang", "engine": "/usr/bin/python"}, "sampler=sglang takes an address"),
+        ({"engine": "http://there:8000"}, "sampler=transformers takes none"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(args: dict[str, Any], message: str, tmp_path: Path) -> None:
