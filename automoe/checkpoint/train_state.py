@@ -20,7 +20,7 @@ class TrainState:
 
     Attributes:
         model_parts: this rank's pipeline stages, {stage number: part}; names inside are global.
-        loader: None if batches come from elsewhere; a state without a loader cannot be saved.
+        loader: None if batches come from elsewhere; their position is then the caller's to save.
         step: optimizer steps done (skipped ones included).
         tokens: tokens with a label trained so far, over all ranks.
         skipped: number of consecutive skipped steps.
@@ -119,13 +119,12 @@ class TrainState:
 
     def counters(self) -> dict[str, Any]:
         """Return the state's values other than tensors, as plain JSON, equal on every rank."""
-        assert self.loader is not None
         return {
             "step": self.step,
             "tokens": self.tokens,
             "skipped": self.skipped,
             "recent_losses": list(self.recent_losses),  # JSON keeps a float to the bit
-            "loader": self.loader.state_dict(),
+            "loader": None if self.loader is None else self.loader.state_dict(),
         }
 
     def load_counters(self, counters: dict[str, Any]) -> None:
@@ -134,8 +133,8 @@ class TrainState:
         Raises:
             DataError: the data changed since the checkpoint.
         """
-        assert self.loader is not None
-        self.loader.load_state_dict(counters["loader"])
+        if self.loader is not None:
+            self.loader.load_state_dict(counters["loader"])
         self.step = counters["step"]
         self.tokens = counters["tokens"]
         self.skipped = counters["skipped"]

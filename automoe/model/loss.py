@@ -298,7 +298,9 @@ def _sampler_logits(
     ids_TN = candidates_TN[chunk]
     number = weight_VH.shape[0]
     places_TN = ids_TN - ctx.first_id
-    places_TN = places_TN.masked_fill((ids_TN < 0) | (places_TN < 0) | (places_TN >= number), number)
+    places_TN = places_TN.masked_fill(
+        (ids_TN < 0) | (places_TN < 0) | (places_TN >= number), number
+    )
     left_TV = logits_TV.new_zeros(len(logits_TV), number + 1, dtype=torch.bool)
     left_TV = left_TV.scatter_(1, places_TN, True)[:, :number]
     left_TV |= (ids_TN < 0).all(1, keepdim=True)  # a token without a list keeps all ids

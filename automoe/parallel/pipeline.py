@@ -129,9 +129,8 @@ class StepRunner(ABC):
         """
         for part in self.model_parts.values():
             part.reported.clear()  # of a pass outside of this runner
-        with training_pass():
+        with training_pass(), self.shared.summed():
             loss = self._train(inputs)
-        self.shared.sum()
         return loss.detach().to(torch.float64) * self.reports_loss
 
     @abstractmethod
@@ -333,9 +332,7 @@ class PipelineRunner(StepRunner):
         tokens = meta(rows, seq, dtype=torch.int64)
         hidden = meta(rows, seq // shape.tp, config.model.hidden_size, dtype=compute)
         loss = meta(1, dtype=torch.promote_types(compute, torch.float32))
-        make_stage = partial(
-            Stage, num_stages=num_stages, device=self.device, group=self._group
-        )
+        make_stage = partial(Stage, num_stages=num_stages, device=self.device, group=self._group)
         self.stages = []
         layers = stage_layers(config, shape)
         for stage, part in self.model_parts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 
 import torch
@@ -68,6 +69,19 @@ class SharedGradients:
             self._by_group.append((None, [copies]))
         if len(places) > 1:
             self._by_group.append((meshes.pipeline_members(places), [copies] if copies else []))
+
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """Sum the shared gradients that the block computes, and add them to those before it."""
+        before = []
+        for _, parameters in self._by_group:
+            for parameter in (p for copies in parameters for p in copies if p.grad is not None):
+                before.append((parameter, parameter.grad))  # already a sum
+                parameter.grad = None
+        yield
+        self.sum()
+        for parameter, gradient in before:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def sum(self) -> None:
         """Replace every shared gradient by its sum over copies and over the ranks with a term.

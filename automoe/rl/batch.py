@@ -125,14 +125,14 @@ class CheckedSample:
         count = len(self.tokens)
         self._require(self.tokens.dim() == 1 and count >= 2, "tokens", "two tokens or more")
         self._require(
-            count - 1 <= max_tokens, "tokens", f"at most train.seq_len + 1 = {max_tokens + 1} tokens"
+            count - 1 <= max_tokens,
+            "tokens",
+            f"at most train.seq_len + 1 = {max_tokens + 1} tokens",
         )
         self._check_ids("tokens", self.tokens, vocab_size)
         self.mask = self._tensor("mask", sample.mask, torch.bool)
         self._require(self.mask.shape == (count,), "mask", f"{count} values, one a token")
-        self._require(
-            not self.mask[0], "mask", "False for token 0, which has no log-probability"
-        )
+        self._require(not self.mask[0], "mask", "False for token 0, which has no log-probability")
         self.values: dict[str, torch.Tensor] = {}
         for name, value in sorted(sample.values.items()):
             tensor = self._tensor(name, value, torch.float64)

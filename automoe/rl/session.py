@@ -149,11 +149,7 @@ class Session:
 
     @classmethod
     def open(
-        cls,
-        config: Config,
-        shape: MeshShape,
-        context: RunContext,
-        auxiliary_losses: bool = False,
+        cls, config: Config, shape: MeshShape, context: RunContext, auxiliary_losses: bool = False
     ) -> Session:
         """Open a session on this rank, as a recipe's ``main`` is called. Collective.
 
@@ -187,9 +183,7 @@ class Session:
 
     # ---------------------------------------------------------------- the verbs
 
-    def log_probs(
-        self, batch: Batch, temperature: float = 1.0, entropy: bool = False
-    ) -> LogProbs:
+    def log_probs(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> LogProbs:
         """Return the log-probabilities of the trained tokens, without gradients. Collective.
 
         Args:
@@ -288,7 +282,6 @@ class Session:
         The weights are those of now; a tensor is valid until the next one is asked for. Options are
         those of ``automoe.rl.weights.WeightStream``.
         """
-        from automoe.hf.families.registry import family_of
         for bucket in WeightStream(self.state.model_parts, **options):
             yield from bucket.items()
 

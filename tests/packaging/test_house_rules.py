@@ -32,7 +32,7 @@ LAYERS = (
         "automoe.export",
         "automoe.convert",
     )
-    + ("automoe.generate", "automoe.upcycle", "automoe.eval"),
+    + ("automoe.generate", "automoe.upcycle", "automoe.eval", "automoe.session"),
     ("automoe.planner",),
     ("automoe.launch", "automoe.verify"),
     ("recipes",),

@@ -1,7 +1,8 @@
-"""Write ``reference_losses.json``: losses and gradients of TRL's and verl's own functions.
+"""Write ``tests/rl/reference_losses.json``: losses and gradients of TRL's and verl's own functions.
 
-    pip install trl==1.16.0 verl==0.9.1 torch transformers tensordict omegaconf accelerate datasets ray
-    python tests/rl/make_reference_losses.py
+    pip install --no-deps -r benchmarks/requirements-peers.txt
+    pip install accelerate datasets omegaconf ray tensordict==0.10.0
+    python benchmarks/rl_losses.py
 
 Numbers are float64, of six answers of 1 to 7 tokens. A gradient is with respect to log-probabilities.
 """
@@ -16,13 +17,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-import torch  # noqa: E402
-import trl  # noqa: E402
-import verl  # noqa: E402
-import verl.trainer.ppo.core_algos as algos  # noqa: E402
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights  # noqa: E402
-from verl.workers.config import ActorConfig  # noqa: E402
+os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1"}
+import torch
+import trl
+import verl
+import verl.trainer.ppo.core_algos as algos
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.workers.config import ActorConfig
 
 LENGTHS = [4, 1, 7, 3, 5, 2]
 LONGEST = max(LENGTHS)
@@ -162,6 +163,6 @@ content = {
     "ref_log_probs": ragged(ref),
     "cases": cases,
 }
-path = Path(__file__).with_name("reference_losses.json")
+path = Path(__file__).parents[1] / "tests" / "rl" / "reference_losses.json"
 path.write_text(json.dumps(content) + "\n")
 print(f"{path}: {len(cases)} cases")
