@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from automoe.checkpoint.store import CheckpointStore
-from automoe.checkpoint.train_state import TrainState
+from automoe.training.state import TrainState
 from automoe.comm.tokens import MicroBatch, TokenCounts
 from automoe.config.batch import least_micro_batches
 from automoe.config.mesh_shape import MeshShape
@@ -42,7 +42,7 @@ from automoe.rl.weights import WeightStream
 from automoe.training.context import RunContext
 from automoe.training.stats import StepStats
 from automoe.training.step import Update, forward_backward, optimizer_step, prepare_inputs
-from automoe.training.weights import first_weights
+from automoe.run.weights import first_weights
 
 
 @dataclass(frozen=True)

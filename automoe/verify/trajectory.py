@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from automoe.checkpoint.train_state import TrainState
+from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
-from automoe.data.loader import StepBatch
 from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
 from automoe.moe.balance import LOSSES
@@ -22,7 +21,8 @@ from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import StepRunner, build_runner
-from automoe.training.routing import replayed_routing
+from automoe.run.routing import replayed_routing
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
 Batches = Callable[[Config, int, int, int], StepBatch]  # (config, step, dp_rank, dp_size)
