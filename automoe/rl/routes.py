@@ -74,7 +74,7 @@ def read_sglang(meta_info: Mapping[str, Any], model: ModelConfig, num_tokens: in
     count = num_tokens - 1 - start
     try:
         ids = np.frombuffer(base64.b64decode(meta_info["routed_experts"], validate=True), "<i4")
-        layers = len(ids) // max(count * top_k, 1)
+        layers = len(ids) // (count * top_k) if count else model.num_layers
         lines = ids.reshape(count, layers, top_k)
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise DataError(
