@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
 from automoe.checkpoint.store import CheckpointStore
-from automoe.checkpoint.train_state import TrainState
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import AttentionConfig, CheckpointConfig, Config, MeshConfig, ModelConfig, TrainConfig
@@ -43,6 +42,7 @@ from automoe.observe.environment import describe_environment
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
+from automoe.training.state import TrainState
 
 HERE = Path(__file__).parent
 WORK = 384  # side of the matrices that stand for a training step

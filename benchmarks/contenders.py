@@ -157,12 +157,12 @@ class Recipe:
     """
 
     def __init__(self, config: ModelConfig, folder: str, rows: int, seq_len: int) -> None:
-        from automoe.checkpoint.train_state import TrainState
         from automoe.config.mesh_shape import resolve_mesh
         from automoe.launch.ranks import init_ranks, store_file
         from automoe.parallel.mesh import build_meshes
         from automoe.parallel.pipeline import build_runner
-        from automoe.training.weights import first_weights
+        from automoe.run.weights import first_weights
+        from automoe.training.state import TrainState
 
         train = TrainConfig(seq_len=seq_len, global_batch_size=rows, micro_batch_size=rows)
         optim = replace(OPTIM, warmup_steps=0, schedule="constant")
@@ -195,7 +195,7 @@ class Recipe:
         return stats.loss, gradients
 
     def _forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[Any, int]:
-        from automoe.data.loader import StepBatch
+        from automoe.comm.tokens import StepBatch
         from automoe.training.step import forward_backward, prepare_inputs
 
         positions = torch.arange(tokens.shape[1]).expand(tokens.shape)

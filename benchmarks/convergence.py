@@ -162,7 +162,7 @@ def export_first_weights(config: Any, folder: Path) -> None:
     from automoe.hf.write import to_hf
     from automoe.launch.ranks import init_ranks, store_file
     from automoe.parallel.mesh import build_meshes
-    from automoe.training.weights import first_weights
+    from automoe.run.weights import first_weights
 
     with store_file() as store:
         device = init_ranks(config.launch, 0, 1, 0, store)

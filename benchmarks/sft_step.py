@@ -29,7 +29,6 @@ import torch.distributed as dist
 from contenders import transformers_model
 from measuring import commit, cpu_model
 
-from automoe.checkpoint.train_state import TrainState
 from automoe.comm.tokens import IGNORE
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
@@ -49,8 +48,9 @@ from automoe.launch.ranks import init_ranks, store_file
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import build_runner
+from automoe.run.weights import first_weights
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
-from automoe.training.weights import first_weights
 
 GATE = 1e-4  # relative difference of every step's loss that is accepted
 STEPS, UNTIMED = 20, 2

@@ -4,8 +4,10 @@ Short runs are three steps of a small model on one, two and four gloo ranks, and
 turns with another commit of it: almost all of it is the start, and the report at the end. ``one step`` ends with the first
 step, without a report, and ``41 steps`` takes 40 more: their difference is the training step, ``cpu_seconds_per_step``. Token caches are warm. ``--job``
 times the documented commands and the default run instead, which begins with an empty token cache, as a user's first one
-does. Seconds are from the start of a process to its end, or to a line in ``metrics.jsonl``; CPU-seconds are those of the
-process and all that it started.
+does. ``HF load`` starts from a checkpoint of 52 million parameters, ``checkpoint load`` from a run that has nothing left to
+train; both are written once, by this checkout. Seconds are from the start of a process to its end, or to a line in
+``metrics.jsonl``; CPU-seconds are those of the process and all that it started, and peak memory is that of the largest of
+them.
 
     python benchmarks/starts.py --before HASH      # five minutes; writes benchmarks/results/starts.json
     python benchmarks/starts.py --rounds 1         # this checkout alone, once
@@ -57,7 +59,13 @@ COMMANDS = {  # name -> arguments of python -m, and the exit status that is righ
 }
 RUN = ("experiment=smoke", "mesh=fsdp", "train.global_batch_size=8", "launch.device=cpu")
 FEW = (*RUN, "launch.num_ranks=1", "observe.report=false")
+LARGER = ("model=small_qwen3_moe", "model.hidden_size=512", "model.moe_intermediate_size=512", "train.steps=1")
+# name -> what stands behind ``automoe train``, or another command with all of its words
 CASES = {
+    "the first command": ("train.steps=1",),
+    "verify": ("automoe.cli", "verify", "mesh.pp=1", "mesh.ep=4"),
+    "HF load": (*FEW, "train.steps=1", "model.hf_path={larger}/hf", "data=stdlib"),
+    "checkpoint load": (*FEW, *LARGER, "run_dir={larger}"),
     "one step": (*FEW, "train.steps=1"),
     "41 steps": (*FEW, "train.steps=41"),
     "one rank": (*RUN, "launch.num_ranks=1"),
@@ -76,10 +84,11 @@ CASES = {
 
 @dataclass
 class Timed:
-    """One process: wall seconds, and CPU seconds of it and of every child that it waited for."""
+    """One process: wall seconds, CPU seconds of it and of every child that it waited for, the largest one's memory."""
 
     seconds: float
     cpu_seconds: float
+    peak_mib: float
 
 
 @dataclass
@@ -128,7 +137,7 @@ class Command:
         pid, code, usage = os.wait4(self.process.pid, 0 if wait else os.WNOHANG)
         if not pid:
             return None
-        timed = Timed(self.seconds(), usage.ru_utime + usage.ru_stime)
+        timed = Timed(self.seconds(), usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
         self.process.returncode = os.waitstatus_to_exitcode(code)
         if self.process.returncode != status:
             raise SystemExit(
@@ -252,11 +261,14 @@ def checkout(revision: str) -> Iterator[tuple[str, Path]]:
 
 
 def timed(root: Path, arguments: tuple[str, ...], tmp: Path) -> dict[str, float]:
-    """Seconds and CPU-seconds of ``automoe train`` from the files in ``root``; the run must end well."""
+    """What a command from the files in ``root`` takes, ``automoe train`` unless named; it must end well."""
     with tempfile.TemporaryDirectory(dir=tmp) as folder:
-        one = Command(("automoe.train", *arguments, f"run_dir={folder}/run"), tmp, root).ended()
-    assert one is not None
-    return asdict(one)
+        words = [word.format(larger=tmp / "larger") for word in arguments]
+        if not words[0].startswith("automoe."):
+            words = ["automoe.train", f"run_dir={folder}/run", *words]
+        process = Command(tuple(words), tmp, root).ended()
+    assert process is not None
+    return asdict(process)
 
 
 def measure(roots: dict[str, Path], cases: list[str], rounds: int) -> dict[str, Any]:
@@ -264,6 +276,8 @@ def measure(roots: dict[str, Path], cases: list[str], rounds: int) -> dict[str, 
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         tmp = Path(folder)
+        if {"HF load", "checkpoint load"} & set(cases):
+            timed(HERE.parent, (*FEW, *LARGER, "checkpoint.export_hf=true", "run_dir={larger}"), tmp)
         for case in cases:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in roots}
             for number in range(rounds + 1):

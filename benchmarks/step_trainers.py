@@ -16,11 +16,9 @@ from contenders import our_name, random_batch, transformers_model
 from kernel_peers import Absent, torchtitan_moe
 from torch import nn
 
-from automoe.checkpoint.train_state import TrainState
-from automoe.comm.tokens import MicroBatch
+from automoe.comm.tokens import MicroBatch, StepBatch
 from automoe.config.mesh_shape import resolve_mesh, stays_unsharded
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
-from automoe.data.loader import StepBatch
 from automoe.model.causal_lm import Unit
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
@@ -33,6 +31,7 @@ from automoe.parallel.mesh import Meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts, materialize, parallelize, parameter_dtype
 from automoe.parallel.pipeline import build_runner
 from automoe.planner.plan import make_plan
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
 GATES = {"balanced": "balanced", "natural": "learned"}  # routing -> MoEConfig.gate

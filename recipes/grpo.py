@@ -14,26 +14,23 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
 
 import torch
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recipe_args import GRPOArgs
 from automoe.config.schema import Config
-from automoe.data.prompts import encoded_prompts
-from automoe.data.tokenizer import fitting_tokenizer
 from automoe.rl.batch import Sample
 from automoe.rl.engine import Answer, check_gap, open_engine
 from automoe.rl.losses import Correction, dapo, group_advantages
 from automoe.rl.rollouts import Rollouts
 from automoe.rl.session import Session
 from automoe.rl.weights import WeightStream
-from automoe.storage.trace import phase
+from automoe.comm.trace import phase
 from automoe.training.context import RunContext
-from automoe.training.run import open_run
-from automoe.training.samples import stop_tokens
-from automoe.training.weights import export_weights
+from automoe.run.run import open_run
+from automoe.run.samples import stop_tokens
+from automoe.run.weights import export_weights
 
 # recipe_args.samples, recipe_args.sampler, ...; a copy of this file may declare a dataclass of its own
 Args = GRPOArgs
@@ -51,14 +48,11 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     length = config.observe.sample_tokens
 
     # ---------------------------------------------------------------- prompts, policy, reference
-    tokenizer = fitting_tokenizer(config)
-    texts, prompts = encoded_prompts(config, tokenizer)
-    rollouts = Rollouts(config, context.run_dir, prompts, args.prompts)
+    rollouts = Rollouts.open(config, context.run_dir)
+    texts, prompts = rollouts.texts, rollouts.prompts
     session = Session.open(config, shape, context)
-    session.state.loader = cast(Any, rollouts)
+    session.state.loader = rollouts
     resumed = session.store.load_latest(session.state)
-    if config.checkpoint.resume == "never":
-        rollouts.forget()
     # The weights that training began with: another model, or this one without its adapters.
     reference = Session.open(config, shape, context) if args.kl and not config.lora.rank else None
 
@@ -86,7 +80,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             sampled_s = time.perf_counter() - began
             numbers = rollouts.of_step(step)
             pairs = [(n, answer) for n, group in zip(numbers, groups, strict=True) for answer in group]
-            answers = [tokenizer.decode(answer.tokens) for _, answer in pairs]
+            answers = [rollouts.tokenizer.decode(answer.tokens) for _, answer in pairs]
             rewards = [reward(texts[n], text, length) for (n, _), text in zip(pairs, answers, strict=True)]
             advantages = group_advantages(rewards, args.samples)
 
@@ -98,7 +92,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             old = session.log_probs(batch, args.temperature).log_probs
             engine_says = [p for _, answer in pairs for p in answer.log_probs]
             trainer_says = answer_values(old, batch)
-            gap = check_gap(engine_says, trainer_says, args.max_gap)
+            gap, largest_gap = check_gap(engine_says, trainer_says, args.max_gap)
             batch = with_values(batch, old_log_probs=old)
             if args.kl:
                 if reference is not None:
@@ -125,6 +119,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
                 "reward": mean_reward,
                 "answer_tokens": len(engine_says) / len(pairs),
                 "engine_gap": gap,
+                "engine_gap_max": largest_gap,
             }
             if run.validates():
                 shown = {texts[n]: text for (n, _), text in zip(pairs, answers, strict=True)}

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from automoe.checkpoint.store import CheckpointStore
-from automoe.checkpoint.train_state import TrainState
+from automoe.comm.trace import phase
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.data.loader import Loader
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import build_runner
-from automoe.storage.trace import phase
+from automoe.run.routing import record_routing, replayed_routing
+from automoe.run.run import open_run
+from automoe.run.samples import Sampler
+from automoe.run.services import open_data, open_store
+from automoe.run.weights import export_weights, first_weights
 from automoe.training.context import RunContext
-from automoe.training.routing import replayed_routing
-from automoe.training.run import open_run
-from automoe.training.samples import Sampler
-from automoe.training.stats import same_on_all_ranks
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
-from automoe.training.weights import export_weights, first_weights
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
@@ -39,10 +37,8 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
     # ---------------------------------------------------------------- data, model on both meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))
-    store = CheckpointStore(config, shape, context.run_dir)
-    loader = Loader(config, meshes.dp_rank, shape.dp)
-    same_on_all_ranks(loader.fingerprint(), "the training data")
-    store.check(loader)  # fail now, not after the weights are read or at the first save
+    loader = open_data(config, meshes)
+    store = open_store(config, meshes, context, loader)
     model_parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
     runner = build_runner(model_parts, meshes, config, device)
 
@@ -61,7 +57,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             run.begin_step()
 
             # one optimizer step over the global batch
-            with phase("step", state.step + 1):
+            with phase("step", state.step + 1), record_routing(config, model_parts, state.step):
                 batch = loader.next_step()
                 forced_ids = replayed_routing(config, batch, state.step)
                 inputs, num_label_tokens = prepare_inputs(batch, meshes, config, device, forced_ids)

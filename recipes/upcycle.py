@@ -16,11 +16,8 @@ from datetime import timedelta
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
-from automoe.hf.read import load_hf
-from automoe.hf.upcycle import upcycled_model
-from automoe.hf.write import to_hf
 from automoe.parallel.mesh import build_meshes
-from automoe.parallel.parallelize import allocate, build_parts
+from automoe.run.weights import export_weights, first_weights
 from automoe.training.context import RunContext
 
 
@@ -39,10 +36,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> None:
             "Set model.hf_path=DENSE model.upcycle=true",
         )
     meshes = build_meshes(shape, context.device, timedelta(seconds=config.launch.init_timeout_s))
-    model_parts = build_parts(config, meshes)
-    allocate(model_parts, context.device)
-    _, dense_keys = upcycled_model(config.model, config.train.seed)
-    loaded = load_hf(model_parts, config.model.hf_path, keys=dense_keys, progress=True)
-    written = to_hf(model_parts, context.run_dir / "hf", overwrite=True)
+    model_parts, loaded = first_weights(config, meshes, context.device)
+    written = export_weights(config, model_parts, context.run_dir)
     if context.rank == 0:
         print(f"{loaded}\nsaved {written}", flush=True)

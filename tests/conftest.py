@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from automoe.storage.trace import training_pass
+from automoe.comm.trace import training_pass
 from automoe.verify.pool import RankPool
 
 pytest_plugins = ["tests.support.cpu_times", "tests.support.sampling"]

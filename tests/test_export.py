@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from automoe.checkpoint.manifest import read_manifest, write_manifest
 from automoe.checkpoint.store import CheckpointStore
-from automoe.checkpoint.train_state import TrainState
 from automoe.config.compose import compose_config
 from automoe.config.data_schema import DataConfig
 from automoe.config.frozen import save_config
@@ -29,7 +28,8 @@ from automoe.export import export_run, main
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.training.weights import export_weights
+from automoe.run.weights import export_weights
+from automoe.training.state import TrainState
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import whole
 

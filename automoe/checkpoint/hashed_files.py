@@ -13,8 +13,8 @@ from typing import Any
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from automoe.comm.trace import phase
 from automoe.storage.files import checksum, named
-from automoe.storage.trace import phase
 
 
 class HashingStream(io.RawIOBase):

@@ -38,6 +38,7 @@ from automoe.checkpoint.newest import step_to_resume
 from automoe.checkpoint.planner import CachedPlanner
 from automoe.checkpoint.reader import StepReader
 from automoe.comm.agreement import Ranks, dcp_error, save_error
+from automoe.comm.trace import phase
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
@@ -46,11 +47,10 @@ from automoe.hf.identity import checkpoint_identity
 from automoe.interop.torch_private import forget_cached_plans, state_dict_stager
 from automoe.storage.files import flush, set_aside
 from automoe.storage.folder import name_folder
-from automoe.storage.trace import phase
 
 if TYPE_CHECKING:
-    from automoe.checkpoint.train_state import TrainState
     from automoe.data.loader import Loader
+    from automoe.training.state import TrainState
 
 _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to check
 

@@ -69,8 +69,10 @@ class Tokens:
             spans the whole row.
         num_tokens: scalar tensor, non-padding tokens of the whole global batch; normalises balance
             losses.
-        forced_ids: [B, S, moe layers, 2, K] recorded routing to repeat
-            (``automoe.training.routing``).
+        forced_ids: [B, S, moe layers, 1 or 2, K] routing to repeat: the experts of each token, and
+            as second those of plain top-k, which a recording has (``automoe.run.routing``) and an
+            engine does not tell; they are then those of the live scores, as are the experts of
+            tokens and layers with -1, and of layers beyond these.
         row_ids: [B, S] number of the row in the whole training stream, for noise and recorded
             routing.
         not_padding: [B, S] bool; None: padding has the document -1, and without doc_ids no token is
@@ -104,6 +106,26 @@ class Tokens:
         if self.doc_ids is None:
             return torch.ones_like(self.index, dtype=torch.bool)
         return self.doc_ids >= 0
+
+
+@dataclass
+class StepBatch:
+    """All micro-batches of one step for one data-parallel rank, as CPU tensors.
+
+    R = num_micro_batches * micro_batch_size = global_batch_size / D rows, in micro-batch order; S =
+    seq_len; P pairs in a row. Data-parallel rank d of D holds rows [d*R, (d+1)*R) of the step's
+    global batch.
+    """
+
+    tokens: torch.Tensor  # [R, S] int64
+    labels: torch.Tensor  # [R, S] int64: the next token of the same document, or IGNORE
+    positions: torch.Tensor  # [R, S] int64: index within the document, for rotary embeddings
+    doc_ids: torch.Tensor  # [R, S] int64: document within the row, 0, 1, ...; -1 is padding
+    num_bytes: int  # UTF-8 bytes that the trained labels stand for; bits per byte needs them.
+    first_row: int  # index of row 0 in the whole training stream
+    # [R, P] int64 for preference data, else None: the number of each pair of a row. Pair p of a row
+    # is its documents 2 p and 2 p + 1; -1 fills up rows with fewer pairs.
+    pairs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

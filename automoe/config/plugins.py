@@ -25,9 +25,9 @@ from automoe.config import schema
 from automoe.config.shipped import load_file, working_directory_last
 from automoe.errors import ConfigError
 
-# Functions that every rank calls, all of them and not one by name: see automoe.training.hooks.
+# Functions that every rank calls, all of them and not one by name: see automoe.run.hooks.
 RUN_POINTS = {
-    "run.start": "a function of the automoe.training.run.Run, called before the first step",
+    "run.start": "a function of the automoe.run.run.Run, called before the first step",
     "run.step": "a function of the Run and the step's record, which returns a dictionary of more numbers, or None",
     "run.save": "a function of the Run and the folder of a checkpoint that was saved",
     "run.finish": "a function of the Run, called after the last step and the export",
@@ -42,8 +42,15 @@ KINDS = {
     **RUN_POINTS,
 }
 _registered: dict[str, dict[str, Any]] = {key: {} for key in KINDS}
-# Found as a plugin is, since no other room imports its room: the family of classes of transformers.
-_SHIPPED = {"model.family=transformers": "automoe.classes.family:FAMILY"}
+# Found as plugins are, since the trainer imports nothing of their rooms: the family of classes of transformers, and
+# other packages' kernels.
+_SHIPPED = {
+    "model.family=transformers": "automoe.classes.family:FAMILY",
+    "moe.dispatcher=deepep": "automoe.interop.deepep:dispatcher",
+    "moe.experts=te": "automoe.interop.transformer_engine:experts",
+    "kernels.attention=te": "automoe.interop.transformer_engine:attention",
+    "kernels.norm=te": "automoe.interop.transformer_engine:norm",
+}
 _loaded: set[str] = set()
 
 
@@ -93,7 +100,7 @@ def look_up(key: str, name: str) -> Any:
     Raises:
         ConfigError: as ``registered``.
     """
-    value = _registered[key].get(name) or _SHIPPED.get(f"{key}={name}")
+    value = _registered.get(key, {}).get(name) or _SHIPPED.get(f"{key}={name}")
     if not isinstance(value, str):
         return value
     module, _, attribute = value.partition(":")

@@ -65,9 +65,9 @@ class GRPOArgs:
     kl: float = 0.0  # weight of the distance (k3) from the weights that training began with
     # routes of the engine: repeated by the training step, or chosen anew
     replay: bool = True
-    # transformers: in the ranks of the training; vllm: in a process of its own
-    sampler: Literal["transformers", "vllm"] = "transformers"
-    # with sampler=vllm: address of a server, or the Python that has vLLM, which is started
+    # transformers: in the ranks of the training; vllm, sglang: in processes of their own
+    sampler: Literal["transformers", "vllm", "sglang"] = "transformers"
+    # address of the server (http://host:8000), or the Python that has vLLM, which is then started
     engine: PathText | None = None
     max_gap: float = 0.1  # largest mean difference of the engine's log-probabilities, in nats
 
@@ -81,9 +81,12 @@ class GRPOArgs:
         if not config.observe.samples:
             rule = f"recipe={config.recipe} answers the prompts of observe.samples"
             raise ConfigError("observe.samples", "", rule, "Name a text file, a prompt on each line")
-        if (self.engine is None) == (self.sampler == "vllm"):
-            rule = "sampler=vllm needs an address or a Python with vLLM, and no other sampler takes one"
-            raise ConfigError(f"{SECTION}.engine", self.engine, rule, "Set both, or none")
+        needed = {"transformers": "none", "vllm": "an address or a Python with vLLM"}
+        has = "none" if self.engine is None else "a Python with vLLM"
+        has = "an address" if "://" in (self.engine or "") else has
+        if has not in (rule := needed.get(self.sampler, "an address")):
+            rule = f"sampler={self.sampler} takes {rule}"
+            raise ConfigError(f"{SECTION}.engine", self.engine, rule, "Set both, or leave both out")
 
 
 _SHIPPED = {"dpo": DPOArgs, "grpo": GRPOArgs}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.batch import rows_of_step
 from automoe.config.data_schema import sources_of
 from automoe.config.schema import Config
@@ -24,26 +24,6 @@ from automoe.data.outlook import describe_length, describe_unlearned
 from automoe.data.packing import PackedRows, Rows
 from automoe.data.prepare import Split, pack, prepare_data
 from automoe.errors import ConfigError, DataError
-
-
-@dataclass
-class StepBatch:
-    """All micro-batches of one step for one data-parallel rank, as CPU tensors.
-
-    R = num_micro_batches * micro_batch_size = global_batch_size / D rows, in micro-batch order; S =
-    seq_len; P pairs in a row. Data-parallel rank d of D holds rows [d*R, (d+1)*R) of the step's
-    global batch.
-    """
-
-    tokens: torch.Tensor  # [R, S] int64
-    labels: torch.Tensor  # [R, S] int64: the next token of the same document, or IGNORE
-    positions: torch.Tensor  # [R, S] int64: index within the document, for rotary embeddings
-    doc_ids: torch.Tensor  # [R, S] int64: document within the row, 0, 1, ...; -1 is padding
-    num_bytes: int  # UTF-8 bytes that the trained labels stand for; bits per byte needs them.
-    first_row: int  # index of row 0 in the whole training stream
-    # [R, P] int64 for preference data, else None: the number of each pair of a row. Pair p of a row
-    # is its documents 2 p and 2 p + 1; -1 fills up rows with fewer pairs.
-    pairs: torch.Tensor | None = None
 
 
 class Loader:

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from automoe.comm.collectives import ProcessGroupDispatch
 from automoe.errors import BackendError, import_backend
-from automoe.moe.dispatch.deepep import Received, Rows, TokenExchange
+from automoe.moe.dispatch.deepep import DeepEPDispatcher, Received, Rows, TokenExchange
+from automoe.parallel.overlap import TURNS, OverlappedDispatch
 
 # Group sizes in v1's published tables of settings.
 V1_GROUP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
@@ -30,6 +32,12 @@ _buffers: list[Any] = []  # buffers of this process; every rank makes them in th
 
 # Called with a function that makes the current stream wait for an exchange that has been started.
 Finish = Callable[[Callable[[], object]], None]
+
+
+def dispatcher(num_experts: int, ep: ProcessGroupDispatch) -> DeepEPDispatcher:
+    """Return the dispatcher ``moe.dispatcher=deepep`` over ``ep``, of ``num_experts`` experts."""
+    finish = TURNS.finish if isinstance(ep, OverlappedDispatch) else None
+    return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group, finish), ep.in_8_bits)
 
 
 def open_deepep(group: dist.ProcessGroup, finish: Finish | None = None) -> TokenExchange:

@@ -33,8 +33,8 @@ from automoe.storage.guarded import die_with_parent, fork
 
 # These modules import nearly everything that a shipped recipe needs.
 IMPORTED = (
-    "automoe.training.run",
-    "automoe.training.weights",
+    "automoe.run.run",
+    "automoe.run.weights",
     "automoe.training.step",
     "automoe.data.loader",
 )

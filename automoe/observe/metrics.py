@@ -24,34 +24,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from automoe.config.metrics import REQUIRED_KEYS
 from automoe.errors import FULL, ConfigError, retried
 from automoe.observe.environment import describe_environment
 from automoe.storage.files import named, open_regular, replace_file, set_aside
-from automoe.storage.sealed import SEAL, replace_json, sealed, unsealed
+from automoe.storage.sealed import replace_json, sealed, unsealed
 
 METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"
 SAMPLES_FILE = "samples.jsonl"  # the model's answers to the prompts of ``observe.samples``
-REQUIRED_KEYS = (
-    "step",
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens",  # trained tokens (labels that count) of the whole run so far
-    "tokens_per_second",
-    "mfu",
-    "peak_memory_bytes",
-    "expert_max_load",
-)
-# Optional keys of a step's record, and keys that a validation adds.
-OTHER_KEYS = (
-    "step_seconds skipped skip_reason skipped_rows skipped_documents num_skipped_documents "
-    "mfu_full_attention seq_balance_loss global_balance_loss micro_batch_balance_loss z_loss "
-    "indexer_loss max_share max_over_mean entropy dropped_share max_attention_logit "
-    "fp8_clipped_share probe_seconds_min probe_seconds_median probe_seconds_max slowest_rank "
-    "slowest_host checkpoint_seconds checkpoint_share checkpoint_in_flight checkpoint_failures"
-).split()
-VALIDATION_KEYS = ("val_loss", "val_loss_ema", "val_perplexity", "val_bits_per_byte")
 MAX_LOAD_SNAPSHOTS = 200
 ENVIRONMENT_FILE = "environment.json"
 Record = dict[str, Any]  # a line of a JSON-lines file
@@ -106,13 +87,6 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
     return value
-
-
-def is_taken(name: str) -> bool:
-    """Return True if a step's record may use the key ``name``, so that no other metric can."""
-    taken = (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL)
-    of_depth = ("mtp_loss.", "mtp_acceptance.", "val_mtp_loss.", "val_mtp_acceptance.")
-    return name in taken or name.startswith(("val_loss.", *of_depth))
 
 
 class AppendLog:
@@ -411,18 +385,6 @@ def last_objective(run_dir: StrPath, step: int) -> float | None:
         if "val_loss" in record or not record.get("skipped"):
             return float(record.get("val_loss", record["loss"]))
     return None
-
-
-def perplexity(loss: Any) -> float:
-    """Return exp(loss) for a loss in nats per token; infinity if a float cannot hold it.
-
-    Args:
-        loss: number, or its string form in a record.
-    """
-    try:
-        return math.exp(float(loss))
-    except OverflowError:
-        return math.inf
 
 
 def read_expert_load(run_dir: StrPath) -> Curve:

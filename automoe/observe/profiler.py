@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torch.profiler import profile
 
+from automoe.comm.trace import listening
 from automoe.config.schema import Config
 from automoe.config.validate import parse_profile_steps
-from automoe.storage.trace import listening
 
 PROFILE_DIR = "profile"
 
@@ -23,7 +23,7 @@ PROFILE_DIR = "profile"
 def profile_steps(config: Config, run_dir: str | os.PathLike[str], rank: int) -> Iterator[None]:
     """Profile the steps in ``observe.profile_steps`` that run within this context, on this rank.
 
-    Steps are phases (``automoe.storage.trace``) named ``step``. Their numbers are those of the
+    Steps are phases (``automoe.comm.trace``) named ``step``. Their numbers are those of the
     whole run, so a resumed run profiles only the remaining part of the window. A run that dies
     within the window still writes its trace.
     """

@@ -15,9 +15,10 @@ import numpy as np
 from automoe.config.batch import plan_batch, rows_of_run
 from automoe.config.convert import written
 from automoe.config.mesh_shape import VIEWS, MeshShape
+from automoe.config.metrics import perplexity
 from automoe.config.schema import Config, tokenizer_of
 from automoe.model.params import count_params
-from automoe.observe.metrics import Records, perplexity, series
+from automoe.observe.metrics import Records, series
 
 Facts = list[tuple[str, str]]
 MAX_GRID_RANKS = 64  # larger meshes are shown as groups, without a grid of ranks

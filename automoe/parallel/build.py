@@ -14,10 +14,9 @@ from functools import partial, reduce
 
 from automoe.comm.collectives import communicator
 from automoe.comm.process_groups import SINGLE_RANK, ProcessGroupCollection
-from automoe.config.plugins import registered
+from automoe.config.plugins import look_up, registered
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL, recomputed_modules
 from automoe.config.schema import Config, ParallelConfig, is_linear
-from automoe.interop import transformer_engine
 from automoe.model.attention_kernels import attend_in_blocks, attention_fn
 from automoe.model.attention_masks import block_masks, dense_masks
 from automoe.model.backend import BackendConfig
@@ -41,7 +40,7 @@ from automoe.parallel.pipeline import checked_loss
 from automoe.parallel.ring import cpu_ring, ring_masks
 
 # constructors of expert backends from other packages, by value of ``moe.experts``
-FOREIGN_EXPERTS = {"te": transformer_engine.experts}
+FOREIGN_EXPERTS = {"te": lambda: look_up("moe.experts", "te")()}
 
 
 def layer_calls(config: Config, layer: int) -> LayerCalls:
@@ -105,7 +104,7 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
     elif cp is not None:
         attend = ring_attention(cp)
     elif kernels.attention == "te":
-        attend = transformer_engine.attention()
+        attend = look_up("kernels.attention", "te")()
     elif kernels.attention == "flex":
         attend = compiled(attend_in_blocks)
     else:
@@ -123,7 +122,7 @@ def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig
         attend=attend,
         masks=masks,
         rope=rope_fns(kernels.rope),
-        norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
+        norm=look_up("kernels.norm", "te")() if kernels.norm == "te" else RMSNorm,
         chunk_loss=chunk_loss,
         loss=loss,
         indexer_warmup=config.train.indexer == "warmup",

@@ -19,25 +19,18 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from automoe.comm.collectives import ProcessGroupDispatch
-from automoe.config.plugins import registered
+from automoe.config.plugins import look_up, registered
 from automoe.config.schema import ClusterConfig, Config
 from automoe.config.tier import tier_of
 from automoe.errors import BackendError, ConfigError
-from automoe.interop.deepep import open_deepep
 from automoe.model.causal_lm import CausalLM
 from automoe.moe.dispatch.allgather import AllGatherDispatcher
 from automoe.moe.dispatch.alltoall import AllToAllDispatcher
 from automoe.moe.dispatch.base import Dispatcher
-from automoe.moe.dispatch.deepep import DeepEPDispatcher
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.overlap import TURNS, OverlappedDispatch
-
-
-def _deepep(num_experts: int, ep: ProcessGroupDispatch) -> Dispatcher:
-    finish = TURNS.finish if isinstance(ep, OverlappedDispatch) else None
-    return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group, finish), ep.in_8_bits)
+from automoe.parallel.overlap import OverlappedDispatch
 
 
 def _hierarchical(
@@ -107,7 +100,7 @@ DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
     "alltoall": AllToAllDispatcher,
     "allgather": AllGatherDispatcher,
     "hierarchical": _hierarchical,
-    "deepep": _deepep,
+    "deepep": lambda *args: look_up("moe.dispatcher", "deepep")(*args),
 }
 
 

@@ -20,8 +20,10 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from automoe.comm.tokens import MicroBatch
+from automoe.comm.trace import training_pass
 from automoe.config.facts import SENDS_KEPT
 from automoe.config.mesh_shape import stage_layers
+from automoe.config.metrics import is_taken
 from automoe.config.pipeline import SINGLE, pipeline_order, rank_of_stage
 from automoe.config.rules_model import BY_CROSS_ENTROPY
 from automoe.config.schema import Config
@@ -39,12 +41,10 @@ from automoe.interop.torch_private import gloo_timeout
 from automoe.model.causal_lm import CausalLM
 from automoe.model.loss import Loss
 from automoe.model.params import embedding_stages, num_states
-from automoe.observe.metrics import is_taken
 from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, reshard
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.overlap import TURNS
 from automoe.parallel.shared_gradients import SharedGradients
-from automoe.storage.trace import training_pass
 
 # The two schedules in which torch batches a send with a receive; all others are orders of actions
 # (``config.pipeline``).

@@ -288,12 +288,12 @@ def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[fl
     """
     import torch
 
-    from automoe.checkpoint.train_state import TrainState
-    from automoe.data.loader import StepBatch
+    from automoe.comm.tokens import StepBatch
     from automoe.optim.adamw import build_optimizer
     from automoe.parallel.mesh import build_meshes
     from automoe.parallel.parallelize import build_parts, materialize
     from automoe.parallel.pipeline import build_runner
+    from automoe.training.state import TrainState
     from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
     meshes = build_meshes(resolve_mesh(MeshConfig(), 1), device)

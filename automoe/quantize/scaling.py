@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from automoe.comm.trace import trains
 from automoe.quantize.formats import (
     BLOCK,
     E4M3,
@@ -26,7 +27,6 @@ from automoe.quantize.formats import (
     tile_amax,
     transposed,
 )
-from automoe.storage.trace import trains
 
 HISTORY = 16  # steps that a delayed scale looks back over
 X, W, GRAD = range(3)

@@ -64,15 +64,18 @@ def open_engine(config: Config, stops: Collection[int], context: RunContext) -> 
     args = config.recipe_args
     if args.sampler == "transformers":
         return TransformersEngine(config, stops, context.device)
+    from automoe.rl.sglang import ServedSGLang
     from automoe.rl.vllm import LocalVLLM, ServedVLLM
 
-    if "://" in args.engine:
-        return ServedVLLM(args.engine, stops)
-    return LocalVLLM(args.engine, config, stops, context.run_dir)
+    served = ServedSGLang if args.sampler == "sglang" else ServedVLLM
+    kind = served if "://" in args.engine else LocalVLLM
+    return kind(args.engine, config, stops, context.run_dir)
 
 
-def check_gap(engine: Sequence[float], trainer: Sequence[float], bound: float) -> float:
-    """Compare log-probabilities of the same tokens; return the mean absolute difference.
+def check_gap(
+    engine: Sequence[float], trainer: Sequence[float], bound: float
+) -> tuple[float, float]:
+    """Compare log-probabilities of the same tokens; return the mean and the largest difference.
 
     Rounding moves a token by 0.02 nats in bfloat16. An engine whose weights are stale, or whose
     experts are scrambled, is off by tenths or more.
@@ -89,7 +92,7 @@ def check_gap(engine: Sequence[float], trainer: Sequence[float], bound: float) -
             f"(allowed {bound:g}; token {at}: {engine[at]:.3f} and {trainer[at]:.3f}): it has other weights, or "
             "computes another model. Start it again from an export; if it stays so, the engine is wrong for this model"
         )
-    return mean
+    return mean, max(gaps)
 
 
 class TransformersEngine:

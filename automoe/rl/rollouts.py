@@ -14,6 +14,8 @@ import xxhash
 
 from automoe.comm.agreement import Ranks
 from automoe.config.schema import Config
+from automoe.data.prompts import encoded_prompts
+from automoe.data.tokenizer import Tokenizer, fitting_tokenizer
 from automoe.errors import DataError
 from automoe.rl.engine import Answer
 from automoe.storage.files import replace_durably
@@ -30,26 +32,43 @@ class Rollouts:
     methods of a loader that a run and its checkpoints call.
 
     Args:
+        texts: the prompts.
         prompts: token ids of each prompt.
-        per_step: prompts of a step.
+        tokenizer: of prompts and answers.
 
     Attributes:
         rows_of_last_step: rows of ``train.seq_len`` tokens that the step's answers would fill.
     """
 
     def __init__(
-        self, config: Config, run_dir: Path, prompts: list[list[int]], per_step: int
+        self,
+        config: Config,
+        run_dir: Path,
+        texts: list[str],
+        prompts: list[list[int]],
+        tokenizer: Tokenizer,
     ) -> None:
+        self.texts = texts
         self.prompts = prompts
+        self.tokenizer = tokenizer
         self._config = config
         self._folder = run_dir / FOLDER
-        self._per_step = per_step
+        self._per_step = config.recipe_args.prompts
         self._step = 0
         self._ranks = Ranks()
         self.rows_of_last_step = 0.0
         self.digest = xxhash.xxh3_128(json.dumps(prompts).encode()).hexdigest()
         # Answers of a run that was drawn otherwise are not this run's.
         self._drawn_by = f"{self.digest} {config.train.seed} {config.recipe_args} {config.model}"
+
+    @classmethod
+    def open(cls, config: Config, run_dir: Path) -> Rollouts:
+        """Return those of a run: the prompts of ``observe.samples``, which every rank reads."""
+        tokenizer = fitting_tokenizer(config)
+        rollouts = cls(config, run_dir, *encoded_prompts(config, tokenizer), tokenizer)
+        if config.checkpoint.resume == "never":
+            rollouts.forget()
+        return rollouts
 
     def of_step(self, step: int) -> list[int]:
         """Return the numbers of the prompts of a step, counted from 0; each comes once an epoch."""

@@ -14,18 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
-from automoe.checkpoint.train_state import TrainState
-from automoe.comm.tokens import MicroBatch, TokenCounts, count_shifted, num_documents
+from automoe.comm.tokens import MicroBatch, StepBatch, TokenCounts, count_shifted, num_documents
+from automoe.comm.trace import phase
+from automoe.config.metrics import perplexity
 from automoe.config.schema import Config, TrainConfig
-from automoe.data.loader import Loader, StepBatch
 from automoe.model.lora import set_dropout_step
 from automoe.model.mtp import MTP_METRICS, shift_rows
-from automoe.observe.metrics import perplexity
 from automoe.optim.adamw import bias_update_rate, learning_rate, mtp_loss_weight, set_learning_rate
 from automoe.optim.ema import averaged_weights, update_averages
 from automoe.optim.grad_norm import clip_, global_grad_norm
@@ -35,8 +34,7 @@ from automoe.parallel.fp8 import update_scales, weights_quantized_once
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import StepRunner
 from automoe.parallel.shared_gradients import counted_parameters
-from automoe.storage.trace import phase
-from automoe.training.routing import record_routing
+from automoe.training.state import TrainState
 from automoe.training.stats import (
     StepStats,
     gather_stats,
@@ -71,6 +69,17 @@ class Update:
     over_ranks: Mapping[str, float]
 
 
+class ValidationSource(Protocol):
+    """What ``validate`` asks of a loader: batches of each source, and the sources' shares."""
+
+    names: Sequence[str]
+    weights: Sequence[float]
+
+    def batches(self, split: Literal["validation"], most: int, source: int) -> Iterator[StepBatch]:
+        """Return at most ``most`` batches of a source's split."""
+        ...
+
+
 def prepare_inputs(
     batch: StepBatch,
     meshes: Meshes,
@@ -87,7 +96,7 @@ def prepare_inputs(
 
     Args:
         batch: full rows of this data-parallel rank.
-        forced_ids: [B, R, L, 2, K] routing to repeat.
+        forced_ids: [B, R, L, 1 or 2, K] routing to repeat (``Tokens``).
         values: [B, R, ...] by name, per-token inputs of the loss, which are cut as the tokens are.
         mtp: False to leave modules for multi-token prediction out of this step.
     """
@@ -144,11 +153,7 @@ def forward_backward(
         set_dropout_step(model_parts, state.step)
     for part in model_parts:
         part.mtp_loss_weight = mtp_loss_weight(config, state.step)
-    with (
-        phase("forward_backward", state.step + 1),
-        record_routing(config, model_parts, state.step),
-        weights_quantized_once(model_parts, config),
-    ):
+    with phase("forward_backward", state.step + 1), weights_quantized_once(model_parts, config):
         loss_share = runner.train(inputs)
     return gather_stats(loss_share, model_parts, config, runner.take_reported())
 
@@ -161,6 +166,7 @@ def optimizer_step(
     config: Config,
     report: Mapping[str, float] = MappingProxyType({}),
     skip_zero: bool = False,
+    balances: bool | None = None,
 ) -> Update:
     """Clip, update and advance the step counter; any rank can make all skip the update. Collective.
 
@@ -171,6 +177,8 @@ def optimizer_step(
             skipping.
         skip_zero: skip the update if the gradient is exactly zero; else momentum and weight decay
             would move the weights.
+        balances: whether expert biases and load fractions move; None: unless the routes of an
+            engine were repeated, whose load says nothing about this router.
     """
     model_parts = list(state.model_parts.values())
     train = config.train
@@ -200,7 +208,8 @@ def optimizer_step(
                 clip_logits(logits, config.optim.qk_clip)
             if config.optim.ema_decay:
                 update_averages(state.optimizer, config.optim.ema_decay)
-            update_balance_state(stats, model_parts, bias_update_rate(config, state.step))
+            if balances or (balances is None and not stats.replayed.any()):
+                update_balance_state(stats, model_parts, bias_update_rate(config, state.step))
             remember(stats.loss, state.recent_losses, train)
         state.optimizer.zero_grad()
         state.step += 1
@@ -253,7 +262,7 @@ def remember(loss: float, recent: list[float], train: TrainConfig) -> None:
 def validate(
     config: Config,
     runner: StepRunner,
-    loader: Loader,
+    loader: ValidationSource,
     meshes: Meshes,
     device: torch.device,
     optimizer: torch.optim.Optimizer | None = None,

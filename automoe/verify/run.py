@@ -27,7 +27,7 @@ from automoe.verify.pool import RankError, RankPool
 from automoe.verify.proxy import list_cuts, make_proxy
 
 if TYPE_CHECKING:  # these modules import torch, and checks of the configuration need no torch
-    from automoe.data.loader import StepBatch
+    from automoe.comm.tokens import StepBatch
     from automoe.verify.compare import Comparison
     from automoe.verify.trajectory import Trajectory
 

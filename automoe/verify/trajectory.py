@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from automoe.checkpoint.train_state import TrainState
+from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
-from automoe.data.loader import StepBatch
 from automoe.interop.torch_private import full_tensor
 from automoe.model.causal_lm import CausalLM
 from automoe.moe.balance import LOSSES
@@ -22,7 +21,8 @@ from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import StepRunner, build_runner
-from automoe.training.routing import replayed_routing
+from automoe.run.routing import replayed_routing
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
 Batches = Callable[[Config, int, int, int], StepBatch]  # (config, step, dp_rank, dp_size)
@@ -79,6 +79,7 @@ def run_trajectory(
     device: str = "cpu",
     order: torch.Tensor | None = None,
     between: Callable[[StepRunner, Meshes], object] = lambda runner, meshes: None,
+    balances: bool | None = None,
 ) -> Trajectory:
     """Train ``steps`` steps on the mesh ``shape``, and return all results of this rank.
 
@@ -87,11 +88,12 @@ def run_trajectory(
     Args:
         batches: function that returns one data-parallel rank's rows of a step.
         record: keep every step's routing (one rank and one stage only).
-        forced: routing to repeat, per step [global rows, R, L, 2, K]; None: the model's own.
+        forced: routing to repeat, per step [global rows, R, L, 1 or 2, K]; None: the model's own.
         keep_tensors: gather gradients and parameters too.
         order: [rows] permutation of this data-parallel rank's rows, applied before they are cut
             into micro-batches; None keeps their order.
         between: function that is called after every step, such as a validation.
+        balances: see ``optimizer_step``.
     """
     load_plugins(config.plugins)  # a rank of the pool has read no command line
     on = torch.device(device)
@@ -135,7 +137,7 @@ def run_trajectory(
                 if p.grad is not None
             }
             seen.gradients.append(gradients if leads_its_stage else {})
-        update = optimizer_step(state, stats, trained, meshes, config)
+        update = optimizer_step(state, stats, trained, meshes, config, balances=balances)
         seen.losses.append(stats.loss)
         seen.grad_norms.append(update.grad_norm)
         seen.metrics.append([*stats.metrics.values()])

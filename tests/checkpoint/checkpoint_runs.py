@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from automoe.checkpoint.store import CheckpointStore
-from automoe.checkpoint.train_state import TrainState
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
@@ -33,6 +32,7 @@ from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_parts, materialize
 from automoe.parallel.pipeline import build_runner
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import whole

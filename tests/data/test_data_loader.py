@@ -15,10 +15,10 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.frozen import is_fixed
 from automoe.config.schema import Config
-from automoe.data.loader import Loader, StepBatch
+from automoe.data.loader import Loader
 from automoe.data.prepare import split_documents
 from automoe.data.tokenizer import load_tokenizer
 from automoe.errors import ConfigError, DataError

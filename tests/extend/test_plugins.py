@@ -36,7 +36,7 @@ from automoe.model.params import Param, count_params, model_params
 from automoe.observe.metrics import read_metrics
 from automoe.parallel.build import build_backend
 from automoe.parallel.parallelize import build_decoder
-from automoe.training.hooks import Hooks
+from automoe.run.hooks import Hooks
 from automoe.verify.pool import RankPool
 from automoe.verify.proxy import make_proxy
 from automoe.verify.run import passes

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.schema import Config, MeshConfig, MoEConfig, OptimConfig, TrainConfig
-from automoe.data.loader import StepBatch
 from tests.support.gpu import conf_model
 
 SMALL = {"deepseek_v3": "small_dsv3", "qwen3_moe": "small_qwen3_moe", "mixtral": "small_mixtral"}

@@ -10,8 +10,8 @@ import torch
 import torch._dynamo
 from device_models import relative, rows, small
 
+from automoe.comm.tokens import StepBatch
 from automoe.config.schema import Config
-from automoe.data.loader import StepBatch
 from tests.support.gpu import one_rank
 from tests.support.trajectories import run_trajectory
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from device_models import relative, small
 
-from automoe.data.loader import StepBatch
+from automoe.comm.tokens import StepBatch
 from automoe.moe.dispatch.wire import decode_rows, encode_rows
 from automoe.moe.quantized import _spread_rows, grouped_product, whole_tiles
 from automoe.quantize.formats import BLOCK, E4M3, E5M2, LINE, WHOLE, Quantized, dequantize, quantize

@@ -8,12 +8,12 @@ import pytest
 import torch
 from device_models import rows, small
 
-from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from tests.support.gpu import one_rank
 from tests.support.host_syncs import host_syncs

@@ -14,7 +14,6 @@ import torch
 from device_models import SMALL, published_slice, relative, rows, same_rows, small
 
 from automoe.checkpoint.store import CheckpointStore
-from automoe.checkpoint.train_state import TrainState
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import CheckpointConfig, ClusterConfig, Config
@@ -26,6 +25,7 @@ from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training.context import RunContext
+from automoe.training.state import TrainState
 from automoe.training.step import prepare_inputs
 from automoe.verify.trajectory import whole
 from recipes import pretrain

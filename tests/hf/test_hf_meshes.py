@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from hf_mesh_cases import MESHES, ROWS, SEQ, config_for, load_on_mesh, stored, world_size
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.schema import MeshConfig
-from automoe.data.loader import StepBatch
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.shards import Parts

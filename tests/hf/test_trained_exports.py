@@ -13,11 +13,9 @@ from hf_mesh_cases import ROWS, SEQ, config_for, stored
 from peft import PeftModel
 from transformers import AutoConfig
 
-from automoe.checkpoint.train_state import TrainState
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import LoraConfig, MeshConfig
-from automoe.data.loader import StepBatch
 from automoe.hf.families.registry import FAMILIES, model_config_from_hf
 from automoe.hf.peft import to_peft
 from automoe.hf.read import load_hf
@@ -28,6 +26,7 @@ from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_parts
 from automoe.parallel.pipeline import build_runner
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import SMALL_MODELS, save_small_hf

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from automoe.comm.tokens import StepBatch
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
@@ -32,7 +33,6 @@ from automoe.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from automoe.data.loader import StepBatch
 from automoe.errors import BackendError
 from automoe.interop import transformer_engine
 from automoe.launch.hardware import check_backends

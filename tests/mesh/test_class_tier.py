@@ -15,6 +15,7 @@ from safetensors import safe_open
 import automoe
 from automoe.classes.model import TransformersModel, longest_span
 from automoe.comm.tokens import MicroBatch
+from automoe.comm.trace import training_pass
 from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig, OptimConfig, ParallelConfig
@@ -32,8 +33,7 @@ from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 from automoe.planner.memory import plan_memory
 from automoe.planner.reserve import not_modelled
-from automoe.storage.trace import training_pass
-from automoe.training.weights import first_weights
+from automoe.run.weights import first_weights
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.run import loader_rows, make_runnable, passes, verify_pass

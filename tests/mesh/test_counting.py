@@ -17,8 +17,8 @@ from automoe.model.causal_lm import CausalLM
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
-from automoe.training.preference import _Collector
-from automoe.training.samples import Engine
+from automoe.run.reference import _Collector
+from automoe.run.samples import Engine
 from automoe.training.step import prepare_inputs
 from automoe.verify.pool import RankPool
 from tests.support.class_models import save_class, tier_config

@@ -10,10 +10,9 @@ import torch
 from mesh_cases import MODELS, ROWS, VOCAB
 from mesh_mappings import PARTS, RING, ULYSSES
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
-from automoe.data.loader import StepBatch
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories

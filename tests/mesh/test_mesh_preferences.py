@@ -13,7 +13,6 @@ import torch
 from mesh_cases import Case
 
 from automoe.checkpoint.store import CheckpointStore
-from automoe.checkpoint.train_state import TrainState
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, OptimConfig, TrainConfig
@@ -23,8 +22,10 @@ from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
+from automoe.run.reference import open_reference
 from automoe.training.context import RunContext
-from automoe.training.preference import PreferenceLoss, open_reference
+from automoe.training.preference import PreferenceLoss
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole

@@ -10,11 +10,10 @@ import pytest
 import torch
 from mesh_cases import MODELS
 
-from automoe.checkpoint.train_state import TrainState
+from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, OptimConfig, TrainConfig
 from automoe.config.validate import validate
-from automoe.data.loader import StepBatch
 from automoe.errors import ConfigError
 from automoe.model.attention import GroupedQueryAttention
 from automoe.model.backend import BackendConfig
@@ -24,6 +23,7 @@ from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training import step
+from automoe.training.state import TrainState
 from tests.support.configurations import quick_config
 from tests.support.gpu import one_rank
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from mesh_cases import ROWS, STEPS, Case, batches
 
+from automoe.comm.tokens import StepBatch
 from automoe.config.schema import Config
-from automoe.data.loader import StepBatch
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.trajectories import differences, run_trajectory

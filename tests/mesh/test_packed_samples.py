@@ -9,10 +9,9 @@ import pytest
 import torch
 from mesh_cases import VOCAB, Case
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MoEConfig
-from automoe.data.loader import StepBatch
 from automoe.data.packing import SampleRows
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize

@@ -10,7 +10,6 @@ import torch
 from mesh_cases import Case, batches
 from mesh_mappings import CLIP
 
-from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.optim import qk_clip
@@ -18,6 +17,7 @@ from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, prepare_inputs
 from tests.support.gpu import one_rank
 

@@ -19,7 +19,7 @@ from torch.nn.attention import flex_attention
 
 import automoe.parallel.build
 from automoe.comm.process_groups import SINGLE_RANK
-from automoe.comm.tokens import IGNORE, Tokens
+from automoe.comm.tokens import IGNORE, StepBatch, Tokens
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import (
     AttentionConfig,
@@ -30,7 +30,6 @@ from automoe.config.schema import (
     MoEConfig,
     TrainConfig,
 )
-from automoe.data.loader import StepBatch
 from automoe.model import attention_masks
 from automoe.model.attention_kernels import attend, attend_in_blocks
 from automoe.model.attention_masks import block_masks, dense_masks

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
@@ -19,7 +19,6 @@ from automoe.config.schema import (
     RouterConfig,
     TrainConfig,
 )
-from automoe.data.loader import StepBatch
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.trajectories import run_trajectory

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from automoe.comm.tokens import StepBatch
 from automoe.config.schema import (
     AttentionConfig,
     ClusterConfig,
@@ -16,7 +17,6 @@ from automoe.config.schema import (
     MoEConfig,
     TrainConfig,
 )
-from automoe.data.loader import StepBatch
 from automoe.verify.pool import RankPool
 from tests.support.host_syncs import HostReads
 from tests.support.trajectories import run_trajectory

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
-from automoe.data.loader import StepBatch
 from automoe.moe import row_sums
 from automoe.moe.row_sums import gather_rows, sum_in_order, sum_rows
 from automoe.verify.compare import compare_trajectories

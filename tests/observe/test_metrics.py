@@ -11,17 +11,16 @@ import pytest
 import torch
 from synthetic_run import counts_of, record_of, small_config
 
+from automoe.config.metrics import REQUIRED_KEYS, perplexity
 from automoe.errors import ConfigError
 from automoe.observe.metrics import (
     LOAD_FILE,
     MAX_LOAD_SNAPSHOTS,
-    REQUIRED_KEYS,
     SAMPLES_FILE,
     MetricsLog,
     damaged_lines,
     last_objective,
     load_summary,
-    perplexity,
     read_expert_load,
     read_jsonl,
     read_metrics,

@@ -12,10 +12,10 @@ import pytest
 from synthetic_run import record_of, small_config
 
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.metrics import OTHER_KEYS, REQUIRED_KEYS, VALIDATION_KEYS, is_taken
 from automoe.config.validate import validate
 from automoe.moe.balance import LOSSES
 from automoe.observe.console import REWARDS, Console
-from automoe.observe.metrics import OTHER_KEYS, REQUIRED_KEYS, VALIDATION_KEYS, is_taken
 from automoe.observe.summary import final_numbers
 from automoe.planner.plan import make_plan
 from automoe.planner.views.plan_page import _numbers
@@ -27,8 +27,8 @@ from tests.support.configurations import quick_config
 ROOT = Path(__file__).resolve().parents[2]
 # Functions that make parts of a record.
 WRITERS = {
-    "training/run.py": ("end_step", "_skip_record"),
-    "training/slow_ranks.py": ("record",),
+    "run/run.py": ("end_step", "_skip_record"),
+    "run/slow_ranks.py": ("record",),
     "training/step.py": ("validate", "_mean_losses"),
     "checkpoint/store.py": ("record",),
     "observe/metrics.py": ("load_summary",),

@@ -17,11 +17,12 @@ import pytest
 
 from automoe.config.convert import FromEnvironment
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.metrics import REQUIRED_KEYS
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.schema import Config
 from automoe.errors import BackendError, ConfigError
 from automoe.launch.hardware import check_backends
-from automoe.observe.metrics import REQUIRED_KEYS, MetricsLog
+from automoe.observe.metrics import MetricsLog
 from automoe.observe.trackers import make_trackers
 from automoe.observe.trackers.base import hidden
 
@@ -29,7 +30,8 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from automoe.config.schema import Config
-from automoe.observe.metrics import REQUIRED_KEYS, MetricsLog
+from automoe.config.metrics import REQUIRED_KEYS
+from automoe.observe.metrics import MetricsLog
 from automoe.observe.trackers import make_trackers
 
 config = Config()
@@ -154,7 +156,8 @@ import os, signal, sys
 from pathlib import Path
 import psutil
 from automoe.config.schema import Config
-from automoe.observe.metrics import REQUIRED_KEYS, MetricsLog
+from automoe.config.metrics import REQUIRED_KEYS
+from automoe.observe.metrics import MetricsLog
 from automoe.observe.trackers import make_trackers
 
 config, run_dir, begin, end = Config(), Path(sys.argv[1]), *map(int, sys.argv[2:4])

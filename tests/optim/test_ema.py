@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
+from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
-from automoe.data.loader import StepBatch
 from automoe.optim.adamw import build_optimizer
 from automoe.optim.ema import KEY, averaged_weights, take_averages, update_averages
 from automoe.parallel.mesh import build_meshes

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
-from sources import MODULES, ROOT, tree_of
+from sources import CORE, MODULES, ROOT, tree_of
 
 # Modules that may name private parts of torch. They import nothing of the package, so that every room can use them.
 PRIVATE_TO_TORCH = tuple(f"automoe.interop.torch_{part}" for part in ("private", "pipelining", "fake"))
@@ -37,17 +37,18 @@ LAYERS = (
     ("automoe.launch", "automoe.verify"),
     ("recipes",),
     ("automoe.rl",),
-    ("automoe.training",),
+    ("automoe.run",),
     ("automoe.classes",),
-    ("automoe.parallel", "automoe.checkpoint", "automoe.hf", "automoe.data", "automoe.observe", "automoe.optim")
-    + ("automoe.interop",),
+    ("automoe.checkpoint", "automoe.hf", "automoe.data", "automoe.observe", "automoe.interop"),
+    ("automoe.training",),
+    ("automoe.parallel", "automoe.optim"),
     ("automoe.model",),
     ("automoe.moe",),
     ("automoe.kernels", "automoe.quantize"),
     ("automoe.comm",),
     # the table of parameters, without torch
     ("automoe.model.params", "automoe.model.param_spec"),
-    ("automoe.config", "automoe.storage", *PRIVATE_TO_TORCH),
+    ("automoe.config", "automoe.storage", "automoe.comm.trace", *PRIVATE_TO_TORCH),
     ("automoe.errors",),
 )
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
@@ -114,6 +115,31 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 def test_imports_point_downwards() -> None:
     assert not (upward := upward_imports(OWN)), "\n".join(upward)
+
+
+def beyond_the_border(imports: dict[str, set[str]]) -> list[str]:
+    """Imports of the reading core that lead out of it. What the core stands on is the configuration, errors, kernels
+    with their number formats, and torch, of which the private parts have files of their own. Recipes take all else, such
+    as data and checkpoints, from ``automoe.run`` and ``automoe.rl``."""
+    ground = ("config", "errors", "kernels", "quantize")
+    inside = tuple(f"automoe.{room}" for room in (*CORE, *ground)) + PRIVATE_TO_TORCH + ("recipes",)
+    return [
+        f"{module} -> {other}"
+        for module, others in sorted(imports.items())
+        if room_of(module) in CORE
+        for other in sorted(others)
+        if not other.startswith(inside + ("automoe.run", "automoe.rl") * module.startswith("recipes"))
+    ]
+
+
+def room_of(module: str) -> str:
+    return module.removeprefix("automoe.").split(".")[0]
+
+
+def test_the_reading_core_imports_nothing_of_the_rooms_around_it() -> None:
+    assert not (found := beyond_the_border(OWN)), "\n".join(found)
+    wrong = {"automoe.moe.layer": {"automoe.moe.router", "automoe.hf.read"}, "recipes.dpo": {"automoe.data.loader"}}
+    assert beyond_the_border(wrong) == ["automoe.moe.layer -> automoe.hf.read", "recipes.dpo -> automoe.data.loader"]
 
 
 def test_no_modules_import_one_another_in_a_circle() -> None:

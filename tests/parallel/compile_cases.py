@@ -10,8 +10,8 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
+from automoe.comm.tokens import StepBatch
 from automoe.config.schema import Config
-from automoe.data.loader import StepBatch
 from automoe.parallel import build
 from automoe.parallel.compile import compiled
 from automoe.verify.trajectory import Batches, Trajectory

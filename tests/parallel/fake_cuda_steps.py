@@ -19,16 +19,16 @@ import torch
 import triton
 import triton.language as tl
 
-from automoe.checkpoint.train_state import TrainState
+from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
-from automoe.data.loader import StepBatch
 from automoe.model import attention
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import leave_world
 from tests.support.fake_cuda import Launch, fake_cuda, traced_launches

@@ -12,7 +12,7 @@ import torch
 import automoe.moe.balance
 import automoe.moe.router
 import automoe.parallel.activation_checkpoint
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
@@ -24,7 +24,6 @@ from automoe.config.schema import (
     RouterConfig,
     TrainConfig,
 )
-from automoe.data.loader import StepBatch
 from automoe.moe.discard_outputs import _Recompute
 from automoe.moe.recompute import is_recomputing, recompute_contexts
 from automoe.verify.trajectory import Batches, Trajectory

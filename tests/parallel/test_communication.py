@@ -12,6 +12,7 @@ import torch
 from torch.distributed.pipelining import schedules
 from torch.nn.modules.module import register_module_forward_hook
 
+from automoe.comm.tokens import StepBatch
 from automoe.config.context import exchange_widths, gathers_latents
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.pipeline import pipeline_order
@@ -26,7 +27,6 @@ from automoe.config.schema import (
     RouterConfig,
     TrainConfig,
 )
-from automoe.data.loader import StepBatch
 from automoe.model.linear import Linear
 from automoe.verify.pool import RankPool
 from tests.support.communication import CommunicationLog, Message

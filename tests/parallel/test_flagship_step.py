@@ -16,17 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automoe.checkpoint.train_state import TrainState
 from automoe.comm.collectives import ProcessGroupDispatch
+from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config
-from automoe.data.loader import StepBatch
 from automoe.model.decoder import Decoder
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import leave_world
 from tests.support.communication import CommunicationLog, Message

@@ -9,6 +9,7 @@ from functools import cache, partial
 import pytest
 import torch
 
+from automoe.comm.tokens import StepBatch
 from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
@@ -22,7 +23,6 @@ from automoe.config.schema import (
     RouterConfig,
     TrainConfig,
 )
-from automoe.data.loader import StepBatch
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize

@@ -15,10 +15,9 @@ import torch
 import automoe.kernels.launches
 import automoe.kernels.stochastic_adamw
 import automoe.parallel.pipeline
-from automoe.checkpoint.train_state import TrainState
+from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
-from automoe.data.loader import StepBatch
 from automoe.model.backend import BackendConfig
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.build import layer_calls
@@ -26,6 +25,7 @@ from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder
 from automoe.parallel.pipeline import SingleStageRunner
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from tests.support.gpu import conf_model
 from tests.support.host_syncs import DEVICE, HostSyncFinder

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.data_schema import DataConfig
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
-from automoe.data.loader import StepBatch
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory
 from tests.support.trajectories import run_trajectory

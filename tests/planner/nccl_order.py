@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from unittest.mock import patch
 
+from automoe.comm.tokens import StepBatch
 from automoe.config.facts import SENDS_KEPT
 from automoe.config.schema import Config
-from automoe.data.loader import StepBatch
 from automoe.parallel.pipeline import Stage
 from tests.support.trajectories import run_trajectory
 

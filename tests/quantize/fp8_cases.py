@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from automoe.comm.tokens import StepBatch
 from automoe.config.data_schema import DataConfig
 from automoe.config.schema import (
     AttentionConfig,
@@ -18,7 +19,6 @@ from automoe.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from automoe.data.loader import StepBatch
 
 ROWS, SEQ_LEN, VOCAB = 4, 64, 64
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from automoe.checkpoint.store import CheckpointStore
+from automoe.comm.trace import listening
 from automoe.config.convert import config_from_dict, config_to_dict
 from automoe.config.data_schema import DataConfig
 from automoe.config.frozen import dump_config
@@ -40,12 +41,12 @@ from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import build_runner
-from automoe.storage.trace import listening
+from automoe.run.reference import REFERENCE_FILE, Reference, _belongs, _write, open_reference
+from automoe.run.run import Run
+from automoe.run.weights import first_weights
 from automoe.training.context import RunContext
-from automoe.training.preference import REFERENCE_FILE, PreferenceLoss, Reference, _belongs, _write, open_reference
-from automoe.training.run import Run
+from automoe.training.preference import PreferenceLoss
 from automoe.training.step import prepare_inputs
-from automoe.training.weights import first_weights
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
 from recipes import dpo, pretrain

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from automoe.config.metrics import REQUIRED_KEYS
 from automoe.launch.run_dir import read_status
-from automoe.observe.metrics import REQUIRED_KEYS, read_jsonl, read_metrics
+from automoe.observe.metrics import read_jsonl, read_metrics
 
 ROOT = Path(__file__).parents[2]
 SMALL = (

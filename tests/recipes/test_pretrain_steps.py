@@ -13,7 +13,7 @@ from pretrain_runs import NOT_FINITE, Outcome, config, run
 
 from automoe.errors import AutomoeError
 from automoe.observe.metrics import last_objective
-from automoe.training.run import Run
+from automoe.run.run import Run
 from automoe.verify.pool import RankPool
 
 

@@ -22,13 +22,13 @@ from pretrain_runs import config
 from automoe.checkpoint import store as checkpoint_store
 from automoe.checkpoint.manifest import read_manifest
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.metrics import is_taken
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
-from automoe.observe.metrics import is_taken
-from automoe.training import run as training_run
+from automoe.run import run as training_run
+from automoe.run.run import Run
 from automoe.training import step
 from automoe.training.context import RunContext
-from automoe.training.run import Run
 from recipes import pretrain
 from tests.support.gpu import one_rank
 

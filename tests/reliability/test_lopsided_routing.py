@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
-from automoe.data.loader import StepBatch
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.trajectories import differences, run_trajectory

@@ -20,11 +20,11 @@ from automoe.hf.headers import read_headers
 from automoe.launch import run_dir as runs
 from automoe.observe.metrics import AppendLog, MetricsLog, read_metrics
 from automoe.observe.trackers import IDS_FILE, _read_ids
+from automoe.run.reference import _read
 from automoe.storage.cache import open_entry
 from automoe.storage.files import checksum, named, read_file, replace_durably, replace_file, write_durably
 from automoe.storage.foreign import read_bytes
 from automoe.storage.sealed import read_json
-from automoe.training.preference import _read
 
 
 def reads_a_cache(path: Path) -> object:

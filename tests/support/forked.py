@@ -31,7 +31,7 @@ from automoe.launch.worker import STOP_SIGNALS
 IMPORTED = """
     torch torch._dynamo torch.distributed.fsdp torch.distributed.checkpoint hydra omegaconf jinja2 rich.console matplotlib.pyplot
     automoe.launch.worker automoe.launch.sweep automoe.observe.plots automoe.observe.report automoe.observe.mesh_view
-    automoe.checkpoint.store automoe.data.loader automoe.parallel.parallelize automoe.training.run automoe.hf.write
+    automoe.checkpoint.store automoe.data.loader automoe.parallel.parallelize automoe.run.run automoe.hf.write
     automoe.export automoe.observe.console transformers.models.deepseek_v3.modeling_deepseek_v3
 """.split()
 _CAPABILITIES_V3 = 0x20080522

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from automoe.checkpoint.train_state import TrainState
+from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
-from automoe.data.loader import StepBatch
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import StepRunner, build_runner
+from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
 SOURCE = Path(__file__).parent / "allocator.cpp"

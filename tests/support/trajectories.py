@@ -11,7 +11,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import StepRunner
-from automoe.training.samples import Engine
+from automoe.run.samples import Engine
 from automoe.training.step import prepare_inputs
 from automoe.verify.compare import Comparison, compare_trajectories
 from automoe.verify.trajectory import Batches, Trajectory

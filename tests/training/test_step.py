@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from automoe.checkpoint.train_state import TrainState
+from automoe.comm.tokens import StepBatch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
@@ -24,12 +24,12 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.config.train_schema import Phase
-from automoe.data.loader import StepBatch
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training import step
+from automoe.training.state import TrainState
 from tests.support.gpu import one_rank
 
 ROOT = Path(__file__).parents[2]

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from automoe.comm.tokens import MicroBatch
-from automoe.data.loader import StepBatch
+from automoe.comm.tokens import MicroBatch, StepBatch
 from automoe.errors import DataError
 from automoe.model.decoder import Decoder
 from automoe.parallel.parallelize import build_decoder
-from automoe.training.routing import record_routing, replayed_routing
+from automoe.run.routing import record_routing, replayed_routing
 from automoe.verify.compare import compare_tensors
 from tests.moe.routing_cases import MODEL, VOCAB, routing_config
 from tests.support.gpu import one_rank
@@ -40,7 +39,7 @@ def record(directory: Path, step: int = 0, first_row: int = 4) -> tuple[Decoder,
     tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(step))
     row_ids = torch.arange(first_row, first_row + B).unsqueeze(1).expand(B, S)
     config = routing_config(record_routing=str(directory))
-    with one_rank("cpu"), torch.no_grad(), record_routing(config, [model], step):
+    with one_rank("cpu"), torch.no_grad(), record_routing(config, {0: model}, step):
         logits = [model(batch=MicroBatch(tokens[b : b + 1], row_ids=row_ids[b : b + 1])) for b in range(B)]
     return model, tokens, torch.cat(logits)
 
@@ -129,7 +128,7 @@ def test_a_damaged_recording_is_refused_with_its_file(tmp_path: Path, damage: st
 
 def test_a_step_that_failed_leaves_no_file(tmp_path: Path) -> None:
     model = small_decoder()
-    with pytest.raises(IndexError), record_routing(routing_config(record_routing=str(tmp_path)), [model], 0):
+    with pytest.raises(IndexError), record_routing(routing_config(record_routing=str(tmp_path)), {0: model}, 0):
         model(torch.full((1, S), VOCAB))
     assert not list(tmp_path.rglob("*.npz"))
     with torch.no_grad():

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from automoe.config.metrics import is_taken
 from automoe.config.plugins import RUN_POINTS, registered
 from automoe.errors import ConfigError
-from automoe.observe.metrics import is_taken
 
 if TYPE_CHECKING:
-    from automoe.training.run import Run
+    from automoe.run.run import Run
 
 
 class Hooks:

@@ -27,7 +27,7 @@ from automoe.launch.prepare import check
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
-from automoe.training.samples import Sampler, _stops
+from automoe.run.samples import Sampler, _stops
 from automoe.verify.pool import RankPool
 from tests.support.chat import save_tokenizer
 from tests.support.gpu import one_rank

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from automoe.config.schema import Config, RopeConfig, TrainConfig
-from automoe.training.record import _describe_length
+from automoe.run.record import _describe_length
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,16 @@ from pathlib import Path
 import torch
 
 from automoe.comm.agreement import Ranks
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, StepBatch
+from automoe.comm.trace import phase
 from automoe.config.schema import Config, tokenizer_of
 from automoe.data.chat_template import chat_template_of
-from automoe.data.loader import StepBatch
 from automoe.data.prompts import encoded_prompts
 from automoe.data.tokenizer import Tokenizer
 from automoe.hf.folder import write_settings
 from automoe.model.loss import NO_TOKEN
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import StepRunner
-from automoe.storage.trace import phase
 from automoe.training.stats import max_over_ranks
 from automoe.training.step import prepare_inputs
 

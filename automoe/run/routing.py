@@ -9,7 +9,7 @@ top-k). The format does not depend on the mesh, so any mesh can replay it.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,17 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from automoe.comm.tokens import Tokens
+from automoe.comm.tokens import StepBatch, Tokens
 from automoe.config.schema import Config
-from automoe.data.loader import StepBatch
 from automoe.errors import DataError
 from automoe.moe.router import BalancedRouter, Routing, watch_routing
 from automoe.storage.files import read_file, replace_file
 
 
 @contextmanager
-def record_routing(config: Config, model_parts: Iterable[nn.Module], step: int) -> Iterator[None]:
-    """Record this rank's routing of one step's forward and backward, if configured.
+def record_routing(
+    config: Config, model_parts: Mapping[int, nn.Module], step: int
+) -> Iterator[None]:
+    """Record this rank's routing of one training step, if configured.
 
     The file is written when the ``with`` block ends.
 
@@ -46,7 +47,7 @@ def record_routing(config: Config, model_parts: Iterable[nn.Module], step: int) 
         choices = torch.stack((routing.topk_expert_ids, routing.plain_ids), dim=2)
         seen.setdefault(router.moe_index, []).append((tokens.row_ids, tokens.index, choices))
 
-    with watch_routing(model_parts, keep):
+    with watch_routing(model_parts.values(), keep):
         yield
     if seen:
         folder = Path(config.moe.record_routing).expanduser() / f"step-{step}"

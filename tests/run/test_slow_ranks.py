@@ -11,10 +11,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from automoe.storage.trace import listening
-from automoe.training import slow_ranks
+from automoe.comm.trace import listening
+from automoe.run import slow_ranks
+from automoe.run.slow_ranks import SlowRanks
 from automoe.training.context import RunContext
-from automoe.training.slow_ranks import SlowRanks
 from automoe.training.stats import max_over_ranks
 from automoe.verify.pool import RankPool
 

@@ -9,15 +9,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from automoe.checkpoint.store import CheckpointStore, Resumed
-from automoe.checkpoint.train_state import TrainState
 from automoe.comm.groups import open_groups, set_timeouts
+from automoe.comm.trace import phase
 from automoe.config.mesh_shape import MeshShape, exchanges_heads
 from automoe.config.schema import Config
+from automoe.data.loader import Loader
 from automoe.errors import AutomoeError
 from automoe.hf.headers import without_collection
 from automoe.hf.read import Loaded
@@ -25,12 +26,12 @@ from automoe.model.flops import step_flops_per_token
 from automoe.observe.metrics import last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row
-from automoe.storage.trace import phase
+from automoe.run.hooks import Hooks
+from automoe.run.record import RunRecord
+from automoe.run.samples import Sampler
+from automoe.run.slow_ranks import SlowRanks
 from automoe.training.context import RunContext
-from automoe.training.hooks import Hooks
-from automoe.training.record import RunRecord
-from automoe.training.samples import Sampler
-from automoe.training.slow_ranks import SlowRanks
+from automoe.training.state import TrainState
 from automoe.training.stats import StepStats, max_over_ranks
 from automoe.training.step import Update
 
@@ -56,7 +57,7 @@ def open_run(
         store.attach(record.note, record.warn, lambda folder: hooks.call("run.save", run, folder))
         run = Run(config, shape, context, state, store, resumed, record, hooks)
         # Printed here and not in a recipe, which could leave it out.
-        for line in state.loader.describe() if state.loader is not None else ():
+        for line in cast(Loader, state.loader).describe():
             record.note(line)
         if context.world_size > 1:
             record.note(str(open_groups(exchanges_heads(config, shape))))
@@ -120,8 +121,7 @@ class Run:
         Args:
             loaded: result of reading ``model.hf_path``; None if the weights are random.
         """
-        loader = self.state.loader
-        assert loader is not None
+        loader = self._loader
         for part in self.state.model_parts.values():
             for line in part.notes:
                 self.note(line)
@@ -168,8 +168,7 @@ class Run:
         self.stopping = bool(over_ranks["stop"])
         self._save_is_due = self._save_is_due or bool(over_ranks["save_due"])
         seconds = time.perf_counter() - self._began
-        assert self.state.loader is not None
-        tokens_per_second = self.state.loader.rows_of_last_step * train.seq_len / seconds
+        tokens_per_second = self._loader.rows_of_last_step * train.seq_len / seconds
         if not update.skipped:  # the loss of a skipped step may be NaN
             self.objective = stats.loss
         record: dict[str, Any] = {
@@ -200,6 +199,10 @@ class Run:
         if train.fp8 == "delayed":
             record |= max_over_ranks({"fp8_clipped_share": update.fp8_clipped_share})
         return record | self._slow_ranks.record(over_ranks)
+
+    @property
+    def _loader(self) -> Loader:
+        return cast(Loader, self.state.loader)
 
     @property
     def report(self) -> dict[str, float]:
@@ -331,9 +334,7 @@ class Run:
 
     def _skip_record(self, update: Update) -> dict[str, Any]:
         """Return a skipped step's extra record: its reason, and its batch's rows and documents."""
-        loader = self.state.loader
-        assert loader is not None
-        first, last, documents = loader.last_batch()
+        first, last, documents = self._loader.last_batch()
         return {
             "skip_reason": update.skip_reason or "another rank's loss or gradient is not finite",
             "skipped_rows": [first, last],

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from automoe.comm.local_shard import local_shard
-from automoe.data.loader import Loader
 from automoe.model.causal_lm import CausalLM
 from automoe.optim.ema import KEY
+
+
+class Resumable(Protocol):
+    """What a state asks of a loader: its position in the data, as plain JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -30,7 +37,7 @@ class TrainState:
 
     model_parts: dict[int, CausalLM]
     optimizer: torch.optim.Optimizer
-    loader: Loader | None = None
+    loader: Resumable | None = None
     step: int = 0
     tokens: int = 0
     skipped: int = 0
@@ -49,7 +56,7 @@ class TrainState:
         Args:
             frozen: True to include frozen parameters.
         """
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self._named(frozen):
             tensors.setdefault(name, tensor)
         return tensors
@@ -60,7 +67,7 @@ class TrainState:
 
         V-shaped schedules put the embedding and a tied head on one rank.
         """
-        first = {}
+        first: dict[str, torch.Tensor] = {}
         for name, tensor in self._named():
             if name in first:
                 tensor.copy_(first[name])

@@ -1,0 +1,208 @@
+"""Log-probabilities of preference data under a run's initial weights, kept in a file of the run.
+
+Letters: B rows, S positions of this rank, N pairs of the data.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from automoe.checkpoint.manifest import check_base
+from automoe.checkpoint.store import CheckpointStore
+from automoe.comm.tokens import StepBatch
+from automoe.config.convert import config_to_dict
+from automoe.config.frozen import flat
+from automoe.config.schema import Config
+from automoe.data.loader import Loader
+from automoe.data.prepare import Split
+from automoe.errors import DataError
+from automoe.model.loss import LossInputs
+from automoe.parallel.mesh import Meshes
+from automoe.parallel.pipeline import StepRunner
+from automoe.storage.files import read_file
+from automoe.storage.sealed import replace_json, unsealed
+from automoe.training.context import RunContext
+from automoe.training.preference import pair_log_probs
+from automoe.training.step import prepare_inputs, send
+
+REFERENCE_FILE = "reference.json"
+# Settings outside ``model`` that change the log-probabilities of pairs under the same weights.
+_SETTINGS = (
+    "train.dtype train.fp8 train.indexer optim.master_weights lora.base moe.gate moe.dispatch_dtype "
+    "moe.router_dtype moe.capacity_factor moe.drop_policy moe.drop_scope"
+).split()
+
+
+class Reference:
+    """Log-probabilities of every pair under the initial weights: [N, 2], float64, on the CPU."""
+
+    def __init__(self, log_probs: torch.Tensor, device: torch.device) -> None:
+        self.log_probs = log_probs
+        self.device = device
+
+    def inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
+        """Return the extra inputs of ``PreferenceLoss`` for a batch; 0 where a row has no pair."""
+        assert batch.pairs is not None
+        found = torch.where(
+            (batch.pairs >= 0).unsqueeze(-1), self.log_probs[batch.pairs.clamp_min(0)], 0.0
+        )
+        return {"reference": send(found, self.device)}
+
+
+def open_reference(
+    config: Config,
+    runner: StepRunner,
+    loader: Loader,
+    meshes: Meshes,
+    context: RunContext,
+    store: CheckpointStore,
+) -> Reference | None:
+    """Return the run's reference, read from its directory or computed anew. Collective.
+
+    Call this function before a checkpoint is loaded, while the model has its initial weights. A
+    file that is damaged, belongs to something else, or is not the one of the step that the run goes
+    on from is reported and replaced.
+
+    Returns:
+        None if the run was requested to stop meanwhile; the run is then ``preempted``.
+
+    Raises:
+        OSError: the file cannot be read, or a folder, a FIFO or a device has its name.
+        CheckpointError: the checkpoint at ``model.hf_path`` cannot be read, or the step was trained
+            against other weights.
+    """
+    path = context.run_dir / REFERENCE_FILE
+    weights = store.first_weights
+    splits: list[Split] = ["train", "validation"] if config.train.val_every else ["train"]
+    belongs = _belongs(config, weights, loader, splits, meshes)
+    saved: dict[str, Any] = {"base": weights}
+    if (found := store.newest()) is not None:
+        step_dir, manifest, _ = found
+        saved |= manifest["counters"].get("reference", {})
+        check_base(step_dir, manifest | saved, config, weights)
+
+    def look() -> Any:
+        kept = _read(path, belongs, loader.num_pairs)
+        if isinstance(kept, np.ndarray) and saved.get("crc32") not in (None, zlib.crc32(kept.data)):
+            return f"it is not the one that {step_dir} was trained against"
+        return kept
+
+    values = store.ranks.lead(look)
+    if not isinstance(values, np.ndarray):
+        if context.rank == 0:
+            if values is not None:
+                print(
+                    f"warning: {path}: {values}; log-probabilities under the starting weights are computed again",
+                    flush=True,
+                )
+            print(
+                f"one pass over {loader.num_pairs:,} pairs for log-probabilities under the starting weights",
+                flush=True,
+            )
+        table = _compute(config, runner, loader, meshes, context, splits)
+        if table is None:
+            return None
+        values = table.numpy()
+        store.ranks.lead(lambda: _write(path, belongs, values))
+    store.facts["reference"] = {"base": weights, "crc32": zlib.crc32(values)}
+    return Reference(torch.from_numpy(values), context.device)
+
+
+def _belongs(
+    config: Config, weights: str, loader: Loader, splits: list[Split], meshes: Meshes
+) -> dict[str, Any]:
+    """Return the facts that the reference depends on, as plain JSON values."""
+    settings = flat(config_to_dict(config)).items()
+    facts = {k: v for k, v in settings if k in _SETTINGS or k.startswith("model.")}
+    del facts["model.hf_path"]  # The path does not change the numbers.
+    if config.moe.capacity_factor and config.moe.drop_scope == "rank":
+        facts["mesh"] = [meshes.shape.sizes("default"), config.train.micro_batch_size]
+    facts |= {"weights": weights, "splits": splits, "data": loader.fingerprint()}
+    return json.loads(json.dumps(facts))
+
+
+def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | str | None:
+    """Return the log-probabilities, or the reason why the file is unusable; None without a file."""
+    try:
+        content = unsealed(read_file(path))
+        values = np.frombuffer(
+            base64.b64decode(content["log_probs"], validate=True), "<f8"
+        ).reshape(num_pairs, 2)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        return f"it is damaged ({error})"
+    then = content.get("belongs")
+    if not isinstance(then, dict) or content.get("checksum") != zlib.crc32(values.tobytes()):
+        return "it is damaged (its checksum differs, or what it belongs to is missing)"
+    differing = sorted(
+        key for key in belongs.keys() | then.keys() if belongs.get(key) != then.get(key)
+    )
+    return f"it belongs to other {', '.join(differing)}" if differing else values.astype(np.float64)
+
+
+def _write(path: Path, belongs: dict[str, Any], values: np.ndarray) -> None:
+    raw = values.astype("<f8").tobytes()
+    facts = {"log_probs": base64.b64encode(raw).decode(), "checksum": zlib.crc32(raw)}
+    replace_json(path, {"belongs": belongs} | facts)
+
+
+class _Collector:
+    """Substitute for a loss that stores the pair log-probabilities of every micro-batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+        numbers_BP = inputs.given["pairs"]
+        log_probs, _ = pair_log_probs(nll_BS, inputs, numbers_BP.shape[1])
+        there_BP = numbers_BP >= 0
+        self.seen.append((numbers_BP[there_BP].cpu(), log_probs[there_BP].detach().double().cpu()))
+        return nll_BS.sum()
+
+
+def _compute(
+    config: Config,
+    runner: StepRunner,
+    loader: Loader,
+    meshes: Meshes,
+    context: RunContext,
+    splits: list[Split],
+) -> torch.Tensor | None:
+    """Return the log-probabilities [N, 2] of the splits' pairs; None if the run should stop.
+
+    Pairs outside the splits have zeros.
+    """
+    collector = _Collector()
+    before = runner.loss
+    runner.set_loss(collector)
+    for split in splits:
+        for batch in loader.every_pair(split):
+            if context.any_rank_stops():
+                context.preempted = True
+                return None
+            inputs, _ = prepare_inputs(batch, meshes, config, context.device)
+            assert batch.pairs is not None
+            runner.evaluate(inputs | {"pairs": send(batch.pairs, context.device)})
+    runner.set_loss(before)
+    table = torch.zeros((loader.num_pairs, 2), dtype=torch.float64)
+    # Ranks of tp and cp have the same numbers, so only the first of each contributes.
+    if all(meshes.coordinate(axis) == 0 for axis in ("cp", "tp")):
+        for numbers, log_probs in collector.seen:
+            table[numbers] = log_probs
+    dist.all_reduce(table)
+    if not torch.isfinite(table).all():
+        places = torch.nonzero(~torch.isfinite(table).all(1)).flatten().tolist()
+        raise DataError(
+            f"The starting weights give {len(places)} of {len(table)} pairs no finite log-probability, "
+            f"first {loader.where_pair(places[0])}. Check the checkpoint, or that data."
+        )
+    return table
