@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from automoe.checkpoint.store import CheckpointStore
-from automoe.training.state import TrainState
 from automoe.comm.tokens import MicroBatch, TokenCounts
 from automoe.config.batch import least_micro_batches
 from automoe.config.mesh_shape import MeshShape
@@ -39,10 +38,11 @@ from automoe.parallel.pipeline import StepRunner, build_runner
 from automoe.rl.batch import Batch, Packed, RowPlan, check_batch, fill_rows, pack
 from automoe.rl.losses import values_read
 from automoe.rl.weights import WeightStream
+from automoe.run.weights import first_weights
 from automoe.training.context import RunContext
+from automoe.training.state import TrainState
 from automoe.training.stats import StepStats
 from automoe.training.step import Update, forward_backward, optimizer_step, prepare_inputs
-from automoe.run.weights import first_weights
 
 
 @dataclass(frozen=True)
