@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 
 from automoe.comm.tokens import IGNORE
+from automoe.config.schema import ModelConfig
 from automoe.data.loader import StepBatch
 from automoe.errors import DataError
+from automoe.rl.routes import ROUTES_DTYPE, check_routes
 
 # Values of a token may be several numbers, such as a teacher's log-probabilities of K ids.
 Values = float | Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
@@ -85,7 +87,7 @@ class Packed:
         rows: tokens, labels, positions and documents; a sample is a document.
         values: by name [R, S, ...]: the samples' values, and ``places`` int64: the number of the
             predicted token among all tokens of the batch, -1 if it is not trained.
-        routes: [R, S, L, K] int64, -1 at positions that route by the router; None: all do.
+        routes: [R, S, L, K] int16, -1 at positions that route by the router; None: all do.
         lengths: [N] number of tokens of each sample of the whole batch.
     """
 
@@ -119,8 +121,9 @@ class CheckedSample:
         DataError: names the sample's number and its field.
     """
 
-    def __init__(self, number: int, sample: Sample, vocab_size: int, max_tokens: int) -> None:
+    def __init__(self, number: int, sample: Sample, model: ModelConfig, max_tokens: int) -> None:
         self.number = number
+        vocab_size = model.vocab_size
         self.tokens = self._tensor("tokens", sample.tokens, torch.int64)
         count = len(self.tokens)
         self._require(self.tokens.dim() == 1 and count >= 2, "tokens", "two tokens or more")
@@ -150,6 +153,9 @@ class CheckedSample:
                 "routes",
                 f"[{count - 1}, MoE layers, K], a line for each token but the last",
             )
+            if (wrong := check_routes(self.routes, model)) is not None:
+                raise self._error("routes", wrong)
+            self.routes = self.routes.to(ROUTES_DTYPE)
         self.scored_ids = None
         if sample.scored_ids is not None:
             self.scored_ids = self._tensor("scored_ids", sample.scored_ids, torch.int64)
@@ -213,7 +219,7 @@ class CheckedSample:
 
 
 def check_batch(
-    batch: Batch, vocab_size: int, max_tokens: int, reads: Sequence[str] = ()
+    batch: Batch, model: ModelConfig, max_tokens: int, reads: Sequence[str] = ()
 ) -> list[CheckedSample]:
     """Return the checked samples; every rank raises alike, before anything else. Collective.
 
@@ -231,7 +237,7 @@ def check_batch(
         if not len(batch):
             raise DataError("the batch has no sample")
         for number, sample in enumerate(batch):
-            samples.append(CheckedSample(number, sample, vocab_size, max_tokens))
+            samples.append(CheckedSample(number, sample, model, max_tokens))
         _check_fields(samples, reads)
     except DataError as wrong:
         error = str(wrong)
@@ -333,7 +339,7 @@ def pack(samples: list[CheckedSample], plan: RowPlan, dp_rank: int, dp_size: int
         values["candidates"] = torch.full((*shape, widest), -1)
     with_routes = next((s.routes for s in samples if s.routes is not None), None)
     if with_routes is not None:
-        routes = torch.full((*shape, *with_routes.shape[1:]), -1)
+        routes = with_routes.new_full((*shape, *with_routes.shape[1:]), -1)
     for row, items in enumerate(plan.filled[dp_rank::dp_size]):
         at = 0
         for document, item in enumerate(items):

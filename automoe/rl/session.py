@@ -28,7 +28,7 @@ from automoe.comm.tokens import MicroBatch, TokenCounts
 from automoe.config.batch import least_micro_batches
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import ConfigError
+from automoe.errors import ConfigError, DataError
 from automoe.model.loss import LossInputs
 from automoe.moe.lora import Adapter
 from automoe.optim.adamw import build_optimizer
@@ -37,6 +37,7 @@ from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.pipeline import StepRunner, build_runner
 from automoe.rl.batch import Batch, Packed, RowPlan, check_batch, fill_rows, pack
 from automoe.rl.losses import values_read
+from automoe.rl.routes import MAX_DIFFER, check_replay
 from automoe.rl.weights import WeightStream
 from automoe.run.weights import first_weights
 from automoe.training.context import RunContext
@@ -125,7 +126,11 @@ class Session:
         meshes: the meshes of the ranks; ``dp_rank`` and the shape are in it.
         state: model parts of this rank, optimizer, counters.
         store: checkpoints of the run directory.
+        max_routes_differ: routes of an engine are refused if they differ from the router's own by
+            more than this part of what chance makes (``automoe.rl.routes.check_replay``).
     """
+
+    max_routes_differ = MAX_DIFFER
 
     def __init__(
         self,
@@ -218,7 +223,7 @@ class Session:
                 parts (``count``) if an update is made of several calls.
 
         Raises:
-            DataError: as ``check_batch``.
+            DataError: as ``check_batch`` and ``check_replay``; the gradients so far are forgotten.
         """
         packed, inputs, own = self._inputs(batch, temperature, values_read(loss, options))
         counts = counts or own
@@ -227,6 +232,11 @@ class Session:
         recorded = _Recorded(loss, options, entropy)
         self._runner.set_loss(recorded, self.auxiliary_losses)
         stats = forward_backward(self.state, self._runner, inputs, self.config)
+        try:
+            check_replay(stats, self.config.model.num_experts_per_token, self.max_routes_differ)
+        except DataError:
+            self.zero_grad()
+            raise
         self._pending = stats if self._pending is None else added_stats(self._pending, stats)
         self._pending_tokens += own.tokens
         metrics = stats.metrics | {k: v for k, v in stats.balance_losses.items() if v}
@@ -262,6 +272,7 @@ class Session:
             config,
             report,
             skip_zero=True,
+            balances=self.auxiliary_losses,
         )
         self._pending, self._pending_tokens = None, 0
         return update
@@ -338,7 +349,7 @@ class Session:
         """Return the batch's packed rows and this rank's inputs of the step. Collective."""
         config, shape = self.config, self.meshes.shape
         train = config.train
-        samples = check_batch(batch, config.model.vocab_size, train.seq_len, reads)
+        samples = check_batch(batch, config.model, train.seq_len, reads)
         lengths = [len(sample.tokens) - 1 for sample in samples]
         plan = plan_rows(config, shape, lengths)
         self._runner.micro_batch_rows = plan.micro_batch_rows
@@ -352,7 +363,7 @@ class Session:
             values["temperature"] = torch.full_like(values["places"], temperature, dtype=wide)
         forced_ids = None
         if packed.routes is not None:
-            forced_ids = torch.stack((packed.routes, packed.routes), dim=3)
+            forced_ids = packed.routes.unsqueeze(3)  # plain top-k is that of the live scores
         inputs, num_tokens = prepare_inputs(
             packed.rows, self.meshes, config, self.device, forced_ids, values, self.auxiliary_losses
         )

@@ -96,7 +96,7 @@ def prepare_inputs(
 
     Args:
         batch: full rows of this data-parallel rank.
-        forced_ids: [B, R, L, 2, K] routing to repeat.
+        forced_ids: [B, R, L, 1 or 2, K] routing to repeat (``Tokens``).
         values: [B, R, ...] by name, per-token inputs of the loss, which are cut as the tokens are.
         mtp: False to leave modules for multi-token prediction out of this step.
     """
@@ -166,6 +166,7 @@ def optimizer_step(
     config: Config,
     report: Mapping[str, float] = MappingProxyType({}),
     skip_zero: bool = False,
+    balances: bool | None = None,
 ) -> Update:
     """Clip, update and advance the step counter; any rank can make all skip the update. Collective.
 
@@ -176,6 +177,8 @@ def optimizer_step(
             skipping.
         skip_zero: skip the update if the gradient is exactly zero; else momentum and weight decay
             would move the weights.
+        balances: whether expert biases and load fractions move; None: unless the routes of an
+            engine were repeated, whose load says nothing about this router.
     """
     model_parts = list(state.model_parts.values())
     train = config.train
@@ -205,7 +208,8 @@ def optimizer_step(
                 clip_logits(logits, config.optim.qk_clip)
             if config.optim.ema_decay:
                 update_averages(state.optimizer, config.optim.ema_decay)
-            update_balance_state(stats, model_parts, bias_update_rate(config, state.step))
+            if balances or (balances is None and not stats.replayed.any()):
+                update_balance_state(stats, model_parts, bias_update_rate(config, state.step))
             remember(stats.loss, state.recent_losses, train)
         state.optimizer.zero_grad()
         state.step += 1
