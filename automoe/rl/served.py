@@ -73,7 +73,9 @@ class ServedEngine:
             said = error.read().decode(errors="replace")[:300]
             raise BackendError(f"{url}: {error.code} {error.reason}: {said}") from None
         except OSError as error:
-            raise BackendError(f"{url}: {error}. Start the engine, or mend recipe_args.engine") from None
+            raise BackendError(
+                f"{url}: {error}. Start the engine, or mend recipe_args.engine"
+            ) from None
         return json.loads(text) if text.strip() else None
 
     def update(self, stream: WeightStream) -> None:

@@ -22,10 +22,7 @@ class ServedSGLang(ServedEngine):
         sampling = {"n": num, "max_new_tokens": max_tokens, "temperature": temperature}
         sampling |= {"sampling_seed": seed, "stop_token_ids": self.stops, "ignore_eos": True}
         found: Any = self.post(
-            "/generate",
-            input_ids=prompt,
-            sampling_params=sampling,
-            return_logprob=True,
+            "/generate", input_ids=prompt, sampling_params=sampling, return_logprob=True
         )
         made = found if isinstance(found, list) else [found]
         said = [one["meta_info"]["output_token_logprobs"] for one in made]
