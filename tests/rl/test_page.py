@@ -42,10 +42,10 @@ def run_page(folder: Path, overrides: str) -> None:
             (folder / name[1]).write_text(block)
             assert run([sys.executable, name[1]], folder)
         else:  # the function that takes the recipe's place
-            recipe = (folder / "grpo.py").read_text()
+            recipe = (folder / "recipes" / "grpo.py").read_text()
             own, count = re.subn(r"^def reward\(.*?(?=^def )", f"{block}\n\n", recipe, flags=re.M | re.S)
             assert count == 1
-            (folder / "grpo.py").write_text(own)
+            (folder / "recipes" / "grpo.py").write_text(own)
 
 
 def test_the_page_has_blocks() -> None:

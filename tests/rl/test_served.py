@@ -101,6 +101,5 @@ def test_a_server_that_refuses_or_is_not_there_is_named(model: Any, server: Any,
         with pytest.raises(BackendError, match="/broken/resume: 500"):
             engine.post("/broken/resume")
         engine.address = "http://127.0.0.1:9"
-        with pytest.raises(BackendError, match="127.0.0.1:9/resume.*Start the engine, or mend recipe_args.engine"):
+        with pytest.raises(BackendError, match="127.0.0.1:9/pause.*Start the engine, or mend recipe_args.engine"):
             engine.update(WeightStream(model))
-            engine.post("/resume")
