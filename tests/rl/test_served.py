@@ -63,7 +63,9 @@ def server() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("source")
-    save_small_hf("qwen3_moe", folder, dtype=torch.bfloat16, other_sizes={"num_hidden_layers": 2})
+    save_small_hf(
+        "qwen3_moe", folder, dtype=torch.bfloat16, other_sizes={"num_hidden_layers": 2, "num_experts_per_tok": 2}
+    )
     return automoe.from_hf(folder)
 
 
