@@ -44,7 +44,12 @@ def read_vllm(routes: Any, model: ModelConfig, num_tokens: int, start: int = 0) 
     """
     lines_TLK = np.asarray(routes)
     count, dense = num_tokens - 1 - start, model.first_k_dense
-    if lines_TLK.dtype.kind not in "iu" or lines_TLK.ndim != 3 or len(lines_TLK) != count or start < 0:
+    if (
+        lines_TLK.dtype.kind not in "iu"
+        or lines_TLK.ndim != 3
+        or len(lines_TLK) != count
+        or start < 0
+    ):
         raise DataError(
             f"routes are {lines_TLK.dtype} {list(lines_TLK.shape)}; {num_tokens} tokens from {start} on have integers "
             f"[{count}, layers, K]. An engine leaves lines out after hits in its prefix cache: switch the cache off"

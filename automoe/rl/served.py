@@ -37,6 +37,7 @@ class ServedEngine:
     def __init__(self, address: str, config: Config, stops: Collection[int], run_dir: Path) -> None:
         self.address = address.rstrip("/")
         self.stops = sorted(stops)
+        self.model = config.model
         self.folder = run_dir / "engine"
         self._ranks = Ranks()
         dtype = COMPUTE_DTYPES[config.train.dtype]

@@ -43,7 +43,7 @@ def config(run_dir: Path, **mesh: int) -> Config:
     return Config(
         run_dir=str(run_dir),
         recipe="grpo",
-        recipe_args=GRPOArgs(prompts=2, samples=4, kl=0.01, replay=False),
+        recipe_args=GRPOArgs(prompts=2, samples=4, kl=0.01),
         mesh=MeshConfig(**({"dp_shard": 1} | mesh)),
         model=ModelConfig(
             family="qwen3_moe",

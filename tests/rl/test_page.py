@@ -18,7 +18,11 @@ BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", PAGE, re.M | re.S)
 
 
 def run(command: list[str], folder: Path) -> str:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
@@ -28,7 +32,7 @@ def run_page(folder: Path, overrides: str) -> None:
     """Run all blocks in order; ``overrides`` are added to every training."""
     (folder / "bin").mkdir()
     command = folder / "bin" / "automoe"
-    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m automoe \"$@\"\n")
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m automoe "$@"\n')
     command.chmod(0o755)
     for language, block in BLOCKS:
         name = re.match(r"# (\w+\.py)\n", block)
@@ -38,10 +42,10 @@ def run_page(folder: Path, overrides: str) -> None:
             (folder / name[1]).write_text(block)
             assert run([sys.executable, name[1]], folder)
         else:  # the function that takes the recipe's place
-            recipe = (folder / "grpo.py").read_text()
+            recipe = (folder / "recipes" / "grpo.py").read_text()
             own, count = re.subn(r"^def reward\(.*?(?=^def )", f"{block}\n\n", recipe, flags=re.M | re.S)
             assert count == 1
-            (folder / "grpo.py").write_text(own)
+            (folder / "recipes" / "grpo.py").write_text(own)
 
 
 def test_the_page_has_blocks() -> None:
@@ -51,7 +55,9 @@ def test_the_page_has_blocks() -> None:
 @pytest.mark.smoke
 def test_every_block_does_what_the_page_says(tmp_path: Path) -> None:
     run_page(tmp_path, "")
-    digits, vowels = ([one["reward"] for one in read_metrics(tmp_path / "runs" / name)] for name in ("grpo_small", "vowels"))
+    digits, vowels = (
+        [one["reward"] for one in read_metrics(tmp_path / "runs" / name)] for name in ("grpo_small", "vowels")
+    )
     assert digits[0] < 0.1 and digits[-1] > 0.9 and vowels[-1] > 0.9 > vowels[0]
     report = (tmp_path / "runs" / "grpo_small" / "report.html").read_text()
     for title in ("Mean reward", "Mean length of the answers", "Distance from the first weights", "Mean gap of engine"):
